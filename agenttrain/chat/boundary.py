@@ -71,26 +71,9 @@ class TurnBoundary:
         Both are marked text. The end is empty if the template writes no control token there. Raises
         ChatError if the boundary cannot be found.
         """
-        # A short message of the turn's shape, with BODY at the end of its text. Content and
-        # reasoning beside calls are left out: a model writes them before its calls, but some
-        # templates refuse them there (GPT-OSS) or render them after the replies (Gemma 4).
-        assistant: Message = {"role": "assistant", "content": "" if turn.calls else BODY}
-        if turn.calls:
-            functions = [{"name": call.name, "arguments": {"a": BODY}} for call in turn.calls]
-            assistant["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": function}
-                for call, function in zip(turn.calls, functions, strict=True)
-            ]
-        # The text that closes the turn's calls, and the end of the turn, if nothing follows.
-        closing, end = "", self.answer_end()
-        if turn.calls:
-            after_calls = _after_body(self.render([USER, assistant], False))
-            closing = self._to_last_control(after_calls) if end else after_calls.rstrip()
-            if not closing.endswith(end):
-                # Calls end with a token of their own.
-                pieces = list(self.encoder.pieces(closing))
-                end = pieces[-1][1] if pieces else ""
-            closing = closing.removesuffix(end)
+        assistant = _short_message(turn)
+        # What closes the calls, e.g. "}</tool_call>", and ends the turn, if nothing follows.
+        closing, end = self._calls_end(assistant) if turn.calls else ("", self.answer_end())
         text = _after_body(self.render([USER, assistant, *replies], generation_prompt))
         if not text.startswith(closing):
             raise ChatError(
@@ -115,6 +98,21 @@ class TurnBoundary:
             f"{unmark(text[: len(end)])!r} once replies follow; set chat_template"
         )
 
+    def _calls_end(self, assistant: Message) -> tuple[str, str]:
+        """Return (text that closes the calls, end of the turn) of a message that nothing follows.
+
+        Example: ``("}\\n</tool_call>", "<|im_end|>")``.
+        """
+        end = self.answer_end()
+        after_calls = _after_body(self.render([USER, assistant], False))
+        # Where answers have no end (GLM), all text behind the calls closes them.
+        closing = self._to_last_control(after_calls) if end else after_calls.rstrip()
+        if not closing.endswith(end):
+            # Calls end with another token than answers.
+            pieces = list(self.encoder.pieces(closing))
+            end = pieces[-1][1] if pieces else ""
+        return closing.removesuffix(end), end
+
     def answer_end(self) -> str:
         """Return the end of an answer that nothing follows, e.g. ``<|im_end|>``."""
         answer = _after_body(self.render([USER, {"role": "assistant", "content": BODY}], False))
@@ -126,6 +124,22 @@ class TurnBoundary:
         while pieces and not pieces[-1][0]:
             pieces.pop()
         return "".join(piece for _, piece in pieces)
+
+
+def _short_message(turn: AssistantTurn) -> Message:
+    """Return a message with the calls of a turn, or an answer, with BODY at the end of its text.
+
+    Content and reasoning beside calls are left out: a model writes them before its calls, but some
+    templates refuse them there (GPT-OSS) or render them after the replies (Gemma 4).
+    """
+    if not turn.calls:
+        return {"role": "assistant", "content": BODY}
+    functions = [{"name": call.name, "arguments": {"a": BODY}} for call in turn.calls]
+    calls = [
+        {"id": call.id, "type": "function", "function": function}
+        for call, function in zip(turn.calls, functions, strict=True)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 def _after_body(rendering: str) -> str:
@@ -141,7 +155,10 @@ def _after_body(rendering: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ReplyTexts:
-    """Returns the texts of replies as the template renders them, which may trim or escape them."""
+    """Returns the texts of replies as the template renders them; it may trim or escape texts.
+
+    A text is rendered in a conversation, and the constant text around it is cut off.
+    """
 
     boundary: TurnBoundary
     encoder: Encoder
@@ -173,7 +190,7 @@ class ReplyTexts:
         return self._verbatim[role]
 
     def after_turn(self, role: str, text: str) -> tuple[str, str]:
-        """Split the text behind a turn with one reply of `role`, as `TurnBoundary.split` does."""
+        """Return (end of turn, text behind it) for a turn with one reply: `text` by `role`."""
         turn = CALL if role == "tool" else ANSWER
         reply = {"role": role, "content": text}
         if role == "tool":
@@ -226,7 +243,11 @@ class Suffix:
 
 
 def build_suffix(end: str, text: str, encoder: Encoder, *, replies: int) -> Suffix:
-    """Tokenise a suffix's constant text. `text` has placeholders 0 to `replies` - 1 for replies."""
+    """Tokenise the end of a turn and the text behind it.
+
+    `text` has the placeholders 0 to `replies` - 1. The text between control tokens that holds one
+    becomes a ReplyBlock, which is tokenised with each reply; all other text is constant.
+    """
     if _REPLY.findall(text) != [str(index) for index in range(replies)]:
         raise ChatError(
             f"the chat template does not show each of {replies} replies once and in order: "
@@ -235,12 +256,12 @@ def build_suffix(end: str, text: str, encoder: Encoder, *, replies: int) -> Suff
     blocks: list[tuple[int, ...] | ReplyBlock] = []
     constant = ""
     for control, piece in encoder.pieces(text):
-        if control or not _REPLY.search(piece):
+        if control or not _REPLY.search(piece):  # the same with any replies
             constant += piece
             continue
         blocks += [tuple(encoder.encode(constant))] if constant else []
         constant = ""
-        # re.split with a group: literal, index, literal, index, …, literal
+        # re.split with a group: literal, index, literal, …: ["\n", "0", "\n"]
         parts = _REPLY.split(piece)
         blocks.append(
             ReplyBlock(parts=tuple(int(p) if i % 2 else unmark(p) for i, p in enumerate(parts)))
@@ -256,29 +277,35 @@ def build_suffix(end: str, text: str, encoder: Encoder, *, replies: int) -> Suff
 def fill_suffix(
     blocks: Sequence[tuple[int, ...] | ReplyBlock], texts: Sequence[str], encoder: Encoder
 ) -> Spans:
-    """Return the ids of `blocks` with the replies' texts filled in, as (origin, ids)."""
+    """Return the ids of `blocks` with the replies' texts filled in, as (origin, ids).
+
+    Example, for a block ``\\n{reply 0}\\n`` and the reply "7": the template's id of ``\\n``, the
+    tool's of ``7``, the template's of ``\\n``. A token that holds any character of a reply is the
+    tool's, such as ``7\\n`` if the tokenizer merges them.
+    """
     unmerged: Spans = []
     for block in blocks:
         if not isinstance(block, ReplyBlock):
             unmerged.append((Origin.template, list(block)))
             continue
-        # A token that holds any character of a reply is the tool's, every other the template's.
         pieces = [texts[part] if isinstance(part, int) else part for part in block.parts]
         ids, offsets = encoder.encode_plain_offsets("".join(pieces))  # offsets: (start, end)
-        next_token = position = 0  # first token without an origin; characters up to this part
+        next_token = position = 0  # first token without an origin; end of the part
         for part, piece in zip(block.parts, pieces, strict=True):
             position += len(piece)
             is_reply = isinstance(part, int)
             if not is_reply or not piece:
                 continue
             start = position - len(piece)
+            # The tokens from the first that ends behind `start` to the last that begins before the
+            # part's end.
             first = bisect_right(offsets, start, lo=next_token, key=lambda o: o[1])
             end = bisect_left(offsets, position, lo=first, key=lambda o: o[0])
             unmerged += [(Origin.template, ids[next_token:first]), (Origin.tool, ids[first:end])]
             next_token = end
         unmerged.append((Origin.template, ids[next_token:]))
     spans: Spans = []
-    for origin, ids in unmerged:
+    for origin, ids in unmerged:  # join neighbours of one origin
         if spans and spans[-1][0] is origin:
             spans[-1][1].extend(ids)
         elif ids:

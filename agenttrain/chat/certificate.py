@@ -168,11 +168,13 @@ class Certificate:
     """sha256, hex, over the template, its variables, the tools, the control tokens and the ids
     between turns."""
     family: str | None
+    """The template's family; None if none was recognised."""
     changes: tuple[str, ...]
     """Changes that the fix made."""
     preserving: bool
     """The model's own template, before any fix, renders earlier messages the same in every turn."""
     one_call_per_turn: bool
+    """The template renders one call of a turn of several."""
     warnings: tuple[str, ...]
     """Warnings about training with this template and about serving the trained model."""
     remedy: str
@@ -255,7 +257,7 @@ def certify(chat: Chat, schemas: Sequence[dict]) -> Certificate:
     template was fixed, the model's own is probed too, to show which probes the fix repairs.
     """
     probes = _probes(chat, schemas)
-    preserving = all(probe.passed or probe.name in FEATURES for probe in probes)
+    stock_probes = probes
     if chat.fix.changes:
         stock_chat = Chat(
             chat.tokenizer,
@@ -268,13 +270,14 @@ def certify(chat: Chat, schemas: Sequence[dict]) -> Certificate:
             roles=chat.roles,
         )
         stock_probes = _probes(stock_chat, schemas)
-        preserving = all(probe.passed or probe.name in FEATURES for probe in stock_probes)
         for index, (probe, stock) in enumerate(zip(probes, stock_probes, strict=True)):
             if probe.passed and not stock.passed:
                 reason = f"stock: {stock.reason}"
                 probes[index] = replace(
                     probe, status=Status.fixed, reason=reason, detail=stock.detail
                 )
+    # All probes that are not of features compare a conversation with its ledger.
+    preserving = all(probe.passed or probe.name in FEATURES for probe in stock_probes)
     content = [
         chat.template,
         repr(sorted(chat.kwargs.items())),
@@ -298,7 +301,10 @@ def certify(chat: Chat, schemas: Sequence[dict]) -> Certificate:
 
 
 def _left_out(chat: Chat, schemas: Sequence[dict]) -> Iterator[str]:
-    """Yield a description of each kind of message that the template leaves out or refuses."""
+    """Yield a description of each kind of message whose text the template leaves out or refuses.
+
+    Example: ``a second system message``.
+    """
     answer: Message = {"role": "assistant", "content": "It is 7."}
     extra: Message = {"role": "system", "content": TEXT}
     reply: Message = {"role": "tool", "tool_call_id": CALL.calls[0].id, "name": "f"}
@@ -423,8 +429,9 @@ def _replay(
 ) -> tuple[list[int], list[str]]:
     """Replay a conversation as the rollout loop does; return (ids between the turns, remarks).
 
-    The remarks say what the template leaves out. Raises _Mismatch if the full rendering has other
-    ids than the loop's ledger, or if a call is not parsed as it was rendered.
+    The loop appends each completion and its suffix to a ledger of ids. The remarks say what the
+    template leaves out. Raises _Mismatch if the full rendering has other ids than the ledger, or if
+    a call is not parsed as it was rendered.
     """
     messages: list[Message] = [question]
     ledger = chat.rendered_ids(messages, schemas)
@@ -434,29 +441,21 @@ def _replay(
         after = messages[-1]["role"]
         turn, replies = chat.as_rendered(as_parsed(chat, probe_turn, after), probe_replies)
         messages += [turn.message(), *replies]
-        full = chat.rendered_ids(messages, schemas)
+        full = chat.rendered_ids(messages, schemas)  # ledger + completion + suffix
         _require_equal(chat, full[: len(ledger)], ledger, "earlier messages are rendered anew")
         end = chat.end_ids(turn, replies, generation_prompt=True)
         spans = chat.suffix(
             turn, replies, completion_ids=end, finish=Finish.stop, generation_prompt=True
         )
         suffix = [token_id for _, ids in spans for token_id in ids]
-        # The completion stands between the ledger so far and the suffix.
         length = max(len(full) - len(suffix) - len(ledger), 0)
-        sampled = full[len(ledger) :][:length]
+        completion = full[len(ledger) :][:length]
         behind = full[len(ledger) + length :]
         _require_equal(chat, behind, suffix, "replies are rendered differently")
-        _require_equal(chat, sampled[-1:], end[-1:] or sampled[-1:], "the turn ends differently")
-        parsed = chat.parse(sampled, schemas, turn=0, after=after)
-        calls = [(call.name, call.arguments) for call in turn.calls]
-        parsed_calls = [(call.name, call.arguments) for call in parsed.calls]
-        if calls != parsed_calls or any(call.malformed for call in parsed.calls):
-            raise _Mismatch(
-                "the response schema does not read the calls that the template renders",
-                f"{_short(chat.decode(sampled))} parses to {_short(parsed_calls)} "
-                f"instead of {_short(calls)}",
-                Misfit.response_schema,
-            )
+        if end:
+            _require_equal(chat, completion[-1:], end[-1:], "the turn ends differently")
+        parsed = chat.parse(completion, schemas, turn=0, after=after)
+        _require_same_calls(turn, parsed, chat.decode(completion))
         if turn.content != parsed.content:
             remarks[
                 "the template leaves out content beside calls; the ledger keeps what was sampled"
@@ -480,6 +479,18 @@ def as_parsed(chat: Chat, turn: AssistantTurn, after: str) -> AssistantTurn:
         return replace(turn, reasoning=None)
     needs_reasoning = chat.opens_reasoning(after) and not turn.reasoning
     return replace(turn, reasoning=THOUGHT) if needs_reasoning else turn
+
+
+def _require_same_calls(turn: AssistantTurn, parsed: AssistantTurn, completion: str) -> None:
+    """Raise _Mismatch if the calls of a turn are not those parsed from its completion."""
+    calls = [(call.name, call.arguments) for call in turn.calls]
+    parsed_calls = [(call.name, call.arguments) for call in parsed.calls]
+    if calls != parsed_calls or any(call.malformed for call in parsed.calls):
+        raise _Mismatch(
+            "the response schema does not read the calls that the template renders",
+            f"{_short(completion)} parses to {_short(parsed_calls)} instead of {_short(calls)}",
+            Misfit.response_schema,
+        )
 
 
 def _require_equal(chat: Chat, full: Sequence[int], ledger: Sequence[int], reason: str) -> None:

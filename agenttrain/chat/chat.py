@@ -102,6 +102,7 @@ class Chat:
         `placeholders` are those of the model's images. None: the model reads no images, for the
         reason `no_images`. `roles` maps roles of messages to the roles to render.
         """
+        # The arguments.
         self.tokenizer = tokenizer
         self.template = template
         self.fix = fix or Fix(family=None, stock=template, template=template)
@@ -112,11 +113,15 @@ class Chat:
         self.response = response
         self.eos_token_ids = tuple(eos_token_ids)
         self.roles = dict(roles or {})
+        # Caches.
         self._usual_roles: dict[str, str] = {}
+        """Role of messages -> role to render."""
         self._shown_places: set[Place] = set()
+        """Places where the template has shown a message's text."""
         self._suffixes: dict[Any, Suffix] = {}
+        """Shape of a turn and its replies -> suffix."""
         self._grammar: CallGrammar | None = None
-        # Not `self.render`, which adapts messages to this behaviour.
+        # What the template does. Not `self.render`, which adapts messages to this behaviour.
         self._behaviour = probe_behaviour(
             lambda messages, opened: render(
                 tokenizer, template, messages, generation_prompt=opened, kwargs=self.kwargs
@@ -129,12 +134,13 @@ class Chat:
             lambda messages, opened: self.render(messages, generation_prompt=opened), self.encoder
         )
         self._reply_text = ReplyTexts(self._boundary, self.encoder)
+        # The tokens that end a completion, and those that are left out of its text.
         self.turn_end_ids = tuple(dict.fromkeys(self._turn_ends()))
         self.stop_token_ids = tuple(dict.fromkeys([*eos_token_ids, *self.turn_end_ids]))
         self._marks = response.marks(self.encoder.control)
         self._stripped = frozenset(self.stop_token_ids) | self.encoder.written
         self._stripped -= {self.encoder.control[mark] for mark in self._marks}
-        # Probed here: `parse` must not fail on a template that cannot be rendered.
+        # Reasoning. Probed here: `parse` must not fail on a template that cannot be rendered.
         self._opens_reasoning = {role: self._probe_reasoning(role) for role in ("user", "tool")}
         prompt = self.render([USER], generation_prompt=True)
         reasoning = response.parse(prompt, in_reasoning=False, schemas=()).reasoning
@@ -248,9 +254,9 @@ class Chat:
     ) -> None:
         """Raise ChatError if a rendering of messages lacks the text or the calls of one of them.
 
-        `marked` are the messages as they were rendered, with control tokens marked. Two renderings
-        are saved where every message stands in a place that was shown before, and every text of
-        `marked` is found in `rendering`.
+        `marked` are the messages as they were rendered, with control tokens marked. Roles in
+        `may_omit` raise nothing. A second rendering, with probe words, is saved if every message
+        stands in a place that was shown before, and every text of `marked` is in `rendering`.
         """
         for index, message in enumerate(messages):
             role = str(message.get("role"))
@@ -287,6 +293,7 @@ class Chat:
         """
         messages = self.normal_messages(messages)
         if not self._shown_places.issuperset(places(messages).values()):
+            # No text is in the empty rendering: this renders the messages with probe words.
             self._check_texts(messages, schemas, "", (), messages)
 
     def _marked(self, message: Message) -> Message:
@@ -354,7 +361,7 @@ class Chat:
         *,
         generation_prompt: bool = False,
     ) -> str:
-        """Render messages to text; texts of others in them must be marked already."""
+        """Render messages to text; texts of users and tools in them must be marked already."""
         return render(
             self.tokenizer,
             self.template,
@@ -438,7 +445,7 @@ class Chat:
         spans = fill_suffix(suffix.blocks, texts, self.encoder)
         missing = list(_missing_end(suffix, completion_ids, finish))
         if missing and spans and spans[0][0] is Origin.template:
-            spans[0][1][:0] = missing
+            spans[0][1][:0] = missing  # neighbours of one origin are one span
         elif missing:
             spans.insert(0, (Origin.template, missing))
         return self._with_images(spans, replies) if has_images else spans
@@ -450,7 +457,8 @@ class Chat:
         if self.placeholders is None:
             raise ChatError(f"a reply holds an image: {self.no_images}")
         ids = self._expand([token_id for _, part in spans for token_id in part], replies)
-        origins = iter([origin for origin, part in spans for _ in part])  # before the expansion
+        # The origin of each token before the expansion, which repeats an image's placeholder.
+        origins = iter([origin for origin, part in spans for _ in part])
         images = iter(self.place(ids, replies))
         split: list[tuple[Origin, list[int]]] = []
         position, image = 0, next(images, None)
@@ -461,6 +469,7 @@ class Chat:
                 position, image = image.end, next(images, None)
                 continue
             origin = next(origins)
+            # Ids behind an image begin a span of their own.
             after_image = bool(split) and split[-1][1][-1] == self.placeholders.token_id
             if split and split[-1][0] is origin and not after_image:
                 split[-1][1].append(ids[position])
@@ -529,8 +538,10 @@ class Chat:
         ``"7 7 7… [19,993 characters clipped]"``.
         """
         text = clean(text)
+        # An ASCII character is at most one token.
         if text.isascii() and len(text) + PREFIX <= max_tokens:
             return text
+        # Tokenise a growing head of the text, until it has too many tokens or is the whole text.
         size = max(max_tokens, 1) * CHARACTERS_PER_TOKEN
         while True:
             ids, offsets = self.encoder.encode_plain_offsets(text[:size])
@@ -571,28 +582,25 @@ class Chat:
         ids of the calls, and every key of a reply but its content.
         """
         indices = {call.id: index for index, call in enumerate(turn.calls)}
+        shapes = tuple(_shape(reply, indices) for reply in replies)
         shows_ids = self._behaviour.shows_ids
-        shapes = []
-        for reply in replies:
-            shape: list[tuple[str, Any]] = []
-            for key, value in reply.items():
-                if key == "tool_call_id":
-                    shape.append((key, indices.get(value, value)))
-                elif key != "content":
-                    # A value that is no text is keyed by its repr in a tuple: no text equals it.
-                    shape.append((key, value if isinstance(value, str) else (repr(value),)))
-                elif isinstance(value, list):
-                    kinds = tuple(type(part).__name__ for part in parts(value))
-                    shape.append((key, kinds))
-            shapes.append(tuple(shape))
         calls_key = tuple((call.name, call.id if shows_ids else "") for call in turn.calls)
-        cache_key = (generation_prompt, calls_key, tuple(shapes))
+        cache_key = (generation_prompt, calls_key, shapes)
         cached = self._suffixes.get(cache_key)  # one look-up: another thread may clear the cache
         if cached is not None:
             return cached
+        suffix = self._render_suffix(turn, replies, generation_prompt)
+        if len(self._suffixes) >= CACHED_SHAPES:
+            self._suffixes.clear()
+        self._suffixes[cache_key] = suffix
+        return suffix
+
+    def _render_suffix(
+        self, turn: AssistantTurn, replies: Sequence[Message], generation_prompt: bool
+    ) -> Suffix:
+        """Return a turn's suffix by rendering a numbered placeholder for each text of a reply."""
         mark = self.encoder.mark
         calls = tuple(replace(call, name=mark(call.name), id=mark(call.id)) for call in turn.calls)
-        # Render the turn with a numbered placeholder for each text of the replies.
         slots = count()
         stand_ins = []
         for reply in replies:
@@ -617,13 +625,10 @@ class Chat:
             begins_alike = last_end[: len(suffix.end_ids)] == suffix.end_ids
             if last_end[-1:] != suffix.end_ids[-1:] and not begins_alike:
                 suffix = replace(suffix, last_end_ids=last_end)
-        if len(self._suffixes) >= CACHED_SHAPES:
-            self._suffixes.clear()
-        self._suffixes[cache_key] = suffix
         return suffix
 
     def _turn_ends(self) -> list[int]:
-        """Return the ids that end a turn and never occur inside of one."""
+        """Return the ids that end a turn and never occur inside of one: that of ``<|im_end|>``."""
         inside: list[int] = []
         with suppress(ChatError):
             # The ids between the generation prompt and the content of an answer with reasoning.
@@ -638,6 +643,24 @@ class Chat:
                 end, _ = self._reply_text.after_turn(role, "r")
                 ids += self.encoder.encode(end)[-1:]
         return [token_id for token_id in ids if token_id not in inside]
+
+
+def _shape(reply: Message, indices: Mapping[str, int]) -> tuple[tuple[str, Any], ...]:
+    """Return a reply without its texts, as a cache key; a call's id becomes its index in the turn.
+
+    Example: ``(("role", "tool"), ("tool_call_id", 0))``. Of a list of texts and images the kinds
+    stay.
+    """
+    shape: list[tuple[str, Any]] = []
+    for key, value in reply.items():
+        if key == "tool_call_id":
+            shape.append((key, indices.get(value, value)))
+        elif key != "content":
+            # A value that is no text is keyed by its repr in a tuple: no text equals that.
+            shape.append((key, value if isinstance(value, str) else (repr(value),)))
+        elif isinstance(value, list):
+            shape.append((key, tuple(type(part).__name__ for part in parts(value))))
+    return tuple(shape)
 
 
 def _missing_end(suffix: Suffix, completion_ids: Sequence[int], finish: Finish) -> Sequence[int]:

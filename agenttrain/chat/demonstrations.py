@@ -55,7 +55,7 @@ def completion_ids(
             f"{chat.decode(prompt[-16:])!r} with this turn; it renders "
             f"{chat.decode(full[len(prompt) - 16 :][:64])!r}"
         )
-    ids = full[len(prompt) : stop]
+    ids = full[len(prompt) : stop]  # between the prompt and the suffix
     if turn.calls or ids[-1] in chat.stop_token_ids:
         return ids
     # Harmony ends an answer with another token once a message follows: put back the answer's own.

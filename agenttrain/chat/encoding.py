@@ -64,13 +64,14 @@ class Encoder:
 
         It has no effect on tokens that are special or occur in the template.
         """
-        core = getattr(tokenizer, "backend_tokenizer", None)
+        core = getattr(tokenizer, "backend_tokenizer", None)  # of the `tokenizers` library
         if core is None:
             raise ChatError(
                 f"model.path: {type(tokenizer).__name__} is not backed by the `tokenizers` "
                 "library; save the tokenizer with a tokenizer.json"
             )
         added = dict(sorted(core.get_added_tokens_decoder().items()))
+        # Tokens that steer the model for certain, whatever `plain` says.
         steering = {t.content for t in added.values() if t.special or t.content in template}
         self.ordinary = {}
         for token in added.values():
@@ -83,9 +84,10 @@ class Encoder:
         ids = {token.content: token_id for token_id, token in added.items()}
         self.control = {text: ids[text] for text in ids if text not in self.ordinary}
         self.written = frozenset(ids[text] for text in steering if text in self.control)
+        # Two tokenizers: for renderings, and for text in which no control token may appear.
         self._full = _copy(core, added, hidden=())
         self._plain = _copy(core, added, hidden=self.control)
-        # A token that the tokenizer makes from plain text too cannot be kept out of plain text.
+        # A token that the tokenizer's pieces make from plain text too cannot be kept out of it.
         if forgeable := [text for text in self.control if ids[text] in self.encode_plain(text)]:
             for text in forgeable:
                 if self.control.pop(text) in self.written:
@@ -102,6 +104,7 @@ class Encoder:
         self._control = re.compile(texts)
         # Matches marked tokens, and bare ones with the group `control`: the template wrote these.
         self._pieces = re.compile(f"{OPEN}(?:{texts}){CLOSE}|(?P<control>{texts})")
+        # Control token -> (absorbs blanks on its left, on its right).
         self._absorbing = {
             token.content: (token.lstrip, token.rstrip)
             for token in added.values()
@@ -117,16 +120,17 @@ class Encoder:
         Without marks the result is the tokenizer's own.
         """
         is_marked = OPEN in rendering or CLOSE in rendering
-        # Encoded whole where the pieces alone would get other ids.
+        # A rendering is encoded whole if its pieces alone might get other ids.
         if not self._pieces_suffice and not is_marked:
             ids = _encoding(self._full, rendering).ids
-            # A normalizer can turn text into a control token, e.g. ＜think＞ into <think>.
+            # A normalizer can turn text into a control token, e.g. ＜think＞ into <think>. Then
+            # the pieces are encoded: there are more control tokens than the template wrote.
             count = sum(token_id in self._control_ids for token_id in ids)
             if count == sum(control for control, _ in self.pieces(rendering)):
                 return ids
         ids = []
         for control, piece in self.pieces(rendering):
-            # All prompts of a run share pieces: the tools and the system message.
+            # Cached, because all prompts of a run share pieces: the tools, the system message.
             piece_ids = self._cached_ids.get((control, piece))
             if piece_ids is None:
                 core = self._full if control else self._plain
@@ -177,7 +181,7 @@ class Encoder:
         start = position = 0
         while (match := self._pieces.search(rendering, position)) is not None:
             position = match.end()
-            if (text := match["control"]) is None:
+            if (text := match["control"]) is None:  # a marked token is text
                 continue
             before = rendering[start : match.start()]
             left, right = self._absorbing.get(text, (False, False))
@@ -214,10 +218,10 @@ def _alternatives(texts: Collection[str]) -> str:
     branches: dict[str, list[str]] = {}
     for text in texts:
         branches.setdefault(text[:1], []).append(text)
-    optional = branches.pop("", None) is not None
+    optional = branches.pop("", None) is not None  # one text ends here
     parts = []
     for group in branches.values():
-        # The common beginning of a group is that of its first and last text in sorted order.
+        # The texts of a group share a beginning: that of the first and last in sorted order.
         first, last = min(group), max(group)
         pairs = enumerate(zip(first, last, strict=False))
         head = first[: next((i for i, (a, b) in pairs if a != b), len(first))]
@@ -229,7 +233,10 @@ def _alternatives(texts: Collection[str]) -> str:
 
 
 def _copy(core: Any, added: dict[int, AddedToken], hidden: Any) -> Any:
-    """Build a tokenizer over the same model that never produces the `hidden` added tokens."""
+    """Build a tokenizer over the same model that never makes a `hidden` added token of text.
+
+    Raises ChatError for a token whose id would change.
+    """
     copy = Tokenizer(core.model)
     for part in ("normalizer", "pre_tokenizer", "decoder"):
         if getattr(core, part) is not None:

@@ -55,9 +55,9 @@ class Probe:
     reason: str = ""
     """An observation, the cause of the refusal, or the purpose of the fix."""
     detail: str = ""
-    """The texts that show the reason."""
+    """The texts or ids that show the reason."""
     misfit: Misfit | None = None
-    """The group to change if the probe is refused."""
+    """The group of settings to change if the probe is refused: template or response schema."""
     token_ids: tuple[int, ...] = ()
     """Ids that the template writes between turns, concatenated."""
 
@@ -113,6 +113,7 @@ def feature_probes(chat: Chat, schemas: Sequence[dict]) -> list[Probe]:
 def _generation_prompt(chat: Chat) -> Probe:
     """Check that the template writes the header of an assistant's turn, not the model."""
     name = "generation prompt"
+    # E.g. <|im_start|>assistant must stand in `opened`, as it does in `answered` before "ok".
     try:
         bare, opened = chat.render(QUESTION), chat.render(QUESTION, generation_prompt=True)
         answered = chat.render([*QUESTION, {"role": "assistant", "content": "ok"}])
@@ -156,14 +157,18 @@ def system_problem(chat: Chat, schemas: Sequence[dict]) -> str | None:
 
 
 def _control_tokens(chat: Chat, schemas: Sequence[dict]) -> Probe:
-    """Check that no text of others becomes a control token, in a prompt or in a reply."""
+    """Check that no text of a user or a tool becomes a control token, in a prompt or in a reply.
+
+    Each place is rendered twice, with a harmless text and with the texts of all control tokens: the
+    ids must have the same number of each control token.
+    """
 
     def tool_description_ids(text: str) -> list[int]:
         function = {"name": "probe", "description": text, "parameters": {"type": "object"}}
         return chat.rendered_ids(QUESTION, [*schemas, {"type": "function", "function": function}])
 
     def reply_ids(text: str) -> list[int]:
-        """Return the ids behind a turn whose reply is `text`: a tool's, or a user's."""
+        """Return the ids behind a turn with the reply `text`: a tool's if there are calls."""
         turn, reply = ANSWER, {"role": "user", "content": text}
         if chat.renders_calls:
             turn = CALL
@@ -173,7 +178,7 @@ def _control_tokens(chat: Chat, schemas: Sequence[dict]) -> Probe:
         )
         return [token_id for _, ids in spans for token_id in ids]
 
-    # The places where text of others may stand, each with the ids of a context that holds a text.
+    # The places where such text may stand, each with the ids of a context that holds a given text.
     places: dict[str, Callable[[str], Sequence[int]]] = {
         "a user's message": lambda text: chat.rendered_ids(
             [{"role": "user", "content": text}], schemas

@@ -42,11 +42,11 @@ class Edit:
 
     def apply(self, template: str) -> str | None:
         """Return the edited template, also if it was edited before; None if it lacks `find`."""
-        if not self.find:
+        if not self.find:  # `put` begins the template
             return template if self.put in template else self.put + template
         find = pattern(self.find)
         is_edited = bool(self.put) and pattern(self.put).search(template) is not None
-        # A replacement that contains `find` would be edited once more.
+        # A replacement that contains `find` would be edited again at each call.
         if is_edited and find.search(self.put):
             return template
         edited, count = find.subn(lambda _: self.put, template)
@@ -63,6 +63,7 @@ class Plain:
     """
 
     why: str
+    """What the tokens are for."""
     tokens: tuple[str, ...]
 
 
@@ -75,14 +76,14 @@ class Family:
     response: str = "hermes"
     """Name of the response schema."""
     tools: bool = True
-    """The template, once fixed, renders tools."""
+    """The fixed template renders tools."""
     marks: tuple[str, ...] = ()
     """Texts in the source of every template of this family, matched like `Edit.find`. A family
     without marks is never recognised by a template's source."""
     absent: tuple[str, ...] = ()
     """Texts that no template of this family contains."""
     fixes: tuple[tuple[Edit, ...], ...] = ()
-    """Fixes for its revisions; the first whose edits all apply is used."""
+    """Fixes, each for some revisions of the template; the first whose edits all apply is used."""
     originals: tuple[str, ...] = ()
     """Names of its templates in `commands/templates.py`."""
     control: tuple[str, ...] = ()
@@ -90,16 +91,20 @@ class Family:
     added: tuple[str, ...] = ()
     """Added tokens that are not special, for `agenttrain templates`."""
     bos: str | None = None
+    """The token that begins a sequence, for `agenttrain templates`."""
     plain: tuple[Plain, ...] = ()
     """Added tokens that are ordinary text. All other added tokens, except white space, are
     control tokens, which no text of a user or a tool can become."""
 
 
 def pattern(find: str) -> re.Pattern[str]:
-    """Compile a pattern that finds `find` in a template with other blanks, quotes or dashes."""
+    """Compile a pattern that finds `find` in a template with other blanks, quotes or dashes.
+
+    Example: the pattern of ``{{- m['role'] }}`` also finds ``{{ m.role -}}``.
+    """
     parts = []
     for token in _TOKEN.finditer(find):
-        if tag := token["tag"]:
+        if tag := token["tag"]:  # {%- or -%}
             opens = tag.startswith("{")
             mark = re.escape(tag.strip().replace("-", ""))
             parts.append(rf"{mark}[-+]?\s*" if opens else rf"\s*[-+]?{mark}")
@@ -107,7 +112,7 @@ def pattern(find: str) -> re.Pattern[str]:
             parts.append("['\"]")
         elif token["blank"]:
             parts.append(r"\s*")
-        elif key := token["key"]:
+        elif key := token["key"]:  # .role or ['role']
             parts.append(rf"(?:\.{key}\b|\[['\"]{key}['\"]\])")
         else:
             parts.append(re.escape(token["other"]))
@@ -169,6 +174,7 @@ class Fix:
     stock: str
     """The template of the model, or of the user's file, without changes."""
     template: str
+    """The template after the changes."""
     changes: tuple[str, ...] = ()
     """Reasons for the changes."""
     problem: str | None = None
@@ -188,34 +194,37 @@ class Fix:
 
 
 def apply_fix(name: str, family: Family, stock: str) -> Fix:
-    """Apply the first of the family's fixes that fits the template. Raises ChatError."""
+    """Apply the first of the family's fixes that fits the template. Raises ChatError if none does.
+
+    Each fix is for some revisions of the template. A last fix without edits accepts any revision:
+    only the certificate shows if the template works, and `Fix.problem` says what was not found.
+    """
     if not family.fixes:
         return Fix(family=name, stock=stock, template=stock)
     first_problem = ""
-    for fix in family.fixes:
+    for edits in family.fixes:
         template = stock
-        changes: dict[str, None] = {}
-        for edit in fix:
+        changes: dict[str, None] = {}  # an ordered set
+        for edit in edits:
             edited = edit.apply(template)
             if edited is None:
-                text = " ".join(edit.find.split())
-                text = text if len(text) <= MAX_FIND else text[: MAX_FIND - 1] + "…"
-                first_problem = first_problem or (
-                    f"the model's template does not hold {text!r}, which the fix of {name} replaces"
-                )
-                break
+                break  # try the next fix
             if edited != template:
                 changes[edit.why] = None
             template = edited
         else:  # all edits applied
-            # A fix without edits accepts any revision: only the certificate shows if it works.
             return Fix(
                 family=name,
                 stock=stock,
                 template=template,
                 changes=tuple(filter(None, changes)),
-                problem=None if fix else first_problem or None,
+                problem=None if edits else first_problem or None,
             )
+        text = " ".join(edit.find.split())
+        text = text if len(text) <= MAX_FIND else text[: MAX_FIND - 1] + "…"
+        first_problem = first_problem or (
+            f"the model's template does not hold {text!r}, which the fix of {name} replaces"
+        )
     raise ChatError(f"chat_template={name}: {first_problem}; {REMEDY}")
 
 

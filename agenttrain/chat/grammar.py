@@ -62,8 +62,11 @@ class CallGlue:
     """
 
     before: str
+    """Text before the name."""
     between: str
+    """Text between the name and the arguments."""
     after: str
+    """Text behind the arguments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +85,10 @@ ANY_FORM = AnswerForm()
 
 
 class CallGrammar:
-    """Makes the grammars for one response schema and template. Raises ChatError if it has none."""
+    """Makes the grammars for one response schema and template.
+
+    Raises ChatError for a schema whose calls are not JSON between two marks.
+    """
 
     def __init__(self, spec: ResponseSpec, render: Callable[[Sequence[Message]], str]) -> None:
         """`render` renders messages to text, without a generation prompt."""
@@ -100,6 +106,7 @@ class CallGrammar:
         self._spec = spec
         self._glue = _glue(spec, render([USER, CALL]))
         self._cache: dict[tuple[str, bool, AnswerForm], str] = {}
+        """(schemas as JSON, begins in the reasoning, form) -> grammar."""
 
     def grammar_for(
         self,
@@ -111,7 +118,7 @@ class CallGrammar:
         """Return the grammar, as JSON, of a completion that may call these tools.
 
         `in_reasoning`: the completion begins inside the reasoning. Arguments fit the schemas as
-        `ArgumentSchema` reads them.
+        the tools check them (`ArgumentSchema`).
         """
         key = json.dumps(schemas), in_reasoning, form
         if key not in self._cache:
@@ -126,14 +133,19 @@ class CallGrammar:
         return self._cache[key]
 
     def _calls(self, schemas: Sequence[Mapping[str, Any]]) -> list[Format]:
-        """Return the format of a call of each tool, behind the opening mark."""
+        """Return the format of a call of each tool, from behind the opening mark on.
+
+        Example, for Qwen: the text ``\\n{"name": "f", "arguments": ``, the arguments as JSON of the
+        tool's schema, the text ``}\\n</tool_call>``.
+        """
         spec, glue = self._spec, self._glue
         calls = []
         for schema in schemas:
             function = schema["function"]
-            name = json.dumps(function["name"], ensure_ascii=False)[1:-1]
+            name = json.dumps(function["name"], ensure_ascii=False)[1:-1]  # without its quotes
             parameters = _schema(function.get("parameters") or {})
-            if "type" not in parameters and not _ANYTHING & parameters.keys():
+            describes_value = "type" in parameters or _ANYTHING & parameters.keys()
+            if not describes_value:  # arguments are an object even if the schema does not say so
                 parameters = {"type": "object", **parameters}
             value = {"type": "json_schema", "json_schema": parameters, "max_whitespace_cnt": BLANKS}
             before, after = f"{glue.before}{name}{glue.between}", f"{glue.after}{spec.call_close}"
@@ -146,6 +158,7 @@ class CallGrammar:
         # Without tools no call is allowed, so the opening mark is excluded.
         excluded = [] if calls else [spec.call_open]
         any_call = _either(calls)
+        # Free text, in which each opening mark begins a call.
         answer = _dispatch([(spec.call_open, any_call)] if calls else [], excluded, loop=True)
         # Reasoning that is closed, and the answer behind it; or reasoning that is never closed.
         reasoning = {"type": "any_text", "excludes": [spec.reasoning_close]}
@@ -176,9 +189,11 @@ class CallGrammar:
             for schema, call in zip(schemas, calls, strict=True)
             if form.tool in (None, schema["function"]["name"])
         ]
-        # Behind the first call: text and more calls; only text if the form names the tool.
-        more_calls = [] if form.tool is not None else [(spec.call_open, _either(calls))]
-        behind = _dispatch(more_calls, [spec.call_open] if not more_calls else [], loop=True)
+        # Behind the first call: text and more calls, but only text if the form names the tool.
+        if form.tool is None:
+            behind = _dispatch([(spec.call_open, _either(calls))], [], loop=True)
+        else:
+            behind = _dispatch([], [spec.call_open], loop=True)
         answers = []
         if allowed_calls:
             answers.append(_sequence(_text(spec.call_open), _either(allowed_calls), behind))
@@ -242,7 +257,8 @@ def _dispatch(
 ) -> Format:
     """Return free text in which the mark of a rule must be followed by the rule's format.
 
-    `rules` are (mark, format). `loop`: the free text goes on behind the format.
+    `rules` are (mark, format). The free text contains none of the `excluded`. With `loop`, free
+    text goes on behind the format.
     """
     if not rules:
         return {"type": "any_text", "excludes": list(excluded)}
@@ -261,7 +277,7 @@ _PLACE = re.compile(r"^\[.*?\] \S+: ")
 def grammar_problem(grammar: str) -> str | None:
     """Return xgrammar's objection to a structural tag, or None if it has none.
 
-    Without xgrammar there is none. vLLM, which is where grammars are used, installs it.
+    Without xgrammar the result is None too: vLLM, where grammars are used, installs xgrammar.
     """
     try:
         import xgrammar

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from functools import cache, partial
@@ -74,7 +74,7 @@ def load_chat(
     tools: bool = True,
     placeholders: Placeholders | str = "this model reads text only",
 ) -> Chat:
-    """Make the chat that the two groups describe.
+    """Make the chat that the groups `chat_template` and `response_schema` describe.
 
     `tools`: the run has tools; a tokenizer may carry a separate template for such runs.
     `placeholders` are those of the model's images, or the reason why the model reads none. Raises
@@ -87,12 +87,6 @@ def load_chat(
     fix = replace(make_fix(tokenizer, source, template, all_families), chosen=chosen)
     _check_variables(fix.template, template.kwargs)
     family = all_families.get(fix.family or "")
-    # The end of sequence of the tokenizer, then those in the generation config beside it.
-    eos_token_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    path = Path(str(tokenizer.name_or_path)) / "generation_config.json"
-    if tokenizer.name_or_path and path.is_file():
-        ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        eos_token_ids += ids if isinstance(ids, list) else [] if ids is None else [ids]
     # A template to which another family added tools keeps the ordinary tokens of its own family.
     matching = [f for f in all_families.values() if f == family or matches_source(source, f)]
     make_chat = partial(
@@ -100,7 +94,7 @@ def load_chat(
         tokenizer,
         fix.template,
         kwargs=template.kwargs,
-        eos_token_ids=eos_token_ids,
+        eos_token_ids=_eos_token_ids(tokenizer),
         fix=fix,
         plain={text: plain.why for f in matching for plain in f.plain for text in plain.tokens},
         placeholders=None if isinstance(placeholders, str) else placeholders,
@@ -126,10 +120,10 @@ def load_chat(
 def make_fix(
     tokenizer: Any, source: str, config: ChatTemplateConfig, all_families: Mapping[str, Family]
 ) -> Fix:
-    """Fix a template as the group says: with its recognised family, a named one, or not at all.
+    """Fix a template as `chat_template.name` says: for a recognised family, a named one, or none.
 
-    With `auto`, a fix that does not work is left out, and `Fix.problem` says why. A family that the
-    user names must work: raises ChatError.
+    With `auto`, a fix that does not work is left out, and `Fix.problem` says why. Raises ChatError
+    if the fix of a family that the user names does not work.
     """
 
     def reads(family: Family, template: str) -> bool:
@@ -154,22 +148,33 @@ def make_fix(
                 f"renders the calls that it renders without; {REMEDY}"
             )
         if family.marks and not matches_source(source, family):
-            # The user names a family that the template is not of. It may still be a fork without
-            # the marks that writes calls as the family does.
-            recognised = recognise(source, all_families, reads)
-            fits = family.tools and reads(family, fix.template)
-            if not fits or (recognised is not None and not fix.changes):
-                kind = f"is of the family {recognised}" if recognised else "is of no known family"
-                raise ChatError(
-                    f"chat_template={name}: has no effect, because the model's template {kind}; "
-                    "set chat_template=auto, or chat_template=file with "
-                    "chat_template.path=<file.jinja>"
-                )
+            _check_foreign(fix, family, all_families, reads)
         return fix
     except ChatError as error:
         if config.name != "auto":
             raise
         return Fix(family=name, stock=source, template=source, problem=str(error))
+
+
+def _check_foreign(
+    fix: Fix,
+    family: Family,
+    all_families: Mapping[str, Family],
+    reads: Callable[[Family, str], bool],
+) -> None:
+    """Raise ChatError if a family that the user names has no effect on a template of another.
+
+    It has an effect on a fork that lacks the family's marks and writes calls as the family does.
+    """
+    recognised = recognise(fix.stock, all_families, reads)
+    fits = family.tools and reads(family, fix.template)
+    if fits and (recognised is None or fix.changes):
+        return
+    kind = f"is of the family {recognised}" if recognised else "is of no known family"
+    raise ChatError(
+        f"chat_template={fix.family}: has no effect, because the model's template {kind}; set "
+        "chat_template=auto, or chat_template=file with chat_template.path=<file.jinja>"
+    )
 
 
 def _template_source(
@@ -203,7 +208,7 @@ def renders_calls(tokenizer: Any, template: str, kwargs: Mapping[str, Any]) -> b
 def reads_back(
     tokenizer: Any, template: str, response: ResponseSpec, kwargs: Mapping[str, Any]
 ) -> bool:
-    """Return True if the parser reads a call that the template rendered."""
+    """Return True if the parser reads a call as the template renders one."""
     call: Message = {
         "role": "assistant",
         "content": "",
@@ -223,8 +228,8 @@ def reads_back(
         ]
     except ChatError:
         return False
-    # The text behind the prompt with or without the header of the turn: a header may open
-    # reasoning, and then the rendering of a turn without any does not begin with it.
+    # The text behind the prompt, with and without the header of the turn. If the header opens
+    # reasoning, a turn without reasoning does not begin with that header.
     completions = [rendering.removeprefix(p) for p in prompts if rendering.startswith(p)]
     for completion in completions or [rendering]:
         calls = parse_response(completion, response, turn=0, schemas=[FORECAST]).calls
@@ -232,6 +237,17 @@ def reads_back(
         if parsed == [("forecast", CALL_ARGUMENTS, None)]:
             return True
     return False
+
+
+def _eos_token_ids(tokenizer: Any) -> list[int]:
+    """Return the tokenizer's end of sequence, then those in the generation config beside it."""
+    ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    path = Path(str(tokenizer.name_or_path)) / "generation_config.json"
+    if tokenizer.name_or_path and path.is_file():
+        configured = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        if configured is not None:  # one id, or a list
+            ids += configured if isinstance(configured, list) else [configured]
+    return ids
 
 
 def _check_variables(template: str, kwargs: Mapping[str, Any]) -> None:
@@ -341,8 +357,8 @@ def load_spec(name: str) -> ResponseSpec:
 def server_parser(chat: Chat, config: ResponseSchemaConfig) -> str:
     """Return vLLM's name for a parser of the chat's calls; raises ChatError if none is known.
 
-    It is the setting `response_schema.server_parser`, or stands in the file of the bundled format
-    that equals the chat's.
+    The setting `response_schema.server_parser` goes first, then the file of the bundled format that
+    equals the chat's.
     """
     if config.server_parser is not None:
         return config.server_parser
@@ -360,7 +376,7 @@ def server_parser(chat: Chat, config: ResponseSchemaConfig) -> str:
 
 
 def resolve_spec(tokenizer: Any, config: ResponseSchemaConfig, family: str | None) -> ResponseSpec:
-    """Return the response schema of the group; `auto` asks tokenizer, then `family`.
+    """Return the response schema that the group `response_schema` names.
 
     It is the user's file, a format in the settings, or a named one. `auto` takes the schema that
     the tokenizer carries, in either dialect, else `family`, the name of the family's format. Raises
@@ -434,10 +450,8 @@ def make_spec(content: Any, *, source: str) -> ResponseSpec:
         raise ChatError(f"{source}: {error}") from error
 
 
-def _own_format(settings: dict[str, Any]) -> ResponseSpec:
-    """Make a spec of agenttrain's own form of response schemas. Raises ValueError and re.error."""
-    form = settings.pop("format", "marked")
-    call_id: Any = settings.get("call_id", CALL_ID)
+def _check_call_id(call_id: Any) -> None:
+    """Raise ValueError for a format of call ids that does not give each call an id of its own."""
     # Twice as many ids as calls may be needed: an id that the model wrote itself is skipped.
     id_count = 2 * MAX_CALLS + 2
     try:
@@ -447,6 +461,15 @@ def _own_format(settings: dict[str, Any]) -> ResponseSpec:
         distinct = False
     if not distinct:
         raise ValueError(f"call_id: {call_id!r} must be made of {{turn}} and {{index}}")
+
+
+def _own_format(settings: dict[str, Any]) -> ResponseSpec:
+    """Make a spec of agenttrain's own form of response schemas, which names marks and a syntax.
+
+    Raises ValueError and re.error for a setting that cannot work.
+    """
+    form = settings.pop("format", "marked")
+    _check_call_id(settings.get("call_id", CALL_ID))
     if form == "harmony":
         _check_keys(settings, ["call_id", "lenient"])
         if not isinstance(settings.get("lenient", False), bool):
@@ -472,9 +495,9 @@ def _own_format(settings: dict[str, Any]) -> ResponseSpec:
         raise ValueError("header: the pattern must have the group (?P<name>…)")
     if spec.lenient:
         _check_lenient(spec)
-    re.compile(spec.header or "")
+    re.compile(spec.header or "")  # raises re.error
     for key in ("call_open_pattern", "call_open_also"):
-        pattern = getattr(spec, key) or "x"
+        pattern = getattr(spec, key) or "x"  # x stands for a key that is not set
         if re.search(pattern, "") is not None:
             raise ValueError(f"{key}: {pattern!r} matches everywhere, nothing included")
         if "_open" in re.compile(pattern).groupindex:

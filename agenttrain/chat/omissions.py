@@ -11,15 +11,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from agenttrain.chat.encoding import ChatError
 from agenttrain.types import Message
 
 Render = Callable[[Sequence[Message]], str]
 """Renders messages as a prompt; raises ChatError if the template refuses them."""
-Place = tuple[str, bool, str, bool, str]
-"""(role, has calls, role before, the message before has calls, role behind) of a message."""
+
+
+class Place(NamedTuple):
+    """The place of a message: all that decides if a template shows its text. "": no message."""
+
+    role: str
+    has_calls: bool
+    role_before: str
+    has_calls_before: bool
+    role_behind: str
+
 
 ROLES = ("system", "user", "assistant", "tool")
 ALIASES: Mapping[str, str] = {
@@ -62,11 +71,18 @@ def _with_word(message: Message, index: int) -> Message:
 
 def places(messages: Sequence[Message]) -> dict[int, Place]:
     """Return the place of each message with a text, by the message's index."""
-    described = [(str(m.get("role")), bool(m.get("tool_calls"))) for m in messages]
-    around = [("", False), *described, ("", False)]
+    no_message: Message = {"role": ""}
+    around = [no_message, *messages, no_message]
+    triples = zip(around, around[1:], around[2:], strict=False)
     return {
-        index: (*around[index + 1], *around[index], around[index + 2][0])
-        for index, message in enumerate(messages)
+        index: Place(
+            role=str(message.get("role")),
+            has_calls=bool(message.get("tool_calls")),
+            role_before=str(before.get("role")),
+            has_calls_before=bool(before.get("tool_calls")),
+            role_behind=str(behind.get("role")),
+        )
+        for index, (before, message, behind) in enumerate(triples)
         if _texts(message.get("content"))
     }
 
@@ -102,7 +118,8 @@ def texts_stand_in(messages: Sequence[Message], rendering: str, reasoning_close:
             if reasoning_close and message.get("role") == "assistant":
                 text = text.rpartition(reasoning_close)[2]
             text = text.strip()
-            for form in (text, json.dumps(text, ensure_ascii=False)[1:-1]):
+            as_json = json.dumps(text, ensure_ascii=False)[1:-1]  # without its quotes
+            for form in (text, as_json):
                 start = rendering.find(form, position)
                 if start >= 0:
                     position = start + len(form)

@@ -123,7 +123,10 @@ def probe_behaviour(render: Render) -> TemplateBehaviour:
 
 
 def _calling(*calls: tuple[str, str]) -> Message:
-    """Return an assistant's message that calls tools, given as (name, id)."""
+    """Return an assistant's message that calls tools, given as (name, id).
+
+    A call's name and its argument are the same probe word, so that `_shows` finds it twice.
+    """
     return {
         "role": "assistant",
         "content": "",

@@ -111,6 +111,7 @@ def build_rows(section: Mapping[str, Any], key: str) -> Rows:
     located = locate_section(section, key=key)
     target, bound, where = located.target, located.bound, located.where
     try:
+        # A function of `index` has rows without end; `bind` raises TypeError for wrong arguments.
         if inspect.isfunction(target) and "index" in inspect.signature(target).parameters:
             inspect.signature(target).bind(index=0, **bound)
             return GeneratedRows(target, **bound)

@@ -59,6 +59,7 @@ class CurriculumConfig:
 
     @model_validator(mode="after")
     def _check(self) -> CurriculumConfig:
+        """Check the bounds of the band, and keys without an effect."""
         problems = []
         if self.low > self.high:
             problems.append(
@@ -67,7 +68,8 @@ class CurriculumConfig:
             )
         unused_names = () if self.enabled else field_names(CurriculumConfig)
         for name in unused_names:
-            if (value := getattr(self, name)) != getattr(CurriculumConfig, name):
+            default = getattr(CurriculumConfig, name)
+            if (value := getattr(self, name)) != default:
                 problems.append(
                     f"data.curriculum.{name}={value}: has no effect without "
                     "data.curriculum.enabled=true"
@@ -140,6 +142,7 @@ class DataConfig:
     def _check(self) -> DataConfig:
         """Check keys without an effect on these rows, and keys that exclude each other."""
         problems = []
+        # A key such as data.path, set without the group (data=file) whose sections use it.
         for name, group in GROUPS.items():
             value = getattr(self, name)
             if value is not None and all(s.get(name) != value for s in (self.train, self.test)):
@@ -153,19 +156,18 @@ class DataConfig:
                 if overrides:  # the sections have another value, which hides data.<name>
                     remedy = f"set {overrides}, which come before it"
                 problems.append(f"data.{name}={value}: is not used by these rows; {remedy}")
-        if self.where is not None and self.train.get("_target_") in ENDLESS:
+        is_endless = self.train.get("_target_") in ENDLESS
+        if self.where is not None and is_endless:
             problems.append(
                 f"data.where={self.where}: has no effect on rows without end, which are made one "
                 "by one; leave it out"
             )
-        if self.shuffle and self.train.get("_target_") in ENDLESS:
+        if self.shuffle and is_endless:
             problems.append(
                 "data.shuffle=true: rows without end have no shuffled order; leave it out"
             )
-        same_rows = self.train == self.test
-        if self.test_fraction is not None and (
-            (names_test_rows(self) and not same_rows) or self.train.get("_target_") in ENDLESS
-        ):
+        has_other_test_rows = names_test_rows(self) and self.train != self.test
+        if self.test_fraction is not None and (has_other_test_rows or is_endless):
             problems.append(
                 f"data.test_fraction={self.test_fraction}: data.test has rows of its own; leave it "
                 "out, or let both read the same: data=file data.path=…"
@@ -345,9 +347,8 @@ def check_hub(
 def known_rows(section: Mapping[str, Any]) -> int | None:
     """Return the number of rows of a section `data.train` or `data.test`.
 
-    None if counting them would not be cheap.
-
-    Example: 2 for a JSONL file of two lines, `sys.maxsize` for
+    Only the lines of JSONL files are counted; it is None for rows whose number is not cheap to get.
+    Example: 2 for a JSONL file of two lines, `sys.maxsize` (no end) for
     ``agenttrain.data.bundled.shop.row``.
     """
     target = section.get("_target_")

@@ -55,25 +55,28 @@ class Curriculum:
     def __init__(self, source: TaskSource, config: CurriculumConfig, *, seed: int) -> None:
         self._source, self._config, self._seed = source, config, seed
         self._measures: dict[int, Measure] = {}
+        """Row -> the success so far on it."""
         self._fresh = 0
         """New rows used so far. They come in the source's own order."""
         self._steps = 0
+        """Steps whose results were learnt."""
         self._start = 0
         """The data cursor at the beginning of this step."""
         self._ahead: list[list[int]] = []
         """The rows of closed steps without results, the oldest first."""
         self._upcoming = self._rows()
+        """Yields the next rows of this step."""
         self._step_rows: list[int] = []
         """The rows of this step that were chosen so far."""
 
     def tasks(self, start: int, count: int) -> list[Task]:
-        """Return `count` tasks from the run's `start`-th on.
+        """Return `count` tasks from the run's `start`-th on, which is 0 for its first task.
 
         All must belong to one step: this one, or a closed one without results. Raises ValueError
         for tasks of earlier steps.
         """
         ahead_start = self._start - sum(map(len, self._ahead))
-        if ahead_start <= start < self._start:
+        if ahead_start <= start < self._start:  # of a closed step
             ahead = [row for rows in self._ahead for row in rows]
             rows = ahead[start - ahead_start : start - ahead_start + count]
         else:
@@ -89,7 +92,7 @@ class Curriculum:
             return
         rows = self._choose(0, cursor - self._start)
         used = {*self._measures, *(row for step in self._ahead for row in step)}
-        self._fresh += len({*rows} - used)
+        self._fresh += len({*rows} - used)  # rows that this step uses for the first time
         self._ahead.append(rows)
         self._start, self._upcoming, self._step_rows = cursor, self._rows(), []
 
@@ -107,7 +110,7 @@ class Curriculum:
     def learn(self, cursor: int, results: Iterable[Result]) -> None:
         """Finish the oldest step that has no results yet, whose tasks end at `cursor`.
 
-        `results` are those of all its groups. The step is closed first if it is still open.
+        `results` are those of all groups of the step. It is closed first if it is still open.
         """
         success_counts, reward_counts = Counter[str](), Counter[str]()
         for task_id, successes, rewards in results:
@@ -128,19 +131,19 @@ class Curriculum:
             self._upcoming = self._rows()
 
     def metrics(self) -> dict[str, float]:
-        """Return the sizes of the pools and the mean success, as metrics.
+        """Return the sizes of the pools of `_pool` and the mean success, as metrics.
 
         `curriculum/new`, the rows never used, is there for a finite dataset only.
         """
         pools = Counter(self._pool(measure) for measure in self._measures.values())
         rates = [m.rate for m in self._measures.values() if m.rate is not None]
-        new_rows = {"curriculum/new": float(len(self._source) - self._fresh)}
-        return {
-            **({} if self._source.endless else new_rows),
-            **{f"curriculum/{pool}": float(pools[pool]) for pool in ("band", "easy", "hard")},
-            "curriculum/unmeasured": float(pools["unmeasured"]),
-            "curriculum/success": math.fsum(rates) / len(rates) if rates else math.nan,
-        }
+        metrics = {}
+        if not self._source.endless:
+            metrics["curriculum/new"] = float(len(self._source) - self._fresh)
+        for pool in ("band", "easy", "hard", "unmeasured"):
+            metrics[f"curriculum/{pool}"] = float(pools[pool])
+        metrics["curriculum/success"] = math.fsum(rates) / len(rates) if rates else math.nan
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state on which later choices depend, as JSON."""
@@ -176,11 +179,12 @@ class Curriculum:
         # it stands and the earlier it is popped (Efraimidis and Spirakis 2006,
         # https://doi.org/10.1016/j.ipl.2005.11.003: by u^(1/weight), here by its logarithm).
         keys = {row: math.log(1 - rng.random()) / weight for row, weight in weights.items()}
-        measured = sorted(keys, key=lambda row: -keys[row])[::-1]
+        measured = sorted(keys, key=lambda row: keys[row])
         next_new, step_rows = self._fresh, list[int]()
         while measured or next_new < len(self._source):
             wants_new = rng.random() < self._config.explore
-            # A row outside the band is rarer than a new one, too.
+            # The next measured row gives way to a new one as its weight says: outside the band,
+            # with the chance 1 - floor.
             rejected = measured and rng.random() >= weights[measured[-1]]
             if next_new < len(self._source) and (wants_new or rejected or not measured):
                 step_rows.append(self._source.index(next_new))

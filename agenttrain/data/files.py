@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +57,18 @@ class ArrowRows:
         self._table = table if limit is None else table.select(range(min(limit, len(table))))
         self._name = name
         self._block: tuple[int, dict[str, list[Any]]] = (-1, {})
+        """(number, columns) of the block of rows that was decoded last."""
 
     def __len__(self) -> int:
         return len(self._table)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return a fresh copy of a row; its block is decoded and kept for the next rows."""
+        """Return a fresh copy of a row.
+
+        Rows are decoded in blocks, and the last block is kept, because rows are read in order.
+        """
         number, position = divmod(index, BLOCK)
-        if self._block[0] != number:
+        if self._block[0] != number:  # a slice of a table is a mapping: column -> values
             self._block = (number, self._table[number * BLOCK : (number + 1) * BLOCK])
         features = self._table.features
         return {
@@ -148,7 +153,10 @@ def _without_none(value: Any) -> Any:
 
 
 def _with_files(table: Any, column: str, feature: Any) -> Any:
-    """Return the table with a column's images, single or in lists, as undecoded files."""
+    """Return the table with a column's images, single or in lists, as undecoded files.
+
+    A column of anything else is left as it is.
+    """
     inner = getattr(feature, "feature", None)
     if "Image" not in (type(feature).__name__, type(inner).__name__):
         return table
@@ -179,6 +187,7 @@ class FileRows:
         """
         self._files: list[_File] = []
         self._starts: list[int] = []
+        """Number of the first row of each file."""
         self._rows = 0
         for file in check_row_files(path, split, limit):
             remaining = None if limit is None else limit - self._rows
@@ -289,7 +298,7 @@ def _cell_texts(file: Path, path: str) -> Iterator[tuple[str, str]]:
             if len(set(names)) < len(names):
                 duplicate = next(name for name in names if names.count(name) > 1)
                 raise ValueError(f"path={path}, line 1: names the column {duplicate!r} twice")
-            line = reader.line_num + 1
+            line = reader.line_num + 1  # where the next row begins: a cell may have line breaks
             for cells in reader:
                 if len(cells) > len(names):
                     raise ValueError(
@@ -350,49 +359,61 @@ class HubRows(ArrowRows):
             raise ValueError(str(error)) from error
         import datasets
 
-        def describe(error: Exception) -> str:
-            """Describe the error in terms of the setting that caused it."""
-            text = " ".join(str(error).split())
-            if isinstance(error, ConfigError):
-                return text
-            if isinstance(error, ConnectionError):
-                return (
-                    f"path={path}: is not in the cache of datasets (HF_HOME), and the hub cannot "
-                    "be reached; load it once where there is a network (HF_HUB_OFFLINE unset) and "
-                    "bring the cache, or save_to_disk it and use data=file "
-                    f"({reason(error)})"
-                )
-            if "split" in text.lower() and f'"{split}"' in text:
-                return f"split={split}: {text}"
-            if "config" in text.lower() and not isinstance(error, OSError):
-                return f"subset={subset}: {text}; set data.subset=…"
-            return f"path={path}: {reason(error)}"
-
-        name = path if subset is None else f"{path} ({subset})"
+        describe = partial(_hub_problem, path=path, subset=subset, split=split)
+        # The hub's errors, such as a dataset that needs a token, are explained first.
         hub = nullcontext() if is_local else explained(path, revision, "path", DATA)
         with reading(describe), hub:
             builder = datasets.load_dataset_builder(path, subset, revision=commit or revision)
             table = datasets.load_dataset(
                 path, subset, split=split, revision=commit or revision, **_cells_as_texts(builder)
             )
-        # If the hub does not answer, `datasets` takes the newest revision in its cache, whichever
-        # was asked for.
-        cached_commits = {Path(file["filename"]).parent.name for file in table.cache_files}
-        if commit is not None and cached_commits and commit not in cached_commits:
-            raise ValueError(
-                f"revision={commit}: the cache of datasets (HF_HOME) has another one of {path} "
-                f"({', '.join(sorted(cached_commits))}); set data.revision to it, or load the rows "
-                "where the hub can be reached (HF_HUB_OFFLINE unset)"
-            )
+        if commit is not None:
+            _check_cached_commit(table, commit, path)
+        name = path if subset is None else f"{path} ({subset})"
         super().__init__(table, name=name, limit=limit)
         if len(self) == 0:
             raise ValueError(f"split={split}: has no rows")
 
 
+def _hub_problem(error: Exception, *, path: str, subset: str | None, split: str) -> str:
+    """Describe an error of `datasets` in terms of the argument of HubRows that caused it."""
+    text = " ".join(str(error).split())
+    if isinstance(error, ConfigError):
+        return text
+    if isinstance(error, ConnectionError):
+        return (
+            f"path={path}: is not in the cache of datasets (HF_HOME), and the hub cannot "
+            "be reached; load it once where there is a network (HF_HUB_OFFLINE unset) and "
+            "bring the cache, or save_to_disk it and use data=file "
+            f"({reason(error)})"
+        )
+    if "split" in text.lower() and f'"{split}"' in text:
+        return f"split={split}: {text}"
+    if "config" in text.lower() and not isinstance(error, OSError):
+        return f"subset={subset}: {text}; set data.subset=…"
+    return f"path={path}: {reason(error)}"
+
+
+def _check_cached_commit(table: Any, commit: str, path: str) -> None:
+    """Raise ValueError if the table is of another commit.
+
+    If the hub does not answer, `datasets` takes the newest revision in its cache, whichever was
+    asked for.
+    """
+    cached_commits = {Path(file["filename"]).parent.name for file in table.cache_files}
+    if cached_commits and commit not in cached_commits:
+        raise ValueError(
+            f"revision={commit}: the cache of datasets (HF_HOME) has another one of {path} "
+            f"({', '.join(sorted(cached_commits))}); set data.revision to it, or load the rows "
+            "where the hub can be reached (HF_HUB_OFFLINE unset)"
+        )
+
+
 def _cells_as_texts(builder: Any) -> dict[str, Any]:
     """Return the arguments with which `datasets` reads the cells of a CSV dataset as texts.
 
-    There are none for a dataset of another format, and for one that declares its columns.
+    Otherwise pandas guesses their types: 007 becomes a number. There are no arguments for a dataset
+    of another format, and for one that declares its columns.
     """
     import datasets
     from datasets import StreamingDownloadManager
@@ -434,7 +455,7 @@ def plain(value: Any) -> Any:
 def reading(describe: Callable[[Exception], str]) -> Iterator[None]:
     """Hide progress bars in the block, and turn an error of `datasets` into a ValueError.
 
-    `describe` returns the message for it.
+    `describe(error)` returns the message of the ValueError.
     """
     import datasets
     from datasets.exceptions import DatasetsError

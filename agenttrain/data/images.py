@@ -52,9 +52,9 @@ def with_images(
         values = []
     images = iter([_read(value, f"{COLUMN}[{i}]", limits) for i, value in enumerate(values)])
     result = [_read_message(message, images, limits) for message in messages]
-    unplaced = list(images)
+    unplaced = list(images)  # those that no part of a message has taken
     names_none = len(unplaced) == len(values)
-    if unplaced and names_none:
+    if unplaced and names_none:  # put them before the text of the first user message
         users = [message for message in result if message.get("role") == "user"]
         if not users:
             raise ValueError(f"{COLUMN}: there is no user message to show them in")

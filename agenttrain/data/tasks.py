@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from agenttrain.data.images import COLUMN, ImageLimits, with_images
-from agenttrain.types import RowTool, Task
+from agenttrain.types import Message, RowTool, Task
 from agenttrain.utils.messages import REASONING_KEYS, normal_message
 from agenttrain.utils.names import did_you_mean
 
@@ -76,9 +76,11 @@ class TaskSource:
         self._rows, self._shuffle, self._seed = rows, shuffle, seed
         self._needs_prompt, self._images = needs_prompt, images
         self._epoch: tuple[int, Sequence[int]] = (-1, ())
+        """(number of an epoch, its row indices in shuffled order); -1: none yet."""
         self._kept: Sequence[int] | None = None
         """Numbers of the rows that `leave_out` has kept; None: all."""
         self.note: str | None = None
+        """Rows that were left out, and why, for the user."""
 
     def __len__(self) -> int:
         return len(self._rows) if self._kept is None else len(self._kept)
@@ -117,12 +119,12 @@ class TaskSource:
     def place_of(self, task: Task) -> str | None:
         """Return the place of a task's row; None if the task is not of this source.
 
-        All rows are searched; of rows without end only the one whose number is the task's id.
+        Rows without end cannot be searched: only the one whose number is the task's id is compared.
         """
-        rows: Iterable[int] = range(0 if self.endless else len(self))
-        if self.endless and task.task_id.isdecimal():
-            rows = (int(task.task_id),)
-        return next((self.where(index) for index in rows if self.row(index) == task), None)
+        candidates: Iterable[int] = range(len(self))
+        if self.endless:
+            candidates = (int(task.task_id),) if task.task_id.isdecimal() else ()
+        return next((self.where(index) for index in candidates if self.row(index) == task), None)
 
     def leave_out(self, indices: Collection[int], note: str) -> None:
         """Remove rows; the others keep their ids. The source must have an end.
@@ -184,25 +186,7 @@ def to_task(
             f"data row {index}: needs `messages` (a list of chat messages) or `prompt` (a text or "
             f"such a list), found columns {sorted(row)}"
         )
-    for message in messages:
-        if not isinstance(message, Mapping) or "role" not in message:
-            raise ValueError(f"data row {index}: {message!r} is no chat message with a `role`")
-        if not isinstance(message.get("content"), str | list | tuple | None):
-            raise ValueError(
-                f"data row {index}: the content of the {message['role']} message is a "
-                f"{type(message['content']).__name__}, neither a text nor a list of parts"
-            )
-    try:
-        messages = [normal_message(message) for message in messages]
-    except ValueError as error:
-        raise ValueError(f"data row {index}: {error}") from error
-    for message in messages:
-        if message["role"] != "tool" and all(message.get(key) is None for key in CONTENT_KEYS):
-            present_keys = sorted(key for key, value in message.items() if value is not None)
-            raise ValueError(
-                f"data row {index}: the {message['role']} message has no `content`, only "
-                f"{', '.join(present_keys)}; write its text as `content`, calls as `tool_calls`"
-            )
+    messages = _normal_messages(messages, index)
     if COLUMN in row or any(isinstance(m.get("content"), list | tuple) for m in messages):
         try:
             messages = with_images(messages, row.get(COLUMN), images or ImageLimits())
@@ -221,6 +205,30 @@ def to_task(
         tools=tools,
         user_turns=tuple(turns),
     )
+
+
+def _normal_messages(messages: Sequence[Any], index: int) -> list[Message]:
+    """Return a row's messages in `normal_message`'s form. Raises ValueError for what is none."""
+    for message in messages:
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise ValueError(f"data row {index}: {message!r} is no chat message with a `role`")
+        if not isinstance(message.get("content"), str | list | tuple | None):
+            raise ValueError(
+                f"data row {index}: the content of the {message['role']} message is a "
+                f"{type(message['content']).__name__}, neither a text nor a list of parts"
+            )
+    try:
+        normal = [normal_message(message) for message in messages]
+    except ValueError as error:
+        raise ValueError(f"data row {index}: {error}") from error
+    for message in normal:
+        if message["role"] != "tool" and all(message.get(key) is None for key in CONTENT_KEYS):
+            present_keys = sorted(key for key, value in message.items() if value is not None)
+            raise ValueError(
+                f"data row {index}: the {message['role']} message has no `content`, only "
+                f"{', '.join(present_keys)}; write its text as `content`, calls as `tool_calls`"
+            )
+    return normal
 
 
 CONTENT_KEYS = ("content", "tool_calls", REASONING_KEYS[0])

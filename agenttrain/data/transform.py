@@ -40,6 +40,7 @@ class RowTransform:
         self._system = config.system
         self.where = None if config.where is None else compiled(config.where, "data.where")
         self.mapped = dict(config.map)
+        """Column -> text of its expression, for messages."""
         self._executor = config.executor
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,9 +78,9 @@ class RowTransform:
         return bool(value)
 
     def _messages(self, row: Mapping[str, Any]) -> Any:
-        """Return a row's messages: of `data.prompt`, else its own, after the system message.
+        """Return a row's messages, made by `data.prompt` or its own, behind the system message.
 
-        A value that is no list of messages is returned as it is.
+        A value that is no list of messages is returned as it is: `to_task` refuses it.
         """
         messages = row.get("messages", row.get("prompt"))
         if self._prompt is not None:
@@ -87,17 +88,12 @@ class RowTransform:
                 messages = self._prompt.fill(row)
             except ValueError as error:
                 raise BadRow(str(error)) from error
-        elif isinstance(messages, str) and messages.lstrip().startswith("[{"):
-            try:
-                json.loads(messages)
-            except ValueError:
-                pass  # a text that only begins like a list
-            else:
-                name = "messages" if "messages" in row else "prompt"
-                raise BadRow(
-                    f"{name} is a text that holds a list; read it with "
-                    f"data.map.messages='from_json({name})'"
-                )
+        elif isinstance(messages, str) and _is_json_list(messages):
+            name = "messages" if "messages" in row else "prompt"
+            raise BadRow(
+                f"{name} is a text that holds a list; read it with "
+                f"data.map.messages='from_json({name})'"
+            )
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         if self._system is None or not isinstance(messages, list | tuple) or not messages:
@@ -106,6 +102,17 @@ class RowTransform:
         if isinstance(start, Mapping) and start.get("role") == "system":
             return messages
         return [{"role": "system", "content": self._system}, *messages]
+
+
+def _is_json_list(text: str) -> bool:
+    """Return True if a text is JSON of a list of objects, not a text that only begins like it."""
+    if not text.lstrip().startswith("[{"):
+        return False
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _join_texts(message: Any) -> Any:
@@ -201,7 +208,7 @@ def check_rows(
     misspelt, and for more images than `images.total`.
     """
     usable, transform = RowCheck(), rows.transform
-    source_columns, columns = set[str](), set[str]()
+    source_columns, columns = set[str](), set[str]()  # of any row, before and after the transform
     limits, image_count = images or ImageLimits(), 0
     for index in range(len(rows)):
         try:
@@ -237,7 +244,7 @@ def check_rows(
         )
     mapped_names = list(transform.mapped) if usable.good else []
     for name in mapped_names:
-        if name not in columns:
+        if name not in columns:  # the expression gave null in every row
             raise ValueError(
                 f"data.map.{name}={transform.mapped[name]}: finds nothing in any row of {key}; "
                 f"their columns are: {', '.join(sorted(columns)) or 'none'}"
@@ -246,9 +253,9 @@ def check_rows(
 
 
 def _question(messages: Sequence[Message]) -> Sequence[Message]:
-    """Return the messages before the first answer, if they are a demonstration, else all.
+    """Return the messages before the first answer of a demonstration, else all messages.
 
-    A demonstration ends with an answer.
+    A demonstration is a conversation that ends with an answer.
     """
     if not messages or messages[-1]["role"] not in ("assistant", "tool"):
         return messages

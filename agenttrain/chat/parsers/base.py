@@ -75,6 +75,7 @@ class ParsedCall:
     text: str
     """The span of the completion that the call was read from."""
     name: Any = ""
+    """The tool's name; anything but a text makes the call malformed."""
     arguments: Any = field(default_factory=dict)
     """A mapping, or the text of a JSON object; anything else makes the call malformed."""
     problem: str | None = None
@@ -84,6 +85,7 @@ class ParsedCall:
     name_label: str = '"name"'
     """Term for the name in the text of a problem, which the model reads."""
     arguments_label: str = '"arguments"'
+    """The same for the arguments."""
     lenient: bool = False
     """Only a spec with `lenient` accepts the call."""
 
@@ -187,8 +189,11 @@ def _unique_ids(calls: Sequence[ParsedCall], numbered_id: Callable[[int], str]) 
     spare_numbers = count(len(calls))
     ids = []
     for index, call in enumerate(calls):
-        call_id = call.id if call.id in unique_ids else numbered_id(index)
-        while call.id not in unique_ids and call_id in unique_ids:
+        if call.id in unique_ids:
+            ids.append(call.id)
+            continue
+        call_id = numbered_id(index)
+        while call_id in unique_ids:  # the model wrote this id itself
             call_id = numbered_id(next(spare_numbers))
         ids.append(call_id)
     return ids
@@ -197,26 +202,26 @@ def _unique_ids(calls: Sequence[ParsedCall], numbered_id: Callable[[int], str]) 
 def _arguments(
     value: Any, label: str, lenient: bool, *, again: bool = True
 ) -> tuple[dict[str, Any], str | None, bool]:
-    """Return (arguments, problem, True if only a lenient spec accepts them).
+    """Return (arguments, problem, True if only a lenient spec accepts the arguments).
 
     `value` is a mapping, or the text of one, which is decoded. With `again`, a text that was
-    encoded twice is decoded twice.
+    encoded twice is decoded twice. `label` names the value in a problem.
     """
-    is_loose = False
+    decoded, is_loose = value, False
     if isinstance(value, str) and value.strip():
-        text = value
-        value, end, problem, _ = read_json(text)
-        if problem is not None or text[end:].strip():
-            value, _, problem, _ = read_loose(text) if lenient else Json(problem="strict")
-            if problem is not None:
-                return {}, f"{label} is a string without a JSON object: {excerpt(text)}", False
-            is_loose = True
-        if isinstance(value, str) and again:
-            arguments, problem, is_loose = _arguments(value, label, lenient, again=False)
+        reading = read_json(value)
+        is_loose = reading.problem is not None or bool(value[reading.end :].strip())
+        if is_loose:  # not strict JSON, or text follows it
+            reading = read_loose(value) if lenient else Json(problem="not JSON")
+        if reading.problem is not None:
+            return {}, f"{label} is a string without a JSON object: {excerpt(value)}", False
+        decoded = reading.value
+        if isinstance(decoded, str) and again:  # encoded twice: "\"{\\\"x\\\": 1}\""
+            arguments, problem, is_loose_inside = _arguments(decoded, label, lenient, again=False)
             if problem is None:
-                return arguments, None, is_loose
-    if value is None or value == "":
+                return arguments, None, is_loose_inside
+    if decoded is None or decoded == "":
         return {}, None, is_loose
-    if not isinstance(value, dict):
-        return {}, f"{label} must be a JSON object, not {kind(value)}", False
-    return value, None, is_loose
+    if not isinstance(decoded, dict):
+        return {}, f"{label} must be a JSON object, not {kind(decoded)}", False
+    return decoded, None, is_loose

@@ -119,7 +119,7 @@ def arguments_of(
     arguments_key: str = "arguments",
     parameters: Container[str] = (),
 ) -> tuple[str, str | None]:
-    """Return (the key of a JSON call that holds its arguments, a problem of its keys or None).
+    """Return (the key of a JSON call under which its arguments are, a problem of its keys or None).
 
     An unexpected key is a problem: its value may be an argument, without which the call would run.
     Example: for ``{"name": "find", "q": "tea"}`` the problem names the key ``q``. ``id`` and
@@ -150,6 +150,7 @@ def read_list(body: str, syntax: Syntax, schemas: Schemas) -> Read:
         else ParsedCall(text=item.text, name=item.name, problem=item.problem)
         for item in items
     ]
+    # A malformed last call that reaches to the end may go on behind the mark that ended the body.
     cut = bool(calls) and calls[-1].problem is not None and end == len(body)
     return Read(
         calls=calls or [ParsedCall(text="", problem="the array holds no call")], end=end, cut=cut
@@ -188,7 +189,7 @@ def _named_arguments(body: str, header: re.Match[str], syntax: Syntax) -> tuple[
     """Read the arguments behind a header; return (value, footer to expect, True if not JSON).
 
     A header may end with the opening brace of the arguments, as in ``f({``. Their closing brace
-    may then be the first character of the footer or of the closing mark.
+    may then be the first character of the footer, ``})``, or of the closing mark.
     """
     at, footer = header.end(), syntax.footer or ""
     if header.group().rstrip().endswith("{"):
@@ -199,7 +200,7 @@ def _named_arguments(body: str, header: re.Match[str], syntax: Syntax) -> tuple[
                 end = min(value.end, len(body))
                 footer = footer.lstrip().removeprefix("}")
                 return value._replace(end=end), footer, _is_loose(text, syntax, brace)
-    # A key in place of a value begins an object whose braces are missing.
+    # A key in place of a value begins an object whose braces are missing: f x: 1
     if syntax.lenient and KEY_AHEAD.match(body, skip_blank(body, at)):
         members = body[at:].rstrip()
         members = members.removesuffix(footer) if footer else members
@@ -286,13 +287,13 @@ def read_pairs(body: str, syntax: Syntax, schemas: Schemas) -> Read:
             what = f"the value of {excerpt(key['name'])} is not closed"
             return _problem(what, name=name, cut=True)
         parameter, value = key["name"].strip(), body[key.end() : end.start()]
-        if _SECOND_VALUE.search(value):
+        if _SECOND_VALUE.search(value):  # 1</arg_value><arg_value>2
             return _problem(f"the parameter {excerpt(parameter)} has two values", name=name)
         if _runs_over(value, parameter, schemas.get(name, {})):
             return _problem(f"the value of {excerpt(parameter)} is not closed", name=name)
         parameters.append((parameter, value))
         at = end.end()
-    if (key := _LONE_KEY.match(body, at)) is not None:
+    if (key := _LONE_KEY.match(body, at)) is not None:  # <arg_key>x, or <arg_key>x</arg_key>
         fault = "is not closed" if key["name"] is None else f"{excerpt(key['name'])} has no value"
         return _problem(f"the <arg_key> {fault}", name=name)
     return Read(calls=[_typed_call(name, parameters, schemas)], end=at)
@@ -311,6 +312,7 @@ def _typed_call(name: str, parameters: list[tuple[str, str]], schemas: Schemas) 
 
 
 _WORDS = {"True": True, "False": False, "None": None}
+"""Python's words for JSON values, which models write too."""
 _TYPES: dict[str, Callable[[Any], bool]] = {
     "integer": lambda v: isinstance(v, int) and not isinstance(v, bool),
     "number": lambda v: isinstance(v, int | float) and not isinstance(v, bool),
@@ -319,6 +321,7 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
     "object": lambda v: isinstance(v, dict),
     "array": lambda v: isinstance(v, list),
 }
+"""JSON type -> True for its values. There is no string: every text is one."""
 
 
 def typed(text: str, types: Sequence[str]) -> Any:
@@ -326,7 +329,8 @@ def typed(text: str, types: Sequence[str]) -> Any:
 
     Example: "7" becomes 7 for an integer, and stays "7" for a string or without types.
     """
-    if not any(name in types for name in _TYPES):
+    checks = [_TYPES[name] for name in types if name in _TYPES]
+    if not checks:
         return text
     stripped = text.strip()
     value, end, problem, _ = read_json(stripped)
@@ -334,7 +338,7 @@ def typed(text: str, types: Sequence[str]) -> Any:
         value = _WORDS[stripped]
     elif problem is not None or end != len(stripped):
         return text
-    return value if any(name in _TYPES and _TYPES[name](value) for name in types) else text
+    return value if any(has_type(value) for has_type in checks) else text
 
 
 _CALL = re.compile(r"(?P<name>[^\W\d][\w.-]*)\s*\(")
@@ -344,11 +348,11 @@ _ARGUMENT = re.compile(r"(?P<key>[^\W\d]\w*)\s*=")
 def read_python(body: str, syntax: Syntax, schemas: Schemas) -> Read:
     """Read ``[f(x=1, y='a'), g()]``, or an array of JSON calls."""
     start = skip_blank(body)
-    if not body.startswith("[", start):
+    if not body.startswith("[", start):  # f(x=1)
         call, end, cut = _python_call(body, start)
         return Read(calls=[replace(call, text="")], end=end, cut=cut)
     at = skip_blank(body, start + 1)
-    if body.startswith("{", at):
+    if body.startswith("{", at):  # [{"name": "f", "arguments": {}}]
         return read_list(body, syntax, schemas)
     calls: list[ParsedCall] = []
     while not body.startswith("]", at):
@@ -357,19 +361,19 @@ def read_python(body: str, syntax: Syntax, schemas: Schemas) -> Read:
             return Read(calls=[*calls, beyond], end=len(body))
         call, end, cut = _python_call(body, at)
         calls.append(call)
-        if cut or (end == len(body) and call.problem is not None):
+        if cut or (end == len(body) and call.problem is not None):  # [f(x='a
             return Read(calls=calls, end=end, cut=cut)
         at = skip_blank(body, end)
         if body.startswith(",", at):
             at = skip_blank(body, at + 1)
-        elif not body.startswith("]", at):
+        elif not body.startswith("]", at):  # [f() and text
             calls.append(ParsedCall(text=body[at:], problem="the list of calls is not closed"))
             return Read(calls=calls, end=len(body))
     return Read(calls=calls or [ParsedCall(text="", problem="the list holds no call")], end=at + 1)
 
 
 def _python_call(body: str, at: int) -> tuple[ParsedCall, int, bool]:
-    """Read the call at `at`; return (call, its end, True if the body ends inside a string).
+    """Read the call at `at`: (call, position behind it, True if the body ends inside a value).
 
     A malformed call ends where the next one begins, or where the list ends.
     """

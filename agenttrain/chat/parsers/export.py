@@ -61,29 +61,7 @@ def response_template(chat: Chat) -> dict[str, Any] | None:
     """
     if isinstance(chat.response, TemplateSpec):
         return dict(chat.response.source)
-    # Anchors: the texts that begin the assistant's turn after a user's message and after a reply,
-    # from the last control token before the reasoning on.
-    user: Message = {"role": "user", "content": BODY}
-    reply = {"role": "tool", "tool_call_id": CALL.calls[0].id, "name": "f", "content": BODY}
-    beginnings = []
-    for messages in [user], [{**user, "content": "u"}, CALL.message(), reply]:
-        with suppress(ChatError):
-            after = chat.render(messages, generation_prompt=True).rpartition(BODY)[2]
-            opening = getattr(chat.response, "reasoning_open", "").rstrip()
-            header = after.partition(opening)[0] if opening else after
-            pieces = list(chat.encoder.pieces(header))
-            last = max((i for i, (control, _) in enumerate(pieces) if control), default=0)
-            beginnings.append("".join(text for _, text in pieces[last:]))
-    anchors = [text for text in dict.fromkeys(beginnings) if text.strip()]
-    # Control tokens of a turn that are no part of the message: those that end it, and others
-    # before them (Cohere's <|END_RESPONSE|>).
-    marks = {chat.encoder.control[text] for text in chat.response.marks(chat.encoder.control)}
-    stop_ids = list(chat.stop_token_ids)
-    for turn in _probe_turns(chat):
-        with suppress(ChatError):
-            ids = completion_ids(chat, [{"role": "user", "content": USER_TEXT}], [FORECAST], turn)
-            stop_ids += [i for i in ids if i in chat.encoder.written and i not in marks]
-    stops = "|".join(re.escape(chat.decode([token])) for token in dict.fromkeys(stop_ids))
+    anchors, stops = _anchors(chat), _stops(chat)
     if not anchors or not stops:
         return None
     for fields in _fields(chat, stops):
@@ -91,6 +69,40 @@ def response_template(chat: Chat) -> dict[str, Any] | None:
         if _reads_back(chat, template):
             return template
     return None
+
+
+def _anchors(chat: Chat) -> list[str]:
+    """Return the texts that begin an assistant's turn after a user's message and after a reply.
+
+    They reach from the last control token before the reasoning to the reasoning, or to the turn's
+    own text. Example: ``["<|im_start|>assistant\\n"]``.
+    """
+    user: Message = {"role": "user", "content": BODY}
+    reply = {"role": "tool", "tool_call_id": CALL.calls[0].id, "name": "f", "content": BODY}
+    beginnings = []
+    for messages in [user], [{**user, "content": "u"}, CALL.message(), reply]:
+        with suppress(ChatError):  # a template may refuse one of the two
+            after = chat.render(messages, generation_prompt=True).rpartition(BODY)[2]
+            opening = getattr(chat.response, "reasoning_open", "").rstrip()
+            header = after.partition(opening)[0] if opening else after
+            pieces = list(chat.encoder.pieces(header))
+            last = max((i for i, (control, _) in enumerate(pieces) if control), default=0)
+            beginnings.append("".join(text for _, text in pieces[last:]))
+    return [text for text in dict.fromkeys(beginnings) if text.strip()]
+
+
+def _stops(chat: Chat) -> str:
+    """Return an expression for the control tokens of a turn that are no part of the message.
+
+    They are those that end it, and others before them (Cohere's <|END_RESPONSE|>).
+    """
+    marks = {chat.encoder.control[text] for text in chat.response.marks(chat.encoder.control)}
+    stop_ids = list(chat.stop_token_ids)
+    for turn in _probe_turns(chat):
+        with suppress(ChatError):  # the chat template cannot render this turn
+            ids = completion_ids(chat, [{"role": "user", "content": USER_TEXT}], [FORECAST], turn)
+            stop_ids += [i for i in ids if i in chat.encoder.written and i not in marks]
+    return "|".join(re.escape(chat.decode([token])) for token in dict.fromkeys(stop_ids))
 
 
 def _fields(chat: Chat, stops: str) -> Iterator[dict[str, Field]]:
@@ -144,7 +156,7 @@ def _calls(spec: MarkedSpec, stops: str) -> Iterator[Field]:
         closing = rf"\s*{re.escape(spec.call_close)}\s*{ignored_marks}"
     else:  # up to the next call's mark; the separator before it keeps the match from being empty
         closing = rf"\s*{re.escape(spec.separator)}\s*(?={mark})|\s*(?:{stops})\s*"
-    if spec.syntax == "json":
+    if spec.syntax == "json":  # {"name": "f", "arguments": {}}
         function: str | dict[str, str] = "{content}"
         if (spec.name_key, spec.arguments_key) != ("name", "arguments"):
             function = {
@@ -155,7 +167,7 @@ def _calls(spec: MarkedSpec, stops: str) -> Iterator[Field]:
             **_between(opening, closing, "json"),
             "transform": {"type": "function", "function": function},
         }
-    elif spec.syntax == "named_json":
+    elif spec.syntax == "named_json":  # f{"x": 1}, or an array of JSON calls
         footer = rf"\s*(?:{re.escape(spec.footer)})?" if spec.footer else ""
         yield {
             **_between(opening + (spec.header or ""), footer + closing, "json"),
@@ -171,11 +183,11 @@ def _calls(spec: MarkedSpec, stops: str) -> Iterator[Field]:
             },
         }
     elif spec.syntax in ("xml", "pairs"):
-        if spec.syntax == "xml":
+        if spec.syntax == "xml":  # <function=f><parameter=x>1</parameter></function>
             name = r"\s*<function=(?P<name>[^>\n]+)>"
             tag = r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
             closing = r"\s*</function>" + closing
-        else:
+        else:  # f<arg_key>x</arg_key><arg_value>1</arg_value>
             name = r"\s*(?P<name>[^\s<]+)"
             tag = r"<arg_key>\s*(?P<key>.*?)\s*</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
         yield {
@@ -183,7 +195,7 @@ def _calls(spec: MarkedSpec, stops: str) -> Iterator[Field]:
             "content_args": {"tag_pattern": tag},
             "transform": {"type": "function", "function": FUNCTION},
         }
-    elif spec.syntax == "gemma":
+    elif spec.syntax == "gemma":  # call:f{x:1}
         yield {
             **_between(opening + r"call:(?P<name>[^\s{]+)\s*", closing, "json"),
             "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},

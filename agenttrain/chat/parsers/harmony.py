@@ -32,10 +32,13 @@ class _Message:
     """A message of a completion: a header, and a body behind <|message|>."""
 
     header: str
+    """E.g. ``<|channel|>commentary to=functions.add``."""
     body: str | None
     """None if the completion ends inside the header."""
     closed: bool
+    """The message ends with <|end|>, <|call|> or <|return|>, not at <|start|> or the text's end."""
     text: str
+    """The whole message with its marks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +85,12 @@ class HarmonySpec:
 
 
 def _messages(text: str) -> Iterator[_Message]:
-    """Split a completion at the marks that begin and end messages, and at its end."""
-    start, body_mark = 0, None
-    for mark in chain(_MARK.finditer(text), (None,)):
+    """Split a completion at the marks that begin and end messages, and at its end.
+
+    Example: ``<|channel|>final<|message|>4<|end|>`` is one message with the body ``4``.
+    """
+    start, body_mark = 0, None  # of the current message: its position, its first <|message|>
+    for mark in chain(_MARK.finditer(text), (None,)):  # None: the end of the text
         kind = mark[1] if mark else "end of text"
         if kind == "message":
             body_mark = mark if body_mark is None else body_mark
@@ -105,7 +111,7 @@ def _messages(text: str) -> Iterator[_Message]:
 
 
 def _call(message: _Message, recipient: str, *, lenient: bool) -> ParsedCall:
-    """Make a call of a message to the `recipient`, the name of a function."""
+    """Make a call of a message to the `recipient`, e.g. ``functions.add``."""
     name = recipient.removeprefix("functions.")
     problem = None if message.closed else "the call is not closed: <|call|> is missing"
     arguments: Any = {}
@@ -115,7 +121,7 @@ def _call(message: _Message, recipient: str, *, lenient: bool) -> ParsedCall:
         arguments, end, problem, _ = read_json(body)
         if problem is None and body[end:].strip():
             problem = f"text after the arguments: {excerpt(body[end:])}"
-        if problem is not None and lenient:
+        if problem is not None and lenient:  # again, as text that is almost JSON
             arguments, _, problem, _ = read_loose(body)
             is_loose = problem is None
     return ParsedCall(

@@ -103,13 +103,17 @@ class MarkedSpec(Syntax):
     def _split_reasoning(self, text: str, inside: bool) -> tuple[str | None, str]:
         """Return (reasoning or None, the text without it).
 
-        `inside`: the text begins inside the reasoning. Reasoning that is not closed reaches to the
-        end. A closing mark without an opening mark ends reasoning that began with the text.
+        `inside`: the text begins inside the reasoning. Examples::
+
+            <think>a</think>b               -> "a", "b"
+            <think>a                        -> "a", ""       not closed: it reaches to the end
+            a</think>b                      -> "a", "b"      no opening: it began with the text
+            <tool_call>…</tool_call></think>  -> None, text    a stray closing mark after a call
         """
         if not self.reasoning_close:
             return None, text
         before, opening, after = text.partition(self.reasoning_open)
-        # No reasoning begins inside a call.
+        # An opening mark inside a call is a part of the call.
         if inside or not opening or self._opens_call(before):
             before, opening, after = "", "", text
         if inside:  # some models repeat the opening mark that ends the prompt
@@ -117,8 +121,8 @@ class MarkedSpec(Syntax):
         reasoning, closing, behind = after.partition(self.reasoning_close)
         if not closing and not opening and not inside:
             return None, text
-        if not opening and not inside and self._opens_call(reasoning):
-            # A stray closing mark after a call must not turn that call into reasoning.
+        is_stray = not opening and not inside and self._opens_call(reasoning)
+        if is_stray:  # the closing mark must not turn the call before it into reasoning
             return None, text
         return reasoning.strip(), before + behind
 
@@ -128,18 +132,14 @@ class MarkedSpec(Syntax):
 
     def _split_calls(self, text: str, schemas: Schemas) -> tuple[str, list[ParsedCall]]:
         """Return (content outside calls, calls)."""
-        marks: list[re.Match[str]] = []
-        for mark in self._marks.finditer(text):
-            # A match of no width right behind another one is the same opening.
-            if mark.end() > mark.start() or not marks or mark.start() > marks[-1].end():
-                marks.append(mark)
+        marks = self._find_marks(text)
         content: list[str] = []
         calls: list[ParsedCall] = []
-        position = index = 0
+        position = index = 0  # end of the text that was read; number of the next mark
         while index < len(marks):
             mark = marks[index]
             index += 1
-            if mark["_open"] is None:
+            if mark["_open"] is None:  # a closing mark without a call is content
                 continue
             content.append(self._read_beside(text[position : mark.start()], calls, schemas))
             if len(calls) >= MAX_CALLS:
@@ -147,32 +147,49 @@ class MarkedSpec(Syntax):
                 return "".join(content), [*calls, beyond]
             read = self._read(text, mark.end(), marks, index, schemas)
             end = mark.end() + read.end
-            while index < len(marks) and marks[index].start() < end:
+            while index < len(marks) and marks[index].start() < end:  # marks inside the call
                 index += 1
             has_no_mark = mark.end() == mark.start()
             if has_no_mark and [call.name for call in read.calls] == [None]:
                 # A JSON object that names no tool is content, unless it looks like the arguments
                 # that the call before it lacks.
                 between = text[position : mark.start()].strip(self.separator + " \t\r\n")
-                if calls and not between and _lost_arguments(calls[-1], text[mark.start() :]):
-                    problem = f"text after the call: {excerpt(text[mark.start() :])}"
-                    calls[-1] = replace(calls[-1], problem=problem)
+                after = text[mark.start() :]
+                if calls and not between and _lost_arguments(calls[-1], after):
+                    calls[-1] = replace(calls[-1], problem=_text_after_call(after))
                 position = mark.start()
                 continue
             next_mark = marks[index] if index < len(marks) else None
             region_calls, position = self._region(text, mark.start(), end, read, next_mark)
             calls += region_calls
         behind = self._read_beside(text[position:], calls, schemas)
-        if calls and self.call_open_pattern is not None and self.call_close is None:
-            # Without an opening mark, a completion may be cut before a call is recognisable.
-            head = behind.strip(self.separator + " \t\r\n")
-            beginning = regex.compile(self._opening, regex.DOTALL)  # the library caches it
-            match = beginning.match(head, partial=True) if head else None
-            if match is not None and match.partial and match.end() == len(head):
-                name = written_name(head, self.name_key)
-                cut = ParsedCall(text=head, name=name, problem="the call is not closed")
-                return "".join(content), [*calls, cut]
+        if calls and (cut_call := self._cut_call(behind)) is not None:
+            return "".join(content), [*calls, cut_call]
         return "".join([*content, behind]), calls
+
+    def _find_marks(self, text: str) -> list[re.Match[str]]:
+        """Return the marks that open and close calls, in order."""
+        marks: list[re.Match[str]] = []
+        for mark in self._marks.finditer(text):
+            # A match of no width right behind another one is the same opening.
+            if mark.end() > mark.start() or not marks or mark.start() > marks[-1].end():
+                marks.append(mark)
+        return marks
+
+    def _cut_call(self, behind: str) -> ParsedCall | None:
+        """Return the call that the text behind all calls begins, e.g. ``{"na``; None without one.
+
+        Only in a format without marks can a completion be cut before a call is recognisable.
+        """
+        if self.call_open_pattern is None or self.call_close is not None:
+            return None
+        head = behind.strip(self.separator + " \t\r\n")
+        beginning = regex.compile(self._opening, regex.DOTALL)  # the library caches it
+        match = beginning.match(head, partial=True) if head else None
+        if match is None or not match.partial or match.end() < len(head):
+            return None
+        name = written_name(head, self.name_key)
+        return ParsedCall(text=head, name=name, problem="the call is not closed")
 
     def _region(
         self, text: str, start: int, end: int, read: Read, next_mark: re.Match[str] | None
@@ -184,44 +201,51 @@ class MarkedSpec(Syntax):
         """
         is_malformed = any(call.problem is not None for call in read.calls)
         limit = next_mark.start() if next_mark is not None else len(text)
+        behind = text[end:limit]
         problem = None
         if self.call_close is None:
-            lost = bool(read.calls) and _lost_arguments(read.calls[-1], text[end:limit])
+            lost = bool(read.calls) and _lost_arguments(read.calls[-1], behind)
             position = limit if is_malformed or lost else end
             if lost:
-                problem = f"text after the call: {excerpt(text[end:limit])}"
+                problem = _text_after_call(behind)
         elif next_mark is None or next_mark["_open"] is not None:
             position, problem = limit, f"the call is not closed: {self.call_close} is missing"
         else:
             position = next_mark.end()
-            if not is_malformed and text[end:limit].strip():
-                problem = f"text after the call: {excerpt(text[end:limit])}"
+            if not is_malformed and behind.strip():
+                problem = _text_after_call(behind)
         region = text[start:position]
         if is_malformed and self.separator:
             # The separator behind a malformed call is not part of the call.
             region = region.rstrip(self.separator + " \t\r\n")
-        if len(read.calls) == 1 and not read.calls[0].text:
+        if len(read.calls) == 1 and not read.calls[0].text:  # a single call, not a list
             (call,) = read.calls
             return [replace(call, text=region, problem=problem or call.problem)], position
-        # From here on the region is a list of calls.
-        calls = [call if call.text else replace(call, text=region) for call in read.calls]
-        if calls and _lost_arguments(calls[-1], text[end:limit]):
-            last_problem = problem or f"text after the call: {excerpt(text[end:limit])}"
-            calls[-1] = replace(calls[-1], problem=last_problem)
-            return calls, position
+        return self._list_calls(read.calls, region, behind, problem), position
+
+    def _list_calls(
+        self, read_calls: Sequence[ParsedCall], region: str, behind: str, problem: str | None
+    ) -> list[ParsedCall]:
+        """Return the calls of a region that is a list; those that lost arguments are malformed.
+
+        `behind` is the text between the list and the next mark. `problem` is the region's.
+        """
+        calls = [call if call.text else replace(call, text=region) for call in read_calls]
+        if calls and _lost_arguments(calls[-1], behind):
+            calls[-1] = replace(calls[-1], problem=problem or _text_after_call(behind))
+            return calls
         for index, (call, next_call) in enumerate(pairwise(calls)):
             # A malformed call with a name does not hold the arguments of the call before it.
             has_name = next_call.name or f'"{self.name_key}"' in next_call.text
             if next_call.problem is None or has_name:
                 continue
             if _lost_arguments(call, next_call.text):
-                lost_text = f"text after the call: {excerpt(next_call.text)}"
-                calls[index] = replace(call, problem=lost_text)
+                calls[index] = replace(call, problem=_text_after_call(next_call.text))
         if problem is not None and calls[-1].problem is None:
-            # The complete calls of a list that was cut stay good.
-            behind = region[region.rfind(calls[-1].text) + len(calls[-1].text) :]
-            calls.append(ParsedCall(text=behind, problem=problem))
-        return calls, position
+            # The complete calls of a list that was cut stay good: the rest gets the problem.
+            remainder = region[region.rfind(calls[-1].text) + len(calls[-1].text) :]
+            calls.append(ParsedCall(text=remainder, problem=problem))
+        return calls
 
     def _read_beside(self, text: str, calls: list[ParsedCall], schemas: Schemas) -> str:
         """Return the content of a text outside the regions; append calls without a mark to `calls`.
@@ -238,7 +262,7 @@ class MarkedSpec(Syntax):
             if len(calls) > MAX_CALLS:
                 break
             read = READERS[self.syntax](text[start:limit], self, schemas)
-            if [call.name in schemas for call in read.calls] != [True]:  # not a call of a tool
+            if [call.name in schemas for call in read.calls] != [True]:  # not one call of a tool
                 continue
             (call,) = read.calls
             end = limit if call.problem is not None else start + read.end
@@ -255,11 +279,11 @@ class MarkedSpec(Syntax):
         """Read the calls at `start`; `marks[index]` is the first mark after it.
 
         A mark inside a string argument is part of the string, so a string that runs into a mark is
-        read again with more text. The number of tries is bounded, so parsing stays linear.
+        read again up to a later mark. The number of tries is bounded, so parsing stays linear.
         """
         first = None
         for count in MARKS_IN_STRINGS:
-            last = index + count - 1
+            last = index + count - 1  # number of the mark at which the body ends
             body = text[start : marks[last].start() if last < len(marks) else len(text)]
             read = READERS[self.syntax](body, self, schemas)
             if first is None:
@@ -283,6 +307,11 @@ def _lost_arguments(call: ParsedCall, behind: str) -> bool:
     if call.problem is not None or call.arguments not in (None, {}):
         return False
     return behind.lstrip(" \t\r\n,;").startswith(("{", "[", "("))
+
+
+def _text_after_call(text: str) -> str:
+    """Return the problem of a call that is followed by a text."""
+    return f"text after the call: {excerpt(text)}"
 
 
 def parameters(schemas: Sequence[Mapping[str, Any]]) -> Schemas:

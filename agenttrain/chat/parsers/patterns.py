@@ -25,6 +25,7 @@ _LITERAL = regex.compile(r"(?:\\[^\w\s]|[^\\()\[\]{}.*+?|^$\s])+(?:\\s\*)?")
 _AHEAD = regex.compile(r"\(\?=(?:\[\\s\\S\]|\.)\*\??((?:[^()\\|]|\\.)+)\)", regex.DOTALL)
 _BUDGET: ContextVar[dict[str, float] | None] = ContextVar("seconds left", default=None)
 _SLOW: dict[tuple, tuple[Any, float]] = {}
+"""(expression, operation, its arguments) -> (result, seconds that it took)."""
 
 
 @contextmanager
@@ -54,7 +55,7 @@ class Pattern:
         if not isinstance(source, str):
             raise ValueError(f"{key}: must be a regular expression, not {source!r}")
         self.source, self._text = source, text
-        # A mere lookahead is searched by the expression inside it.
+        # `(?=[\s\S]*?X)`: X is compiled, see _AHEAD.
         lookahead = _AHEAD.fullmatch(source)
         try:
             self._compiled = regex.compile(lookahead[1] if lookahead else source, regex.DOTALL)
@@ -66,10 +67,10 @@ class Pattern:
 
     def search(self, text: str, start: int = 0) -> Hit | None:
         """Return the first match from `start` on; None without one, or if it takes too long."""
-        if self._text is not None:
+        if self._text is not None:  # one literal text: no regular expression is needed
             at = text.find(self._text, start)
             return None if at < 0 else Hit(at, at + len(self._text), {})
-        if self._needs_no_limit:
+        if self._needs_no_limit:  # it cannot backtrack
             match = self._compiled.search(text, start)
             return None if match is None else Hit(match.start(), match.end(), {})
         match = self.match(text, start)
@@ -122,17 +123,21 @@ class Pattern:
         return text if replaced is None else cast(str, replaced)
 
     def _limited(self, work: Callable[[float], Any], *cache_key: Any) -> Any:
-        """Run `work` within the expression's remaining seconds; return None if they run out.
+        """Run `work(seconds)` with the expression's remaining seconds; return None if they run out.
 
-        A slow result is cached under the expression and `cache_key`.
+        A slow result is cached under the expression and `cache_key`, the operation's arguments.
+        Each use costs the seconds of the first, so that a completion is always read the same way.
         """
         budget = _BUDGET.get()
         remaining = LIMIT_S if budget is None else budget.get(self.source, LIMIT_S)
         if remaining <= 0:
             return None
         key = (self.source, *cache_key)
-        result, spent = _SLOW.get(key, (None, 0.0)) if _SLOW else (None, 0.0)
-        if not spent:
+        # While nothing is cached, the key is not looked up: hashing a long text takes time.
+        cached = _SLOW.get(key) if _SLOW else None
+        if cached is not None:
+            result, spent = cached
+        else:
             started = time.thread_time()
             try:
                 result = work(remaining)
@@ -141,7 +146,7 @@ class Pattern:
                 result, spent = None, remaining
             if spent > SLOW_S:
                 if len(_SLOW) >= MAX_SLOW:
-                    _SLOW.pop(next(iter(_SLOW)))
+                    _SLOW.pop(next(iter(_SLOW)))  # the oldest
                 _SLOW[key] = (result, spent)
         if budget is not None:
             budget[self.source] = remaining - spent

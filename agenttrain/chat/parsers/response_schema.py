@@ -75,6 +75,11 @@ class SchemaSpec:
     call_id: str = CALL_ID
     lenient: bool = False
 
+    @property
+    def _roots(self) -> Sequence[Node]:
+        """The strict schema, then the one that accepts text that is almost JSON, if allowed."""
+        return (self.root, self.loose) if self.lenient else (self.root,)
+
     def marks(self, controls: Iterable[str]) -> tuple[str, ...]:
         """See ResponseSpec."""
         return tuple(control for control in controls if control in self.patterns)
@@ -93,14 +98,8 @@ class SchemaSpec:
         if fields is not None:
             calls = self._calls(fields.get(CALLS), text, parameters(schemas))
         else:
-            # The root's expression reads the text before the first call outside the reasoning.
-            opening, closing = self.reasoning
-            before, opened, _ = text.partition(self._opener) if self._opener else (text, "", "")
-            start = len(before)
-            if opened and closing and opening in before:
-                # A stray closing mark after a call does not turn that call into reasoning.
-                start = text.find(self._opener, max(text.find(closing), 0))
-                start = len(text) if start < 0 else start
+            # The root's expression reads the text before the calls; they are read one by one.
+            start = self._first_call(text)
             fields = self.root.split(text[:start]) or {CONTENT_FIELD: text[:start]}
             calls, beside = self._each(text[start:], parameters(schemas))
         content = (self._text(fields, CONTENT_FIELD) or "") + beside
@@ -108,10 +107,25 @@ class SchemaSpec:
         reasoning = next((text for text in reasonings if text is not None), None)
         return ParsedCompletion(content=content.strip(), reasoning=reasoning, calls=calls)
 
+    def _first_call(self, text: str) -> int:
+        """Return the position of the first call outside the reasoning; the text's end without one.
+
+        Example: in ``<think><call>f</think><call>g`` it is that of the second ``<call>``.
+        """
+        first = text.find(self._opener) if self._opener else -1
+        opening, closing = self.reasoning
+        # A call in the reasoning is none: search behind the closing mark. A closing mark without
+        # an opening mark does not turn the call before it into reasoning.
+        if first >= 0 and closing and opening in text[:first]:
+            first = text.find(self._opener, max(text.find(closing), 0))
+        return len(text) if first < 0 else first
+
     @cached_property
     def _opener(self) -> str:
-        """The text with which every call begins; empty if there is none."""
-        # The expression that finds calls may begin with literal text.
+        """The text with which every call begins; empty if there is none.
+
+        Example: ``<call>`` for the expression ``<call>(.*?)</call>``.
+        """
         source = self.iterator.source if self.iterator is not None else ""
         literal = re.match(r"\^?\(?((?:\\[^\w\s]|[^\\()\[\]{}.*+?|^$])+)", source)
         if literal is None:
@@ -119,6 +133,7 @@ class SchemaSpec:
         # A quantifier makes the last character optional or repeats it: leave it out.
         repeated = source[literal.end() :][:1] in ("?", "*", "+", "{")
         text = literal[1][:-1] if repeated else literal[1]
+        # Without the escapes. One or two characters, e.g. "{", stand in other texts too.
         return text.replace("\\", "") if len(text) > 2 else ""
 
     def _text(self, fields: Mapping[str, Any], name: str) -> str | None:
@@ -131,7 +146,7 @@ class SchemaSpec:
         return value.strip() if isinstance(value, str) else None
 
     def _calls(self, value: Any, completion: str, schemas: Schemas) -> list[ParsedCall]:
-        """Read the calls in `value`, the text that the root's expression gives to their field."""
+        """Read the calls in `value`, the text that the root's expression gives to `tool_calls`."""
         node = self.root.properties.get(CALLS)
         if node is None or not isinstance(value, str):
             return []
@@ -140,19 +155,19 @@ class SchemaSpec:
             calls = self._each(inner, schemas)[0] if isinstance(inner, str) else []
             # After substitutions a call's text may not occur in the completion.
             return [c if c.text in completion else replace(c, text=completion) for c in calls]
-        # The calls are one value: a whole list, or its items one by one if it cannot be read.
-        is_loose = False
-        try:
-            calls_value = node.value(value)
-        except ContentError as error:
+        return self._calls_of_value(node, value, schemas)
+
+    def _calls_of_value(self, node: Node, value: str, schemas: Schemas) -> list[ParsedCall]:
+        """Read calls that are one value: a whole list, or item by item if it cannot be read."""
+        is_loose, problem = False, ""
+        for root in self._roots:
             try:
-                if not self.lenient:
-                    raise
-                calls_value, is_loose = self.loose.properties[CALLS].value(value), True
-            except ContentError:
-                return self._repaired(node, value, schemas) or [
-                    ParsedCall(text=value, problem=str(error))
-                ]
+                calls_value, is_loose = root.properties[CALLS].value(value), root is self.loose
+                break
+            except ContentError as error:
+                problem = problem or str(error)  # the strict reader's
+        else:
+            return self._repaired(node, value, schemas) or [ParsedCall(text=value, problem=problem)]
         inner = node.inner(value)
         text = inner if isinstance(inner, str) else value
         items = [] if calls_value is None else [calls_value]
@@ -168,29 +183,35 @@ class SchemaSpec:
         """Search the calls with `iterator`, one by one; return (calls, text outside of them)."""
         calls: list[ParsedCall] = []
         outside: list[str] = []
-        at = 0
+        at = 0  # end of the last match
+        # Between two matches stands content, and calls that are not closed.
         for match in self.iterator.matches(text) if self.iterator is not None else ():
             calls += self._unclosed_calls(text[at : match.start()], outside)
             if len(calls) > MAX_CALLS:
                 return calls, "".join(outside)
             at, text_of_call = match.end(), match.group()
             call = self._call(match, text_of_call, schemas)
-            last_opener = text_of_call.rfind(self._opener, 1) if self._opener else -1
-            if call.problem is not None and last_opener > 0 and self.iterator is not None:
-                # The match of a call that is not closed may run over a good call behind it.
-                tail = text_of_call[last_opener:]
-                tail_match = self.iterator.match(tail)
-                second = tail_match and self._call(tail_match, tail, schemas)
-                if second and second.problem is None:
-                    head, problem = text_of_call[:last_opener], "the call is not closed"
-                    calls += [
-                        ParsedCall(text=head, name=written_name(head), problem=problem),
-                        second,
-                    ]
-                    continue
-            calls.append(call)
+            is_good = call.problem is None
+            calls += [call] if is_good else self._unmerged(call, schemas)
         calls += self._unclosed_calls(text[at:], outside)
         return calls, "".join(outside)
+
+    def _unmerged(self, call: ParsedCall, schemas: Schemas) -> list[ParsedCall]:
+        """Return the two calls in the text of a malformed one, or the call alone.
+
+        The match of a call that is not closed may run over a good call behind it:
+        ``<call>{"name": <call>{"name": "f"}</call>``.
+        """
+        last_opener = call.text.rfind(self._opener, 1) if self._opener else -1
+        if last_opener <= 0 or self.iterator is None:
+            return [call]
+        head, tail = call.text[:last_opener], call.text[last_opener:]
+        match = self.iterator.match(tail)
+        second = self._call(match, tail, schemas) if match else None
+        if second is None or second.problem is not None:
+            return [call]
+        problem = "the call is not closed"
+        return [ParsedCall(text=head, name=written_name(head), problem=problem), second]
 
     def _unclosed_calls(self, text: str, outside: list[str]) -> Iterator[ParsedCall]:
         """Yield a malformed call for each opening in a text that `iterator` does not match.
@@ -209,16 +230,15 @@ class SchemaSpec:
     def _call(self, match: Any, text: str, schemas: Schemas) -> ParsedCall:
         """Read the call that `iterator` has matched; `text` is that of the match."""
         captured = groups(match)
-        is_loose = False
-        try:
-            value = self._item_value(captured, schemas, self.root)
-        except ContentError as error:
+        is_loose, problem = False, ""
+        for root in self._roots:
             try:
-                if not self.lenient:
-                    raise
-                value, is_loose = self._item_value(captured, schemas, self.loose), True
-            except ContentError:
-                return ParsedCall(text=text, name=written_name(text), problem=str(error))
+                value, is_loose = self._item_value(captured, schemas, root), root is self.loose
+                break
+            except ContentError as error:
+                problem = problem or str(error)  # the strict reader's
+        else:
+            return ParsedCall(text=text, name=written_name(text), problem=problem)
         call = replace(call_from_item(value, text, {}, inside=self.inside), lenient=is_loose)
         if not isinstance(captured, str):
             return call
@@ -227,8 +247,8 @@ class SchemaSpec:
     def _item_value(self, captured: Any, schemas: Schemas, root: Node) -> Any:
         """Return the value of a call, with parameters of the types in the tool's schema.
 
-        The node guesses types from the texts of parameters. Where the tool's schema has a type, it
-        is applied to the parameter's text instead.
+        The node guesses types from the texts of parameters: ``7`` is a number. Where the tool's
+        schema has a type, it is applied to the parameter's text instead. Raises ContentError.
         """
         items = root.properties[CALLS].items
         if items is None:
@@ -237,7 +257,7 @@ class SchemaSpec:
         name = call_from_item(value, "", {}).name
         if not isinstance(name, str) or not schemas.get(name):
             return value
-        raw = items.value(captured, raw=True)
+        raw = items.value(captured, raw=True)  # the same call, with texts for parameters
         if not isinstance(value, dict) or not isinstance(raw, dict):
             return value
         function, raw_function = value.get("function", value), raw.get("function", raw)
@@ -261,7 +281,7 @@ class SchemaSpec:
             return []
         if not isinstance(inner, str) or not inner.lstrip().startswith("["):
             return []
-        key = "tool_name" if '"tool_name"' in inner else "name"
+        key = "tool_name" if '"tool_name"' in inner else "name"  # Cohere writes tool_name
         calls: list[ParsedCall] = []
         for item in read_items(inner, skip_blank(inner) + 1, key, limit=MAX_CALLS + 1)[0]:
             if item.problem is not None:
@@ -314,18 +334,25 @@ NOTHING = object()
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A compiled node of the schema; its fields are the keys `x-regex`, `x-regex-iterator`, …"""
+    """A compiled node of the schema. The fields without a line are JSON schema's keywords."""
 
     type: str | None = None
     const: Any = NOTHING
     default: Any = NOTHING
     substitutions: tuple[tuple[Pattern, str], ...] = ()
+    """(expression, replacement) of `x-regex-substitutions`."""
     regex: Pattern | None = None
+    """`x-regex`: its groups are the value."""
     iterator: Pattern | None = None
+    """`x-regex-iterator`: all its matches are the value, a list."""
     key_value: Pattern | None = None
+    """`x-regex-key-value`: all its matches are the value, a mapping."""
     parser: str | None = None
+    """`x-parser`, one of _PARSERS."""
     allow_non_json: bool = False
+    """Text that is no JSON stays text instead of being an error."""
     transform: Callable[[Any], Any] | None = None
+    """The compiled JMESPath expression `transform` of `x-parser-args`."""
     properties: Mapping[str, Node] = field(default_factory=dict)
     additional: Node | None = None
     """The node of keys that are not among the properties; None leaves them out."""
@@ -357,7 +384,7 @@ class Node:
         return inner
 
     def inner(self, value: Any) -> Any:
-        """Apply substitutions and ``x-regex``; return None if that does not match."""
+        """Apply substitutions and ``x-regex``; return None if the expression does not match."""
         if self.substitutions or self.regex is not None:
             if not isinstance(value, str):
                 raise ContentError(f"expected text, found {kind(value)}")
@@ -389,16 +416,9 @@ class Node:
             if not isinstance(value, str):
                 raise ContentError(f"expected text, found {kind(value)}")
             matches = [groups(match) for match in pattern.matches(value)]
-            if self.iterator is not None:
-                value = matches or None
-            else:
-                pairs: dict[str, Any] = {}
-                for pair in matches:
-                    if pair["key"] in pairs:
-                        raise ContentError(f"the parameter {excerpt(pair['key'])} is given twice")
-                    pairs[pair["key"]] = pair.get("value", "")
-                value = pairs or None
-        if self.parser is not None and value is not None and not (raw and self.allow_non_json):
+            value = (matches if self.iterator is not None else _mapping(matches)) or None
+        stays_text = raw and self.allow_non_json
+        if self.parser is not None and value is not None and not stays_text:
             if not isinstance(value, str):
                 raise ContentError(f"expected JSON text, found {kind(value)}")
             args = {**_PARSERS[self.parser], "allow_non_json": self.allow_non_json}
@@ -412,8 +432,10 @@ class Node:
             return None
         if self.type == "object":
             return self._object(value, raw=raw)
-        if self.type != "array":
-            return _scalar(self.type, value)
+        return self._array(value, raw=raw) if self.type == "array" else _scalar(self.type, value)
+
+    def _array(self, value: Any, *, raw: bool) -> list[Any]:
+        """Convert the items of a list; a single value is the item of a schema with one item."""
         if not isinstance(value, list) and len(self.prefix_items) == 1:
             value = [value]
         if not isinstance(value, list):
@@ -446,6 +468,16 @@ class Node:
         return fields
 
 
+def _mapping(matches: list[Any]) -> dict[str, Any]:
+    """Return the mapping of the groups `key` and `value` of all matches. Raises ContentError."""
+    pairs: dict[str, Any] = {}
+    for pair in matches:
+        if pair["key"] in pairs:
+            raise ContentError(f"the parameter {excerpt(pair['key'])} is given twice")
+        pairs[pair["key"]] = pair.get("value", "")
+    return pairs
+
+
 def groups(match: Any) -> Any:
     """Return the named groups of a match, else its first group, else the whole match."""
     if match.re.groupindex:
@@ -457,7 +489,8 @@ def _scalar(name: str | None, value: Any) -> Any:
     """Convert a value to the type of this name. Raises ContentError."""
     if name is None or name == "any":
         return value
-    if isinstance(value, _SCALARS[name]) and (name == "boolean") == isinstance(value, bool):
+    is_bool = isinstance(value, bool)  # Python's bool is an int, JSON's is not
+    if isinstance(value, _SCALARS[name]) and (name == "boolean") == is_bool:
         return value
     if isinstance(value, str):
         try:
@@ -498,12 +531,8 @@ def compile_node(
     args = checked("x-parser-args", Mapping, "a mapping") or {}
     properties = checked("properties", Mapping, "a mapping") or {}
     additional = schema.get("additionalProperties", {})
-    substitutions = []
-    for pair in checked("x-regex-substitutions", list, "a list") or ():
-        key = f"{scope}.x-regex-substitutions"
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise ValueError(f"{key}: {pair!r} is no pair of [pattern, replacement]")
-        substitutions.append((Pattern(pair[0], key), str(pair[1])))
+    pairs = checked("x-regex-substitutions", list, "a list") or ()
+    substitutions = tuple(_substitution(pair, scope) for pair in pairs)
     patterns = {
         key: Pattern(schema[key], f"{scope}.{key}")
         for key in ("x-regex", "x-regex-iterator", "x-regex-key-value")
@@ -516,7 +545,7 @@ def compile_node(
         type=schema.get("type"),
         const=schema.get("const", NOTHING),
         default=schema.get("default", NOTHING),
-        substitutions=tuple(substitutions),
+        substitutions=substitutions,
         regex=patterns.get("x-regex"),
         iterator=patterns.get("x-regex-iterator"),
         key_value=key_value,
@@ -533,6 +562,14 @@ def compile_node(
         required=tuple(checked("required", list, "a list") or ()),
         json_args=json_args or {},
     )
+
+
+def _substitution(pair: Any, scope: str) -> tuple[Pattern, str]:
+    """Compile ``["\\s+", " "]``, a pattern and its replacement. Raises ValueError."""
+    key = f"{scope}.x-regex-substitutions"
+    if not isinstance(pair, list) or len(pair) != 2:
+        raise ValueError(f"{key}: {pair!r} is no pair of [pattern, replacement]")
+    return Pattern(pair[0], key), str(pair[1])
 
 
 def _transform(expression: Any, scope: str) -> Callable[[Any], Any] | None:

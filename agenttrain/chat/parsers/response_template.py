@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
 from functools import cache, partial
@@ -59,13 +59,21 @@ class _Field:
     """A field of the template, with compiled marks."""
 
     name: str
+    """Field of the message: `content`, `tool_calls` or one of REASONING."""
     open: Pattern | None
+    """Opening mark. None: the field has the text outside the regions of the other fields."""
     close: Pattern | None
+    """Closing mark. None: a region reaches to the end of the text."""
     content: str
+    """Name of the parser in CONTENT that reads a region's text."""
     content_args: Mapping[str, Any]
+    """Arguments of that parser."""
     transform: Any
+    """Shape of the value, with placeholders: ``{"function": "{content}"}``; None leaves it."""
     transform_each: bool
+    """The value is a list, and the transform is that of each item."""
     join: str
+    """Text between the joined regions of the field."""
 
 
 @dataclass(slots=True)
@@ -78,15 +86,19 @@ class _Region:
     body: int
     """End of its opening mark."""
     captures: dict[str, str | None]
+    """Named groups of the marks, e.g. a call's name."""
     stop: int = 0
     """Beginning of its closing mark."""
     end: int = 0
     """End of its closing mark."""
     closed: bool = True
+    """It has its closing mark, or the field needs none."""
     value: Any = None
+    """The calls, in the transform's shape; None for other fields."""
     json: Any = None
     """The JSON value that was read, before the field's transform; None for other content."""
     problem: str | None = None
+    """Reason why the calls cannot be read."""
     loose: bool = False
     """Only a spec with `lenient` accepts the value."""
 
@@ -97,6 +109,7 @@ class TemplateSpec:
 
     fields: tuple[_Field, ...]
     anchor: Pattern
+    """Matches the text that begins an assistant's turn."""
     source: Mapping[str, Any]
     """The `response_template` from which it was made."""
     inside: bool = False
@@ -130,23 +143,8 @@ class TemplateSpec:
         types_by_name = parameters(schemas)
         calls: list[ParsedCall] = []
         for region in regions:
-            field = region.field
-            if field.name != CALLS:
-                continue
-            span, problem = text[region.start : region.end], region.problem
-            if problem is None and not region.closed and field.close is not None:
-                problem = "the call is not closed"
-            if problem is not None:
-                name = region.captures.get("name") or written_name(span)
-                calls.append(ParsedCall(text=span, name=name, problem=problem))
-                continue
-            values = region.value if isinstance(region.value, list) else [region.value]
-            types = types_by_name if field.content in ("xml-inline", "kv-lines") else {}
-            # `parse_response` reports a call beyond the limit.
-            for value, written in paired(values[: MAX_CALLS + 1], region.json):
-                call = call_from_item(value, span, types, inside=self.inside)
-                call = with_all_arguments(call, written, types_by_name)
-                calls.append(replace(call, lenient=True) if region.loose else call)
+            if region.field.name == CALLS:
+                calls += self._calls(region, text[region.start : region.end], types_by_name)
         reasoning = [region for region in regions if region.field.name in REASONING]
         return ParsedCompletion(
             content=_text(text, [r for r in regions if r.field.name == CONTENT_FIELD]),
@@ -154,9 +152,28 @@ class TemplateSpec:
             calls=calls,
         )
 
+    def _calls(self, region: _Region, span: str, schemas: Schemas) -> Iterator[ParsedCall]:
+        """Yield the calls of a region, whose whole text is `span`."""
+        field, problem = region.field, region.problem
+        if problem is None and not region.closed and field.close is not None:
+            problem = "the call is not closed"
+        if problem is not None:
+            name = region.captures.get("name") or written_name(span)
+            yield ParsedCall(text=span, name=name, problem=problem)
+            return
+        values = region.value if isinstance(region.value, list) else [region.value]
+        # Only these two parsers leave arguments as text; JSON has types.
+        types = schemas if field.content in ("xml-inline", "kv-lines") else {}
+        # `parse_response` reports a call beyond the limit.
+        for value, written in paired(values[: MAX_CALLS + 1], region.json):
+            call = call_from_item(value, span, types, inside=self.inside)
+            call = with_all_arguments(call, written, schemas)
+            yield replace(call, lenient=True) if region.loose else call
+
     def _regions(self, text: str, *, inside: _Field | None) -> list[_Region]:
         """Split a text into regions; with `inside`, it begins inside a region of that field."""
         regions: list[_Region] = []
+        # The field of the text outside the regions of the others; its closing mark is skipped.
         outside = next((field for field in self.fields if field.open is None), None)
         searches: list[tuple[_Field | None, Pattern]] = []
         searches += [(field, field.open) for field in self.fields if field.open is not None]
@@ -169,9 +186,9 @@ class TemplateSpec:
             at = regions[-1].end
         while at < len(text):
             field, hit = marks.next(at)
-            if outside is not None and hit.start > at:
+            if outside is not None and hit.start > at:  # the text before the mark
                 regions.append(_Region(outside, at, at, {}, stop=hit.start, end=hit.end))
-            if field is not None:
+            if field is not None:  # an opening mark
                 calls += field.name == CALLS
                 region = _Region(field, hit.start, hit.end, hit.groups)
                 if calls > MAX_CALLS or len(regions) >= MAX_REGIONS:
@@ -188,14 +205,20 @@ class TemplateSpec:
 
 @dataclass(slots=True)
 class _Marks:
-    """Finds the marks that open and close fields; each is searched only behind its last match."""
+    """Finds the marks that open and close fields in a text.
+
+    The next hit of each mark is kept until the position is past it, so that parsing stays linear.
+    """
 
     text: str
     searches: Sequence[tuple[_Field | None, Pattern]]
     """(field, its opening mark), and (None, the closing mark of the field without an opening)."""
     lenient: bool
+    """The spec accepts calls that are almost JSON."""
     _hits: dict[Pattern, Hit | None] = dataclass_field(default_factory=dict, init=False)
+    """Next hit of each mark that was searched; None: no more in this text."""
     _openings: list[int] | None = dataclass_field(default=None, init=False)
+    """Positions of all opening marks of calls, once they are needed."""
 
     def next(self, at: int) -> tuple[_Field | None, Hit]:
         """Return (field, hit) of the next mark from `at` on; the field is None for a closing mark.
@@ -206,6 +229,7 @@ class _Marks:
         best: tuple[_Field | None, Hit] = (None, Hit(end, end, {}))
         for field, pattern in self.searches:
             hit = self.search(pattern, at)
+            # Earlier than the best so far, or as early and longer.
             if hit is not None and (hit.start, -hit.end) < (best[1].start, -best[1].end):
                 best = (field, hit)
         return best
@@ -220,34 +244,44 @@ class _Marks:
     def search(self, pattern: Pattern, at: int) -> Hit | None:
         """Return the first match of a mark from `at` on."""
         hit = self._hits.get(pattern)
-        if pattern not in self._hits or (hit is not None and hit.start < at):
+        is_behind = hit is not None and hit.start < at
+        if pattern not in self._hits or is_behind:
             self._hits[pattern] = hit = pattern.search(self.text, at)
         return hit
 
 
 def _close(region: _Region, marks: _Marks) -> _Region:
-    """Find the end of a region, and read its value if it is a call's."""
+    """Find the end of a region; read the value too if the field is that of the calls."""
     field = region.field
     hit = None if field.close is None else marks.search(field.close, region.body)
     region.closed = hit is not None or field.close is None
     region.stop, region.end = (hit.start, hit.end) if hit else (len(marks.text), len(marks.text))
     region.captures = {**region.captures, **(hit.groups if hit else {})}
-    if field.name != CALLS:
-        return region
-    # The region may run over so many openings of calls inside strings, and no more.
-    openings = marks.opening(field, region.body, count=MARKS_IN_STRINGS[-1] + 1)
-    limit = openings[-1] if len(openings) > MARKS_IN_STRINGS[-1] else len(marks.text)
+    return _read_calls(region, marks) if field.name == CALLS else region
+
+
+def _read_calls(region: _Region, marks: _Marks) -> _Region:
+    """Read the value of a region of calls; return the region, perhaps with a later end.
+
+    A mark inside a string is part of the string: ``{"x": "</tool_call>"}</tool_call>``. So while
+    the value is cut inside a string, it is read again up to the next closing mark.
+    """
+    field, most_marks = region.field, MARKS_IN_STRINGS[-1]
+    # The region may run over this many openings of calls inside strings, and no more.
+    openings = marks.opening(field, region.body, count=most_marks + 1)
+    limit = openings[-1] if len(openings) > most_marks else len(marks.text)
     cut = _read(region, marks) if region.stop <= limit else True
-    # While the region ends inside a string, try the next closing mark.
     longer = region
-    for _ in range(MARKS_IN_STRINGS[-1]):
+    for _ in range(most_marks):
         hit = field.close.search(marks.text, longer.end) if field.close else None
-        if not cut or not hit or not longer.closed or hit.start > limit or hit.end <= longer.end:
+        has_next_mark = hit is not None and longer.end < hit.end and hit.start <= limit
+        if not cut or not longer.closed or hit is None or not has_next_mark:
             break
         longer = replace(longer, stop=hit.start, end=hit.end, problem=None)
         cut = _read(longer, marks)
     if longer.problem is None and not cut:
         return longer
+    # Not closed: the region ends where the next call opens.
     if openings and openings[0] < region.stop:
         problem = "the call is not closed"
         return replace(region, stop=openings[0], end=openings[0], closed=False, problem=problem)
@@ -255,7 +289,10 @@ def _close(region: _Region, marks: _Marks) -> _Region:
 
 
 def _read(region: _Region, marks: _Marks) -> bool:
-    """Set the value or the problem of a call's region; return True if it ends inside a value."""
+    """Set the value or the problem of a region of calls.
+
+    Return True if the region ends inside a value, which a later closing mark may complete.
+    """
     field, text = region.field, marks.text[region.body : region.stop]
     tried_args = [field.content_args]
     if marks.lenient and field.content == "json":
@@ -290,7 +327,7 @@ def _text(text: str, regions: Sequence[_Region]) -> str:
 def call_from_item(value: Any, text: str, schemas: Schemas, *, inside: bool = False) -> ParsedCall:
     """Make a call of ``{"function": {"name": …, "arguments": …}}``, or of the mapping inside it.
 
-    `inside`: arguments that are text are the members of an object without its braces.
+    `inside`: arguments that are text are the members of an object without its braces, ``"x": 1``.
     """
     function = value.get("function", value) if isinstance(value, dict) else value
     if not isinstance(function, dict):
@@ -303,8 +340,8 @@ def call_from_item(value: Any, text: str, schemas: Schemas, *, inside: bool = Fa
     types: Mapping[str, Sequence[str]] = schemas.get(name, {}) if isinstance(name, str) else {}
     if isinstance(arguments, dict) and types:
         arguments = {
-            key: typed(value, types.get(key, ())) if isinstance(value, str) else value
-            for key, value in arguments.items()
+            key: typed(argument, types.get(key, ())) if isinstance(argument, str) else argument
+            for key, argument in arguments.items()
         }
     call_id = value.get("id") if isinstance(value, dict) else None
     return ParsedCall(
@@ -325,7 +362,8 @@ def with_all_arguments(call: ParsedCall, written: Any, schemas: Schemas) -> Pars
     `id` and `type` are unexpected if they are parameters of the tool in `schemas`.
     """
     function = written.get("function", written) if isinstance(written, dict) else None
-    if call.problem is not None or not isinstance(function, dict) or call.arguments is written:
+    is_arguments = call.arguments is written  # the object is no call, but its arguments
+    if call.problem is not None or not isinstance(function, dict) or is_arguments:
         return call
     present = [key for key in ARGUMENT_KEYS if key in function]
     # The keys whose values may be arguments: not the name's, and not those without a value.
@@ -333,7 +371,8 @@ def with_all_arguments(call: ParsedCall, written: Any, schemas: Schemas) -> Pars
     filled = {k: v for k, v in without_name.items() if v not in EMPTY or k in present}
     types = schemas.get(call.name, {}) if isinstance(call.name, str) else {}
     key, problem = arguments_of(filled, parameters=types)
-    if len(present) > 1 or (problem and ("name" in function or not (present or call.arguments))):
+    has_usual_form, has_arguments = "name" in function, bool(present or call.arguments)
+    if len(present) > 1 or (problem and (has_usual_form or not has_arguments)):
         return replace(call, problem=problem)
     return replace(call, arguments=function[key]) if present and not call.arguments else call
 
@@ -408,6 +447,7 @@ def _anchor(settings: Mapping[str, Any], key: str, scope: str) -> Pattern | None
     texts = [texts] if isinstance(texts, str) else texts
     if not isinstance(texts, list) or not all(isinstance(t, str) and t for t in texts) or not texts:
         raise ValueError(f"{scope}.{key}: must be a text or a list of texts, none of them empty")
+    # The longest text first, because an expression takes the first alternative that matches.
     escaped = (
         "".join(c if c.isalnum() or c.isspace() else f"\\{c}" for c in text)
         for text in sorted(texts, key=len, reverse=True)
@@ -452,10 +492,11 @@ def parse_json(text: str, args: Mapping[str, Any]) -> Any:
         value, end, problem, cut = read_json(text)
     if problem is None and text[end:].strip():
         problem = f"text after the JSON value: {excerpt(text[end:])}"
-    if problem is not None and args.get(INSIDE):
+    if problem is not None and args.get(INSIDE):  # the text may lack its braces: "x": 1
         braced, end, braced_problem, _ = read_json(f"{{{text}}}")
         if braced_problem is None and end == len(text) + 2:
             return braced
+    # Almost JSON: {x: 1}.
     if problem is not None and args.get(LOOSE) and not args.get("allow_non_json"):
         loose = read_loose(text)
         if loose.problem is None:
@@ -559,7 +600,11 @@ def _check_transform(transform: Any, scope: str) -> None:
 
 
 def reshaped(transform: Any, value: Any, captures: Mapping[str, Any], *, each: bool) -> Any:
-    """Bring a value into the transform's shape: fill in ``{name}`` and ``{content.args}``."""
+    """Bring a value into the transform's shape: fill in ``{name}`` and ``{content.args}``.
+
+    `captures` are the named groups of the region's marks. With `each`, the value is a list, and
+    its items, not the value, take the shape. Raises ContentError.
+    """
     if transform is None:
         return value
     captured = {key: text for key, text in captures.items() if text is not None}
@@ -567,7 +612,7 @@ def reshaped(transform: Any, value: Any, captures: Mapping[str, Any], *, each: b
         return _filled(transform, {**captured, "content": value})
     if not isinstance(value, list):
         raise ContentError(f"the calls must be a JSON array, not {kind(value)}")
-    # An item that is no mapping becomes a malformed call; the others are not affected.
+    # An item that is no mapping stays: it becomes a malformed call, beside the others.
     return [
         _filled(transform, {**captured, **item}, partly=True) if isinstance(item, dict) else item
         for item in value
@@ -577,7 +622,8 @@ def reshaped(transform: Any, value: Any, captures: Mapping[str, Any], *, each: b
 def _filled(transform: Any, scope: Mapping[str, Any], *, partly: bool = False) -> Any:
     """Fill the placeholders of a transform with values of `scope`.
 
-    A placeholder without a value is None with `partly`, and else a ContentError.
+    Example: ``{"name": "{content.f}"}`` and ``{"content": {"f": "add"}}`` give ``{"name": "add"}``.
+    A placeholder without a value is None with `partly`. Otherwise it raises ContentError.
     """
     if isinstance(transform, Mapping):
         return {key: _filled(part, scope, partly=partly) for key, part in transform.items()}
@@ -587,7 +633,7 @@ def _filled(transform: Any, scope: Mapping[str, Any], *, partly: bool = False) -
     if placeholder is None:
         return transform
     value: Any = scope
-    for key in placeholder[1].split("."):
+    for key in placeholder[1].split("."):  # of `content.f`: content, then f
         if key in ARGUMENT_KEYS and isinstance(value, Mapping) and key not in value:
             # The model may have written the arguments under another key.
             key = next((alias for alias in ARGUMENT_KEYS if alias in value), key)

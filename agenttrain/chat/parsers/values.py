@@ -57,8 +57,10 @@ def read_json(text: str, start: int = 0) -> Json:
         for python_word, json_word in _PYTHON.items():
             if text.startswith(python_word, error.pos):
                 problem += f" (write {json_word}, not {python_word})"
+        # Line and column are those in the value, not in the text before it.
         line = text.count("\n", start, error.pos) + 1
         column = error.pos - max(text.rfind("\n", start, error.pos), start - 1)
+        # A string without its end, or an end of the text where the value goes on: {"x": 1
         has_begun = skip_blank(text, start) < error.pos
         at_end = skip_blank(text, error.pos) == len(text)
         cut = UNTERMINATED in error.msg or (has_begun and at_end)
@@ -74,8 +76,11 @@ class Item(NamedTuple):
     """One item of an array whose other items may be wrong."""
 
     text: str
+    """The item as it is written."""
     value: Any = None
+    """The value read from the text."""
     problem: str | None = None
+    """Reason why there is no value."""
     name: str = ""
     """The tool's name at the beginning of an item that cannot be read."""
 
@@ -89,8 +94,8 @@ def read_items(
     """Read an array of objects from `start`, behind its bracket; return (items, end).
 
     An item that cannot be read has a problem. It ends before the next comma that is followed by an
-    object whose first key is `key`. An array that is not closed ends with the text. The text behind
-    `limit` items is one more item.
+    object whose first key is `key`, as in ``{"name": oops}, {"name": "g"}]``. An array that is not
+    closed ends with the text. The text behind `limit` items is one more item.
     """
     items: list[Item] = []
     at = skip_blank(text, start)
@@ -106,7 +111,7 @@ def read_items(
         else:
             items.append(Item(text[at:end], value))
         at = skip_blank(text, end)
-        if problem is not None and at == len(text):
+        if problem is not None and at == len(text):  # one problem is enough: no second item
             return items, at
         if text.startswith(",", at):
             at = skip_blank(text, at + 1)
@@ -154,7 +159,8 @@ def portable(value: Any, text: str) -> bool:
     """Return True if other code can write the value: no lone surrogates, no extreme nesting.
 
     Both occur in valid JSON (``"\\ud800"``, a thousand brackets). They would raise only later, in
-    a template or while rollouts are written.
+    a template or while rollouts are written. `text` is the value's source, where a cheap look shows
+    that most values need no check.
     """
     if text.count("[") + text.count("{") > MAX_DEPTH and not _shallow(value, MAX_DEPTH):
         return False
@@ -212,9 +218,11 @@ class Dialect:
     raw_quotes: Sequence[tuple[str, str]] = ()
     """Opening and closing marks of strings without escapes, beside double quotes."""
     single_quotes: bool = False
+    """Strings may stand in single quotes."""
     bare_keys: bool = False
     """Keys may stand without quotes."""
     trailing_commas: bool = False
+    """A comma may stand before a closing bracket."""
     unbraced: bool = False
     """A mapping inside another may lack its braces."""
     python: bool = False
@@ -241,12 +249,11 @@ def take_literal(text: str, start: int, dialect: Dialect) -> tuple[Any, int]:
     """Read the value at `start` in linear time; return (value, end). Raises LiteralError."""
     start = skip_blank(text, start)
     if text[start : start + 1] in ("[", "{"):
-        # Strict JSON means the same in every dialect, and its reader is much faster.
+        # Strict JSON means the same in every dialect, and its reader is much faster. It has no
+        # MAX_DEPTH, so that the value is taken only if it has too few brackets to be deeper.
         value, end, problem, _ = read_json(text, start)
-        if (
-            problem is None
-            and text.count("[", start, end) + text.count("{", start, end) < MAX_DEPTH
-        ):
+        brackets = text.count("[", start, end) + text.count("{", start, end)
+        if problem is None and brackets < MAX_DEPTH:
             return value, end
     return _Reader(text, dialect).value(start, MAX_DEPTH)
 
@@ -266,6 +273,7 @@ def read_loose(text: str) -> Json:
     Example: ``read_loose("a: 3, 'b': 4").value == {"a": 3, "b": 4}``
     """
     text = text.strip()
+    # A text that begins with a key lacks both braces, or only the opening one: a: 3}
     candidates = [f"{{{text}}}", f"{{{text}"] if KEY_AHEAD.match(text) else [text]
     for candidate in candidates:
         value, end, problem, cut = read_literal(candidate, 0, LENIENT)
@@ -285,16 +293,17 @@ def _unescaped(text: str, *, python: bool = False) -> str:
     def character(escape: re.Match[str]) -> str:
         """Return the character of one escape; an unknown escape stays as it is."""
         code = escape[1]
-        if code in escaped:
+        if code in escaped:  # n
             return escaped[code]
-        if len(code) > 1 and code[0] in "xuU":
+        if len(code) > 1 and code[0] in "xuU":  # x41, u0041
             return chr(int(code[1:], 16))
-        if len(code) > 1 and code[0] == "N":
+        if len(code) > 1 and code[0] == "N":  # N{BULLET}
             try:
                 return unicodedata.lookup(code[2:-1])
             except KeyError as error:
                 raise LiteralError(f"no character is called {excerpt(code[2:-1])}") from error
-        return chr(int(code, 8)) if python and code[0] in _OCTAL else escape[0]
+        is_octal = python and code[0] in _OCTAL  # 101
+        return chr(int(code, 8)) if is_octal else escape[0]
 
     text = pattern.sub(character, text)
     with suppress(UnicodeDecodeError):
@@ -330,7 +339,7 @@ class _Reader:
         if depth == 0:
             raise LiteralError(f"nested more than {MAX_DEPTH} levels deep")
         first = self.text[at : at + 1]
-        if first in _DIGITS and first:
+        if first and first in _DIGITS:  # at the end of the text, `first` is empty
             return self._scalar(at)
         if first == "{":
             return self._mapping(at + 1, depth)
@@ -339,12 +348,15 @@ class _Reader:
             return items, end
         if first == "(" and self.dialect.python:
             items, end, commas = self._items(at + 1, ")", depth)
-            # Parentheses around one value without a comma are no tuple.
+            # Parentheses around one value without a comma are no tuple: (1) is 1, (1,) is [1].
             return (items[0] if len(items) == 1 and not commas else items), end
         return self._strings(at) or self._scalar(at)
 
     def _items(self, at: int, bracket: str, depth: int) -> tuple[list[Any], int, int]:
-        """Read values up to a closing bracket: (values, position behind it, number of commas)."""
+        """Read values up to a closing bracket: (values, position behind it, number of commas).
+
+        The commas tell the tuple ``(1,)`` from ``(1)``.
+        """
         items: list[Any] = []
         commas = 0
         at = skip_blank(self.text, at)
@@ -360,22 +372,23 @@ class _Reader:
         """Read a mapping behind its brace, or the values of a set in Python."""
         pairs: list[tuple[str, Any]] = []
         start = at = skip_blank(self.text, at)
-        if self.dialect.python and self.text[at : at + 1] == "(":
+        if self.dialect.python and self.text[at : at + 1] == "(":  # a set of tuples: {(1, 2)}
             return self._items(at, "}", depth)[:2]
         while self.text[at : at + 1] != "}":
             key, at = self._key(at)
             at = skip_blank(self.text, at)
-            if self.text[at : at + 1] != ":":
-                if self.dialect.python and not pairs and self.text[at : at + 1] in (",", "}"):
-                    return self._items(start, "}", depth)[:2]
+            next_character = self.text[at : at + 1]
+            if self.dialect.python and not pairs and next_character in (",", "}"):  # {1, 2}
+                return self._items(start, "}", depth)[:2]
+            if next_character != ":":
                 self._expected("':'", at)
             at = skip_blank(self.text, at + 1)
-            if self.dialect.unbraced and KEY_AHEAD.match(self.text, at):
+            if self.dialect.unbraced and KEY_AHEAD.match(self.text, at):  # {"a": "x": 1}
                 if depth == 1:
                     raise LiteralError(f"nested more than {MAX_DEPTH} levels deep")
                 value, end = self._mapping(at, depth - 1)
                 pairs.append((key, value))
-                # One closing brace may end both mappings, or each has its own.
+                # Each mapping has its closing brace, or one brace ends both.
                 at = skip_blank(self.text, end)
                 at = at if self.text[at : at + 1] == "}" else end - 1
                 break
@@ -393,7 +406,7 @@ class _Reader:
             return string
         if self.dialect.python and _PYTHON_SCALAR.match(self.text, at):
             value, end = self._scalar(at)
-            return json.dumps(value), end
+            return json.dumps(value), end  # {1: "x"} has the key "1"
         word = _WORD.match(self.text, at) if self.dialect.bare_keys else None
         if word is None:
             self._expected("a key in quotes", at)
@@ -413,7 +426,7 @@ class _Reader:
         return at
 
     def _strings(self, at: int) -> tuple[str, int] | None:
-        """Read a string; in Python, strings that stand behind each other are one."""
+        """Read a string; None if there is none. In Python, ``'a' 'b'`` is one string."""
         if not self.dialect.python:
             return self._string(at)
         texts: list[str] = []
@@ -425,7 +438,7 @@ class _Reader:
         return ("".join(texts), end) if texts else None
 
     def _python_string(self, at: int) -> tuple[str, int] | None:
-        """Read one Python string with its prefix; None if there is none."""
+        """Read one Python string with its prefix, e.g. ``r'a'``; None if there is none."""
         opening = _PYTHON_STRING.match(self.text, at)
         if opening is None:
             return None
@@ -437,6 +450,7 @@ class _Reader:
         if "b" in prefix:
             raise LiteralError("bytes, which JSON has no value for")
         if "f" in prefix:
+            # A brace that is not doubled: f"{x}", not f"{{x}}".
             if re.search(r"(?<!\{)\{(?:\{\{)*+(?!\{)", text):
                 raise LiteralError("a text with placeholders, whose values are not known")
             text = text.replace("{{", "{").replace("}}", "}")

@@ -49,7 +49,7 @@ class MessagesRequest(BaseModel):
 def read_question(data: Mapping[str, Any]) -> Question:
     """Return a request's body as a Question; raises RequestError.
 
-    Sampling parameters and fields that are not read here are in its `sampling`.
+    The question's `sampling` has the sampling parameters and the fields that are not read here.
     """
     request = validated(MessagesRequest, data)
     sampling = unfollowed(data, {*MessagesRequest.model_fields, *SAMPLING}, ANTHROPIC)
@@ -136,7 +136,10 @@ def _form(request: MessagesRequest) -> tuple[AnswerForm, bool]:
 
 
 def _context_edits(management: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return `context_management` as a field if it changes the prompt; empty if it does not."""
+    """Return ``{"context_management": …}`` if it changes the prompt; empty if it does not.
+
+    The only edit that changes nothing is ``{"type": "clear_thinking_…", "keep": "all"}``.
+    """
     edits = (management or {}).get("edits") or []
     keeps_all = isinstance(edits, list) and all(
         isinstance(edit, Mapping)
@@ -189,7 +192,7 @@ def _text(content: Any, where: str) -> str:
 
 
 def _assistant(blocks: list[Mapping[str, Any]], where: str, names: dict[str, str]) -> Message:
-    """Return an assistant message; add its calls to `names`: id of the call -> tool."""
+    """Return an assistant message of its blocks; add its calls to `names`: call id -> tool."""
     texts = [block for block in blocks if block.get("type") == "text"]
     message: Message = {"role": "assistant", "content": _text(texts, where)}
     for block in blocks:
@@ -211,7 +214,7 @@ def _assistant(blocks: list[Mapping[str, Any]], where: str, names: dict[str, str
 
 
 def _user(blocks: list[Mapping[str, Any]], where: str, names: Mapping[str, str]) -> list[Message]:
-    """Return the messages of tools, one for each tool_result, then the user's text, if any."""
+    """Return a user's blocks as messages: one of a tool for each tool_result, then the text."""
     messages: list[Message] = []
     texts = []
     for block in blocks:

@@ -156,7 +156,7 @@ class BoundedHead(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         super().on_body(body)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what arrived, and close a connection with too long a header."""
+        """Parse what arrived, and close a connection with too long an unfinished header."""
         before = self._callbacks
         super().data_received(data)
         self._unfinished = self._unfinished + len(data) if before == self._callbacks else 0

@@ -25,11 +25,14 @@ from agenttrain.types import AssistantTurn, Finish, Message, Origin
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class IssuedTurn:
-    """A turn that a client was given. Each server adds where it keeps the ids before it."""
+    """A turn that a client was given. A server's subclass adds where it keeps the ids before it."""
 
     turn: AssistantTurn
+    """The turn as it was parsed, with the ids of its calls that the model wrote."""
     completion_ids: tuple[int, ...]
+    """Its sampled tokens."""
     finish: Finish
+    """Why the sampling ended."""
     call_ids: tuple[str, ...]
     """Ids that the client was given, one for each call. "" for a call that was part of the text."""
     conversation: tuple[Message, ...]
@@ -50,10 +53,10 @@ class IssuedTurn:
         return _extend(self.request_digest, self.message)
 
     def replies(self, new_messages: Sequence[Message]) -> list[Message]:
-        """Return the messages behind the turn, the replies under the ids of the model's calls.
+        """Return the client's messages behind the turn, with the model's ids of the calls.
 
-        The client never saw a malformed call that was part of the text, and the template shows a
-        reply to each call. Such a call gets our own reply.
+        The template shows a reply to each call. A malformed call that was part of the text has none
+        from the client, which saw no call: it gets its `malformed_reply`.
         """
         contents = {m["tool_call_id"]: m["content"] for m in new_messages if m["role"] == "tool"}
         replies: list[Message] = []
@@ -98,10 +101,12 @@ class Match(Generic[T]):
 
 @dataclass(slots=True)
 class IssuedTurns(Generic[T]):
-    """The turns that a server issued, oldest first."""
+    """The turns that a server issued."""
 
     turns: list[T] = field(default_factory=list)
+    """All of them, the oldest first."""
     _by_digest: dict[bytes, list[T]] = field(default_factory=dict)
+    """Digest of a conversation -> the turns that end it, the oldest first."""
 
     def add(self, turn: T) -> None:
         """Remember an issued turn."""
@@ -117,7 +122,7 @@ class IssuedTurns(Generic[T]):
             del self._by_digest[turn.digest]
 
     def twins(self, turn: T) -> list[T]:
-        """Return the turns with the conversation, reasoning and tools of `turn`."""
+        """Return the turns with the conversation, reasoning and tools of `turn`, and itself."""
         return [
             twin
             for twin in self._by_digest.get(turn.digest, ())
@@ -125,15 +130,15 @@ class IssuedTurns(Generic[T]):
         ]
 
     def match(self, messages: Sequence[Message], tools: bytes) -> Match[T]:
-        """Find the turn that a request continues. `messages` are `in_call_order`.
+        """Find the turn that a request continues: that of its last answer, if we issued it.
 
-        That is the turn of its last answer. If we did not issue that one, it continues none.
+        `messages` are those of the request, `in_call_order`. `tools` is the digest of its tools.
         """
         digests = _digests(messages)
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not answers:
             return Match(digest=digests[-1])
-        end = answers[-1] + 1
+        end = answers[-1] + 1  # behind the last answer
         candidates = [
             turn
             for turn in self._by_digest.get(digests[end - 1], ())
@@ -235,12 +240,15 @@ def _extend(digest: bytes, message: Message) -> bytes:
 
 
 def canonical(message: Message) -> bytes:
-    """Return a message without reasoning, in a form that is the same for all its spellings."""
+    """Return a message without reasoning as JSON that is the same for all spellings of it.
+
+    Blanks around an answer, and 3.0 in place of 3 in arguments, do not matter.
+    """
     content = str(message["content"])
     calls = []
     for call in message.get("tool_calls", ()):
         function = call["function"]
-        text = function.get("text")
+        text = function.get("text")  # of arguments that are no JSON object
         arguments = _whole_numbers(function["arguments"]) if text is None else {"text": text}
         calls.append([call["id"], function["name"], text is None, arguments])
     if message["role"] == "assistant":

@@ -25,6 +25,7 @@ class Question:
 
     messages: list[Message]
     schemas: list[dict[str, Any]]
+    """The tools that may be called, in OpenAI's form."""
     model: str | None = None
     max_tokens: int | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -50,7 +51,7 @@ class AnswerHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer(AnswerHead):
-    """A sampled turn in the form in which the client gets it."""
+    """A sampled turn in the form that the client gets."""
 
     message: Message
     """`content`, `reasoning_content` and `tool_calls` under the ids that the client gets."""
@@ -70,14 +71,12 @@ def issue(turn: AssistantTurn, *, text_arguments: bool) -> tuple[Message, tuple[
     part of the content as the model wrote it, unless it has a name and the API's arguments are a
     text (`text_arguments`).
     """
-    call_ids = tuple(
-        f"call_{secrets.token_hex(12)}"
-        if call.malformed is None or (text_arguments and call.name)
-        else ""
-        for call in turn.calls
-    )
+    is_issued = [
+        call.malformed is None or (text_arguments and bool(call.name)) for call in turn.calls
+    ]
+    call_ids = tuple(f"call_{secrets.token_hex(12)}" if issued else "" for issued in is_issued)
     calls = list(zip(call_ids, turn.calls, strict=True))
-    texts = [call.text for call_id, call in calls if not call_id]
+    texts = [call.text for call_id, call in calls if not call_id]  # of calls that stay text
     content = "\n".join(text for text in (turn.content, *texts) if text)
     message: Message = {"role": "assistant", "content": content, HANDLE: secrets.token_hex(16)}
     if turn.reasoning is not None:

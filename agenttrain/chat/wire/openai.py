@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from pydantic_core import PydanticCustomError
@@ -39,7 +39,7 @@ class RequestError(Exception):
     def __init__(
         self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400
     ) -> None:
-        # A lone surrogate in what the message repeats could not be sent.
+        # The message may repeat a lone surrogate of the request, which could not be sent.
         super().__init__(message.encode(errors="replace").decode())
         self.param = param and param.encode(errors="replace").decode()
         self.code, self.status = code, status
@@ -131,7 +131,7 @@ def parse_request(body: bytes) -> ChatRequest:
     """Parse a request's body; raises RequestError that names the first field at fault."""
     data = read_object(body)
     for name, value in unfollowed(data, ChatRequest.model_fields, OPENAI).items():
-        raise _refused(name, value)
+        raise _refused(name, value)  # the first of them
     if data.get("tool_choice") not in (None, "auto", "none"):
         raise RequestError(
             f"tool_choice={quote(data['tool_choice'])}: only auto and none are supported, because "
@@ -147,8 +147,8 @@ def read_question(
 ) -> Question:
     """Return a request's body as a Question; raises RequestError as `parse_request` does.
 
-    `roles` are those of `chat_template.roles`. Sampling parameters and fields that are not read
-    here are in its `sampling`.
+    `roles` are those of `chat_template.roles`. The question's `sampling` has the sampling
+    parameters and the fields that are not read here.
     """
     form = _form(data)
     read_here = {*SAMPLING, "tool_choice", "response_format"}
@@ -185,21 +185,33 @@ def _refused(name: str, value: object) -> RequestError:
 
 def _form(data: Mapping[str, Any]) -> AnswerForm:
     """Return the form that a request demands of the answer; raises RequestError."""
-    choice = data.get("tool_choice")
-    tool = None
-    if isinstance(choice, Mapping):
-        function = choice.get("function")
-        tool = function.get("name") if isinstance(function, Mapping) else None
-    if choice not in (None, "auto", "none", "required") and not (
-        isinstance(choice, Mapping) and choice.get("type") == "function" and isinstance(tool, str)
-    ):
+    tool = _chosen_tool(data.get("tool_choice"))
+    schema = _demanded_schema(data.get("response_format"))
+    return AnswerForm(
+        call=data.get("tool_choice") == "required" or tool is not None,
+        tool=tool,
+        schema=None if schema is None else json.dumps(schema),
+    )
+
+
+def _chosen_tool(choice: Any) -> str | None:
+    """Return the tool that `tool_choice` names, if it names one; raises RequestError."""
+    if choice in (None, "auto", "none", "required"):
+        return None
+    function = choice.get("function") if isinstance(choice, Mapping) else None
+    tool = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(tool, str) or choice.get("type") != "function":
         raise RequestError(
             f"tool_choice={quote(choice)}: expected auto, none, required, or "
             '{"type": "function", "function": {"name": …}}',
             param="tool_choice",
             code="unsupported_value",
         )
-    response_format = data.get("response_format")
+    return tool
+
+
+def _demanded_schema(response_format: Any) -> Mapping[str, Any] | None:
+    """Return the JSON schema that `response_format` demands, or None; raises RequestError."""
     schema: Any = None
     kind = response_format
     if isinstance(response_format, Mapping):
@@ -216,11 +228,7 @@ def _form(data: Mapping[str, Any]) -> AnswerForm:
             param="response_format",
             code="unsupported_value",
         )
-    return AnswerForm(
-        call=choice == "required" or tool is not None,
-        tool=tool,
-        schema=None if schema is None else json.dumps(schema),
-    )
+    return cast(Mapping[str, Any] | None, schema)
 
 
 def check_form(form: AnswerForm, schemas: Sequence[Mapping[str, Any]]) -> None:
@@ -278,20 +286,9 @@ def read_messages(
                 )
         message: Message = {"role": role, "content": _text(item.get("content"), where)}
         if role == "assistant":
-            if not message["content"] and isinstance(item.get("refusal"), str):
-                message["content"] = item["refusal"]
-            reasonings = [item[key] for key in REASONING_KEYS if isinstance(item.get(key), str)]
-            if reasoning := next(filter(None, reasonings), ""):
-                message[REASONING_KEYS[0]] = reasoning
-            if item.get("tool_calls"):
-                if not isinstance(item["tool_calls"], list):
-                    raise RequestError(
-                        f"{where}.tool_calls: expected a list", param=f"{where}.tool_calls"
-                    )
-                message["tool_calls"] = [
-                    _call(call, where, text_arguments) for call in item["tool_calls"]
-                ]
-                tool_names |= {c["id"]: c["function"]["name"] for c in message["tool_calls"]}
+            message |= _assistant_fields(item, message["content"], where, text_arguments)
+            calls = message.get("tool_calls", ())
+            tool_names |= {call["id"]: call["function"]["name"] for call in calls}
         elif role == "tool":
             call_id = item.get("tool_call_id")
             if not isinstance(call_id, str) or call_id not in tool_names:
@@ -320,6 +317,23 @@ def _role(name: str, roles: Mapping[str, str]) -> str | None:
     return name if name in ROLES or name in roles else role_of(name)
 
 
+def _assistant_fields(
+    item: Mapping[str, Any], content: str, where: str, text_arguments: bool
+) -> Message:
+    """Return the fields that only an assistant message has: a refusal, reasoning, calls."""
+    fields: Message = {}
+    if not content and isinstance(item.get("refusal"), str):
+        fields["content"] = item["refusal"]
+    reasonings = [item[key] for key in REASONING_KEYS if isinstance(item.get(key), str)]
+    if reasoning := next(filter(None, reasonings), ""):
+        fields[REASONING_KEYS[0]] = reasoning
+    if item.get("tool_calls"):
+        if not isinstance(item["tool_calls"], list):
+            raise RequestError(f"{where}.tool_calls: expected a list", param=f"{where}.tool_calls")
+        fields["tool_calls"] = [_call(call, where, text_arguments) for call in item["tool_calls"]]
+    return fields
+
+
 def _text(content: Any, where: str) -> str:
     """Return a content's text; a list's text parts are joined."""
     if content is None or isinstance(content, str):
@@ -336,7 +350,10 @@ def _text(content: Any, where: str) -> str:
 
 
 def _call(call: Any, where: str, text_arguments: bool) -> dict[str, Any]:
-    """Return a call of an assistant message with its arguments decoded."""
+    """Return a call of an assistant message with its arguments decoded. Raises RequestError.
+
+    With `text_arguments`, arguments that are no JSON object are kept as text.
+    """
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RequestError(
@@ -378,6 +395,7 @@ def completion_chunks(
     """Yield an answer as `chat.completion.chunk` objects.
 
     `sent` holds the content and the reasoning of earlier chunks, of which the first was `OPENING`.
+    Only the rest of them is yielded.
     """
     if sent is None:
         yield chunk(answer, OPENING)
@@ -385,10 +403,10 @@ def completion_chunks(
     for key in ("reasoning_content", "content"):
         text, earlier = message.get(key) or "", (sent or {}).get(key, "")
         if text.startswith(earlier):
-            text = text[len(earlier) :]
+            text = text[len(earlier) :]  # the part that was not sent
         elif earlier.startswith(text):
-            text = ""
-        if text:  # all of it, if the complete text reads differently
+            text = ""  # more was sent, such as blanks at the end
+        if text:  # all of it, if it differs from what was sent
             yield chunk(answer, {key: text})
     for index, call in enumerate(message.get("tool_calls", ())):
         yield chunk(answer, {"tool_calls": [{"index": index, **call}]})
@@ -435,6 +453,7 @@ def _head(head: AnswerHead, kind: str) -> dict[str, Any]:
 
 
 def _usage(answer: Answer) -> dict[str, Any]:
+    """Return the numbers of tokens in OpenAI's form."""
     usage: dict[str, Any] = {
         "prompt_tokens": answer.prompt_tokens,
         "completion_tokens": answer.sampled_tokens,

@@ -91,6 +91,7 @@ def row(
             number = rng.randint(2, 9 if operation == "multiply" else 40)
             answer = OPERATIONS[operation](answer, number)
             steps.append((operation, number))
+        # A number that depends on the whole question decides its split.
         checksum = 7 * start + sum((11 + 2 * i) * b for i, (_, b) in enumerate(steps))
         if 0 <= answer <= 999 and checksum % 10 in RESIDUES[split]:
             break

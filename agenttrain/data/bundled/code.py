@@ -24,16 +24,19 @@ RESIDUES = {"train": range(0, 8), "tune": (8,), "test": (9,)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeQuestions:
-    """Questions of one kind about two random numbers, `a` and `b`, and their ranges.
+    """Questions of one kind about two random numbers, `a` and `b`.
 
     Example: ``CodeQuestions(name="gcd", question="What is gcd({a}, {b})?", a=(10, 99), b=(10, 99),
     answer=math.gcd)``
     """
 
     name: str
+    """Name of the kind of question: the column `family` of its rows."""
     question: str
     a: tuple[int, int]
+    """Least and greatest `a`."""
     b: tuple[int, int]
+    """Least and greatest `b`."""
     answer: Callable[[int, int], int | str]
 
 

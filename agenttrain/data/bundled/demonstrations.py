@@ -135,8 +135,8 @@ def sight_demonstration(row: Row, rng: random.Random, habits: Habits = SIGHT) ->
     """Return one demonstration of a row of the sight task.
 
     Example, for a wall with one plate: `[call("crop", part="top left"), reply("crop", quarter),
-    call("final_answer", answer="red blue")]`. After a look at a wrong quarter it gives up half of
-    the time.
+    call("final_answer", answer="red blue")]`. After a look at a wrong quarter, half of the
+    demonstrations give up.
     """
     if rng.random() < habits.give_up:
         return [call("final_answer", answer="unknown")]

@@ -64,7 +64,9 @@ class Town:
 
     name: str
     founded: int
+    """Year."""
     people: int
+    """Number of inhabitants."""
     product: str
     river: River
 
@@ -157,6 +159,7 @@ def row(split: Data[str], index: int, seed: Data[int]) -> dict[str, Any]:
     rng = random.Random(f"encyclopedia/{split}/{seed}/{index}")
     family = rng.choice(tuple(FAMILIES))
     hops, subjects, ask = FAMILIES[family]
+    # The splits share the articles, and differ in those from which a question starts.
     eligible = [subject for i, subject in enumerate(subjects) if i % 4 in SPLITS[split]]
     question, answer = ask(rng.choice(eligible))
     return {

@@ -117,11 +117,13 @@ THEN_ORDERS = "SELECT COUNT(*) FROM orders WHERE customer='{result}'"
 class ShopQuestions:
     """Questions answered by the same chain of queries.
 
-    Example: `ShopQuestions("order_price", PRICE, "the product in order {order}", (PRODUCT_OF_ORDER,
-    THEN_PRICE))`. `{result}` in a query stands for the result of the query before it.
+    Example: `ShopQuestions("order_price", ("what does {x} cost?",), "the product in order {order}",
+    ("SELECT product FROM orders WHERE id={order}", "SELECT price FROM products WHERE
+    name='{result}'"))`. `{result}` stands for the result of the query before.
     """
 
     name: str
+    """Name of the kind of question: the column `family` of its rows."""
     cores: tuple[str, ...]
     """Phrasings of the question about ``{x}``."""
     reference: str
