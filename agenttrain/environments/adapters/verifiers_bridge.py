@@ -227,7 +227,7 @@ class PolicyEpisode:
         return trace.stop_condition
 
     def _record(self) -> None:
-        """Replace the content of verifiers' trace by the conversation; each answer is a turn of it."""
+        """Replace the content of verifiers' trace by the conversation, each answer a turn of it."""
         trace, messages = self._session.trace, self._conversation
         trace.nodes.clear()
         trace._head_index.clear()
