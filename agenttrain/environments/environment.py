@@ -453,7 +453,7 @@ class Instance:
             outcome = await self.threads.run(call_in_thread, label=self._label, deadline=deadline)
             if outcome.alarm:
                 warn_of_alarm(self._label, NO_ALARM)
-            value = _unwrap(outcome)
+            value = unwrap(outcome)
             return await self._on_loop(value) if inspect.isawaitable(value) else value
         except asyncio.CancelledError:
             cancelled.set()
@@ -484,21 +484,21 @@ class Instance:
         if inspect.iscoroutinefunction(close):
             await self._on_loop(close())
             return
-        value = _unwrap(await self.threads.run(close, label=self._label))
+        value = unwrap(await self.threads.run(close, label=self._label))
         if inspect.isawaitable(value):
             await self._on_loop(value)
 
     async def _on_loop(self, awaitable: Awaitable[Any]) -> Any:
         """Await on the event loop; the call counts as overdue after the limit."""
         deadline = time.monotonic() + 0.9 * self._limit_s
-        return _unwrap(
+        return unwrap(
             await attempt_async(
                 awaitable, threads=self.threads, label=self._label, deadline=deadline
             )
         )
 
 
-def _unwrap(outcome: Any) -> Any:
+def unwrap(outcome: Any) -> Any:
     """Return the value of an outcome, or raise its error."""
     if outcome.error is None:
         return outcome.value

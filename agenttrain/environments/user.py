@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Protocol
 
 from agenttrain.environments.config import UserSettings
-from agenttrain.environments.environment import NO_ALARM, TookTooLong, limit_time
+from agenttrain.environments.environment import NO_ALARM, TookTooLong, limit_time, unwrap
 from agenttrain.types import Message, Task, ToolUnavailable
 from agenttrain.utils.alarms import warn_of_alarm
 from agenttrain.utils.chat_api import ChatApi, ChatBackend, ChatUnavailable, Transient
@@ -84,11 +84,8 @@ class SimulatedUser:
         outcome = await self._threads.run(lambda: self.function(task, messages, seed), label="user")
         if outcome.alarm:
             warn_of_alarm("user", NO_ALARM)
-        if isinstance(outcome.error, Exception):
-            raise outcome.error
-        if outcome.error is not None:  # SystemExit of user code must not end the run
-            raise RuntimeError(f"{type(outcome.error).__name__}: {outcome.error}")
-        return await outcome.value if inspect.isawaitable(outcome.value) else outcome.value
+        reply = unwrap(outcome)
+        return await reply if inspect.isawaitable(reply) else reply
 
 
 class Dialogue:

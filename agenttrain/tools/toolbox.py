@@ -59,6 +59,17 @@ class _Entry:
     """Types of errors for which the infrastructure is to blame, not the model."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """One attempt of a call."""
+
+    entry: _Entry
+    tool: Tool
+    """The entry's tool, or the worker process that is lent to it for this call."""
+    arguments: dict[str, Any]
+    context: ToolContext
+
+
 class Toolbox:
     """Runs calls of tools. Each call gets one result that a model can read, whatever the tool does.
 
@@ -272,8 +283,9 @@ class Toolbox:
                 worker = entry.tool.worker()
             try:
                 async with worker as tool:
+                    request = _Request(entry=entry, tool=tool, arguments=arguments, context=context)
                     started = time.perf_counter()
-                    reply = await self._run(entry, tool, arguments, context, held)
+                    reply = await self._run(request, held)
                     return reply, time.perf_counter() - started
             except ToolUnavailable as error:  # no worker could be started
                 return error_reply(error, max_chars=self._max_chars), 0.0
@@ -288,19 +300,12 @@ class Toolbox:
             semaphore = self._slots[name] = asyncio.Semaphore(limit)
         return semaphore
 
-    async def _run(
-        self,
-        entry: _Entry,
-        tool: Tool,
-        arguments: dict[str, Any],
-        context: ToolContext,
-        held: CallSlots,
-    ) -> Reply:
+    async def _run(self, request: _Request, held: CallSlots) -> Reply:
         """Run one call for at most its time limit; then abandon it."""
-        timeout_s = entry.limits.timeout_s
+        timeout_s = request.entry.limits.timeout_s
         # A little early, so that `_check_stuck`, below, finds the call overdue.
         deadline = time.monotonic() + timeout_s - CANCEL_S / 5
-        task = asyncio.create_task(self._reply(entry, tool, arguments, context, deadline))
+        task = asyncio.create_task(self._reply(request, deadline))
         try:
             # Not asyncio.timeout, which would wait for a tool that ignores its cancellation.
             remaining_s = timeout_s
@@ -314,7 +319,7 @@ class Toolbox:
             if is_abandoned:
                 # A cancelled task has a moment to end before it is stuck, and at least its limit.
                 stuck_from = max(deadline, time.monotonic() + CANCEL_S / 2)
-                self._abandoned[task] = tool.name, stuck_from
+                self._abandoned[task] = request.tool.name, stuck_from
                 task.add_done_callback(self._discard)
                 task.cancel()
         if is_abandoned:
@@ -332,58 +337,42 @@ class Toolbox:
         if not task.cancelled():
             task.exception()  # asyncio warns of an exception that is never read
 
-    async def _reply(
-        self,
-        entry: _Entry,
-        tool: Tool,
-        arguments: dict[str, Any],
-        context: ToolContext,
-        deadline: float,
-    ) -> Reply:
+    async def _reply(self, request: _Request, deadline: float) -> Reply:
         """Run the call and make its reply."""
-        max_chars = self._max_chars
+        max_chars, name = self._max_chars, request.tool.name
         try:
-            outcome = await self._call(entry.function, tool, arguments, context, deadline)
+            outcome = await self._call(request, deadline)
             value = outcome.value
             if outcome.error is None and not _has_ready_text(value):
                 # The text may be large, and made by the value's own code: not on the event loop.
                 outcome = await self._threads.run(
-                    lambda: make_reply(value, max_chars=max_chars),
-                    label=tool.name,
-                    deadline=deadline,
+                    lambda: make_reply(value, max_chars=max_chars), label=name, deadline=deadline
                 )
         except RuntimeError as error:  # "can't start new thread"; the tool's own are in `outcome`
-            outcome = Outcome(error=ToolUnavailable(f"tool {tool.name}: {error}"))
+            outcome = Outcome(error=ToolUnavailable(f"tool {name}: {error}"))
         if outcome.error is not None:
-            return error_reply(outcome.error, max_chars=max_chars, faults=entry.faults)
+            return error_reply(outcome.error, max_chars=max_chars, faults=request.entry.faults)
         result = outcome.value
         return result if isinstance(result, Reply) else make_reply(result, max_chars=max_chars)
 
-    async def _call(
-        self,
-        function: FunctionTool | None,
-        tool: Tool,
-        arguments: dict[str, Any],
-        context: ToolContext,
-        deadline: float,
-    ) -> Outcome:
+    async def _call(self, request: _Request, deadline: float) -> Outcome:
         """Call a tool; the outcome has its reply, its value, or its error.
 
-        A blocking `function` runs in a thread, which also makes the reply. What is awaitable, its
-        value or another tool, runs on the event loop.
+        A blocking function runs in a thread, which also makes the reply. Another tool runs on the
+        event loop, and so does an awaitable that a function returns.
         """
-        max_chars = self._max_chars
+        function, tool, max_chars = request.entry.function, request.tool, self._max_chars
         awaitable: Any
         if function is None:
             # A coroutine, so that an error that the tool raises at once counts as its error.
             async def call_tool() -> object:
-                return await tool(arguments, context)
+                return await tool(request.arguments, request.context)
 
             awaitable = call_tool()
         else:
 
             def call_in_thread() -> object:
-                value = function.call(arguments, context)
+                value = function.call(request.arguments, request.context)
                 is_async = inspect.isawaitable(value)
                 return value if is_async else make_reply(value, max_chars=max_chars)
 
