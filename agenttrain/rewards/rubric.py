@@ -226,9 +226,5 @@ def _build_scorer(
             "there, and the columns that it names: def mine(rollout, answer)"
         ) from error
     return FunctionScorer(
-        name,
-        function,
-        bound=bound,
-        timeout_s=settings.timeout_s,
-        concurrency=settings.concurrency,
+        name, function, bound=bound, timeout_s=settings.timeout_s, concurrency=settings.concurrency
     )

@@ -66,9 +66,7 @@ def read_docstring(text: str) -> Docstring:
                     "description": meaning[: choices.start()].strip(),
                 }
     return Docstring(
-        text=text,
-        description=description[1].strip() if description else "",
-        parameters=parameters,
+        text=text, description=description[1].strip() if description else "", parameters=parameters
     )
 
 

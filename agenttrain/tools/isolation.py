@@ -144,7 +144,7 @@ class ToolWorker:
                 if not self.alive or time.monotonic() > deadline:
                     raise self._died()
             answer = json.loads(self._connection.recv_bytes(self._max_answer_bytes))
-        except (EOFError, OSError, ValueError):
+        except (EOFError, OSError, ValueError):  # the answer is missing, too long, or not JSON
             raise self._died() from None
         return answer if isinstance(answer, dict) else {}
 
@@ -183,10 +183,7 @@ class ProcessTool:
         # The tool: as workers build it, and as this process has it, for its schema.
         self.name = name
         self._recipe = Recipe(
-            name=name,
-            make=make,
-            faults=tuple(limits.retry_on),
-            max_chars=MAX_RESULT_CHARS,
+            name=name, make=make, faults=tuple(limits.retry_on), max_chars=MAX_RESULT_CHARS
         )
         self._local = build(self._recipe)
         self.schema = self._local.schema
@@ -325,8 +322,6 @@ class BoundWorker:
             worker.served.add(context.rollout_id)
         released, worker.released = tuple(worker.released), []
         request = WorkerRequest(
-            released=released,
-            arguments=arguments,
-            context=context if tool.sends_context else None,
+            released=released, arguments=arguments, context=context if tool.sends_context else None
         )
         return await tool.ask(worker, request)

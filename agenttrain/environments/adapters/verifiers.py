@@ -22,14 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from agenttrain.types import (
-    MAIN,
-    Message,
-    Rollout,
-    ToolContext,
-    ToolFailure,
-    ToolUnavailable,
-)
+from agenttrain.types import MAIN, Message, Rollout, ToolContext, ToolFailure, ToolUnavailable
 from agenttrain.utils.child_process import ChildGone, ChildProcess
 from agenttrain.utils.data_fields import Data
 
