@@ -76,15 +76,19 @@ class EnvironmentKind:
         settings: EnvironmentSettings | None = None,
     ) -> None:
         """Raises ValueError, with a remedy, for a class whose hooks cannot work."""
+        # What the configuration says.
         self.name, self.cls = name, cls
         self.bound = dict(bound or {})
+        """Arguments of the constructor."""
         self.settings = settings or EnvironmentSettings()
         pooled = self.settings.pooled
         self.pooled = bool(getattr(cls, "pooled", False)) if pooled is None else pooled
+        # The hooks that the class has.
         self.has_reset = callable(getattr(cls, "reset", None))
         self.has_reward = callable(getattr(cls, "reward", None))
         self.has_user = callable(getattr(cls, "user", None))
         self.has_state = callable(getattr(cls, "state", None))
+        # The instances.
         self.episodes: dict[str, Episode] = {}
         """Episodes of the rollouts in flight, by rollout id."""
         self.idle: list[Instance] = []
@@ -126,27 +130,26 @@ class EnvironmentKind:
         else:
             longest_s = max(self.settings.timeout_s, self.settings.hook_timeout_s)
             instance = Instance(f"environment {self.name}", longest_s)
-        stage = ["its constructor"]  # a list, so that `_make_and_reset` can update it
         episode = Episode(self, instance, start.rollout_id)
         self.episodes[start.rollout_id] = episode
         try:
             limit_s = self.settings.hook_timeout_s
-            await limit_time(self._make_and_reset(episode, start, stage), limit_s)
+            await limit_time(self._make_and_reset(episode, start), limit_s)
         except BaseException as error:
             await episode.finish(reusable=False)
-            if not isinstance(error, Exception):
+            if not isinstance(error, Exception):  # a cancellation
                 raise
-            raise self.unavailable(stage[0], error) from error
+            raise self.unavailable(episode.stage, error) from error
         return episode
 
-    async def _make_and_reset(self, episode: Episode, start: Start, stage: list[str]) -> None:
-        """Make the instance if needed, and reset it. `stage[0]` names the hook that runs."""
+    async def _make_and_reset(self, episode: Episode, start: Start) -> None:
+        """Make the instance, unless it comes from the pool, and reset it."""
         instance = episode.instance
         if instance.obj is None:
             # Copies, so that no rollout sees another's changes to a bound list or to the row.
             await instance.make(lambda: self.cls(**copy.deepcopy(self.bound)))
         if self.has_reset:
-            stage[0] = "its reset"
+            episode.stage = "its reset"
             row = copy.deepcopy(dict(start.row))
             available = {"row": row, "seed": start.seed, "group_seed": start.group_seed}
             arguments = {name: available[name] for name in self._reset_arguments}
@@ -200,8 +203,9 @@ def _reset_arguments(cls: Any, where: str) -> list[str]:
         return list(RESET_ARGUMENTS)
     for parameter in parameters:
         is_argument = parameter.name in RESET_ARGUMENTS
-        is_keyword = is_argument and parameter.kind is not kinds.POSITIONAL_ONLY
-        if not is_keyword and parameter.default is kinds.empty:
+        can_be_given = is_argument and parameter.kind is not kinds.POSITIONAL_ONLY
+        is_required = parameter.default is kinds.empty
+        if is_required and not can_be_given:
             raise ValueError(
                 f"{where}: its reset takes {parameter.name!r}; it can be given "
                 f"{', '.join(RESET_ARGUMENTS)}: `def reset(self, row, seed):`"
@@ -214,6 +218,8 @@ class Episode:
 
     def __init__(self, kind: EnvironmentKind, instance: Instance, rollout_id: str) -> None:
         self.kind, self.instance, self.rollout_id = kind, instance, rollout_id
+        self.stage = "its constructor"
+        """What runs before the first turn; an error names it."""
         self.messages: tuple[Message, ...] = ()
         """Messages that the reset returned."""
         self.done = False
@@ -406,6 +412,7 @@ class Instance:
         """An abandoned call counts as overdue after `limit_s` seconds."""
         self._label, self._limit_s = label, limit_s
         self.obj: Any = None
+        """The object; None until it is made."""
         self.running = 0
         """Number of calls that run."""
         self.abandoned = False
@@ -446,7 +453,7 @@ class Instance:
             outcome = await self.threads.run(call_in_thread, label=self._label, deadline=deadline)
             if outcome.alarm:
                 warn_of_alarm(self._label, NO_ALARM)
-            value = _unwrap(outcome)
+            value = unwrap(outcome)
             return await self._on_loop(value) if inspect.isawaitable(value) else value
         except asyncio.CancelledError:
             cancelled.set()
@@ -477,21 +484,21 @@ class Instance:
         if inspect.iscoroutinefunction(close):
             await self._on_loop(close())
             return
-        value = _unwrap(await self.threads.run(close, label=self._label))
+        value = unwrap(await self.threads.run(close, label=self._label))
         if inspect.isawaitable(value):
             await self._on_loop(value)
 
     async def _on_loop(self, awaitable: Awaitable[Any]) -> Any:
         """Await on the event loop; the call counts as overdue after the limit."""
         deadline = time.monotonic() + 0.9 * self._limit_s
-        return _unwrap(
+        return unwrap(
             await attempt_async(
                 awaitable, threads=self.threads, label=self._label, deadline=deadline
             )
         )
 
 
-def _unwrap(outcome: Any) -> Any:
+def unwrap(outcome: Any) -> Any:
     """Return the value of an outcome, or raise its error."""
     if outcome.error is None:
         return outcome.value

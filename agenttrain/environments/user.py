@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Protocol
 
 from agenttrain.environments.config import UserSettings
-from agenttrain.environments.environment import NO_ALARM, TookTooLong, limit_time
+from agenttrain.environments.environment import NO_ALARM, TookTooLong, limit_time, unwrap
 from agenttrain.types import Message, Task, ToolUnavailable
 from agenttrain.utils.alarms import warn_of_alarm
 from agenttrain.utils.chat_api import ChatApi, ChatBackend, ChatUnavailable, Transient
@@ -26,15 +26,15 @@ from agenttrain.utils.role_names import is_role
 from agenttrain.utils.sections import beside
 from agenttrain.utils.seeds import derive_seed
 from agenttrain.utils.text_templates import TextTemplate
-from agenttrain.utils.threads import DaemonThreads, attempt, blocks
+from agenttrain.utils.threads import DaemonThreads, blocks
 
 
 class UserFunction(Protocol):
     """Target of `user._target_`: a sync or async function, or a class whose instances are called.
 
     `spoken` holds the messages of the user and the answers that the user has heard, in order. The
-    function returns the user's next message, or None to end the conversation. The same arguments
-    should give the same reply, so that a run can be repeated.
+    function returns the user's next message, or None to end the conversation. The same arguments,
+    the `seed` of this reply included, should give the same reply, so that a run can be repeated.
     """
 
     def __call__(self, task: Task, spoken: Sequence[Message], seed: int) -> Any: ...
@@ -81,17 +81,11 @@ class SimulatedUser:
         messages = [dict(message) for message in spoken]  # copies, which the function may change
         if not blocks(self.function):
             return await self.function(task, messages, seed)
-        in_thread = await self._threads.run(
-            lambda: attempt(lambda: self.function(task, messages, seed)), label="user"
-        )
-        result: Any = in_thread.value  # the outcome of the function
-        if result.alarm:
+        outcome = await self._threads.run(lambda: self.function(task, messages, seed), label="user")
+        if outcome.alarm:
             warn_of_alarm("user", NO_ALARM)
-        if isinstance(result.error, Exception):
-            raise result.error
-        if result.error is not None:  # SystemExit of user code must not end the run
-            raise RuntimeError(f"{type(result.error).__name__}: {result.error}")
-        return await result.value if inspect.isawaitable(result.value) else result.value
+        reply = unwrap(outcome)
+        return await reply if inspect.isawaitable(reply) else reply
 
 
 class Dialogue:
@@ -102,8 +96,9 @@ class Dialogue:
         self._user, self._seed = user, seed
         self._spoken: list[Message] = []
         self._replies = 0
+        """Number of replies of the simulated user."""
         self.said = 0
-        """Number of the user's messages."""
+        """Number of the user's messages: those replies, and texts of the environment or a tool."""
 
     def hear(self, answer: str) -> None:
         """Record an answer of the model."""

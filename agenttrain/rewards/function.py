@@ -98,9 +98,11 @@ class FunctionScorer:
         calls of `score`. None: calls of a sync function run one by one, so that it need not be
         thread-safe, and those of an async function all at once.
         """
+        # The function, and the limits and means of its calls.
         self.name = name
         self._function = function
         self._trl = is_trl(function)
+        """True for a function with TRL's signature, which scores a whole batch."""
         self._blocks = blocks(function)
         self._timeout_s = timeout_s
         self._concurrency = concurrency or (1 if self._blocks else None)
@@ -111,6 +113,7 @@ class FunctionScorer:
         """True once a call has tried to set an alarm: from then on calls run in the main thread."""
         self.strict = True
         """True if a value that is no number raises RewardError; False if it becomes NoNumber."""
+        # The columns that it gets: those that parameters name, and all others with `**columns`.
         kinds = inspect.Parameter
         parameters = list(inspect.signature(function).parameters.values())
         rollout_parameters = [] if self._trl else parameters[:1]
@@ -195,27 +198,29 @@ class FunctionScorer:
             return [await self._run(calls[0])]
         started_calls: list[Call] = []
         outcomes: list[Outcome] = []
-        until = time.monotonic() + BATCH_S
+        batch_end = time.monotonic() + BATCH_S
 
         def run_some() -> None:
             for call in calls:
                 started_calls.append(call)
                 outcome = attempt(call)
                 outcomes.append(outcome)
-                if outcome.alarm or inspect.isawaitable(outcome.value) or time.monotonic() > until:
+                is_unfinished = outcome.alarm or inspect.isawaitable(outcome.value)
+                if is_unfinished or time.monotonic() > batch_end:
                     return
 
         try:
-            # The last call begins before `until`: this limit leaves it all of its time.
+            # The last call begins before `batch_end`: this limit leaves it all of its time.
             async with asyncio.timeout(self._timeout_s and self._timeout_s + BATCH_S):
                 await self._threads.run(run_some, label=self.name)
                 if inspect.isawaitable(outcomes[-1].value) and not outcomes[-1].alarm:
                     outcomes[-1] = await attempt_async(outcomes[-1].value)
         except TimeoutError:
-            # The call that took too long has no outcome yet, or an awaitable.
+            # The call that took too long has no outcome yet, or an awaitable. There is none if the
+            # last call ended together with the limit.
             finished = [outcome for outcome in outcomes if not inspect.isawaitable(outcome.value)]
-            last_is_late = len(finished) < len(started_calls)
-            return [*finished, self._timed_out()] if last_is_late else finished
+            is_late = len(finished) < len(started_calls)
+            return [*finished, self._timed_out()] if is_late else finished
         if outcomes[-1].alarm:
             outcomes[-1] = await self._run_in_main_thread(started_calls[-1])
         return outcomes
@@ -284,38 +289,42 @@ class FunctionScorer:
 
     async def _read(self, outcome: Outcome, rollout: Rollout) -> Score:
         """Return the score of a call's outcome; raise RewardError for an error or a bad value."""
-        value = outcome.value
-        is_trusted = type(value).__module__.partition(".")[0] in TRUSTED_PACKAGES
-
-        def read_in_thread() -> Score:
-            try:
-                return as_score(value, rollout)
-            except (TypeError, ValueError) as error:
-                return NoNumber(str(error))
-
-        if outcome.error is None and not is_trusted and not isinstance(value, RewardUnavailable):
-            # An object of a user's class: its `item`, `__float__` and `__repr__` may be slow.
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    outcome = await self._threads.run(read_in_thread, label=self.name)
-            except TimeoutError:
-                outcome = self._timed_out()
+        is_trusted = type(outcome.value).__module__.partition(".")[0] in TRUSTED_PACKAGES
+        is_unavailable = isinstance(outcome.value, RewardUnavailable)  # one rollout of a batch
+        if outcome.error is None and not is_trusted and not is_unavailable:
+            outcome = await self._read_in_thread(outcome.value, rollout)
         if isinstance(outcome.error, RewardUnavailable):
             return outcome.error
         if isinstance(outcome.error, ChangedRollout):  # its traceback has no line of the function
             raise scoring_error(self.name, rollout, outcome.error.with_traceback(None))
         if outcome.error is not None:
             raise scoring_error(self.name, rollout, outcome.error) from outcome.error
-        if isinstance(outcome.value, NoNumber) and self.strict:
-            raise scoring_error(self.name, rollout, ValueError(str(outcome.value)))
-        if isinstance(outcome.value, RewardUnavailable):  # for one rollout of a batch
-            return outcome.value
+        value: Any = outcome.value
+        if isinstance(value, NoNumber) and self.strict:
+            raise scoring_error(self.name, rollout, ValueError(str(value)))
+        if isinstance(value, RewardUnavailable):
+            return value
         try:
-            return as_score(outcome.value, rollout)
+            return as_score(value, rollout)  # the same, if it is a score from the thread
         except (TypeError, ValueError) as error:
             if not self.strict:
                 return NoNumber(str(error))
             raise scoring_error(self.name, rollout, error.with_traceback(None)) from error
+
+    async def _read_in_thread(self, value: object, rollout: Rollout) -> Outcome:
+        """Return the score of an object of a user's class, whose `__float__` may be slow, say."""
+
+        def read() -> Score:
+            try:
+                return as_score(value, rollout)
+            except (TypeError, ValueError) as error:
+                return NoNumber(str(error))
+
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._threads.run(read, label=self.name)
+        except TimeoutError:
+            return self._timed_out()
 
 
 def alarm_text(name: str, timeout_s: float | None = None) -> str:
@@ -397,6 +406,7 @@ def scoring_error(name: str, rollout: Rollout, error: BaseException) -> RewardEr
     Example: ``reward 'short' on rollout 'train-1-0-3' of task '17': ZeroDivisionError: division by
     zero (my_agent.py, line 12)``.
     """
+    # The text of a KeyError would be its argument in quotes.
     text = error.args[0] if isinstance(error, KeyError) and error.args else str(error)
     frames = traceback.extract_tb(error.__traceback__)
     at = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""

@@ -117,13 +117,14 @@ class Rubric:
             if self._on_unavailable.get(scorer.name, OnUnavailable.stop) is OnUnavailable.drop:
                 continue
             for rollout, score in zip(rollouts, values[scorer.name], strict=True):
+                # NoNumber, in an evaluation, only leaves its rollout without a reward.
                 if isinstance(score, RewardUnavailable) and not isinstance(score, NoNumber):
                     raise RewardError(
                         f"{error_prefix(scorer.name, rollout)}: {score} "
                         f"(reward.{scorer.name}.on_unavailable=drop leaves such rollouts out)",
                         culprits=[rollout.rollout_id],
                     ) from score
-        # Computed for all first: an error must leave all rollouts unchanged.
+        # Compute all before setting any: an error must leave all rollouts unchanged.
         results = [
             self._weigh(rollout, {name: scores[index] for name, scores in values.items()})
             for index, rollout in enumerate(rollouts)
@@ -225,9 +226,5 @@ def _build_scorer(
             "there, and the columns that it names: def mine(rollout, answer)"
         ) from error
     return FunctionScorer(
-        name,
-        function,
-        bound=bound,
-        timeout_s=settings.timeout_s,
-        concurrency=settings.concurrency,
+        name, function, bound=bound, timeout_s=settings.timeout_s, concurrency=settings.concurrency
     )

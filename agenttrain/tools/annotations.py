@@ -92,7 +92,10 @@ class ParameterType:
 
 
 def describe_type(hint: Any, *, shown: bool = True) -> ParameterType:
-    """Describe an annotation. Raises ValueError for a type without JSON."""
+    """Describe an annotation, without a schema if it is not `shown` to a model.
+
+    Raises ValueError for a type without JSON.
+    """
     readable = _for_pydantic(hint, ())
     dialect = PlainToolDialect if _is_plain(hint) else ToolDialect
     try:
@@ -151,24 +154,25 @@ def _for_pydantic(hint: Any, within: tuple[Any, ...]) -> Any:
     """
     if any(hint is outer for outer in within):
         raise ValueError(f"{hint.__name__} contains itself, so its schema would have no end")
-    if hasattr(hint, "__pydantic_validator__"):  # pydantic's own: its schema stays as pydantic's
+    if hasattr(hint, "__pydantic_validator__"):  # a pydantic model keeps pydantic's schema
         schema = _json_schema(TypeAdapter(hint), GenerateJsonSchema)
         return Annotated[hint, WithJsonSchema(schema)]
     if _has_fields(hint):
         fields = _typed_dict(hint, (*within, hint))
         return fields if typing.is_typeddict(hint) else Annotated[fields, _constructor(hint)]
     origin, parts = get_origin(hint), get_args(hint)
-    if origin is Annotated:
+    if origin is Annotated:  # Annotated[int, "How many."]
         form: Any = Annotated
         return form[(_for_pydantic(parts[0], within), *_metadata(parts[1:]))]
-    if origin in (Union, types.UnionType):
+    if origin in (Union, types.UnionType):  # int | None
         return _union(parts, within)
-    if not parts:  # typing.List is list
+    if not parts:  # int; typing.List, whose origin is list
         return _leaf(origin or hint)
     if origin is Literal:
         return hint
     if _has_fields(origin) or any(isinstance(part, list) for part in parts):  # Box[int], Callable
         return _leaf(hint)
+    # list[int], dict[str, Point], tuple[int, ...]
     inner = tuple(part if part is ... else _for_pydantic(part, within) for part in parts)
     return CONCRETE.get(origin, origin)[inner]
 
@@ -181,7 +185,7 @@ def _leaf(hint: Any) -> Any:
     concrete = CONCRETE.get(hint, hint)
     if concrete in BARE:  # pydantic would write {} for the type of the items
         return Annotated[concrete, WithJsonSchema({"type": BARE[concrete]})]
-    if hint not in JSON_TYPES:
+    if hint not in JSON_TYPES:  # a date, say, if pydantic can write its schema
         try:
             _json_schema(TypeAdapter(hint), ToolDialect)
         except UNREADABLE as error:
@@ -211,6 +215,7 @@ def _union(options: tuple[Any, ...], within: tuple[Any, ...]) -> Any:
     for option in options:
         if option is not type(None):
             kind = _for_pydantic(option, within)
+            # The type below the annotation, e.g. int of Annotated[int, "How many."].
             base = get_args(kind)[0] if get_origin(kind) is Annotated else kind
             readable.append(Annotated[kind, Strict()] if base in SCALARS else kind)
     form: Any = Union
@@ -225,9 +230,13 @@ class _Fields:
     """The arguments of a class's constructor."""
 
     hints: dict[str, Any]
+    """Name -> annotation, in order."""
     optional: set[str]
+    """Names that may be left out."""
     defaults: dict[str, Any]
+    """Name -> default, or a marker of dataclasses for none."""
     descriptions: dict[str, str]
+    """Name -> meaning, from the docstring or a dataclass's metadata."""
 
 
 def _fields(cls: Any) -> _Fields:
@@ -262,7 +271,7 @@ def _fields(cls: Any) -> _Fields:
         for name, hint in hints.items():
             if get_origin(hint) in is_optional:
                 hints[name] = get_args(hint)[0]
-    else:
+    else:  # a named tuple
         names, defaults = list(cls._fields), dict(cls._field_defaults)
         optional = set(defaults)
     ordered_hints = {name: hints[name] for name in names}
@@ -338,16 +347,19 @@ def _builder(adapter: TypeAdapter[Any]) -> Build:
 def _place(value: Any, problem: ErrorDetails) -> str:
     """Return the place in a value where pydantic found a problem: ``[1].color``.
 
-    pydantic's steps also name the options of unions, which are no part of the value.
+    pydantic's steps also name the options of unions, which are no part of the value and are left
+    out: ``(1, "Pen", "color")``. The last step of a `missing` problem is the absent key.
     """
     steps = problem["loc"]
     place = ""
     for number, step in enumerate(steps):
-        missing = problem["type"] == "missing" and number == len(steps) - 1
-        if isinstance(value, dict) and (step in value or missing):
+        is_missing = problem["type"] == "missing" and number == len(steps) - 1
+        if isinstance(value, dict) and (step in value or is_missing):
             place, value = f"{place}.{step}", value.get(step)
-        elif isinstance(value, list) and isinstance(step, int) and (step < len(value) or missing):
-            place, value = f"{place}[{step}]", value[step] if step < len(value) else None
+        elif isinstance(value, list) and isinstance(step, int) and step < len(value):
+            place, value = f"{place}[{step}]", value[step]
+        elif isinstance(value, list) and isinstance(step, int) and is_missing:
+            place, value = f"{place}[{step}]", None
     return place
 
 
@@ -430,10 +442,12 @@ class PlainToolDialect(ToolDialect):
 
     def union_schema(self, schema: core_schema.UnionSchema) -> JsonSchemaValue:
         """Write a union of simple types as a list of their names."""
+        # A choice is a schema, or (a schema, its label).
         choices = (c[0] if isinstance(c, tuple) else c for c in schema["choices"])
         options = [self.generate_inner(choice) for choice in choices]
         names = [option["type"] for option in options if option.keys() == {"type"}]
-        if len(names) < len(options) or not all(isinstance(name, str) for name in names):
+        all_simple = len(names) == len(options) and all(isinstance(name, str) for name in names)
+        if not all_simple:
             return {"anyOf": options}
         names = sorted(set(names))
         return {"type": names[0] if len(names) == 1 else names}

@@ -58,15 +58,7 @@ class ArgumentSchema:
         self.names = self._resolver.property_names(schema)
         """Names of the arguments that the schema describes."""
         self.required: list[str] = list(self._schema.get("required", []))
-        # Of an object whose properties have types and nothing else, only the types are checked.
-        properties = self._schema.get("properties", {}).values()
-        self._checks_types_only = (
-            _OBJECT_KEYWORDS.issuperset(schema)
-            and self._schema.get("type", "object") == "object"
-            and all(
-                isinstance(part, Mapping) and _TYPE_KEYWORDS.issuperset(part) for part in properties
-            )
-        )
+        self._has_types_only = _has_types_only(schema)
 
     def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return a deep copy of the arguments, coerced to the schema.
@@ -94,11 +86,12 @@ class ArgumentSchema:
         absent = [name for name in self.names if name not in arguments]
         problems: list[str] = []
         # Stricter than JSON schema: unknown names are allowed only if the schema says so.
-        if not (
+        allows_unknown = (
             "properties" not in schema
             or schema.get("additionalProperties")
             or schema.get("patternProperties")
-        ):
+        )
+        if not allows_unknown:
             problems += [
                 f"unknown argument {_quote(name)}{did_you_mean(name, absent)}"
                 for name in arguments
@@ -107,7 +100,8 @@ class ArgumentSchema:
         problems += [
             f"missing argument {_quote(name)}" for name in self.required if name not in arguments
         ]
-        if problems or (self._checks_types_only and self._types_fit(arguments)):
+        # The validator below checks types too, but takes longer.
+        if problems or (self._has_types_only and self._types_fit(arguments)):
             return problems
         errors = sorted(self._validator.iter_errors(arguments), key=lambda error: error.json_path)
         for error in errors:
@@ -131,6 +125,18 @@ class ArgumentSchema:
             if types and not any(_is_type(value, expected) for expected in types):
                 return False
         return True
+
+
+def _has_types_only(schema: Schema) -> bool:
+    """Return True for an object whose properties have types and no other rules."""
+    properties = schema.get("properties", {}).values()
+    return (
+        _OBJECT_KEYWORDS.issuperset(schema)
+        and schema.get("type", "object") == "object"
+        and all(
+            isinstance(part, Mapping) and _TYPE_KEYWORDS.issuperset(part) for part in properties
+        )
+    )
 
 
 def _deep_copy(value: Any) -> Any:
@@ -168,6 +174,7 @@ class _Coercion:
 
     resolver: SchemaResolver
     validator: Any
+    """Checks a value against any part of the schema: `_fits`."""
     converted: dict[tuple[int, int], tuple[Any, Any, Any]] = field(default_factory=dict)
     """Cache: (id of a value, id of a part with `$ref`) -> (value, part, result). It keeps value and
     part alive, so that their ids stay theirs. Without it, a schema that contains itself takes
@@ -188,22 +195,13 @@ class _Coercion:
     def _convert(self, value: Any, schema: Mapping[str, Any]) -> Any:
         """Coerce a value to a schema without `$ref`: its unions, types, enum, items, properties."""
         for key in ("anyOf", "oneOf"):
-            # The first option that accepts the value as it is, else the first that accepts it
-            # coerced.
-            options = schema.get(key, ())
-            accepting = next((part for part in options if self._fits(value, part)), None)
-            if accepting is not None:
-                value = self.convert(value, accepting)
-                continue
-            candidates = ((part, self.convert(value, part)) for part in options)
-            value = next(
-                (coerced for part, coerced in candidates if self._fits(coerced, part)), value
-            )
+            value = self._convert_union(value, schema.get(key, ()))
         if types := schema_types(schema):
             value = _coerce_type(value, types)
         if "enum" in schema:
             value = _coerce_enum(value, schema["enum"])
         if isinstance(value, list):
+            # `prefixItems` has a schema for each of the first items, `items` one for all others.
             first, items = schema.get("prefixItems", []), schema.get("items")
             parts = [*first[: len(value)], *[items] * (len(value) - len(first))]
             return [self.convert(item, part) for item, part in zip(value, parts, strict=True)]
@@ -216,6 +214,17 @@ class _Coercion:
             }
         return value
 
+    def _convert_union(self, value: Any, options: Sequence[Any]) -> Any:
+        """Coerce a value to the first option that it fits, or else fits once it is coerced."""
+        for part in options:
+            if self._fits(value, part):
+                return self.convert(value, part)
+        for part in options:
+            coerced = self.convert(value, part)
+            if self._fits(coerced, part):
+                return coerced
+        return value
+
     def _fits(self, value: Any, part: Any) -> bool:
         fits: bool = self.validator.evolve(schema=part).is_valid(value)
         return fits
@@ -224,21 +233,21 @@ class _Coercion:
 def _coerce_type(value: Any, types: Sequence[str]) -> Any:
     """Return a value in one of these JSON types, if that loses nothing; else as it is."""
     for name in types:
-        if _is_type(value, name):
+        if _is_type(value, name):  # 3.0 is an "integer"
             return int(value) if name == "integer" else value
     parsed: Any = NOTHING
     if isinstance(value, str):  # it may be the JSON text of a value that fits
         text = value.strip()
         with suppress(ValueError, RecursionError):
             parsed = json.loads(PYTHON_BOOLEANS.get(text, text))
-        if isinstance(parsed, float) and not math.isfinite(parsed):
+        if isinstance(parsed, float) and not math.isfinite(parsed):  # "NaN", "1e999"
             parsed = NOTHING
     for name in types:
-        if name == "string":
-            text = _json_text(value)
-            if text is not NOTHING:
-                return text
-        elif _is_type(parsed, name):
+        if name == "string":  # 3 -> "3"
+            json_text = _json_text(value)
+            if json_text is not NOTHING:
+                return json_text
+        elif _is_type(parsed, name):  # "3" -> 3
             return int(parsed) if name == "integer" else parsed
     return value
 

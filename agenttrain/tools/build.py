@@ -69,6 +69,7 @@ def _rebuild(name: str, section: Mapping[str, Any]) -> Tool:
     located = locate_section(section, key=key)
     _, located.bound = beside(ToolSettings, located.bound, key)
     tools = _build(located, name)
+    # A method's tool has the method's name, not the section's.
     if len(tools) != 1 or (isinstance(tools[0], FunctionTool) and tools[0].name != name):
         names = ", ".join(tool.name for tool in tools)
         raise ValueError(
@@ -83,22 +84,14 @@ def _build(located: Located, name: str) -> list[Tool]:
     target, bound, where = located.target, located.bound, located.where
     if not callable(target):
         raise ValueError(f"{where}: {target!r} is not a function or a class")
-    makes_tool = inspect.isclass(target)
-    if not makes_tool:
-        # A function whose annotation says that it returns a tool or a callable makes one.
-        with suppress(NameError, TypeError):
-            returned = get_type_hints(target).get("return")
-            callables = (Tool, FunctionTool, Callable)
-            is_callable_hint = get_origin(returned) is get_origin(Callable[[], None])
-            makes_tool = returned in callables or is_callable_hint
-    if makes_tool:
+    if _makes_tool(target):
         try:
             inspect.signature(target).bind(**bound)
             result = target(**bound)
         except TypeError as error:
             raise ValueError(f"{where} with {hide_in_settings(bound)}: {error}") from error
         except ValueError as error:
-            if str(error).partition("=")[0] in bound:
+            if str(error).partition("=")[0] in bound:  # `path=docs/: there is no such folder`
                 raise ValueError(about_argument(error, f"tools.{name}", bound)) from error
             raise ValueError(f"{where} with {hide_in_settings(bound)}: {error}") from error
         if isinstance(result, Tools):
@@ -107,8 +100,19 @@ def _build(located: Located, name: str) -> list[Tool]:
             return [result]
         if not callable(result):
             return list(method_tools(result, where).values())
-        target, bound = result, {}
+        target, bound = result, {}  # a callable, which is the tool
     try:
         return [FunctionTool(target, name=name, bound=bound)]
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
+
+
+def _makes_tool(target: Callable[..., Any]) -> bool:
+    """Return True for a class, and for a function annotated to return a tool or a callable."""
+    if inspect.isclass(target):
+        return True
+    with suppress(NameError, TypeError):  # annotations that cannot be resolved
+        returned = get_type_hints(target).get("return")
+        is_callable_hint = get_origin(returned) is get_origin(Callable[[], None])
+        return returned in (Tool, FunctionTool, Callable) or is_callable_hint
+    return False

@@ -21,11 +21,15 @@ class CallSlots:
 
     def __init__(self, slots: Sequence[asyncio.Semaphore]) -> None:
         self._slots = slots
-        self._held = self._ended = False
+        self._held = False
+        """True while this has the slots."""
+        self._ended = False
+        """True once the call is over."""
         self._waits = 0
         """Number of sub-agents that the call waits for."""
         self._started = self._waiting_since = time.monotonic()
         self._waited_s = 0.0
+        """Seconds that sub-agents took, until the last one ended and the slots were taken again."""
 
     async def __aenter__(self) -> CallSlots:
         await self._acquire()
@@ -60,7 +64,7 @@ class CallSlots:
                 if not self._waits and not self._ended:
                     await self._acquire()
                     self._waited_s += time.monotonic() - self._waiting_since
-                    # While this waited for slots, another sub-agent began, or the call ended.
+                    # If another sub-agent began while this waited for slots, or the call ended:
                     if self._waits or self._ended:
                         self._release()
 

@@ -70,10 +70,10 @@ class ToolLimits:
     def _are_errors(cls, paths: list[str]) -> list[str]:
         for path in paths:
             module, _, name = path.rpartition(".")
+            if module != "builtins":  # other modules are imported when the tool is built
+                continue
             error = getattr(builtins, name, None)
-            if module == "builtins" and not (
-                isinstance(error, type) and issubclass(error, Exception)
-            ):
+            if not (isinstance(error, type) and issubclass(error, Exception)):
                 types = [n for n, v in vars(builtins).items() if isinstance(v, type)]
                 hint = did_you_mean(name, [n for n in types if n.endswith("Error")])
                 raise ValueError(f"{path}: is no exception{hint}")

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 _DESCRIPTION = re.compile(r"^(.*?)[\n\s]*(Args:|Returns:|Raises:|\Z)", re.DOTALL)
+"""The text above the first heading: ``Look up a key.``"""
 _ARGS = re.compile(r"\n\s*Args:\n(.*?)[\n\s]*(Returns:|Raises:|\Z)", re.DOTALL)
+"""The lines below ``Args:``, up to the next heading."""
 _TYPE = r"(?:[ \t]*\((?:[^()\n]|\([^()\n]*\))*\))?"
 _ARGUMENT = re.compile(
     rf"(?:^|\n)([ \t]*)(\w+){_TYPE}:\s*"  # a name, perhaps with a type: `a (int, optional):`
@@ -23,6 +25,7 @@ _OTHER_NAME = re.compile(
 )
 """Headings that are read as `Args:`, in a docstring without a readable `Args:`."""
 _CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
+"""The end of ``The unit. (choices: ["C", "F"])``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +33,9 @@ class Docstring:
     """The parts of a tool's docstring."""
 
     text: str
+    """All of it, with `Args:` as the heading of the parameters."""
     description: str
+    """What the tool does: the text above the first heading."""
     parameters: Mapping[str, Mapping[str, Any]]
     """Parameter -> keywords of its schema: `description`, and `enum` if the docstring lists its
     values as ``(choices: ["a", "b"])``."""
@@ -49,8 +54,8 @@ def read_docstring(text: str) -> Docstring:
     parameters: dict[str, dict[str, Any]] = {}
     if section is not None:
         lines = "\n".join(line for line in section[1].split("\n") if line.strip())
-        for _, name, meaning in _ARGUMENT.findall(lines):
-            meaning = re.sub(r"\s*\n+\s*", " ", meaning.strip())
+        for _, name, lines_of_meaning in _ARGUMENT.findall(lines):
+            meaning = re.sub(r"\s*\n+\s*", " ", lines_of_meaning.strip())
             parameters[name] = {"description": meaning}
             if (choices := _CHOICES.search(meaning)) is not None:
                 values = _choice_values(choices[1])
@@ -61,9 +66,7 @@ def read_docstring(text: str) -> Docstring:
                     "description": meaning[: choices.start()].strip(),
                 }
     return Docstring(
-        text=text,
-        description=description[1].strip() if description else "",
-        parameters=parameters,
+        text=text, description=description[1].strip() if description else "", parameters=parameters
     )
 
 

@@ -47,6 +47,7 @@ class ToolWorker:
     def __init__(self, recipe: Recipe) -> None:
         self.name = recipe.name
         self.busy = False
+        """True from a request to its reply. A worker that is given back busy is killed."""
         self.served: set[str] = set()
         """Rollouts that are not over and whose calls this worker has run."""
         self.released: list[str] = []
@@ -54,8 +55,10 @@ class ToolWorker:
         self._recipe = recipe
         self._max_answer_bytes = 16 * recipe.max_chars
         self._lock = threading.Lock()
+        """Guards `_killed` and `process`: `kill` may come while a thread is in `start`."""
         self._killed = False
         self.process: ChildProcess | None = None
+        """None until `start`."""
 
     @property
     def alive(self) -> bool:
@@ -79,7 +82,7 @@ class ToolWorker:
                     pass_fds=(worker_end.fileno(),),
                     env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
                 )
-                self._socket = parent_end
+                self._socket = parent_end  # for `kill`, to wake a thread that reads
                 self._connection = Connection(os.dup(parent_end.fileno()))
         except BaseException:
             if self.process is None:
@@ -87,6 +90,7 @@ class ToolWorker:
             raise
         finally:
             worker_end.close()
+        # PYTHONPATH serves to import this package; the worker then sets exactly this path.
         self._connection.send_bytes(json.dumps(sys.path).encode())
         problem = self._exchange(self._recipe, limit_s=START_S).get("problem")
         if problem is not None:
@@ -118,7 +122,7 @@ class ToolWorker:
             return True
         if not self.process.ended(timeout_s):
             return False
-        self.process.kill()  # what the worker started, and the files towards it
+        self.process.kill()  # for processes that the worker left behind; also closes our files
         self._socket.close()
         return True
 
@@ -140,7 +144,7 @@ class ToolWorker:
                 if not self.alive or time.monotonic() > deadline:
                     raise self._died()
             answer = json.loads(self._connection.recv_bytes(self._max_answer_bytes))
-        except (EOFError, OSError, ValueError):
+        except (EOFError, OSError, ValueError):  # the answer is missing, too long, or not JSON
             raise self._died() from None
         return answer if isinstance(answer, dict) else {}
 
@@ -176,18 +180,17 @@ class ProcessTool:
                 RuntimeWarning,
                 stacklevel=2,
             )
+        # The tool: as workers build it, and as this process has it, for its schema.
         self.name = name
         self._recipe = Recipe(
-            name=name,
-            make=make,
-            faults=tuple(limits.retry_on),
-            max_chars=MAX_RESULT_CHARS,
+            name=name, make=make, faults=tuple(limits.retry_on), max_chars=MAX_RESULT_CHARS
         )
         self._local = build(self._recipe)
         self.schema = self._local.schema
         self.releases = hasattr(self._local.function, "release")
         """True if workers free something at the end of a rollout."""
         self.sends_context = self._local.takes_context
+        # The workers: `_all` holds busy and idle ones, `_dying` those that were killed.
         self._threads = DaemonThreads()
         self._idle: list[ToolWorker] = []
         self._all: set[ToolWorker] = set()
@@ -207,7 +210,7 @@ class ProcessTool:
             if worker.alive:
                 break
             self._kill(worker)
-        else:
+        else:  # there is no idle worker
             worker = ToolWorker(self._recipe)
             self._all.add(worker)
             try:
@@ -239,8 +242,8 @@ class ProcessTool:
 
     async def close(self) -> None:
         """Close the objects in the workers, and end all workers."""
-        idle = list(self._idle)
-        await self._notify(idle, WorkerRequest(close=True))
+        # A busy worker answers no request: its objects end with it.
+        await self._notify(list(self._idle), WorkerRequest(close=True))
         for worker in list(self._all):
             self._kill(worker)
         dying, self._dying = self._dying, []
@@ -309,17 +312,16 @@ class BoundWorker:
     name: str
     schema: dict[str, Any]
     tool: ProcessTool
+    """Owner of the worker."""
     worker: ToolWorker
 
     async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> object:
         """Run one call; cancelling it kills the worker."""
         tool, worker = self.tool, self.worker
-        if tool.releases:
+        if tool.releases:  # the worker is told of the rollout's end
             worker.served.add(context.rollout_id)
         released, worker.released = tuple(worker.released), []
         request = WorkerRequest(
-            released=released,
-            arguments=arguments,
-            context=context if tool.sends_context else None,
+            released=released, arguments=arguments, context=context if tool.sends_context else None
         )
         return await tool.ask(worker, request)

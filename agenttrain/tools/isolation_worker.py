@@ -49,6 +49,7 @@ class WorkerRequest:
     arguments: dict[str, Any] | None = None
     """None: no call."""
     context: ToolContext | None = None
+    """None: the tool takes no context."""
     close: bool = False
     """The last request: close the tool."""
 

@@ -32,7 +32,9 @@ class Reply:
     """The reply to one call."""
 
     content: str
+    """Text that the model reads."""
     error: ToolError | None = None
+    """The kind of error that `content` reports; None: the call succeeded."""
     done: bool = False
     """The tool returned `Done`."""
     reward: float | None = None
@@ -149,8 +151,8 @@ def _json_text(value: Any, max_chars: int) -> str:
     chunks: list[str] = []
     size = 0
     try:
-        # In chunks, so that a text that is far too long is never built.
         _check_keys(value, max_chars)
+        # In chunks, so that a text that is far too long is never built.
         encoder = json.JSONEncoder(
             ensure_ascii=False, default=lambda part: _check_keys(plain_form(part), max_chars)
         )
@@ -195,10 +197,12 @@ def plain_form(value: Any) -> Any:
             return _column(value) if hasattr(value_type, "to_dict") else value.tolist()
     if isinstance(value, Mapping):
         return dict(value)
+    # The type has a `__str__` of its own: the default one shows only an address.
     has_text = value_type.__str__ is not object.__str__ or isinstance(value, complex)
     if not (has_text or isinstance(value, type)) and hasattr(value_type, "keys"):
         return {key: value[key] for key in value.keys()}  # noqa: SIM118 - a database's row, a table
     is_finite = isinstance(value, Iterable) and isinstance(value, Sequence | Set | MappingView)
+    # A UserString is a Sequence of characters, but a text.
     if is_finite and not isinstance(value, UserString):
         return list(islice(value, MAX_RESULT_CHARS))  # range(10**12) fits no memory
     if has_text:
@@ -298,6 +302,6 @@ def _bounded(text: str, max_chars: int) -> str:
         text = f"{text[:max_chars]}… [cut at {max_chars} characters]"
     try:
         text.encode()
-    except UnicodeEncodeError:
+    except UnicodeEncodeError:  # UTF-16 decodes a pair of surrogates to its character
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text

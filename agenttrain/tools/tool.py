@@ -80,10 +80,9 @@ class FunctionTool:
         """Raises ValueError, with the text to add, if no schema can be made of the function."""
         settings = dict(bound or {})
         while isinstance(function, functools.partial):  # arguments of a partial count as bound
-            partial = inspect.signature(function.func).bind_partial(
-                *function.args, **function.keywords
-            )
-            function, settings = function.func, {**partial.arguments, **settings}
+            signature = inspect.signature(function.func)
+            arguments = signature.bind_partial(*function.args, **function.keywords).arguments
+            function, settings = function.func, {**arguments, **settings}
         self.function = function
         self.owner: object = function
         """The object whose `release` and `close` are called: callable instances may have them."""
@@ -94,6 +93,7 @@ class FunctionTool:
         """True if a call blocks its thread; the toolbox then gives it a thread of its own."""
         self._bound = settings
         self._builders = spec.builders
+        """Parameter -> what makes its argument, where that is no plain JSON value."""
         self.takes_context = spec.takes_context and "context" not in settings
         """True if the function gets the ToolContext."""
 
@@ -149,6 +149,7 @@ class ToolSpec:
     """Description of a function or a method as a tool; the class may have no instance yet."""
 
     schema: dict[str, Any]
+    """Shown to the model; without description and parameters in a worker (`UNSEEN`)."""
     takes_context: bool
     """True if it has a parameter ``context: ToolContext``."""
     builders: dict[str, Build]
@@ -207,31 +208,14 @@ def describe_function(function: Function, *, name: str, hidden: Collection[str] 
     is_routine = inspect.isroutine(function)
     target: Any = function if is_routine else getattr(function, "__call__")  # noqa: B004, B009
     where = f"tool {name!r} ({target.__module__}.{target.__qualname__})"
-    if inspect.isgeneratorfunction(target) or inspect.isasyncgenfunction(target):
-        raise ValueError(
-            f"{where}: it yields its result in parts, and a model reads one reply to a call; "
-            "return the whole result, e.g. a list of the parts"
-        )
-    parameters = inspect.signature(target).parameters
-    for hidden_name in hidden:
-        if hidden_name not in parameters:
-            raise ValueError(
-                f"{where}: it has no parameter {hidden_name!r} to bind"
-                f"{did_you_mean(hidden_name, parameters)}; its parameters: "
-                f"{', '.join(parameters) or 'none'}"
-            )
-    try:
-        hints = get_type_hints(target, include_extras=True)
-    except NameError as error:
-        raise ValueError(
-            f"{where}: an annotation cannot be resolved: {error}; import it at run time, not only "
-            "under TYPE_CHECKING"
-        ) from error
+    parameters = _parameters(target, hidden, where)
+    hints = _hints(target, where)
     context_hint = hints.get("context")
     takes_context = context_hint is ToolContext or ToolContext in get_args(context_hint)
     left_out = {*hidden, "context"} if takes_context else {*hidden}
     shown = [parameter for parameter in parameters.values() if parameter.name not in left_out]
-    doc, needs_schema = read_docstring(inspect.getdoc(target) or ""), not UNSEEN.get()
+    doc = read_docstring(inspect.getdoc(target) or "")
+    needs_schema = not UNSEEN.get()
     if needs_schema:
         _check_annotated(shown, where)
     properties: dict[str, Any] = {}
@@ -257,6 +241,37 @@ def describe_function(function: Function, *, name: str, hidden: Collection[str] 
             **({"required": required} if required else {}),
         }
     return ToolSpec(schema=schema, takes_context=takes_context, builders=builders)
+
+
+def _parameters(
+    target: Any, hidden: Collection[str], where: str
+) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters by name. Raises ValueError for a generator or a wrong hidden name."""
+    if inspect.isgeneratorfunction(target) or inspect.isasyncgenfunction(target):
+        raise ValueError(
+            f"{where}: it yields its result in parts, and a model reads one reply to a call; "
+            "return the whole result, e.g. a list of the parts"
+        )
+    parameters = inspect.signature(target).parameters
+    for hidden_name in hidden:
+        if hidden_name not in parameters:
+            raise ValueError(
+                f"{where}: it has no parameter {hidden_name!r} to bind"
+                f"{did_you_mean(hidden_name, parameters)}; its parameters: "
+                f"{', '.join(parameters) or 'none'}"
+            )
+    return parameters
+
+
+def _hints(target: Any, where: str) -> dict[str, Any]:
+    """Return the annotations by name. Raises ValueError for one that cannot be resolved."""
+    try:
+        return get_type_hints(target, include_extras=True)
+    except NameError as error:
+        raise ValueError(
+            f"{where}: an annotation cannot be resolved: {error}; import it at run time, not only "
+            "under TYPE_CHECKING"
+        ) from error
 
 
 def _check_annotated(shown: Sequence[inspect.Parameter], where: str) -> None:

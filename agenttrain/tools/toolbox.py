@@ -59,6 +59,17 @@ class _Entry:
     """Types of errors for which the infrastructure is to blame, not the model."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """One attempt of a call."""
+
+    entry: _Entry
+    tool: Tool
+    """The entry's tool, or the worker process that is lent to it for this call."""
+    arguments: dict[str, Any]
+    context: ToolContext
+
+
 class Toolbox:
     """Runs calls of tools. Each call gets one result that a model can read, whatever the tool does.
 
@@ -90,6 +101,7 @@ class Toolbox:
         or `stop_tools` that name unknown tools.
         """
         limits = limits or {}
+        # The tools.
         self.names = tuple(tools)
         for key, names in (("limits", limits), ("stop_tools", stop_tools)):
             for name in names:
@@ -98,18 +110,23 @@ class Toolbox:
         self._entries = {
             name: _entry(name, tool, limits.get(name, ToolLimits())) for name, tool in tools.items()
         }
+        # The means to run calls and hooks.
         self._threads = DaemonThreads()
         self._thread_limit = threads
-        self._max_stuck = max_stuck
         self._max_chars = max_result_chars
         self._cleanup = Cleanup()
-        self._warned: set[str] = set()
         self._steps = StepTracker()
+        # The calls in progress.
         self.answered: Callable[[RunningCall], None] | None = None
         """Called with each call when it ends, also when it is cancelled."""
         self._running: dict[int, RunningCall] = {}
+        """By `id`."""
         self._abandoned: dict[asyncio.Task[Reply], tuple[str, float]] = {}
         """Tasks of abandoned calls -> (tool, time.monotonic() from which the call is stuck)."""
+        self._max_stuck = max_stuck
+        self._warned: set[str] = set()
+        """Tools whose stuck calls were warned of."""
+        # The limits of concurrent calls, for the event loop that last ran one.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._slots: dict[str | None, asyncio.Semaphore] = {}
 
@@ -180,8 +197,8 @@ class Toolbox:
             return
         now = time.monotonic()
         # A call that was abandoned before its time limit, at the end of its rollout, is not stuck.
-        overdue = (name for name, deadline in self._abandoned.values() if deadline <= now)
-        stuck = Counter((*self._threads.overdue, *overdue))
+        on_loop = (name for name, stuck_from in self._abandoned.values() if stuck_from <= now)
+        stuck = Counter((*self._threads.overdue, *on_loop))
         for name in stuck.keys() - self._warned:
             self._warned.add(name)
             warnings.warn(
@@ -266,8 +283,9 @@ class Toolbox:
                 worker = entry.tool.worker()
             try:
                 async with worker as tool:
+                    request = _Request(entry=entry, tool=tool, arguments=arguments, context=context)
                     started = time.perf_counter()
-                    reply = await self._run(entry, tool, arguments, context, held)
+                    reply = await self._run(request, held)
                     return reply, time.perf_counter() - started
             except ToolUnavailable as error:  # no worker could be started
                 return error_reply(error, max_chars=self._max_chars), 0.0
@@ -282,36 +300,32 @@ class Toolbox:
             semaphore = self._slots[name] = asyncio.Semaphore(limit)
         return semaphore
 
-    async def _run(
-        self,
-        entry: _Entry,
-        tool: Tool,
-        arguments: dict[str, Any],
-        context: ToolContext,
-        held: CallSlots,
-    ) -> Reply:
+    async def _run(self, request: _Request, held: CallSlots) -> Reply:
         """Run one call for at most its time limit; then abandon it."""
-        # A little early, so that the check after the limit finds the call overdue.
-        deadline = time.monotonic() + entry.limits.timeout_s - CANCEL_S / 5
-        task = asyncio.create_task(self._reply(entry, tool, arguments, context, deadline))
+        timeout_s = request.entry.limits.timeout_s
+        # A little early, so that `_check_stuck`, below, finds the call overdue.
+        deadline = time.monotonic() + timeout_s - CANCEL_S / 5
+        task = asyncio.create_task(self._reply(request, deadline))
         try:
             # Not asyncio.timeout, which would wait for a tool that ignores its cancellation.
-            remaining_s = entry.limits.timeout_s
+            remaining_s = timeout_s
             while not task.done() and remaining_s > 0:
                 # `held.seconds()` stands still while a sub-agent of the call runs.
                 await asyncio.wait({task}, timeout=max(remaining_s, 0.05))
-                remaining_s = entry.limits.timeout_s - held.seconds()
+                remaining_s = timeout_s - held.seconds()
         finally:
-            # Also if the caller was cancelled, at the end of the rollout.
-            if expired := not task.done():
+            # The end of the rollout cancels this coroutine, but not the task: abandon it then too.
+            is_abandoned = not task.done()
+            if is_abandoned:
+                # A cancelled task has a moment to end before it is stuck, and at least its limit.
                 stuck_from = max(deadline, time.monotonic() + CANCEL_S / 2)
-                self._abandoned[task] = tool.name, stuck_from
+                self._abandoned[task] = request.tool.name, stuck_from
                 task.add_done_callback(self._discard)
                 task.cancel()
-        if expired:
+        if is_abandoned:
             await asyncio.wait({task}, timeout=CANCEL_S)
             self._check_stuck()
-            text = f"Error: timed out after {entry.limits.timeout_s:g} s"
+            text = f"Error: timed out after {timeout_s:g} s"
             return Reply(content=text, error=ToolError.timeout)
         if task.cancelled():  # by the tool itself
             return error_reply(asyncio.CancelledError(), max_chars=self._max_chars)
@@ -323,67 +337,64 @@ class Toolbox:
         if not task.cancelled():
             task.exception()  # asyncio warns of an exception that is never read
 
-    async def _reply(
-        self,
-        entry: _Entry,
-        tool: Tool,
-        arguments: dict[str, Any],
-        context: ToolContext,
-        deadline: float,
-    ) -> Reply:
-        """Run the call and make its reply.
-
-        A blocking function runs in a thread, which also makes the reply unless the function returns
-        an awaitable. Awaitables run on the event loop; a thread makes the text of their values.
-        """
-        function = entry.function
-        max_chars = self._max_chars
-        awaitable: Any = None
+    async def _reply(self, request: _Request, deadline: float) -> Reply:
+        """Run the call and make its reply."""
+        max_chars, name = self._max_chars, request.tool.name
         try:
-            if function is None:
-                # A coroutine, so that an error that the tool raises at once counts as its error.
-                async def call_tool() -> object:
-                    return await tool(arguments, context)
-
-                awaitable = call_tool()
-            else:
-
-                def call_in_thread() -> object:
-                    value = function.call(arguments, context)
-                    is_async = inspect.isawaitable(value)
-                    return value if is_async else make_reply(value, max_chars=max_chars)
-
-                outcome = await self._threads.run(
-                    call_in_thread, label=tool.name, deadline=deadline
-                )
-                if outcome.alarm:
-                    remedy = f"tools.{tool.name}.isolation=process gives it a main thread"
-                    warn_of_alarm(f"tool {tool.name}", remedy)
-                awaitable = outcome.value if inspect.isawaitable(outcome.value) else None
-            if awaitable is not None:
-                outcome = await attempt_async(
-                    self._steps.run(tool.name, awaitable),
-                    threads=self._threads,
-                    label=tool.name,
-                    deadline=deadline,
-                )
+            outcome = await self._call(request, deadline)
             value = outcome.value
-            content = value.content if type(value) is Done else value
-            # Making the text of these runs no code of the user's.
-            is_plain = content is None or type(content) in (str, int, float, bool)
-            if outcome.error is None and not (is_plain or isinstance(value, Reply)):
+            if outcome.error is None and not _has_ready_text(value):
                 # The text may be large, and made by the value's own code: not on the event loop.
                 outcome = await self._threads.run(
-                    lambda: make_reply(value, max_chars=max_chars),
-                    label=tool.name,
-                    deadline=deadline,
+                    lambda: make_reply(value, max_chars=max_chars), label=name, deadline=deadline
                 )
         except RuntimeError as error:  # "can't start new thread"; the tool's own are in `outcome`
-            outcome = Outcome(error=ToolUnavailable(f"tool {tool.name}: {error}"))
+            outcome = Outcome(error=ToolUnavailable(f"tool {name}: {error}"))
         if outcome.error is not None:
-            return error_reply(outcome.error, max_chars=max_chars, faults=entry.faults)
-        reply = outcome.value
-        return reply if isinstance(reply, Reply) else make_reply(reply, max_chars=max_chars)
+            return error_reply(outcome.error, max_chars=max_chars, faults=request.entry.faults)
+        result = outcome.value
+        return result if isinstance(result, Reply) else make_reply(result, max_chars=max_chars)
+
+    async def _call(self, request: _Request, deadline: float) -> Outcome:
+        """Call a tool; the outcome has its reply, its value, or its error.
+
+        A blocking function runs in a thread, which also makes the reply. Another tool runs on the
+        event loop, and so does an awaitable that a function returns.
+        """
+        function, tool, max_chars = request.entry.function, request.tool, self._max_chars
+        awaitable: Any
+        if function is None:
+            # A coroutine, so that an error that the tool raises at once counts as its error.
+            async def call_tool() -> object:
+                return await tool(request.arguments, request.context)
+
+            awaitable = call_tool()
+        else:
+
+            def call_in_thread() -> object:
+                value = function.call(request.arguments, request.context)
+                is_async = inspect.isawaitable(value)
+                return value if is_async else make_reply(value, max_chars=max_chars)
+
+            outcome = await self._threads.run(call_in_thread, label=tool.name, deadline=deadline)
+            if outcome.alarm:
+                remedy = f"tools.{tool.name}.isolation=process gives it a main thread"
+                warn_of_alarm(f"tool {tool.name}", remedy)
+            if not inspect.isawaitable(outcome.value):
+                return outcome
+            awaitable = outcome.value
+        return await attempt_async(
+            self._steps.run(tool.name, awaitable),
+            threads=self._threads,
+            label=tool.name,
+            deadline=deadline,
+        )
+
+
+def _has_ready_text(value: object) -> bool:
+    """Return True for a reply, and for a value whose text is made without code of the user's."""
+    content = value.content if type(value) is Done else value
+    return isinstance(value, Reply) or content is None or type(content) in (str, int, float, bool)
 
 
 def _entry(name: str, tool: Tool, limits: ToolLimits) -> _Entry:
@@ -454,7 +465,10 @@ class StepTracker:
 
     @types.coroutine
     def _drive(self, name: str, steps: Generator[Any, Any, object]) -> Generator[Any, Any, object]:
-        """Run the steps of a coroutine, and yield to the event loop whatever each waits for."""
+        """Run the steps of a coroutine, and yield to the event loop whatever each waits for.
+
+        The same as `await`, but with `now` set while a step runs.
+        """
         value: Any = None
         error: BaseException | None = None
         while True:
@@ -466,11 +480,11 @@ class StepTracker:
             finally:
                 self.now = None
             try:
-                value, error = (yield awaited), None
-            except GeneratorExit:
+                value, error = (yield awaited), None  # the event loop sends what was waited for
+            except GeneratorExit:  # nobody waits for this call any more
                 steps.close()
                 raise
-            except BaseException as raised:
+            except BaseException as raised:  # for the next step: a cancellation, say
                 error = raised
 
 

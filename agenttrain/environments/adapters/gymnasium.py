@@ -62,10 +62,12 @@ class Gymnasium:
         rewards: Data[str] = "episode",
         prompt: Data[str] = PROMPT,
     ) -> None:
+        # The environment, its actions with their names, and the other settings.
         self._env = _make(id, kwargs, render)
         self._space, self._names = self._env.action_space, actions
         self._id, self._by_text, self._by_turn = id, action_by == "text", rewards == "turns"
         self._prompt = TextTemplate(prompt, "prompt")
+        # The episode: its last observation, and the sum of its rewards.
         self._observation = ""
         self._return = 0.0
         self.done = self.truncated = False
@@ -336,7 +338,7 @@ def brackets_for_colours(drawing: Any) -> str:
 
     def mark(match: re.Match[str]) -> str:
         """Return coloured characters in brackets, and add them to the legend."""
-        # 30 to 37 are colours of the text, 40 to 47 of its background.
+        # match[1] is "41" or "1;31": 30 to 37 are colours of the text, 40 to 47 of its background.
         colours = [COLOURS[int(n) % 10] for n in match[1].split(";") if n[0] in "34" and n[1:]]
         text = f"[{match[2]}]"
         legend[f"{text} {' '.join(colours)}".strip()] = "".join(colours)

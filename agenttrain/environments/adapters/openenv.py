@@ -55,13 +55,16 @@ class OpenEnv:
         reply_timeout_s: Data[float] = 60.0,
         ping_s: Data[float] = 20.0,
     ) -> None:
+        # The settings.
         self._url, self._reset, self._columns = url, dict(reset or {}), columns
         self._public_url = hide_secrets(url)
         self._prompt, self._by_turn = TextTemplate(prompt, "prompt"), rewards == "turns"
         self._session_timeout_s, self._reply_timeout_s = session_timeout_s, reply_timeout_s
         self._ping_s = ping_s
+        # The connection, which the stack closes.
         self._socket: Any = None
         self._connected = ExitStack()
+        # The episode: its last observation, the sum of its rewards, True once it is over.
         self._observation: Any = None
         self._return, self.done = 0.0, False
 
@@ -204,7 +207,7 @@ class OpenEnv:
         from websockets.exceptions import ConnectionClosed
 
         try:
-            # A server that closes the connection may have sent the reason before: read on.
+            # A server that closed the connection may have sent the reason before: `recv` reads it.
             with suppress(ConnectionClosed):
                 self._socket.send(json.dumps(message))
             reply = json.loads(self._socket.recv(timeout=self._reply_timeout_s))

@@ -22,14 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from agenttrain.types import (
-    MAIN,
-    Message,
-    Rollout,
-    ToolContext,
-    ToolFailure,
-    ToolUnavailable,
-)
+from agenttrain.types import MAIN, Message, Rollout, ToolContext, ToolFailure, ToolUnavailable
 from agenttrain.utils.child_process import ChildGone, ChildProcess
 from agenttrain.utils.data_fields import Data
 
@@ -65,7 +58,9 @@ class Verifiers:
     ) -> None:
         self._process = environment_process(id, python, args, limit, start_timeout_s)
         self._name = uuid.uuid4().hex
+        """Name of the episode in requests."""
         self._begun = False
+        """True while the process has this episode: between its reset and its score."""
         self._where = f"verifiers {id}"
         self.done = False
 
@@ -185,7 +180,7 @@ class UnsupportedEnvironment(Exception):
 
 
 class EnvironmentProcess:
-    """A child process with a loaded environment, which `loaded` describes."""
+    """A child process with a loaded environment: the bridge."""
 
     def __init__(
         self, id: str, python: str, args: Mapping[str, Any], limit: int, start_timeout_s: float
@@ -197,13 +192,17 @@ class EnvironmentProcess:
         except OSError as error:
             raise ValueError(f"python={python}: cannot be started: {error}") from error
         self._replies: Replies = {}
+        """Number of a request -> queue that gets its reply."""
         self._sending = threading.Lock()
         self._number = 0
+        """Number of the last request."""
+        # The child ends with this object, to which the thread therefore has no reference.
         weakref.finalize(self, _end, self._child)
         threading.Thread(target=_deliver, args=(self._child, self._replies), daemon=True).start()
         try:
             load = {"id": id, "args": args, "limit": limit}
             self.loaded = self.ask("load", limit_s=start_timeout_s, **load)
+            """Schemas of the `tools`, and the number of `tasks`."""
         except EnvironmentFailed as error:
             self._child.kill()
             text = str(error)
@@ -211,6 +210,7 @@ class EnvironmentProcess:
                 raise ValueError(
                     f"python={python}: has no package verifiers 0.4; {INSTALL}"
                 ) from error
+            # `its process ended with status 1`: the fault is the interpreter's, not the taskset's.
             key = f"python={python}" if text.startswith("its process") else f"id={id}"
             raise ValueError(f"{key}: {text}") from error
         except UnsupportedEnvironment as error:

@@ -32,6 +32,7 @@ HARNESS = "agenttrain_policy"
 CHECKED = 100
 """Number of tasks that are checked before a run."""
 EPISODE: ContextVar[PolicyEpisode] = ContextVar("episode")
+"""Set in the task in which verifiers runs an episode: by it the harness finds our side."""
 
 
 class Unsupported(Exception):
@@ -47,7 +48,7 @@ class PolicyHarness(vf.Harness[vf.HarnessConfig]):
     NEEDS_CONTAINER = False
 
     async def session(self, *arguments: Any, **_: Any) -> PolicySession:
-        """Return a session for the episode that runs in this context."""
+        """Return a session for the episode whose task calls this."""
         session = PolicySession(self, *arguments)
         await EPISODE.get().attach(session)
         return session
@@ -58,7 +59,7 @@ class PolicyHarness(vf.Harness[vf.HarnessConfig]):
 
 
 class PolicySession(vf.HarnessSession):
-    """The only session of an episode: passes verifiers' turns on to it."""
+    """The only session of an episode: passes what verifiers calls on to the `PolicyEpisode`."""
 
     async def turn(self, messages: Any = None) -> None:
         """Let the parent answer the messages, and return once it has."""
@@ -73,20 +74,32 @@ class PolicyEpisode:
     """One rollout: the environment's side of the conversation, and the trace that is scored."""
 
     def __init__(self, environment: vf.Env, seat: str, task: Any) -> None:
+        # What verifiers plays.
         self._environment, self._task = environment, task
         self._limits = RolloutLimits(max_turns=getattr(environment.config, seat).max_turns)
         self._session: Any = None
+        self._work: Any = None
+        """The asyncio task in which verifiers plays and scores the episode."""
+        # The tools.
         self._stack = AsyncExitStack()
+        """Closes the connections to their servers."""
         self._tools: list[vf.Tool] = []
         self._dispatch: dict[str, tuple[str, str]] = {}
+        """Tool -> (server, name of the tool there)."""
         self._servers: dict[str, Any] = {}
+        # The conversation, in verifiers' form.
         self._conversation: list[Any] = []
         self._prompt_length = 0
+        """Number of its messages before the first answer."""
         self._turn = -1
+        """Turn of the last call."""
+        # Where verifiers and the parent wait for each other.
         self._events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        """For the parent: ``{"messages": […]}``, or ``{"over": True}``."""
         self._answered: asyncio.Future[None] | None = None
+        """Done once the parent has answered the turn for which verifiers waits."""
         self._complete = asyncio.Event()
-        self._work: Any = None
+        """Set once the parent has sent the whole conversation, or abandons the episode."""
 
     # Methods that verifiers calls.
 
@@ -105,12 +118,12 @@ class PolicyEpisode:
 
     async def ask_parent(self, messages: Any) -> None:
         """Send the prompt, or the user's next messages, to the parent; wait for the answer."""
-        new = list(messages or ())
+        new_messages = list(messages or ())
         if not self._conversation:
-            new = [*opening(self._session.data), *new]
-        plain_messages = [plain(message) for message in new]
-        self._conversation += new
-        self._prompt_length = self._prompt_length or len(new)
+            new_messages = [*opening(self._session.data), *new_messages]
+        plain_messages = [plain(message) for message in new_messages]
+        self._conversation += new_messages
+        self._prompt_length = self._prompt_length or len(new_messages)
         if await self._stop_condition():
             return
         self._answered = asyncio.get_running_loop().create_future()
@@ -128,7 +141,7 @@ class PolicyEpisode:
 
     async def begin(self) -> dict[str, Any]:
         """Start the episode, and return its prompt."""
-        EPISODE.set(self)
+        EPISODE.set(self)  # the task below inherits it
         model = vf.ModelContext(model="policy", client=vf.EvalClientConfig())
         self._work = asyncio.create_task(self._environment.run_episode(self._task, model))
         event = await self._next()
@@ -167,7 +180,7 @@ class PolicyEpisode:
         trace = self._session.trace
         self._record()
         if self._answered is not None and not self._answered.done():
-            trace.stop("max_turns")
+            trace.stop("max_turns")  # a limit of the rollout ended it, before the answer
         self._complete.set()
         self._release()
         episode = await self._work
@@ -205,14 +218,16 @@ class PolicyEpisode:
         trace = self._session.trace
         if trace.stop_condition is None and (limit := self._limits.reached(trace)):
             trace.stop(limit)
-        for stop in self._task.hooks("stop") if trace.stop_condition is None else ():
+        if trace.stop_condition is not None:
+            return trace.stop_condition
+        for stop in self._task.hooks("stop"):
             if await call_hook(stop, {vf.Trace: trace}):
                 trace.stop(stop.__name__)
                 break
         return trace.stop_condition
 
     def _record(self) -> None:
-        """Replace the content of verifiers' trace by the conversation."""
+        """Replace the content of verifiers' trace by the conversation, each answer a turn of it."""
         trace, messages = self._session.trace, self._conversation
         trace.nodes.clear()
         trace._head_index.clear()
@@ -228,7 +243,7 @@ class PolicyEpisode:
                         finish_reason="tool_calls" if message.tool_calls else "stop",
                     )
                 )
-        prepare_turn(trace, messages, self._tools).commit_prompt()
+        prepare_turn(trace, messages, self._tools).commit_prompt()  # messages after the last answer
 
 
 def opening(data: vf.TaskData) -> list[Any]:
@@ -283,11 +298,16 @@ class BridgeServer:
 
     def __init__(self) -> None:
         self._episodes: dict[str, PolicyEpisode] = {}
+        """By the name that requests give as `episode`."""
         self._requests: dict[str, set[asyncio.Future[Any]]] = {}
+        """Episode -> its requests, so that `abandon` can cancel those that still wait."""
+        # What `load` sets.
         self._tasks: list[Any] = []
         self._environment: Any = None
         self._seat = ""
+        """Name of the agent that the policy plays, in the environment's configuration."""
         self._serving = AsyncExitStack()
+        """Ends the environment's servers."""
 
     async def load(self, id: str, args: dict[str, Any], limit: int) -> dict[str, Any]:
         """Load the environment and its first `limit` tasks, and describe the tools."""
@@ -374,8 +394,8 @@ class BridgeServer:
         if do == "begin":
             task = self._tasks[request.pop("task")]
             self._episodes[episode] = PolicyEpisode(self._environment, self._seat, task)
+        # `begin`, `call`, `answer` and `finish` are methods of the episode.
         work = asyncio.ensure_future(getattr(self._episodes[episode], do)(**request))
-        # So that `abandon` can cancel a request that waits for the environment.
         self._requests.setdefault(episode, set()).add(work)
         value = await work
         if do == "finish":
@@ -456,7 +476,7 @@ def main() -> None:
     cwd = os.getcwd()
     sys.path.insert(0, cwd)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (cwd, os.environ.get("PYTHONPATH"))))
-    sys.modules[HARNESS] = sys.modules[__name__]
+    sys.modules[HARNESS] = sys.modules[__name__]  # where verifiers imports the harness from
     asyncio.run(serve(replies))
     os._exit(0)  # a thread of the environment's must not keep the process
 

@@ -96,6 +96,7 @@ def last_number(value: Any) -> float | None:
         numbers = NUMBER.findall(as_text(value).replace("\N{MINUS SIGN}", "-"))
     if not numbers:
         return None
+    # "1,234" -> "1234", ""; "3/4" -> "3", "4"
     numerator, _, denominator = numbers[-1].replace(",", "").partition("/")
     try:
         number = float(numerator) / float(denominator or 1)

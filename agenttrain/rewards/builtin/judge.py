@@ -109,13 +109,15 @@ class Judge:
 
 @dataclass(slots=True)
 class _ScoreReader:
-    """Finds the score in a reply."""
+    """Finds the score in a reply, by a regular or a JMESPath expression, and scales it."""
 
     pattern: str | None
     json_path: str | None
     low: float
+    """Score of the reply that becomes 0; `high` becomes 1."""
     high: float
     _compiled: Any = None
+    """The compiled `pattern` or `json_path`."""
 
     def __post_init__(self) -> None:
         """Compile the pattern or the path; raises ValueError, which begins with the argument."""
@@ -141,7 +143,7 @@ class _ScoreReader:
         if self.pattern is not None:
             matches = self._compiled.findall(text)
             score: Any = matches[-1] if matches else None
-        else:
+        else:  # ``So I say {"score": 4}.``
             start, end = text.find("{"), text.rfind("}")
             try:
                 score = self._compiled.search(json.loads(text[start : end + 1]))

@@ -50,8 +50,6 @@ class RewardModel:
         self, prompts: Sequence[list[dict]], completions: Sequence[list[dict]]
     ) -> list[float | RewardUnavailable]:
         """Return one score per rollout. Called once with all rollouts of a step, as TRL does."""
-        import torch
-
         conversations = [[*p, *c] for p, c in zip(prompts, completions, strict=True)]
         tokenizer, model = self._tokenizer_and_model
         texts = [
@@ -59,7 +57,7 @@ class RewardModel:
         ]
         ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
         max_tokens = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
-        # For each that is too long; those that fit are replaced below.
+        # The scores of conversations that are too long. Those of others are set below.
         scores: list[float | RewardUnavailable] = [
             RewardUnavailable(
                 f"the conversation has {len(tokens)} tokens, and {self._path} takes {max_tokens}"
@@ -69,27 +67,32 @@ class RewardModel:
         # Conversations of similar length share a batch, so that there is little padding.
         fitting = [index for index, tokens in enumerate(ids) if len(tokens) <= max_tokens]
         order = sorted(fitting, key=lambda index: len(ids[index]))
-        pad = model.config.pad_token_id
-        size = 1 if pad is None else self._batch_size  # B conversations of T tokens
-        with torch.inference_mode():
-            for start in range(0, len(order), size):
-                batch = order[start : start + size]
-                longest = len(ids[batch[-1]])
-                padding = [longest - len(ids[index]) for index in batch]
-                ids_BT = [
-                    [*ids[index], *[pad] * count]
-                    for index, count in zip(batch, padding, strict=True)
-                ]
-                mask = [[1] * (longest - count) + [0] * count for count in padding]
-                logits = model(
-                    input_ids=torch.tensor(ids_BT, device=model.device),
-                    attention_mask=torch.tensor(mask, device=model.device),
-                ).logits.float()  # [B, labels]
-                one_label = logits.shape[1] == 1
-                values_B = logits[:, 0] if one_label else logits.softmax(dim=1)[:, self._label]
-                for index, score in zip(batch, values_B.tolist(), strict=True):
-                    scores[index] = score
+        size = 1 if model.config.pad_token_id is None else self._batch_size
+        for start in range(0, len(order), size):
+            batch = order[start : start + size]
+            batch_scores = self._score_batch([ids[index] for index in batch])
+            for index, score in zip(batch, batch_scores, strict=True):
+                scores[index] = score
         return scores
+
+    def _score_batch(self, ids: Sequence[list[int]]) -> list[float]:
+        """Return the scores of B conversations, each of at most T tokens, in one forward pass."""
+        import torch
+
+        _, model = self._tokenizer_and_model
+        longest = max(map(len, ids))
+        padding = [longest - len(tokens) for tokens in ids]
+        pad = model.config.pad_token_id
+        ids_BT = [[*tokens, *[pad] * count] for tokens, count in zip(ids, padding, strict=True)]
+        mask_BT = [[1] * (longest - count) + [0] * count for count in padding]
+        with torch.inference_mode():
+            logits = model(
+                input_ids=torch.tensor(ids_BT, device=model.device),
+                attention_mask=torch.tensor(mask_BT, device=model.device),
+            ).logits.float()  # [B, labels]
+            one_label = logits.shape[1] == 1
+            scores_B = logits[:, 0] if one_label else logits.softmax(dim=1)[:, self._label]
+            return [float(score) for score in scores_B.tolist()]
 
     @cached_property
     def _tokenizer_and_model(self) -> tuple[Any, Any]:

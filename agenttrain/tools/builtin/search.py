@@ -59,7 +59,7 @@ class Search:
                 name = document.id if len(texts) == 1 else f"{document.id}#{number}"
                 self._passages.append(replace(document, id=name, text=text))
         vocabulary: dict[str, int] = {}
-        word_ids = [  # [passages, words]
+        word_ids = [  # of each passage, its words
             [
                 vocabulary.setdefault(word, len(vocabulary))
                 for word in words(f"{passage.title}\n{passage.text}")
@@ -94,7 +94,7 @@ class Search:
             return []
         scores_P = self._index.get_scores(terms)  # P passages
         k = min(self._k, len(scores_P))
-        # All passages that tie with the k-th best, whose order a partition leaves undefined.
+        # A partition leaves the order of ties undefined: sort all that tie with the k-th best.
         threshold = max(np.partition(scores_P, -k)[-k], np.finfo(scores_P.dtype).tiny)
         candidates = np.flatnonzero(scores_P >= threshold)
         order = np.argsort(-scores_P[candidates], kind="stable")[:k]
@@ -158,10 +158,10 @@ def split(text: str, max_chars: int) -> Iterator[str]:
     while len(text) > max_chars:
         cut = max_chars
         for mark in BREAKS:
-            # In the second half only, so that pieces are not tiny.
+            # From the middle on only, so that pieces are not tiny.
             position = text.rfind(mark, max_chars // 2, max_chars + 1)
             if position > 0:
-                cut = position + (1 if mark == ". " else 0)
+                cut = position + (1 if mark == ". " else 0)  # the full stop stays
                 break
         yield text[:cut].strip()
         text = text[cut:].strip()

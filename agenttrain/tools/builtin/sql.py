@@ -81,6 +81,7 @@ class Sql:
         self._max_connections = max_connections
         self._lock = threading.Lock()
         self._idle: OrderedDict[str, tuple[Task, sqlite3.Connection]] = OrderedDict()
+        """Rollout -> (its task, its connection, which no call uses now); the oldest first."""
 
     def __call__(self, query: str, context: ToolContext) -> str:
         """Run a read-only SQL query.

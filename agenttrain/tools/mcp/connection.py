@@ -40,6 +40,7 @@ class _Link:
 
     def __init__(self, open_client: OpenClient) -> None:
         self.client: Any = None
+        """The SDK's client; None until the session is established."""
         self.over = asyncio.Event()
         """Set to end the session's task."""
         self.ready = asyncio.Event()
@@ -81,8 +82,13 @@ class Connection:
         logging.getLogger("mcp").addHandler(logging.NullHandler())
         self._open, self._start_s, self._reconnect_s = open_client, start_timeout_s, reconnect_s
         self._link: _Link | None = None
+        """The last session."""
         self._connecting: asyncio.Task[_Link] | None = None
-        self._closed, self._closing = False, threading.Lock()
+        """The last reconnection, for which all calls wait."""
+        self._closed = False
+        self._closing = threading.Lock()
+        """Held by `close`, which any thread may call."""
+        # An event loop of its own, because several loops may send calls over the one session.
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -157,7 +163,6 @@ class Connection:
         for attempt in range(ATTEMPTS):
             link = self._link
             if link is None or not link.alive:
-                # All calls wait for the same reconnection.
                 if self._connecting is None or self._connecting.done():
                     self._connecting = asyncio.create_task(self._reconnect())
                     # asyncio warns of an exception that is never read: callers may be cancelled.
@@ -167,7 +172,7 @@ class Connection:
                 return await link.client.call_tool(name, arguments)
             except Exception as error:
                 if _session_failed(error) or not link.alive:
-                    link.over.set()  # the task ends the session; no call waits for that
+                    link.over.set()  # ends the session, and so the next attempt reconnects
                 elif str(error) == HTTP_REFUSED:  # the session is good: send the call again
                     await asyncio.sleep(PAUSES_S[0] * 2**attempt)
                 else:  # an answer of the server: the call failed
@@ -268,7 +273,7 @@ async def process_transport(
     parameters = StdioServerParameters(command=command[0], args=[*command[1:]], env=dict(env))
     with stderr.open() as errlog:
         async with stdio_client(parameters, errlog=errlog) as streams:
-            errlog.close()
+            errlog.close()  # the server has it: its end is then the end of the pipe
             yield streams
 
 
@@ -276,7 +281,10 @@ async def process_transport(
 async def http_transport(
     url: str, headers: Mapping[str, str], refused: list[int]
 ) -> AsyncIterator[Any]:
-    """Yield the streams of a server over streamable HTTP; `refused` gets the last error status."""
+    """Yield the streams of a server over streamable HTTP.
+
+    `refused` then holds the status of the last response of 400 or more.
+    """
     import httpx2
     from mcp.client.streamable_http import streamable_http_client
 

@@ -65,7 +65,9 @@ class McpServer:
         self._command = None if command is None else [str(word) for word in command]
         self._url, self._prefix = url, prefix
         self._env, self._headers = expanded("env", env), expanded("headers", headers)
-        self._stderr, self._refused = StderrTail(), list[int]()
+        self._stderr = StderrTail()
+        self._refused: list[int] = []
+        """HTTP status of the last refused request of the connection in use, if there was one."""
         self._connection = Connection(
             self._client, start_timeout_s=start_timeout_s, reconnect_s=reconnect_s
         )
@@ -80,7 +82,7 @@ class McpServer:
                         f"allow=[{', '.join(map(str, allow or ()))}]: the server has no tool "
                         f"{name!r}{did_you_mean(str(name), names)}; it has: {', '.join(names)}"
                     )
-            # In the order in which the server lists them.
+            # The tools in use, in the server's order.
             self._listed = [tool for tool in listed if allow is None or tool.name in allow]
         except CannotConnect as error:
             self._connection.close()
@@ -116,6 +118,7 @@ class McpServer:
         if self._command is not None:
             return Client(process_transport(self._command, self._env, self._stderr))
         self._refused.clear()
+        # Expanded only here: `_url` stands in errors, where no secret may.
         url = expanded("url", {"url": self._url})["url"]
         return Client(http_transport(url, self._headers, self._refused))
 

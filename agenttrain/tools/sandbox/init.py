@@ -39,16 +39,20 @@ class InitProcess:
     def __init__(self, control: socket.socket, settings: dict[str, Any]) -> None:
         self._control, self._settings = control, settings
         self._pipe = os.pipe()
+        """A byte in it wakes `run` when a child has ended."""
         self._isolated = settings["backend"] != "none" and os.getpid() == 1
+        """True in a process namespace, where all other processes are the sandbox's."""
         self._workers: dict[int, str] = {}
+        """Process id -> `python` or `bash`."""
         self._running = False
+        """True between `go` and `halt`."""
 
     def run(self) -> None:
         """Serve the parent until it closes the connection; does not return."""
         for name in (signal.SIGINT, signal.SIGTERM):
-            # The first process ignores signals without a handler.
+            # Ignore them: the kernel drops signals to a first process that has no handler.
             signal.signal(name, signal.SIG_DFL)
-        # The end of a child (SIGCHLD) writes a byte to this pipe, which wakes the poll below.
+        # SIGCHLD, at the end of a child, writes a byte to the pipe. It needs a handler for that.
         wakeup_read, wakeup_write = self._pipe
         os.set_blocking(wakeup_write, False)
         os.set_blocking(wakeup_read, False)
@@ -67,15 +71,7 @@ class InitProcess:
                             os.read(number, 4096)
                     elif not self._handle_message():
                         return
-                with suppress(ChildProcessError):
-                    for _ in range(EXITS_AT_ONCE):
-                        pid, status = os.waitpid(-1, os.WNOHANG)
-                        if pid == 0:
-                            break
-                        kind = self._workers.pop(pid, None)
-                        if kind is not None:
-                            exit_code = os.waitstatus_to_exitcode(status)
-                            self._control.send(f"exit {kind} {exit_code}".encode())
+                self._report_exits()
                 limit = self._settings["memory_mb"] << 20
                 if watches_memory and memory_in_use(("/work",)) > limit:
                     self._control.send(b"memory")
@@ -83,6 +79,18 @@ class InitProcess:
         finally:
             self._signal_all(signal.SIGKILL)
             os._exit(0)
+
+    def _report_exits(self) -> None:
+        """Reap children that have ended, and tell the parent of the workers among them."""
+        with suppress(ChildProcessError):  # there is no child
+            for _ in range(EXITS_AT_ONCE):
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:  # all children run
+                    return
+                kind = self._workers.pop(pid, None)
+                if kind is not None:  # None: a process that the code started and left behind
+                    exit_code = os.waitstatus_to_exitcode(status)
+                    self._control.send(f"exit {kind} {exit_code}".encode())
 
     def _handle_message(self) -> bool:
         """Handle one message of the parent; return False if it closed the connection."""
@@ -112,17 +120,18 @@ class InitProcess:
 
     def _signal_all(self, number: int) -> None:
         """Signal every other process of the sandbox."""
-        with suppress(ProcessLookupError):
-            if self._isolated:  # without a process namespace, -1 is every process of the user
+        if self._isolated:
+            with suppress(ProcessLookupError):
                 os.kill(-1, number)
-                return
+            return
+        # Without a process namespace, -1 would be every process of the user.
         for worker in self._workers:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(worker, number)
 
     def _exec_worker(self, kind: str, channel: int, output: int) -> None:
         """Turn this fork into the worker `kind`; drop files and handlers of the first process."""
-        os.setsid()
+        os.setsid()  # its process group, for `_signal_all`
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._control.close()
@@ -141,8 +150,8 @@ class InitProcess:
             repl.run(socket.socket(fileno=channel), self._settings["packages"])
             return
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-        os.dup2(channel, CHANNEL)
-        os.dup2(channel, 0)
+        os.dup2(channel, CHANNEL)  # for answers
+        os.dup2(channel, 0)  # for commands
         os.closerange(3, CHANNEL)
         os.closerange(CHANNEL + 1, 64)
         os.execv("/bin/bash", ["bash", "--noprofile", "--norc"])

@@ -46,7 +46,7 @@ def main() -> None:
 def _isolate(settings: dict[str, Any], control: socket.socket) -> None:
     """Enter new namespaces, hide the machine's files, and drop privileges."""
     user: int | None = settings["user"]
-    die_first()
+    die_first()  # before other processes, if the machine runs out of memory
     if settings["backend"] == "unshare":
         outer_user, outer_group = os.geteuid(), os.getegid()
         namespaces = system.CLONE_NEWNS | system.CLONE_NEWPID | system.CLONE_NEWNET

@@ -61,15 +61,18 @@ class Jail:
         self.lock = asyncio.Lock()
         """Held during a call: calls run one at a time. Between them all processes are stopped."""
         self.alive = False
+        """True while calls can run."""
         self.started = False
+        """True once `start` was called, also if it failed."""
         self.interrupt: Callable[[], None] | None = None
-        """Set during a call: called before the files that it reads are closed."""
-        # The connection to its first process: `init.py` lists the messages.
+        """Set during a call: `kill` calls it before it closes the files that the call reads."""
+        # The connection to the sandbox's first process: `init.py` lists the messages.
         self.control, self._inner_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control.setblocking(False)
         self._process: ChildProcess | None = None
         self._workers: dict[str, SandboxProcess] = {}
         self._folder: TemporaryFolder | None = None
+        """Holds /work if the backend is `none`."""
 
     async def start(self) -> None:
         """Start the sandbox; raises SandboxError with the reason if it does not start."""
@@ -89,7 +92,7 @@ class Jail:
         if answer != b"ready":
             problem = answer.removeprefix(b"failed ").decode(errors="replace")
             if not problem and self._process is not None:
-                # It ended before it could answer: its last line of output says why.
+                # b"": the process ended before it could answer. Its last line of output says why.
                 lines = self._process.printed().splitlines()
                 problem = lines[-1] if lines else "it ended before it was ready"
             self.kill()
@@ -158,7 +161,7 @@ class Jail:
             settings = inside(self.settings, self.backend, control=number, work=work, user=user)
             wrapper = [*bubblewrap(user), "--"] if self.backend == "bwrap" else []
             code = START.format(root=PACKAGE_ROOT)
-            # The code sees none of this process's variables.
+            # The code sees none of the environment variables of this process.
             environment = {
                 "PATH": f"{os.path.dirname(interpreter())}:/usr/local/bin:/usr/bin:/bin",
                 "HOME": work,
@@ -186,10 +189,11 @@ def inside(
 ) -> dict[str, object]:
     """Return the settings with which `inside_setup.py` starts a sandbox."""
     limits = asdict(settings)
-    for name in ("sandbox", "call_s", "max_chars"):
+    for name in ("sandbox", "call_s", "max_chars"):  # of use outside only
         del limits[name]
     packages = None if settings.packages is None else os.path.realpath(settings.packages)
     prefix = os.path.realpath(sys.base_prefix)
+    # Folders to make visible: /usr is visible in every sandbox.
     folders = [path for path in (prefix, packages) if path and not path.startswith("/usr/")]
     return {
         **limits,

@@ -36,10 +36,13 @@ class Pool:
     def __init__(self, settings: SandboxSettings, backend: str) -> None:
         self._settings, self._backend = settings, backend
         self._jails: dict[str, Jail] = {}
+        """Rollout -> its sandbox."""
         self._ending: dict[Jail, str] = {}
+        """Killed sandbox whose processes may still run -> its rollout."""
         self._lost: dict[str, str] = {}
         """Rollout -> why its sandbox was lost; removed once the model has read it."""
         self._users = 0
+        """Tools that use this pool and are not closed."""
 
     @classmethod
     def of(cls, settings: SandboxSettings) -> Pool:
@@ -179,7 +182,7 @@ async def _probe(backend: str) -> str | None:
     try:
         printed = await pool.call("probe", "python", PROBE)
     except (ToolFailure, ToolUnavailable) as error:
-        printed = str(error).rpartition("is broken: ")[2]
+        printed = str(error).rpartition("is broken: ")[2]  # the reason alone
     finally:
         await pool.release("probe")
     return None if printed == PROBE_PRINTS else printed

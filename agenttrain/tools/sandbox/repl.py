@@ -51,6 +51,7 @@ def run(channel: socket.socket, packages: str | None) -> None:
 
 def _run_call(code: str, name: str, namespace: dict[str, Any]) -> bool:
     """Run the code of one call; return True if it raised."""
+    # Tracebacks then show the lines of this code.
     linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
     try:
         for part, is_shown in _compiled(code, name):

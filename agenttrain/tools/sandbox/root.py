@@ -35,12 +35,13 @@ from agenttrain.tools.sandbox.system import (
 HOST = "/.host"
 """Folder of the machine's own root while the new root is built."""
 DISK = "/.disk"
+"""Memory of the folders that can be written to, while the new root is built."""
 LAYERS = "/.layers"
+"""Top layers of the overlays, while the new root is built."""
 PROGRAMS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 SETTINGS = ("/etc/ld.so.cache", "/etc/alternatives")
 DEVICES = ("null", "zero", "full", "random", "urandom")
 FILES = 20_000
-"""Limit of files and folders that the code can create."""
 
 
 class Root(NamedTuple):
@@ -49,7 +50,9 @@ class Root(NamedTuple):
     disk_mb: int
     """Size of all folders that can be written to."""
     files: int = FILES
+    """Limit of files and folders that the code can create."""
     home: str = "/work"
+    """Home folder in /etc/passwd."""
     writable: Sequence[str] = ("/work", "/tmp", "/dev/shm")
     """Folders that the code can write to; empty at first."""
     programs: Sequence[str] = ()
@@ -75,7 +78,7 @@ def build_root(root: Root, *, user: int) -> None:
     `user` is the one that the code will have.
     """
     submounts = list(_mount_points())
-    mount("none", "/", None, MS_REC | MS_PRIVATE)
+    mount("none", "/", None, MS_REC | MS_PRIVATE)  # later mounts do not reach the machine
     # /tmp always exists. The mount hides its files only until the old root appears at HOST.
     flags = MS_NOSUID | MS_NODEV
     mount("tmpfs", "/tmp", "tmpfs", flags, "size=1m,nr_inodes=4000,mode=755")
@@ -86,17 +89,7 @@ def build_root(root: Root, *, user: int) -> None:
         _expose(path)
     _write_settings(root.home, user)
     _make_devices(root.terminals)
-    os.mkdir(DISK)
-    options = f"size={root.disk_mb}m,nr_inodes={root.files},mode=755"
-    mount("tmpfs", DISK, "tmpfs", flags, options)
-    for index, path in enumerate(sorted(root.writable)):
-        folder = f"{DISK}/{index}"
-        os.mkdir(folder)
-        os.chmod(folder, 0o1777)
-        os.chown(folder, user, user)
-        _bind(folder, path, 0)
-    unmount(DISK)
-    os.rmdir(DISK)
+    _make_writable_folders(root, user)
     _show_all(root, submounts)
     for place, source in root.sockets.items():
         _bind(HOST + source, place, ATTR_NOSUID | ATTR_NODEV)
@@ -110,6 +103,21 @@ def build_root(root: Root, *, user: int) -> None:
     unmount(HOST)
     os.rmdir(HOST)
     restrict_mount("/", ATTR_RDONLY, recursive=False)
+
+
+def _make_writable_folders(root: Root, user: int) -> None:
+    """Make the folders of `root.writable` as parts of one file system in memory, with one limit."""
+    os.mkdir(DISK)
+    options = f"size={root.disk_mb}m,nr_inodes={root.files},mode=755"
+    mount("tmpfs", DISK, "tmpfs", MS_NOSUID | MS_NODEV, options)
+    for index, path in enumerate(sorted(root.writable)):
+        folder = f"{DISK}/{index}"
+        os.mkdir(folder)
+        os.chmod(folder, 0o1777)
+        os.chown(folder, user, user)
+        _bind(folder, path, 0)
+    unmount(DISK)  # the bound folders stay mounted
+    os.rmdir(DISK)
 
 
 def _write_settings(home: str, user: int) -> None:
@@ -167,7 +175,7 @@ def _show_all(root: Root, submounts: Sequence[str]) -> None:
 def _show(path: str, layer: str, root: Root) -> None:
     """Mount a folder of the machine read-only as an overlay, in which its sockets lead nowhere.
 
-    The upper `layer` holds whiteouts, devices 0:0, for hidden paths. It also holds copies of the
+    The `layer` on top holds whiteouts, devices 0:0, for hidden paths. It also holds copies of the
     folders above visible ones, with permission to enter, for code of another user than their owner.
     """
     os.mkdir(layer, 0o755)
@@ -180,6 +188,7 @@ def _show(path: str, layer: str, root: Root) -> None:
         if is_within(place, path) and place != path:
             _copy_folders(os.path.dirname(place), path, layer, added=0o011)
     _make_folder(path)
+    # The first folder is on top. overlayfs reads colons and commas in a path only with a backslash.
     lower = ":".join(re.sub(r"([\\:,])", r"\\\1", folder) for folder in (layer, HOST + path))
     flags = MS_RDONLY | MS_NOSUID | MS_NODEV
     mount("overlay", path, "overlay", flags, f"lowerdir={lower},userxattr")
@@ -224,7 +233,7 @@ def _expose(path: str) -> None:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         if not os.path.lexists(path):
             os.symlink(os.readlink(source), path)
-    elif os.path.exists(source) and not os.path.ismount(path):
+    elif os.path.exists(source) and not os.path.ismount(path):  # not visible already
         _bind(source, path, ATTR_RDONLY | ATTR_NOSUID | ATTR_NODEV)
 
 

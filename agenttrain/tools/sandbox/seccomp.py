@@ -96,37 +96,48 @@ NUMBER_AT, ARCHITECTURE_AT, ARGUMENT_AT = 0, 4, 16
 def program(machine: str, permitted: Sequence[str] = ()) -> list[bytes]:
     """Return the filter as instructions of classic BPF. Raises ValueError for another machine.
 
-    `permitted` are the names in `REFUSED` that the filter allows. An instruction EQUAL, AT_LEAST or
-    ANY_BIT skips as many instructions as its last two numbers say: if true, if false.
+    `permitted` are the names in `REFUSED` that the filter allows. A test (EQUAL, AT_LEAST, ANY_BIT)
+    compares the number that was loaded last. Its last two arguments are the numbers of instructions
+    to skip: if the test is true, if it is false.
     """
     column = tuple(ARCHITECTURE).index(machine)
-    lines = [
-        *(_op(LOAD, ARCHITECTURE_AT), _op(EQUAL, ARCHITECTURE[machine], 1, 0), _op(RETURN, KILL)),
-        _op(LOAD, NUMBER_AT),
-        *(_op(AT_LEAST, X32, 0, 1), _errno(ENOSYS)),
-        # A filter cannot read the flags of clone3. Without it, libraries use clone.
-        *(_op(EQUAL, CLONE3[column], 0, 1), _errno(ENOSYS)),
-    ]
-    for numbers in (REFUSED[name] for name in REFUSED if name not in permitted):
-        lines += [_op(EQUAL, numbers[column], 0, 1), _errno(EPERM)]
-    for *call_numbers, argument in SELF_ONLY.values():
-        lines += [
-            *(_op(EQUAL, call_numbers[column], 0, 4), _op(LOAD, ARGUMENT_AT + 8 * argument)),
-            *(_op(EQUAL, 0, 0, 1), _op(RETURN, ALLOW), _errno(EPERM)),
+    lines = [_op(LOAD, ARCHITECTURE_AT), _op(EQUAL, ARCHITECTURE[machine], 1, 0), _op(RETURN, KILL)]
+    lines += [_op(LOAD, NUMBER_AT), _op(AT_LEAST, X32, 0, 1), _errno(ENOSYS)]
+    # A filter cannot read the flags of clone3. Without it, libraries use clone.
+    lines += _on_call(CLONE3[column], [_errno(ENOSYS)])
+    for name, numbers in REFUSED.items():
+        if name not in permitted:
+            lines += _on_call(numbers[column], [_errno(EPERM)])
+    for *numbers_by_machine, argument in SELF_ONLY.values():
+        allow_self = [
+            _op(LOAD, ARGUMENT_AT + 8 * argument),
+            _op(EQUAL, 0, 0, 1),
+            _op(RETURN, ALLOW),
         ]
-    lines += [
-        *(_op(EQUAL, CLONE[column], 0, 4), _op(LOAD, ARGUMENT_AT)),
-        *(_op(ANY_BIT, NAMESPACE_FLAGS, 0, 1), _errno(EPERM), _op(RETURN, ALLOW)),
-        *(_op(EQUAL, SOCKET[column], 1, 0), _op(EQUAL, SOCKETPAIR[column], 0, 6)),
-        _op(LOAD, ARGUMENT_AT),
-        *(_op(EQUAL, family, len(FAMILIES) - i, 0) for i, family in enumerate(FAMILIES)),
-        *(_errno(EAFNOSUPPORT), _op(RETURN, ALLOW)),
-        *(_op(EQUAL, SETSOCKOPT[column], 0, 6 + len(BUFFER_SIZES)), _op(LOAD, ARGUMENT_AT + 8)),
-        *(_op(EQUAL, SOL_SOCKET, 1, 0), _op(RETURN, ALLOW), _op(LOAD, ARGUMENT_AT + 16)),
-        *(_op(EQUAL, kind, len(BUFFER_SIZES) - i, 0) for i, kind in enumerate(BUFFER_SIZES)),
-        *(_op(RETURN, ALLOW), _errno(EPERM), _op(RETURN, ALLOW)),
+        lines += _on_call(numbers_by_machine[column], [*allow_self, _errno(EPERM)])
+    check_flags = [_op(LOAD, ARGUMENT_AT), _op(ANY_BIT, NAMESPACE_FLAGS, 0, 1), _errno(EPERM)]
+    lines += _on_call(CLONE[column], [*check_flags, _op(RETURN, ALLOW)])
+    check_family = [_op(LOAD, ARGUMENT_AT), *_skip_if_in(FAMILIES), _errno(EAFNOSUPPORT)]
+    lines.append(_op(EQUAL, SOCKET[column], 1, 0))  # if true, to `check_family`, as for socketpair
+    lines += _on_call(SOCKETPAIR[column], [*check_family, _op(RETURN, ALLOW)])
+    allow_other_levels = [
+        _op(LOAD, ARGUMENT_AT + 8),
+        _op(EQUAL, SOL_SOCKET, 1, 0),
+        _op(RETURN, ALLOW),
     ]
-    return lines
+    check_option = [_op(LOAD, ARGUMENT_AT + 16), *_skip_if_in(BUFFER_SIZES), _op(RETURN, ALLOW)]
+    lines += _on_call(SETSOCKOPT[column], [*allow_other_levels, *check_option, _errno(EPERM)])
+    return [*lines, _op(RETURN, ALLOW)]
+
+
+def _on_call(number: int, block: list[bytes]) -> list[bytes]:
+    """Return instructions that run `block`, which returns, on the system call of this number."""
+    return [_op(EQUAL, number, 0, len(block)), *block]
+
+
+def _skip_if_in(values: Sequence[int]) -> list[bytes]:
+    """Return instructions that skip the next one if the number loaded last is one of `values`."""
+    return [_op(EQUAL, value, len(values) - index, 0) for index, value in enumerate(values)]
 
 
 def _op(code: int, value: int, skip_if_true: int = 0, skip_if_false: int = 0) -> bytes:

@@ -90,6 +90,7 @@ class Output:
         self._max_bytes = 4 * max_chars  # of head and tail each; UTF-8 has up to 4 per character
         self._head, self._tail = bytearray(), bytearray()
         self.size = 0
+        """Bytes of the whole output."""
 
     def add(self, data: bytes) -> None:
         """Append output."""
@@ -101,8 +102,8 @@ class Output:
 
     def text(self) -> str:
         """Return the text, clipped in the middle with a marker; invalid UTF-8 becomes U+FFFD."""
-        missing = self.size - len(self._head) - len(self._tail)
-        if missing == 0:
+        missing_bytes = self.size - len(self._head) - len(self._tail)
+        if missing_bytes == 0:
             head = tail = (self._head + self._tail).decode("utf-8", "replace").rstrip("\n")
             length = len(head)
             if length <= self._max_chars:
@@ -110,11 +111,12 @@ class Output:
         else:
             head = self._head.decode("utf-8", "replace")
             tail = self._tail.decode("utf-8", "replace").rstrip("\n")
-            length = len(head) + missing + len(tail)
-        half = (self._max_chars + 1) // 2
-        last = self._max_chars - half
-        end = tail[len(tail) - last :]
-        return f"{head[:half]}… [{length - self._max_chars} characters left out] …{end}"
+            length = len(head) + missing_bytes + len(tail)  # at most: a character has 1 to 4 bytes
+        head_chars = (self._max_chars + 1) // 2
+        tail_chars = self._max_chars - head_chars
+        end = tail[len(tail) - tail_chars :]
+        left_out = length - self._max_chars
+        return f"{head[:head_chars]}… [{left_out} characters left out] …{end}"
 
 
 async def run_call(jail: Jail, kind: str, code: str, settings: SandboxSettings) -> CodeOutcome:
@@ -140,29 +142,21 @@ class _Call:
         self._jail, self._kind, self._limit_s = jail, kind, settings.call_s
         self._worker: SandboxProcess = jail.worker(kind)
         self._output = Output(settings.max_chars)
-        self._noise = bytearray()
+        self._received = bytearray()
+        """Data of the interpreter's channel: the answer, and what the code may have written."""
         self._nonce = secrets.token_hex(16)
+        """First word of the answer, which the code cannot guess."""
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[tuple[End, int]] = self._loop.create_future()
+        """(how the call ended, status), set by one of the readers."""
         self._watched: set[int] = set()
+        """File descriptors whose readers the event loop calls."""
 
     async def run(self, code: str) -> CodeOutcome:
         """Send the code, and wait until one of the readers ends the call."""
         self._jail.interrupt = self._on_interrupt
-        if self._kind == "python":
-            request = json.dumps({"nonce": self._nonce, "code": code}) + "\n"
-        else:
-            request = BASH_CALL.format(code=shlex.quote(code), nonce=self._nonce)
-        data = request.encode("utf-8", "replace")
         self._jail.control.send(b"go")
-        try:
-            sent_bytes = self._worker.channel.send(data)
-        except OSError:
-            sent_bytes = 0
-        if sent_bytes != len(data):
-            # Earlier code closed the channel or left it unread. Or the sandbox is ending: then
-            # `_read_control` learns of it first.
-            self._loop.call_later(DEATH_REPORT_S, self._finish, End.broken)
+        self._send(code)
         self._watch(self._jail.control.fileno(), self._read_control)
         self._watch(self._worker.channel.fileno(), self._read_answer)
         self._watch(self._worker.output, self._read_output)
@@ -176,16 +170,36 @@ class _Call:
             self._unwatch(*self._watched)
         if end in (End.done, End.failed, End.exited):
             self._jail.control.send(b"halt")
-            # All output from before the end is in the pipe by now.
-            limit = self._output.size + (1 << 20)
-            with suppress(BlockingIOError):
-                while self._output.size < limit and (data := os.read(self._worker.output, CHUNK)):
-                    self._output.add(data)
+            self._drain_output()
             if end is End.exited:
                 self._jail.forget(self._kind)
         else:
             self._jail.kill()
         return CodeOutcome(end=end, output=self._output.text(), status=status)
+
+    def _send(self, code: str) -> None:
+        """Send the code to the interpreter."""
+        if self._kind == "python":
+            request = json.dumps({"nonce": self._nonce, "code": code}) + "\n"
+        else:
+            request = BASH_CALL.format(code=shlex.quote(code), nonce=self._nonce)
+        data = request.encode("utf-8", "replace")
+        try:
+            sent_bytes = self._worker.channel.send(data)
+        except OSError:
+            sent_bytes = 0
+        if sent_bytes != len(data):
+            # Earlier code closed the channel or left it unread. Or the sandbox is ending: then
+            # `_read_control` learns of it first.
+            self._loop.call_later(DEATH_REPORT_S, self._finish, End.broken)
+
+    def _drain_output(self) -> None:
+        """Read what the code printed before its end, all of which is in the pipe by now."""
+        # A pipe holds 1 MB at most. Background processes may print until `halt` reaches them.
+        limit = self._output.size + (1 << 20)
+        with suppress(BlockingIOError):
+            while self._output.size < limit and (data := os.read(self._worker.output, CHUNK)):
+                self._output.add(data)
 
     def _watch(self, number: int, reader: Callable[[], None]) -> None:
         """Call `reader` when the file of this number can be read, until the call ends."""
@@ -213,10 +227,10 @@ class _Call:
         number = self._worker.output
         data = os.read(number, CHUNK)
         self._output.add(data)
-        self._unwatch(number)
+        self._unwatch(number)  # for PAUSE_S
         if self._output.size > MAX_OUTPUT_BYTES:
             self._finish(End.flood)
-        elif data:  # read on after a pause; at the end of the file another reader ends the call
+        elif data:  # b"": the interpreter has ended, and `_read_control` will read its status
             self._loop.call_later(PAUSE_S, self._watch, number, self._read_output)
 
     def _read_answer(self) -> None:
@@ -225,15 +239,15 @@ class _Call:
             data = self._worker.channel.recv(CHUNK)
         except OSError:
             data = b""
-        self._noise += data
+        self._received += data
         if not data:
             self._unwatch(self._worker.channel.fileno())
-        for line in self._noise.split(b"\n")[:-1]:
+        for line in self._received.split(b"\n")[:-1]:  # the complete lines
             words = line.split()
             if len(words) == 2 and words[0] == self._nonce.encode() and words[1].isdigit():
-                status = int(words[1][:3])
+                status = int(words[1][:3])  # 0 to 255; the code may have sent more digits
                 self._finish(End.failed if status else End.done, status)
-        if len(self._noise) > MAX_NOISE_BYTES:
+        if len(self._received) > MAX_NOISE_BYTES:
             self._finish(End.broken)
 
     def _read_control(self) -> None:
@@ -242,13 +256,13 @@ class _Call:
             words = self._jail.control.recv(4096).decode().split()
         except OSError:
             words = []
-        if not words:
+        if not words:  # the connection is closed
             self._unwatch(self._jail.control.fileno())
             if not self._ended.done():
                 self._ended.set_exception(SandboxError("the sandbox ended by itself"))
         elif words[0] in (End.memory, End.full):
             self._finish(End(words[0]))
-        elif words[:2] == ["exit", self._kind]:
+        elif words[:2] == ["exit", self._kind]:  # `exit python 1`, in a call of `python`
             self._finish(End.exited, int(words[2]))
-        elif words[0] == "exit":
+        elif words[0] == "exit":  # the other interpreter, which a later call starts again
             self._jail.forget(words[1])
