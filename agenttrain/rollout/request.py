@@ -61,13 +61,18 @@ class BatchRequest:
     def rollouts(
         self, place: int, task: Task, prompt_ids: Sequence[int] | None
     ) -> list[RolloutRequest]:
-        """Return the requests for a task's group; `prompt_ids` is as in RolloutRequest."""
+        """Return the requests for the group of `task`, which stands at `place` in the step.
+
+        `prompt_ids` is the rendered prompt, if the rollouts of the group share it.
+        """
         group_id = f"{self.name}-{place}"
         return [
             RolloutRequest(
                 task=task,
                 sampling=replace(
-                    self.sampling, seed=derive_seed(*self.seed_path, place, sample, 0)
+                    # The last part is always 0; without it, old runs would not repeat.
+                    self.sampling,
+                    seed=derive_seed(*self.seed_path, place, sample, 0),
                 ),
                 rollout_id=f"{group_id}-{sample}",
                 group_id=group_id,
