@@ -86,7 +86,9 @@ class HeldOutLoss:
     loss: float
     """Nats per token."""
     tokens: int
+    """Assistant tokens of the conversations."""
     conversations: int
+    # As an Evaluation has them.
     label: str = "held_out"
     rollouts: Sequence[Rollout] = ()
 
@@ -184,7 +186,7 @@ class Best:
 
     @property
     def step(self) -> int | None:
-        """Number of steps after which it was made."""
+        """Number of steps after which the best evaluation was made; None before the first."""
         return None if self.record is None else self.record["step"]
 
     def consider(self, step: int, evaluations: Sequence[Scores | HeldOutLoss]) -> bool:
@@ -234,10 +236,10 @@ async def evaluate(
             evaluation = summarise(label, merge_shares(shares), config.group_by)
             _warn_of_unscored(evaluation)
         # The other processes get the results without the rollouts.
-        results = evaluation and replace(evaluation, rollouts=[])
-        results = world.broadcast(results, "the results of an evaluation")
-        assert results is not None  # the main process has sent them
-        evaluations.append(evaluation or results)
+        results = None if evaluation is None else replace(evaluation, rollouts=[])
+        received = world.broadcast(results, "the results of an evaluation")
+        assert received is not None, "the main process has sent its results"
+        evaluations.append(evaluation or received)
     return evaluations
 
 
@@ -328,6 +330,7 @@ def to_json(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
         results["questions"] = evaluation.questions
         results[f"reward{suffix}"] = evaluation.reward.mean
         results |= {f"pass@{k}{suffix}": value.mean for k, value in evaluation.pass_at.items()}
+    # Of each evaluation the fields of Scores: no rollouts and no counts of them.
     names = [field.name for field in fields(Scores)]
     results["scores"] = [
         {name: value for name, value in asdict(replace(e, rollouts=[])).items() if name in names}

@@ -43,7 +43,7 @@ class PastTurn:
         return self if replies == self.replies else replace(self, replies=replies, suffix=None)
 
     def ids(self, chat: Chat) -> list[int]:
-        """Return its ids in a context: the completion, the replies, the generation prompt."""
+        """Return the turn's ids: the completion, the replies, the next generation prompt."""
         suffix = self.suffix
         if suffix is None:
             suffix = chat.suffix(
@@ -126,7 +126,7 @@ class DropToolResults:
 
 
 def make_compaction(limits: RolloutConfig) -> Compaction | None:
-    """Return the compaction of one rollout, or None. Raises ValueError."""
+    """Return the compaction of one rollout; None if the run has none. Raises ConfigError."""
     if limits.compaction == NO_COMPACTION:
         return None
     path = COMPACTIONS.get(limits.compaction, limits.compaction)

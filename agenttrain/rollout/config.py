@@ -182,7 +182,7 @@ class EvalConfig:
     group_by: Data[str | None] = None
     """Column by whose values the reward is broken down, e.g. `family`."""
     tools: Data[list[str] | None] = None
-    """Those of the run's tools that evaluated rollouts have, e.g. [search]; None: all."""
+    """Tools of evaluated rollouts, among those of the run, e.g. [search]; None: all."""
     max_turns: Whole | None = Field(default=None, ge=1)
     """None: as rollout.max_turns."""
     max_turn_tokens: Whole | None = Field(default=None, ge=1)
@@ -242,6 +242,7 @@ class RolloutRequest:
     rollout_id: str = "rollout"
     """Unique among the rollouts in flight: engines and tools file a rollout's state under it."""
     group_id: str = ""
+    """Id that all rollouts of the task in this step share."""
     place: int = 0
     """Position of its task among those of the step."""
     sample: int = 0
