@@ -87,12 +87,14 @@ class EngineDescription:
     max_context: int
     own_weights: bool
     """The engine is a `Separate` one. The fields below describe such an engine."""
+    # Attributes of `Separate`, `ModelNames` and `Quantized` (`agenttrain.engines.base`).
     takes_adapters: bool = False
     model_names: bool = False
     quantized: bool = False
     broadcasts: bool = False
+    """The engine takes weights by a broadcast, not by files."""
     dtype: str | None = None
-    """Number format of its weights; None: the policy's."""
+    """Number format of the engine's weights; None: the policy's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,8 +173,10 @@ class RolloutStatus:
     progress: int
     """Counter that rises with every request to the engine and every finished rollout."""
     finished: int
+    """Finished rollouts of the request, of `total`."""
     total: int
     waiting: list[Waiting]
+    """The rollouts, each with the thing that it waits for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +198,7 @@ class RequestFailure:
 
     @classmethod
     def of(cls, error: Exception) -> RequestFailure:
-        """Return the message with an error."""
+        """Return the answer that carries `error`."""
         attributes = {}
         for name, value in vars(error).items():
             if name in CARRIED:
@@ -210,8 +214,8 @@ class RequestFailure:
     def raised(self) -> Exception:
         """Return the error to raise in the trainer.
 
-        It has its own class if that is an AgenttrainError, a ValueError or an OSError; otherwise it
-        is a RolloutsFailed.
+        An AgenttrainError, ValueError or OSError keeps its class, also a subclass of them. Any
+        other error becomes a RolloutsFailed.
         """
         if self.module.startswith("agenttrain."):
             import_module(self.module)  # so that __subclasses__ below has the error's class

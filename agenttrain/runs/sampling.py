@@ -82,7 +82,7 @@ def vision_of(config: RunConfig) -> Vision | None:
     """
     placeholders = placeholders_of(config)
     trained = config.model.vision is VisionTower.trained
-    if isinstance(placeholders, str):
+    if isinstance(placeholders, str):  # the reason why the run has no images
         if trained:
             raise ConfigError(f"model.vision=trained: {placeholders}; leave model.vision out")
         return None

@@ -93,10 +93,9 @@ class Journal:
         later = [entry for entry in entries if entry.step >= step]
         usable: dict[int, Entry] = {}
         for entry in later:
-            settings_fit = entry.settings == self._settings
-            if _weights_fit(entry, version, max_staleness) and settings_fit:
-                if self._is_intact(entry):
-                    usable[entry.serial] = entry
+            weights_fit = _weights_fit(entry, version, max_staleness)
+            if weights_fit and entry.settings == self._settings and self._is_intact(entry):
+                usable[entry.serial] = entry
         usable_paths = {entry.path for entry in usable.values()}
         dropped = [entry for entry in later if entry.path not in usable_paths]
         for file in (self._folder / GROUPS).iterdir():
