@@ -120,9 +120,9 @@ class Evaluator(ABC):
     async def evaluate(self) -> Sequence[Evaluation | HeldOutLoss]:
         """Evaluate the current policy; all processes together."""
 
-    @abstractmethod
     def summary(self, evaluations: Sequence[Evaluation | HeldOutLoss]) -> dict[str, Any]:
-        """Return an evaluation for summary.json."""
+        """Return the result of `evaluate` for summary.json."""
+        return to_json([e for e in evaluations if isinstance(e, Evaluation)])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -141,10 +141,6 @@ class TaskEvaluator(Evaluator):
             world=self.world,
             costs=self.source.costs.copy(),
         )
-
-    def summary(self, evaluations: Sequence[Evaluation | HeldOutLoss]) -> dict[str, Any]:
-        """Return an evaluation for summary.json."""
-        return to_json([e for e in evaluations if isinstance(e, Evaluation)])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -173,7 +169,7 @@ class LossEvaluator(Evaluator):
         return [HeldOutLoss(loss=-total / tokens, tokens=tokens, conversations=conversations)]
 
     def summary(self, evaluations: Sequence[Evaluation | HeldOutLoss]) -> dict[str, Any]:
-        """Return an evaluation for summary.json."""
+        """Return the result of `evaluate` for summary.json."""
         return evaluations[0].metrics() if evaluations else {}
 
 

@@ -13,7 +13,7 @@ from typing import Protocol, cast
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.encoding import ChatError
 from agenttrain.rollout.config import COMPACTIONS, NO_COMPACTION, RolloutConfig
-from agenttrain.rollout.replies import Suffix
+from agenttrain.rollout.replies import Suffix, suffix_after
 from agenttrain.types import AssistantTurn, Completion, ConfigError, Finish, Message, ToolCall
 from agenttrain.utils.locate import locate
 
@@ -46,13 +46,7 @@ class PastTurn:
         """Return the turn's ids: the completion, the replies, the next generation prompt."""
         suffix = self.suffix
         if suffix is None:
-            suffix = chat.suffix(
-                self.turn,
-                self.replies,
-                completion_ids=self.completion.token_ids,
-                finish=self.completion.finish,
-                generation_prompt=True,
-            )
+            suffix = suffix_after(chat, self.turn, self.completion, self.replies)
         return [*self.completion.token_ids, *(token for _, ids in suffix for token in ids)]
 
 

@@ -20,7 +20,7 @@ from agenttrain.environments.environments import Environments
 from agenttrain.rollout.config import RolloutConfig
 from agenttrain.rollout.ledger import verify
 from agenttrain.rollout.recorded import ROLLOUT, RecordedRollout, difference, read_again
-from agenttrain.rollout.replies import append_suffix, fit_replies
+from agenttrain.rollout.replies import append_suffix, fit_replies, suffix_after
 from agenttrain.rollout.row_tools import RowTools
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.tracking.rollouts import completions
@@ -290,13 +290,7 @@ class _Conversation:
         if not self.pending:
             self.rollout.stop_reason = StopReason.completed
             return
-        suffix = self.chat.suffix(
-            turn,
-            replies,
-            completion_ids=completion.token_ids,
-            finish=completion.finish,
-            generation_prompt=True,
-        )
+        suffix = suffix_after(self.chat, turn, completion, replies)
         append_suffix(self.trajectory, suffix, replies, self.chat)
         self.trajectory.messages.extend(dict(message) for message in replies)
 

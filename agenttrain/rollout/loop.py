@@ -42,7 +42,13 @@ from agenttrain.rollout.delegation import Agent, CallOrder, SubAgentRequest, Sub
 from agenttrain.rollout.episode import end_episode, score_episode, start_episode
 from agenttrain.rollout.image_replies import refuse_unreadable_images
 from agenttrain.rollout.monitoring import Throttle
-from agenttrain.rollout.replies import Suffix, append_suffix, fit_replies, reply_message
+from agenttrain.rollout.replies import (
+    Suffix,
+    append_suffix,
+    fit_replies,
+    reply_message,
+    suffix_after,
+)
 from agenttrain.rollout.request import RolloutContext, append_prompt
 from agenttrain.rollout.row_tools import RowTools, turn_sampling
 from agenttrain.types import (
@@ -276,7 +282,7 @@ class _Loop:
             if last_message["role"] == "user":  # not answered yet
                 self._past_turns, resume = [], last_message
             ids += completion.token_ids
-            suffix = self._suffix(summary, [resume], completion)
+            suffix = suffix_after(self.chat, summary, completion, [resume])
             ids += [token_id for _, span_ids in suffix for token_id in span_ids]
             messages += [summary.message(), resume]
             self._tokens_before += self.trajectory.length - self._uncounted
@@ -286,6 +292,7 @@ class _Loop:
             messages += [past.turn.message(), *past.replies]
         if len(ids) > limit:
             return StopReason.context_full
+        # The new trajectory branches where its ids begin to differ: shared ids count once.
         shared = common_prefix(np.array(long.token_ids), np.array(ids))
         self.trajectory = self.rollout.branch(
             long.index, shared, role=self.agent.role, delegation=self.agent.delegation
@@ -306,7 +313,7 @@ class _Loop:
         long, last, request = self.trajectory, self._past_turns[-1], request_message(compaction)
         unanswered = last.replies[-1]["role"] == "user"
         replies = [] if unanswered else [*last.replies]
-        suffix = self._suffix(last.turn, [*replies, request], last.completion)
+        suffix = suffix_after(self.chat, last.turn, last.completion, [*replies, request])
         # Branch after the last completion: the request is rendered together with its replies.
         position = long.length - sum(len(span_ids) for _, span_ids in last.suffix or ())
         self.trajectory = self.rollout.branch(
@@ -342,18 +349,6 @@ class _Loop:
     def _may_summarise(self) -> bool:
         """Return True if the compaction has summaries and `max_turns` allows one and a turn."""
         return self._reserved > 0 and self._turns + 1 < self.limits.max_turns
-
-    def _suffix(
-        self, turn: AssistantTurn, replies: Sequence[Message], completion: Completion
-    ) -> Suffix:
-        """Return the ids of the replies to a turn and of the next generation prompt."""
-        return self.chat.suffix(
-            turn,
-            replies,
-            completion_ids=completion.token_ids,
-            finish=completion.finish,
-            generation_prompt=True,
-        )
 
     def _add(self, *messages: Message) -> None:
         self.trajectory.messages.extend(messages)
@@ -480,12 +475,8 @@ class _Loop:
         if episode_end is None and out_of_turns:
             return StopReason.max_turns
         question: Message = {"role": "user", "content": text}
-        suffix = self.chat.suffix(
-            turn,
-            [question],
-            completion_ids=completion.token_ids,
-            finish=completion.finish,
-            generation_prompt=episode_end is None,
+        suffix = suffix_after(
+            self.chat, turn, completion, [question], generation_prompt=episode_end is None
         )
         # A tool's text may be clipped to fit, a question may not: it would be another question.
         # If a turn follows, one token of it has to fit too.

@@ -70,6 +70,7 @@ class RowTools:
         declared = (*toolbox.names, *self._methods.names)
         listed = declared if task.tools is None else task.tools
         self.row_tools = {tool.name: tool for tool in listed if isinstance(tool, RowTool)}
+        """The row's own tools, by name."""
         self.names = tuple(tool.name if isinstance(tool, RowTool) else tool for tool in listed)
         for tool in listed:
             if isinstance(tool, str) and tool not in declared:
@@ -86,6 +87,7 @@ class RowTools:
             name: self._check_row_tool(tool, executed=executed)
             for name, tool in self.row_tools.items()
         }
+        """Readers of the arguments of the row's own tools, by name."""
         self.schemas: list[dict[str, Any]] = [
             {
                 "type": "function",

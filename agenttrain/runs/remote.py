@@ -19,7 +19,7 @@ from agenttrain.engines.base import Engine, EngineError
 from agenttrain.engines.broadcast import Regathered, WeightSender
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.weight_files import BadWeights, WeightFiles, WeightWriter
-from agenttrain.evaluation import Evaluation, Evaluator, HeldOutLoss, to_json
+from agenttrain.evaluation import Evaluation, Evaluator, HeldOutLoss
 from agenttrain.rollout.collector import Collected, MetricNames
 from agenttrain.rollout.sharing import assign_tasks
 from agenttrain.rollout.source import STATE, merge_batches
@@ -349,10 +349,6 @@ class RemoteEvaluator(Evaluator):
         results = evaluations and [replace(e, rollouts=[]) for e in evaluations]
         received = self.world.broadcast(results, "the results of an evaluation")
         return evaluations or received or []
-
-    def summary(self, evaluations: Sequence[Evaluation | HeldOutLoss]) -> dict[str, Any]:
-        """Return an evaluation for summary.json."""
-        return to_json([e for e in evaluations if isinstance(e, Evaluation)])
 
 
 def make_remote_source(

@@ -536,8 +536,8 @@ def _check_prompts_fit(components: Components, *, training: bool) -> None:
         train_count = 0
     test_count = min(config.eval.questions, len(tasks.test))
     for key, count in (("data.train", train_count), ("data.test", test_count)):
-        rendered = lengths.get(key, ())[:count]
-        if not rendered or min(rendered) < context:
+        first_lengths = lengths.get(key, ())[:count]
+        if not first_lengths or min(first_lengths) < context:  # nothing to check, or one fits
             continue
         # All prompts rendered so far are too long: only now is it worth rendering the others.
         later_tasks = tasks.by_key[key].tasks(RENDERED_TASKS, max(count - RENDERED_TASKS, 0))
@@ -545,7 +545,7 @@ def _check_prompts_fit(components: Components, *, training: bool) -> None:
             setting = "" if config.engine.max_context is None else "engine.max_context="
             raise ChatError(
                 f"{key}: the prompts of all {count} tasks that are drawn first leave no room: they "
-                f"have {min(rendered)} tokens or more, and the context is {setting}{context}; "
+                f"have {min(first_lengths)} tokens or more, and the context is {setting}{context}; "
                 "raise it, or give shorter prompts"
             )
 

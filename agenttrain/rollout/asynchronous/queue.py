@@ -68,7 +68,7 @@ class GroupQueue:
             throttle=Throttle(),
         )
         self._groups: dict[int, asyncio.Task[Collected]] = {}
-        """Groups that are sampled or ready, by serial."""
+        """Groups that are sampled or ready, by serial: the number of the task in the run."""
         self._admitted = 0
         """Last step whose groups were started."""
         self._step = 0
