@@ -243,6 +243,7 @@ def _warn_of_unscored(evaluation: Evaluation) -> None:
     """Print why rollouts that ended well have no reward."""
     unscored = [r for r in evaluation.rollouts if may_be_scored(r) and r.reward is None]
     reasons = [r.error for r in unscored if r.error is not None]
+    # No error: every reward function gave None. That is worth a note if no rollout has a reward.
     if not reasons and (reason := why_unrewarded(evaluation.rollouts)):
         print(
             f"note: {evaluation.label} evaluation: not one of {len(evaluation.rollouts)} rollouts "

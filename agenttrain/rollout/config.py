@@ -182,7 +182,7 @@ class EvalConfig:
     group_by: Data[str | None] = None
     """Column by whose values the reward is broken down, e.g. `family`."""
     tools: Data[list[str] | None] = None
-    """Tools of evaluated rollouts, among those of the run, e.g. [search]; None: all."""
+    """Those of the run's tools that evaluated rollouts have, e.g. [search]; None: all."""
     max_turns: Whole | None = Field(default=None, ge=1)
     """None: as rollout.max_turns."""
     max_turn_tokens: Whole | None = Field(default=None, ge=1)

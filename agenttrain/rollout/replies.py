@@ -84,7 +84,7 @@ def fit_replies(
             [{**reply, "content": text} for reply, text in zip(replies, texts, strict=True)]
         )
 
-    if any(isinstance(reply["content"], list) for reply in replies):
+    if any(isinstance(reply["content"], list) for reply in replies):  # texts and images
         fitted = fit_parts(
             chat,
             replies,
@@ -93,7 +93,7 @@ def fit_replies(
             max_result_tokens=max_result_tokens,
         )
         rendered = render(fitted)
-    else:
+    else:  # clip each text to its own limit, then all of them until they fit
         full = [str(reply["content"]) for reply in replies]
         limits = list(max_result_tokens)
         texts = [chat.clip(text, limit) for text, limit in zip(full, limits, strict=True)]

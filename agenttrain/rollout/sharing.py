@@ -56,7 +56,7 @@ class SingleProcess:
         *,
         patient: bool = False,
     ) -> list[Item]:
-        """Return the objects, or raise the failure."""
+        """Return the objects, or raise the failure: there is no other process."""
         if failure is not None:
             raise failure
         return list(objects)

@@ -161,7 +161,7 @@ class RemoteReplica(RemoteEngine):
         """Implement `Replicated.verify`. `problem` is a ProbeCheck, which can be sent."""
         assert isinstance(problem, ProbeCheck)
         scores: list[float] = await self._rollouts.call(ProbeRequest(check=problem), "the probe")
-        await self._end_sync()
+        await self._end_sync()  # a sync ends with its probe
         return scores
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
@@ -284,7 +284,7 @@ class RemoteSource:
         Raises, in all processes, the error that the rollout process raised, and Preempted.
         """
         if self._restarts_seen < self.rollouts.restarts:
-            # The new process has no state. Empty: the run has no finished step.
+            # The new process has no state. Send the last one, if the run has a finished step.
             self._state_to_send = self._state or None
         request = GroupsRequest(step=step, state=self._state_to_send)
         batch = await self.rollouts.ask(request, "the rollouts of a step")

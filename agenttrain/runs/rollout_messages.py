@@ -87,10 +87,12 @@ class EngineDescription:
     max_context: int
     own_weights: bool
     """The engine is a `Separate` one. The fields below describe such an engine."""
-    # Attributes of `Separate`, `ModelNames` and `Quantized` (`agenttrain.engines.base`).
     takes_adapters: bool = False
+    """The engine takes only the model's adapters; False: all weights (`Separate`)."""
     model_names: bool = False
+    """Weights have their names in memory; False: those in the model's files (`ModelNames`)."""
     quantized: bool = False
+    """A small change of the policy's weights may not change the engine's (`Quantized`)."""
     broadcasts: bool = False
     """The engine takes weights by a broadcast, not by files."""
     dtype: str | None = None
@@ -195,6 +197,7 @@ class RequestFailure:
     module: str
     message: str
     attributes: dict[str, Any]
+    """Attributes of the error that the trainer needs (CARRIED)."""
 
     @classmethod
     def of(cls, error: Exception) -> RequestFailure:
