@@ -106,6 +106,7 @@ class Trainer:
     """Scores the rollouts with `algorithm.teacher`; None: there is none."""
     stop_when: StopWhen
     guards: Guards | None = None
+    """Checks of every step; None in supervised runs."""
     best: Best | None = None
     """The best evaluation so far; None if evaluations are not compared."""
     finished_steps: int = 0

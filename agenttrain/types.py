@@ -440,7 +440,7 @@ class Trajectory:
     role: str = MAIN
     """`main`: the attempt at the task itself."""
     parent: tuple[int, int] | None = None
-    """(index, position): the first tokens of that trajectory are its context; None: it has none."""
+    """(index, position): the first tokens of that trajectory are the context; None: no context."""
     delegation: Delegation | None = None
     """Request for the sub-agent whose trajectory this is; None: the task's own agent."""
     schemas: tuple[Mapping[str, Any], ...] | None = None
@@ -469,10 +469,8 @@ class Trajectory:
     def append_sampled(self, completion: Completion, sent: Sequence[int]) -> None:
         """Append one completion as a turn, a span for each policy version that sampled it.
 
-        `sent` are the ids that the engine was asked to continue.
-
-        Raises LedgerError unless `sent` is exactly the concatenation of the spans so far, and the
-        completion's policy versions cover its tokens.
+        `sent` are the ids that the engine was asked to continue. Raises LedgerError unless they are
+        exactly the ids so far, and the completion's policy versions cover its tokens.
         """
         where = f"{self.name} turn {self.turns}"
         if (sent if isinstance(sent, array) else array("q", sent)) != self._ids:

@@ -27,7 +27,7 @@ class PastTurn:
 
     turn: AssistantTurn
     completion: Completion
-    """Its ids, as they were sampled."""
+    """The ids of the turn, as they were sampled."""
     replies: tuple[Message, ...]
     """The tools' replies, or the user's message, as the policy read them."""
     suffix: Suffix | None

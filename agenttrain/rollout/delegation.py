@@ -124,7 +124,7 @@ class CallOrder:
 
         Raises ToolUnavailable if the call was answered meanwhile.
         """
-        for earlier, answered in self._answered.items():
+        for earlier, answered in self._answered.items():  # in call order
             if earlier == call_id:
                 break
             await answered.wait()

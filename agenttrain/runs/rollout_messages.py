@@ -73,6 +73,7 @@ class StartRequest:
     settings: dict[str, Any]
     """The resolved settings, as config.yaml has them."""
     verb: str
+    """`train` or `eval`."""
     folder: str
     """The run folder."""
     on_gpu: bool
