@@ -198,8 +198,8 @@ class Trainer:
         try:
             return await self._retry_after_restart(lambda: self.source.batch(n))
         except EngineDead as error:
-            # The policy is still that of the last finished step. Processes have to save together:
-            # only if the error was raised in all of them do the others not wait elsewhere.
+            # The policy is still that of the last finished step. All processes save together, so
+            # all of them must have got this error.
             if self.run.world.size == 1 or error.everywhere:
                 self.save_checkpoint()
             raise

@@ -259,7 +259,7 @@ class Rollouts:
         if self.process is not None:
             try:
                 await self.process.restart()
-            except RolloutsDead as error:
+            except RolloutsDead as error:  # its message is a sentence
                 problems = [str(error)]
             except Exception as error:
                 problems = [f"{type(error).__name__}: {error}"]

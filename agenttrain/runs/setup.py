@@ -73,7 +73,7 @@ def prepare(
     else:
         with world.together("the files of model.path", CheckpointError, patient=True):
             verify_model(config, world.rank, world.size)
-    if verb == "sft":
+    if verb == "sft":  # `complete` checks the model for the other verbs
         check_model(config, sampled=False)
     components.certificate.raise_if_refused()
     complete(components)
