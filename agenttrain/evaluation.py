@@ -86,7 +86,9 @@ class HeldOutLoss:
     loss: float
     """Nats per token."""
     tokens: int
+    """Assistant tokens of the conversations."""
     conversations: int
+    # As an Evaluation has them.
     label: str = "held_out"
     rollouts: Sequence[Rollout] = ()
 
@@ -118,9 +120,9 @@ class Evaluator(ABC):
     async def evaluate(self) -> Sequence[Evaluation | HeldOutLoss]:
         """Evaluate the current policy; all processes together."""
 
-    @abstractmethod
     def summary(self, evaluations: Sequence[Evaluation | HeldOutLoss]) -> dict[str, Any]:
-        """Return an evaluation for summary.json."""
+        """Return the result of `evaluate` for summary.json."""
+        return to_json([e for e in evaluations if isinstance(e, Evaluation)])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -139,10 +141,6 @@ class TaskEvaluator(Evaluator):
             world=self.world,
             costs=self.source.costs.copy(),
         )
-
-    def summary(self, evaluations: Sequence[Evaluation | HeldOutLoss]) -> dict[str, Any]:
-        """Return an evaluation for summary.json."""
-        return to_json([e for e in evaluations if isinstance(e, Evaluation)])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -171,7 +169,7 @@ class LossEvaluator(Evaluator):
         return [HeldOutLoss(loss=-total / tokens, tokens=tokens, conversations=conversations)]
 
     def summary(self, evaluations: Sequence[Evaluation | HeldOutLoss]) -> dict[str, Any]:
-        """Return an evaluation for summary.json."""
+        """Return the result of `evaluate` for summary.json."""
         return evaluations[0].metrics() if evaluations else {}
 
 
@@ -184,7 +182,7 @@ class Best:
 
     @property
     def step(self) -> int | None:
-        """Number of steps after which it was made."""
+        """Number of steps after which the best evaluation was made; None before the first."""
         return None if self.record is None else self.record["step"]
 
     def consider(self, step: int, evaluations: Sequence[Scores | HeldOutLoss]) -> bool:
@@ -234,10 +232,10 @@ async def evaluate(
             evaluation = summarise(label, merge_shares(shares), config.group_by)
             _warn_of_unscored(evaluation)
         # The other processes get the results without the rollouts.
-        results = evaluation and replace(evaluation, rollouts=[])
-        results = world.broadcast(results, "the results of an evaluation")
-        assert results is not None  # the main process has sent them
-        evaluations.append(evaluation or results)
+        results = None if evaluation is None else replace(evaluation, rollouts=[])
+        received = world.broadcast(results, "the results of an evaluation")
+        assert received is not None, "the main process has sent its results"
+        evaluations.append(evaluation or received)
     return evaluations
 
 
@@ -245,6 +243,7 @@ def _warn_of_unscored(evaluation: Evaluation) -> None:
     """Print why rollouts that ended well have no reward."""
     unscored = [r for r in evaluation.rollouts if may_be_scored(r) and r.reward is None]
     reasons = [r.error for r in unscored if r.error is not None]
+    # No error: every reward function gave None. That is worth a note if no rollout has a reward.
     if not reasons and (reason := why_unrewarded(evaluation.rollouts)):
         print(
             f"note: {evaluation.label} evaluation: not one of {len(evaluation.rollouts)} rollouts "
@@ -328,6 +327,7 @@ def to_json(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
         results["questions"] = evaluation.questions
         results[f"reward{suffix}"] = evaluation.reward.mean
         results |= {f"pass@{k}{suffix}": value.mean for k, value in evaluation.pass_at.items()}
+    # Of each evaluation the fields of Scores: no rollouts and no counts of them.
     names = [field.name for field in fields(Scores)]
     results["scores"] = [
         {name: value for name, value in asdict(replace(e, rollouts=[])).items() if name in names}

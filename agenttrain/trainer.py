@@ -106,6 +106,7 @@ class Trainer:
     """Scores the rollouts with `algorithm.teacher`; None: there is none."""
     stop_when: StopWhen
     guards: Guards | None = None
+    """Checks of every step; None in supervised runs."""
     best: Best | None = None
     """The best evaluation so far; None if evaluations are not compared."""
     finished_steps: int = 0
@@ -197,8 +198,8 @@ class Trainer:
         try:
             return await self._retry_after_restart(lambda: self.source.batch(n))
         except EngineDead as error:
-            # The policy is still that of the last finished step. Other processes have to save
-            # together with this one, and may wait elsewhere.
+            # The policy is still that of the last finished step. All processes save together, so
+            # all of them must have got this error.
             if self.run.world.size == 1 or error.everywhere:
                 self.save_checkpoint()
             raise
@@ -208,7 +209,7 @@ class Trainer:
     ) -> tuple[dict[str, float], list[Rollout]]:
         """Return the metrics and rollouts of the step; `training` are the metrics of the update.
 
-        The main process returns those of all processes, any other process only its own.
+        The main process returns them for all processes, any other process only its own.
         """
         share = (batch, dict(self.run.seconds))
         shares = self.run.world.to_main([share], "the rollouts of a step")
@@ -232,20 +233,22 @@ class Trainer:
         )
 
     async def _retry_after_restart(self, request: Callable[[], Awaitable[Result]]) -> Result:
-        """Return what `request` returns, once more if the engine was started again meanwhile."""
+        """Return the result of `request()`; repeat it if the engine was started again meanwhile."""
         try:
             return await request()
         except EngineRestarted as error:
             self.run.tracker.warn(str(error))
+            # A new engine has no weights of the policy yet.
             with self.run.world.collective("the weights of an engine that was started again"):
                 await self._sync(self.finished_steps)
             return await request()
 
     async def _between_steps(self) -> None:
-        """Evaluate and save where due, also after a resume if the run stopped before it did so.
+        """Evaluate and save if that is due after this step. Raises Preempted after a signal.
 
-        The evaluations before the first and after the last step, and the last checkpoint, are the
-        run's (`agenttrain.runs.run`).
+        A run that stopped before its evaluation or checkpoint was done does them when it resumes.
+        `agenttrain.runs.run` evaluates before the first step, and evaluates and saves after the
+        last.
         """
 
         def is_due(every: int | None) -> bool:
@@ -283,12 +286,12 @@ class Trainer:
     def save_checkpoint(self, *, in_background: bool = False) -> None:
         """Write a checkpoint of the last finished step, unless it exists; mark it if it is best.
 
-        `in_background`: only begin to write it. The one before is finished first.
+        `in_background`: only begin to write the checkpoint.
         """
         step = self.finished_steps
         if in_background and self.checkpoints.pending == step:
             return
-        self._finish_checkpoint(wait=True)
+        self._finish_checkpoint(wait=True)  # at most one is being written
         if self.saved_step == step:
             if self._is_best:
                 self.checkpoints.mark_best(self.policy, step)
@@ -304,7 +307,10 @@ class Trainer:
         self._record_checkpoint(step, path)
 
     def _finish_checkpoint(self, *, wait: bool) -> None:
-        """Complete the checkpoint that was begun, if there is one and it is written."""
+        """Complete the checkpoint that was begun in the background, if there is one.
+
+        Without `wait`, a checkpoint that is still being written stays pending.
+        """
         step = self.checkpoints.pending
         if step is None:
             return

@@ -222,6 +222,7 @@ class ToolCall:
     """A call as parsed from a completion. A malformed call is a call too, with `malformed` set."""
 
     id: str
+    """``call_1_0``: the first call of turn 1."""
     name: str
     """Empty for a malformed call without a name."""
     arguments: dict[str, Any]
@@ -323,12 +324,13 @@ class Done:
 class TurnReward:
     """Return value by which a tool, or an environment's `user`, rewards the turn beside its reply.
 
-    The reward function `turn_rewards` hands the values on to `algorithm.credit`. `content` may be a
-    `Done`. Example: ``TurnReward(0.2, "It opens.")``
+    The reward function `turn_rewards` hands the values on to `algorithm.credit`. Example:
+    ``TurnReward(0.2, "It opens.")``
     """
 
     value: float
     content: Any
+    """The reply; a tool's may be a `Done`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,6 +340,7 @@ class ToolContext:
     rollout_id: str
     task: Task
     turn: int
+    """Turn of the call, from 0."""
     call_id: str
     tool: str = ""
     """Name under which the model called the tool. A row's own tool has another name than the
@@ -345,7 +348,7 @@ class ToolContext:
     run_policy: Callable[..., Awaitable[Delegated]] | None = field(
         default=None, repr=False, compare=False
     )
-    """What `delegate` awaits; None where there is no policy to run."""
+    """Coroutine function that runs a sub-agent for `delegate`; None outside a rollout."""
 
     async def delegate(
         self,
@@ -376,10 +379,10 @@ class Delegated:
     """Outcome of a sub-agent, for the tool that asked for it."""
 
     content: str
-    """Text of its last message; empty if that is no answer of its own."""
+    """Text of the sub-agent's last message; empty if the policy did not write that message."""
     stop_reason: StopReason
     messages: tuple[Message, ...]
-    """Its conversation."""
+    """The sub-agent's conversation, with its prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -390,7 +393,9 @@ class Delegation:
     """(index of the trajectory, turn) of the call."""
     call_id: str
     schemas: tuple[Mapping[str, Any], ...]
+    """Schemas of the sub-agent's tools."""
     max_turns: int
+    """Limits of the sub-agent: its sampled completions, and its sampled and tool tokens."""
     max_tokens: int
 
 
@@ -403,6 +408,7 @@ class Span:
     logprobs: tuple[float, ...] | None = None
     """Same length as token_ids; sampled spans only."""
     turn: int = 0
+    """Turn that sampled the tokens, or the last one before them; 0 for the prompt."""
     policy_version: int | None = None
     """Step whose weights sampled these tokens, 0 for the initial ones; sampled spans only."""
     finish: Finish | None = None
@@ -423,10 +429,9 @@ class Span:
 class Trajectory:
     """One append-only sequence of token ids that the model saw, as spans, with their messages.
 
-    It grows only through `append_sampled` and `append_context`; all else about its tokens is
-    derived from the spans. One that branches from another (`Rollout.branch`) begins with tokens of
-    that one as context, and has spans, mask and logprobs of its own tokens only, so that each
-    sampled token is in one trajectory.
+    Only `append_sampled` and `append_context` add ids; all else about them is derived from the
+    spans. A branch (`Rollout.branch`) begins with ids of its parent as context, and has spans, mask
+    and logprobs of its own ids only, so that each sampled token is in one trajectory.
     """
 
     rollout_id: str
@@ -435,7 +440,7 @@ class Trajectory:
     role: str = MAIN
     """`main`: the attempt at the task itself."""
     parent: tuple[int, int] | None = None
-    """(index, position): the first tokens of that trajectory are its context; None: it has none."""
+    """(index, position): the first tokens of that trajectory are the context; None: no context."""
     delegation: Delegation | None = None
     """Request for the sub-agent whose trajectory this is; None: the task's own agent."""
     schemas: tuple[Mapping[str, Any], ...] | None = None
@@ -457,17 +462,19 @@ class Trajectory:
     advantages: array[float] | None = None
     """[S] Advantage of each sampled token, set by the trainer; None without a reward."""
     _ids: array[int] = field(default_factory=lambda: array("q"))
+    """All ids: those of the context, then those of the spans."""
     images: tuple[PlacedImage, ...] = ()
     """Images of all ids, those of the context included, in order."""
 
     def append_sampled(self, completion: Completion, sent: Sequence[int]) -> None:
-        """Append one completion; `sent` are the ids that the engine was asked to continue.
+        """Append one completion as a turn, a span for each policy version that sampled it.
 
-        Raises LedgerError unless `sent` is exactly the concatenation of the spans so far, and the
-        completion's policy versions cover its tokens.
+        `sent` are the ids that the engine was asked to continue. Raises LedgerError unless they are
+        exactly the ids so far, and the completion's policy versions cover its tokens.
         """
         where = f"{self.name} turn {self.turns}"
         if (sent if isinstance(sent, array) else array("q", sent)) != self._ids:
+            # The first difference, or the end of the shorter one.
             pairs, shorter = zip(sent, self._ids, strict=False), min(len(sent), len(self._ids))
             position = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
             raise LedgerError(
@@ -493,14 +500,18 @@ class Trajectory:
     def append_context(
         self, token_ids: Sequence[int], origin: Origin, images: tuple[PlacedImage, ...] = ()
     ) -> None:
-        """Append ids that the policy did not sample (mask 0), if any, with the images in them."""
+        """Append ids that the policy did not sample (mask 0), with the images in them.
+
+        Does nothing without ids. The context after a turn has the number of that turn.
+        """
         if origin is Origin.sampled:
             raise LedgerError(f"{self.name}: context cannot be of origin `sampled`")
-        if token_ids:
-            turn = max(self.turns - 1, 0)
-            self.spans.append(Span(origin, tuple(token_ids), turn=turn, images=images))
-            self.images += shift_images(images, len(self._ids)) if images else ()
-            self._ids.extend(self.spans[-1].token_ids)
+        if not token_ids:
+            return
+        turn = max(self.turns - 1, 0)
+        self.spans.append(Span(origin, tuple(token_ids), turn=turn, images=images))
+        self.images += shift_images(images, len(self._ids)) if images else ()
+        self._ids.extend(self.spans[-1].token_ids)
 
     @property
     def name(self) -> str:
@@ -527,10 +538,10 @@ class Trajectory:
         return 0 if self.parent is None else self.parent[1]
 
     def context(self, earlier: Sequence[Trajectory]) -> array[int]:
-        """Return the ids that precede it: the first `position` tokens of its parent.
+        """Return the ids before this trajectory's own: the first `position` ids of its parent.
 
-        `earlier` are the trajectories of the same rollout that came before it. Raises LedgerError
-        for a parent or a position that they do not have.
+        Empty without a parent. `earlier` are the trajectories that the rollout began before this
+        one. Raises LedgerError for a parent or a position that they do not have.
         """
         if self.parent is None:
             return array("q")
@@ -587,6 +598,7 @@ class Rollout:
     task: Task
     rollout_id: str
     group_id: str = ""
+    """Id that all rollouts of the task in this step share."""
     sample: int = 0
     """Position in the group, 0 … G-1."""
     trajectories: list[Trajectory] = field(default_factory=list)
@@ -623,8 +635,8 @@ class Rollout:
 
     @property
     def length(self) -> int:
-        """Number of all tokens; what a trajectory shares with its parent counts once."""
-        return sum(one.length - one.context_length for one in self.trajectories)
+        """Number of all tokens; those that a trajectory shares with its parent count once."""
+        return sum(t.length - t.context_length for t in self.trajectories)
 
     def branch(
         self, parent: int, position: int, *, role: str = MAIN, delegation: Delegation | None = None
@@ -636,8 +648,8 @@ class Rollout:
         branched = self.begin(role=role, delegation=delegation)
         branched.parent = (parent, position)
         branched._ids = branched.context(self.trajectories[:-1])
-        earlier = self.trajectories[parent].images
-        branched.images = tuple(one for one in earlier if one.end <= position)
+        parent_images = self.trajectories[parent].images
+        branched.images = tuple(image for image in parent_images if image.end <= position)
         return branched
 
     def begin(self, *, role: str, delegation: Delegation | None) -> Trajectory:

@@ -152,5 +152,5 @@ class WatchdogConfig:
 
     def deadline_of(self, phase: str | None) -> tuple[str, float | None]:
         """Return the setting that limits a phase, and its value; ``("", None)`` for others."""
-        name = f"{'rollout' if phase == 'data' else phase}_s"
+        name = f"{'rollout' if phase == 'data' else phase}_s"  # `data`: the phase of sft
         return (name, getattr(self, name)) if hasattr(self, name) else ("", None)

@@ -79,20 +79,25 @@ class Evidence:
                 if isinstance(error, RewardError):
                     self._write_files(bundle, step, error, error.rollouts)
                 else:
-                    all_rollouts = world.to_main(rollouts, "the rollouts of a step that failed")
-                    with world.together("the evidence of a step that failed", OSError):
-                        if world.is_main:
-                            self._write_files(bundle, step, error, all_rollouts)
-                    tokenizer, folder = self.checkpoints.tokenizer, bundle / "checkpoints"
-                    # A folder of its own: the run's checkpoints are not pruned for it.
-                    checkpoints = Checkpoints(
-                        folder, tokenizer=tokenizer, keep=1, main=world.is_main
-                    )
-                    checkpoints.save(self.policy, step=step - 1)
+                    self._write_together(bundle, step, error, rollouts)
             except (OSError, CheckpointError, PeerFailed) as problem:
                 outcome = f"The evidence could not be written: {problem}"
             error.args = (f"{error}. {outcome}",)
             raise
+
+    def _write_together(
+        self, bundle: Path, step: int, error: NotFinite, rollouts: Sequence[Rollout]
+    ) -> None:
+        """Write the bundle of an error that all processes raise, with the policy's checkpoint."""
+        world = self.policy.world
+        all_rollouts = world.to_main(rollouts, "the rollouts of a step that failed")
+        with world.together("the evidence of a step that failed", OSError):
+            if world.is_main:
+                self._write_files(bundle, step, error, all_rollouts)
+        tokenizer, folder = self.checkpoints.tokenizer, bundle / "checkpoints"
+        # Not among the run's checkpoints, which would be pruned for it.
+        checkpoints = Checkpoints(folder, tokenizer=tokenizer, keep=1, main=world.is_main)
+        checkpoints.save(self.policy, step=step - 1)
 
     def _write_files(
         self, bundle: Path, step: int, error: NotFinite | RewardError, rollouts: Sequence[Rollout]

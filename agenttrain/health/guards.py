@@ -55,6 +55,7 @@ class Guards:
     _tripped: set[str] = field(default_factory=set)
     """Guards that have warned and are still beyond their limit."""
     _calls: dict[str, Calls] = field(default_factory=dict)
+    """Calls by tool, until there are enough of them to judge."""
 
     def check_step(
         self,
@@ -79,6 +80,7 @@ class Guards:
         gap_name = f"{GAP}_fresh_max" if self.asynchronous else f"{GAP}_max"
         gap = metrics.get(gap_name, math.nan)
         kl, entropy = metrics.get("kl", math.nan), metrics.get("entropy", math.nan)
+        # Beginnings of messages by guard, "kl is 0.31, above"; the limit is appended below.
         problems: dict[str, str | None] = dict.fromkeys(
             ("logprob_gap", "kl", "entropy", "no_variance")
         )
@@ -140,8 +142,8 @@ class Guards:
     ) -> None:
         """Warn, or stop the run, as the action of the guard `name` says.
 
-        `key` is what the guard judges, such as a tool: it is warned of once, until it has no
-        problem any more.
+        `key` names the thing that is judged: the guard, or one tool. Each key gives one warning,
+        and another one only after it had no problem meanwhile.
         """
         if problem is None:
             self._tripped.discard(key)

@@ -39,7 +39,7 @@ LONGEST_TICK_S = 2.0
 
 
 class Watched(Protocol):
-    """Rollouts in flight, of this process or another one. A Collector has them."""
+    """Rollouts in flight: a Collector, or the handle of the process that has one."""
 
     @property
     def in_flight(self) -> InFlight:
@@ -81,13 +81,16 @@ class Watchdog:
         """With `world`, waiting for another process counts as progress."""
         self._folder, self._config = folder, config or WatchdogConfig()
         self._world, self.rank = world, 0 if world is None else world.rank
+        # The current phase, its step and the time at which it began.
         self._phase: str | None = None
         self._step: int | None = None
         self._since = time.time()
         self._count = 0
         """Counter of progress. The run raises it, and the thread only compares it."""
+        # The rollouts that are watched, and how to see the stacks of another process.
         self._collector: Watched | None = None
         self._print_stacks: Callable[[], None] | None = None
+        # The thread, the event that ends it, and the handler of Ctrl-Z before this one.
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._former_handler: Any = None
@@ -133,7 +136,7 @@ class Watchdog:
         embeddings: Any = None,
         print_stacks: Callable[[], None] | None = None,
     ) -> None:
-        """Watch a collector's rollouts. Each forward pass of a model's `embeddings` is progress.
+        """Watch a collector's rollouts, and count a model's forward passes by its `embeddings`.
 
         `print_stacks` prints the stacks of the collector's process, if that is another one.
         """
@@ -164,7 +167,7 @@ class Watchdog:
             if now - last_beat >= self._config.heartbeat_s:
                 last_beat = now
                 self._write_heartbeat(last_progress)
-            if now - last_arm >= ARM_S:
+            if now - last_arm >= ARM_S:  # faulthandler's timer, in case this thread cannot run
                 last_arm = now
                 _arm(deadline_s)
             # Compared again: the run may have progressed while the heartbeat was written.
@@ -199,9 +202,9 @@ class Watchdog:
         return self._count + rollouts + waits
 
     def _waiting(self) -> list[Waiting]:
-        """Return the rollouts in flight.
+        """Return the rollouts in flight; empty if their table changes at every attempt to read it.
 
-        Nothing is locked. The table is read again if the event loop changed it meanwhile.
+        Nothing is locked: the event loop must not wait for the watchdog.
         """
         collector = self._collector
         for _ in range(READ_ATTEMPTS):

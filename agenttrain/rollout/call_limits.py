@@ -31,9 +31,8 @@ def over_limits(
         # Calls that never reached the tool do not use up its own limit.
         for result in before:
             error = result.error
-            if error not in (ToolError.limit, ToolError.parallel) and not (
-                error and error.invalid_call
-            ):
+            refused = error in (ToolError.limit, ToolError.parallel)
+            if not refused and not (error and error.invalid_call):
                 run_counts[result.call.name] += 1
     refusals: list[str | None] = []
     earlier_calls = len(before)
@@ -52,13 +51,13 @@ def over_limits(
 def repeats_a_call(calls: Sequence[ToolCall], limit: int) -> bool:
     """Return True if more than `limit` calls in a row are equal.
 
-    The order of their arguments makes no difference.
+    Malformed calls are equal if their texts are, others if name and arguments are, in any order.
     """
     texts = []
     for call in calls:
         text = call.text
         if call.malformed is None:
-            # Arguments may be nested as deeply as could just be parsed.
+            # Fails for arguments that are nested too deeply: then the texts are compared.
             with suppress(RecursionError, ValueError):
                 text = json.dumps([call.name, call.arguments], sort_keys=True)
         texts.append(text)

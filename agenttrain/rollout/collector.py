@@ -182,7 +182,7 @@ async def collect(collector: Collector, request: BatchRequest) -> Collected:
     collector = replace(
         collector, parsed_turns=ParsedTurns(), throttle=collector.throttle or Throttle()
     )
-    schemas: Schemas = {}
+    schemas: Schemas = {}  # filled by `_run_all`: the tool schemas of each rollout, by its id
     with light_gc():
         if collector.monitor is not None:
             results = await _run_all(collector, requests, schemas)

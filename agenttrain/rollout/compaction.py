@@ -13,7 +13,7 @@ from typing import Protocol, cast
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.encoding import ChatError
 from agenttrain.rollout.config import COMPACTIONS, NO_COMPACTION, RolloutConfig
-from agenttrain.rollout.replies import Suffix
+from agenttrain.rollout.replies import Suffix, suffix_after
 from agenttrain.types import AssistantTurn, Completion, ConfigError, Finish, Message, ToolCall
 from agenttrain.utils.locate import locate
 
@@ -27,7 +27,7 @@ class PastTurn:
 
     turn: AssistantTurn
     completion: Completion
-    """Its ids, as they were sampled."""
+    """The ids of the turn, as they were sampled."""
     replies: tuple[Message, ...]
     """The tools' replies, or the user's message, as the policy read them."""
     suffix: Suffix | None
@@ -43,16 +43,10 @@ class PastTurn:
         return self if replies == self.replies else replace(self, replies=replies, suffix=None)
 
     def ids(self, chat: Chat) -> list[int]:
-        """Return its ids in a context: the completion, the replies, the generation prompt."""
+        """Return the turn's ids: the completion, the replies, the next generation prompt."""
         suffix = self.suffix
         if suffix is None:
-            suffix = chat.suffix(
-                self.turn,
-                self.replies,
-                completion_ids=self.completion.token_ids,
-                finish=self.completion.finish,
-                generation_prompt=True,
-            )
+            suffix = suffix_after(chat, self.turn, self.completion, self.replies)
         return [*self.completion.token_ids, *(token for _, ids in suffix for token in ids)]
 
 
@@ -126,7 +120,7 @@ class DropToolResults:
 
 
 def make_compaction(limits: RolloutConfig) -> Compaction | None:
-    """Return the compaction of one rollout, or None. Raises ValueError."""
+    """Return the compaction of one rollout; None if the run has none. Raises ConfigError."""
     if limits.compaction == NO_COMPACTION:
         return None
     path = COMPACTIONS.get(limits.compaction, limits.compaction)

@@ -242,6 +242,7 @@ class RolloutRequest:
     rollout_id: str = "rollout"
     """Unique among the rollouts in flight: engines and tools file a rollout's state under it."""
     group_id: str = ""
+    """Id that all rollouts of the task in this step share."""
     place: int = 0
     """Position of its task among those of the step."""
     sample: int = 0

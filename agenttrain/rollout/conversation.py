@@ -46,8 +46,11 @@ class Conversation:
         )
         self._request = request
         self._texts: asyncio.Queue[str | None] = asyncio.Queue()
+        """Messages of the user on their way from `send` to the loop."""
         self._waiting = asyncio.Event()
+        """Set while the loop waits for the user's next message."""
         self._task: asyncio.Task[Rollout] | None = None
+        """Runs the rollout; None before the first `send`."""
 
     @property
     def stop_reason(self) -> StopReason | None:
@@ -57,7 +60,7 @@ class Conversation:
     async def send(self, text: str | None = None) -> None:
         """Send the user's message; return once the agent waits for the next or has ended.
 
-        The first call takes no text: the task holds the first messages. Cancelling it ends the
+        The first call takes no text: the task holds the first messages. Cancelling a call ends the
         conversation. Raises what `run_rollout` raises.
         """
         self._waiting.clear()

@@ -49,9 +49,11 @@ class Agent:
     parent: str | None = None
     """Session of the agent that waits for this one."""
     role: str = MAIN
+    """Role of the agent's trajectories."""
     depth: int = 0
     """Number of agents that wait for this one."""
     delegation: Delegation | None = None
+    """The call that asked for the sub-agent; None for the rollout's own agent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +62,13 @@ class SubAgentRequest:
 
     caller: ToolContext
     messages: list[Message]
+    """Messages of the sub-agent's prompt."""
     tools: Sequence[str]
+    """Names of the sub-agent's tools."""
     role: str
+    """Role of the sub-agent's trajectory."""
     max_turns: int | None
+    """None: as the rollout's, like `max_tokens`."""
     max_tokens: int | None
 
     def tighten(self, limits: RolloutConfig) -> RolloutConfig:
@@ -85,9 +91,11 @@ class SubAgentRequest:
 
     def row_tools(self, context: RolloutContext, episode: Episode | None) -> RowTools:
         """Return the sub-agent's tools. Raises ConfigError for one that does not exist."""
-        task = self.caller.task
-        by_name = {tool.name: tool for tool in task.tools or () if isinstance(tool, RowTool)}
-        task = replace(task, tools=tuple(by_name.get(name, name) for name in self.tools))
+        caller_task = self.caller.task
+        row_tools = {t.name: t for t in caller_task.tools or () if isinstance(t, RowTool)}
+        # A name means the row's own tool if the row has one, else a tool of the run.
+        tools = tuple(row_tools.get(name, name) for name in self.tools)
+        task = replace(caller_task, tools=tools)
         try:
             return RowTools(task, context.toolbox, context.environments, episode)
         except ValueError as error:
@@ -112,8 +120,11 @@ class CallOrder:
 
     @asynccontextmanager
     async def turn(self, call_id: str) -> AsyncIterator[None]:
-        """Wait until this call may delegate. Raises ToolUnavailable if it was answered before."""
-        for earlier, answered in self._answered.items():
+        """Wait until this call may delegate, and let no other call delegate in the block.
+
+        Raises ToolUnavailable if the call was answered meanwhile.
+        """
+        for earlier, answered in self._answered.items():  # in call order
             if earlier == call_id:
                 break
             await answered.wait()
@@ -162,7 +173,10 @@ class SubAgents:
             )
 
     def stopped(self, reason: StopReason, text: str = "") -> ToolFailure:
-        """Stop the rollout after this turn's calls; return the error that the tool gets."""
+        """Stop the rollout after this turn's calls; return the error that the tool gets.
+
+        `text` names the limit that is used up; empty: `rollout.max_delegated_tokens`.
+        """
         self.stop = reason
         text = text or f"rollout.max_delegated_tokens={self._limits.max_delegated_tokens}"
         return ToolFailure(
@@ -204,7 +218,10 @@ class SubAgents:
             raise ToolUnavailable(f"its sub-agent failed: {error}") from error
 
     def check_loop(self, tool: str) -> None:
-        """Raise ToolUnavailable in another event loop than the rollout's, and after a failure."""
+        """Raise ToolUnavailable if a sub-agent failed, or in another event loop than the rollout's.
+
+        `tool` is the name of the tool that delegates.
+        """
         self.used = True
         if asyncio.get_running_loop() is not self._loop:
             self.failure = ToolUnavailable(

@@ -20,7 +20,7 @@ from agenttrain.environments.environments import Environments
 from agenttrain.rollout.config import RolloutConfig
 from agenttrain.rollout.ledger import verify
 from agenttrain.rollout.recorded import ROLLOUT, RecordedRollout, difference, read_again
-from agenttrain.rollout.replies import append_suffix, fit_replies
+from agenttrain.rollout.replies import append_suffix, fit_replies, suffix_after
 from agenttrain.rollout.row_tools import RowTools
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.tracking.rollouts import completions
@@ -76,10 +76,10 @@ class Demonstrator:
             raise BadDemonstration(f"task {task.task_id}: {error}") from error
 
     def _recorded(self, record: RecordedRollout, task: Task, rollout_id: str) -> Rollout:
-        """Return a recorded rollout in its ids, if this run would show the model the same ones.
+        """Return a recorded rollout with the ids of its record, if this run renders the same ones.
 
-        Otherwise the run's own template and tools render its messages around the sampled ids, and
-        around new ids where its tokenizer reads these as another turn.
+        Otherwise the prompt and the replies are rendered by this run's template and tools. Sampled
+        turns keep their ids, except for turns that this run would parse to another message.
         """
         columns = {name: value for name, value in task.columns.items() if name != ROLLOUT}
         task = replace(task, columns=columns)
@@ -102,7 +102,10 @@ class Demonstrator:
             ) from error
 
     def _rendered(self, task: Task, rollout_id: str, sampled: Sequence[Completion] = ()) -> Rollout:
-        """Return the rollout of `task.messages`, whose last turns were `sampled`."""
+        """Return the rollout of `task.messages`, rendered by the chat template.
+
+        If the completions of its last turns were `sampled`, these turns keep the sampled ids.
+        """
         conversation = _Conversation(self, task, rollout_id, sampled)
         while conversation.pending:
             number = conversation.trajectory.turns
@@ -131,9 +134,9 @@ class _Conversation:
         task = replace(task, messages=tuple(owner.chat.normal_messages(task.messages)))
         assistant_indices = [i for i, m in enumerate(task.messages) if m["role"] == "assistant"]
         self.sampled = sampled if len(sampled) <= len(assistant_indices) else ()
-        # [-0] is the first of all.
-        first = assistant_indices[-len(self.sampled)] if assistant_indices else 0
-        if not first:
+        turns = len(self.sampled) or len(assistant_indices)
+        first = assistant_indices[-turns] if turns else 0
+        if not first:  # there is no turn, or no message before it
             raise BadDemonstration(
                 "has nothing to learn: its messages need a question and, after it, an assistant "
                 "message"
@@ -153,10 +156,11 @@ class _Conversation:
         self.trajectory.append_context(prompt_ids, Origin.prompt, images)
 
     def append_turn(self, number: int) -> None:
-        """Append the next assistant message and the messages up to the one after it."""
+        """Append the next assistant message, turn `number`, and the messages that reply to it."""
         message, *later = self.pending
         if message["role"] != "assistant":
             raise BadDemonstration(f"a message of the role {message['role']} stands in its place")
+        # The replies end where the next assistant message begins.
         end = next((i for i, m in enumerate(later) if m["role"] == "assistant"), len(later))
         replies, self.pending = later[:end], later[end:]
         demonstrated_turn = assistant_turn(message, number)
@@ -177,7 +181,7 @@ class _Conversation:
     def _append_sampled(self, turn: AssistantTurn, number: int) -> tuple[AssistantTurn, Completion]:
         """Append a turn as if it had been sampled; return it as parsed from its tokens.
 
-        Its ids are the recorded ones if they parse to the turn, else those of the chat template.
+        The ids are the recorded ones if they parse to the turn, else those of the chat template.
         """
         sent = self.trajectory.token_ids
         after = self.trajectory.messages[-1]["role"]
@@ -190,14 +194,8 @@ class _Conversation:
         def parse(ids: Sequence[int]) -> AssistantTurn:
             return self.chat.parse(ids, self.schemas, turn=number, after=after)
 
-        ids: Sequence[int] = ()
-        if number < len(self.sampled) and self.sampled[number].finish is Finish.stop:
-            ids = self.sampled[number].token_ids
-        if (
-            not ids
-            or ids[-1] not in self.chat.stop_token_ids
-            or (comparable(parse(ids)) != comparable(turn))
-        ):
+        ids = self._recorded_ids(number)
+        if not ids or comparable(parse(ids)) != comparable(turn):
             ids = completion_ids(
                 self.chat, self.trajectory.messages, self.schemas, turn, prompt=sent.tolist()
             )
@@ -211,11 +209,21 @@ class _Conversation:
             token_ids=tuple(ids),
             logprobs=(0.0,) * len(ids),
             finish=Finish.stop,
-            versions=((0, len(ids)),),
+            versions=((0, len(ids)),),  # all by version 0, the initial weights
         )
         self.trajectory.append_sampled(completion, sent)
         self.trajectory.messages.append(parsed.message())
         return parsed, completion
+
+    def _recorded_ids(self, number: int) -> Sequence[int]:
+        """Return the ids that turn `number` was sampled in.
+
+        Empty if none are recorded, or if they do not end with a stop token of this run.
+        """
+        if number >= len(self.sampled) or self.sampled[number].finish is not Finish.stop:
+            return ()
+        ids = self.sampled[number].token_ids
+        return ids if ids and ids[-1] in self.chat.stop_token_ids else ()
 
     def _append_replies(
         self,
@@ -224,7 +232,10 @@ class _Conversation:
         message: Message,
         replies: Sequence[Message],
     ) -> None:
-        """Append the replies to the turn's calls; those of the last turn may be missing."""
+        """Append the replies to the calls of a turn.
+
+        `message` is the turn as the row has it. Replies to the last turn may be missing.
+        """
         if other_roles := {reply["role"] for reply in replies} - {"tool"}:
             raise BadDemonstration(f"a message of the role {other_roles.pop()} follows its calls")
         # Put the replies in the order of the calls, by id if all ids are there and differ.
@@ -239,8 +250,8 @@ class _Conversation:
             raise BadDemonstration("it calls a stop tool, and the conversation goes on")
         if not self.pending:
             self.rollout.stop_reason = StopReason.stop_tool if stops else StopReason.max_turns
-        if not texts and not self.pending:
-            return
+            if not texts:
+                return
         if len(texts) != len(turn.calls):
             raise BadDemonstration(f"{len(turn.calls)} calls have {len(texts)} replies")
         pairs = list(zip(turn.calls, texts, strict=True))
@@ -279,13 +290,7 @@ class _Conversation:
         if not self.pending:
             self.rollout.stop_reason = StopReason.completed
             return
-        suffix = self.chat.suffix(
-            turn,
-            replies,
-            completion_ids=completion.token_ids,
-            finish=completion.finish,
-            generation_prompt=True,
-        )
+        suffix = suffix_after(self.chat, turn, completion, replies)
         append_suffix(self.trajectory, suffix, replies, self.chat)
         self.trajectory.messages.extend(dict(message) for message in replies)
 

@@ -72,7 +72,10 @@ class ParsedTurns:
         turn: int,
         after: str,
     ) -> bool:
-        """Return True if exactly this was recorded; otherwise the ids have to be parsed again."""
+        """Return True if these ids and this message were recorded for the turn.
+
+        Otherwise the ids have to be parsed again.
+        """
         key = TurnKey(trajectory.rollout_id, trajectory.index, turn)
         return self._turns.get(key) == (token_ids, after, _digest(message))
 
@@ -91,58 +94,67 @@ def verify(
     `Trajectory.append_sampled` has already compared the ids that were sent to the engine. Turns
     that `parsed_turns` holds with the same ids and message are not parsed again.
     """
-    parsed_turns = parsed_turns or ParsedTurns()
     for trajectory in rollout.trajectories:
-        trajectory_schemas = schemas_of(trajectory, schemas)
-        if trajectory.delegation is not None:
-            index, turn = trajectory.delegation.caller
-            earlier = rollout.trajectories[: trajectory.index]
-            if not 0 <= index < len(earlier) or not 0 <= turn < earlier[index].turns:
-                raise LedgerError(
-                    f"{trajectory.name}: called from turn {turn} of trajectory {index}, which is "
-                    "not there before it"
-                )
-        # A trajectory's ids are its parent's up to the branch, if it has a parent, then its spans'.
-        ids = trajectory.context(rollout.trajectories[: trajectory.index])
-        for span in trajectory.spans:
-            ids.extend(span.token_ids)
-        if ids != trajectory.token_ids:
-            raise LedgerError(f"{trajectory.name}: its ids are not those of its spans")
-        # The first span is the only prompt span. A trajectory with a parent may have none: its
-        # context has the prompt.
-        first = trajectory.spans[0].origin if trajectory.spans else None
-        prompts = sum(span.origin is Origin.prompt for span in trajectory.spans)
-        valid = prompts == (first is Origin.prompt) and (prompts == 1 or trajectory.parent)
-        if not valid:
-            raise LedgerError(
-                f"{trajectory.name}: {prompts} prompt spans, the first span is {first}"
-            )
+        ids = _check_ids(trajectory, rollout.trajectories[: trajectory.index])
         _check_images(trajectory, ids, chat)
-        # Each assistant message with the role of the message before it, which parsing depends on.
-        spoken = [
-            (message, trajectory.messages[position - 1]["role"])
-            for position, message in enumerate(trajectory.messages)
-            if position >= trajectory.prompt_messages and message["role"] == "assistant"
-        ]
-        sampled = trajectory.sampled_spans()
-        turns = [list(spans) for _, spans in groupby(sampled, key=lambda span: span.turn)]
-        if len(turns) != len(spoken):
+        _check_turns(trajectory, chat, schemas_of(trajectory, schemas), parsed_turns)
+
+
+def _check_ids(trajectory: Trajectory, earlier: Sequence[Trajectory]) -> Sequence[int]:
+    """Return the trajectory's ids, put together from the `earlier` trajectories and its spans.
+
+    Raises LedgerError unless they are its `token_ids`, after one prompt, and its caller exists.
+    """
+    if trajectory.delegation is not None:
+        index, turn = trajectory.delegation.caller
+        if not 0 <= index < len(earlier) or not 0 <= turn < earlier[index].turns:
             raise LedgerError(
-                f"{trajectory.name}: {len(turns)} sampled turns, but {len(spoken)} assistant "
-                "messages"
+                f"{trajectory.name}: called from turn {turn} of trajectory {index}, which is "
+                "not there before it"
             )
-        for spans, (message, after) in zip(turns, spoken, strict=True):
-            turn, token_ids = spans[0].turn, _check_finish(trajectory, spans, chat)
-            if parsed_turns.matches(trajectory, token_ids, message, turn=turn, after=after):
-                continue
-            name = trajectory.turn_name(turn)
-            parsed = chat.parse(token_ids, trajectory_schemas, turn=name, after=after).message()
-            if parsed != message:
-                raise LedgerError(
-                    f"{_where(trajectory, spans[0])}: the sampled tokens decode to "
-                    f"{chat.decode(token_ids)!r}, which parses to {parsed!r}, but the recorded "
-                    f"message is {message!r}"
-                )
+    ids = trajectory.context(earlier)  # the parent's up to the branch, if there is a parent
+    for span in trajectory.spans:
+        ids.extend(span.token_ids)
+    if ids != trajectory.token_ids:
+        raise LedgerError(f"{trajectory.name}: its ids are not those of its spans")
+    first = trajectory.spans[0].origin if trajectory.spans else None
+    prompts = sum(span.origin is Origin.prompt for span in trajectory.spans)
+    begins_with_prompt = prompts == 1 and first is Origin.prompt
+    prompt_is_in_context = prompts == 0 and trajectory.parent is not None
+    if not begins_with_prompt and not prompt_is_in_context:
+        raise LedgerError(f"{trajectory.name}: {prompts} prompt spans, the first span is {first}")
+    return ids
+
+
+def _check_turns(
+    trajectory: Trajectory, chat: Chat, schemas: Sequence[dict], parsed_turns: ParsedTurns | None
+) -> None:
+    """Raise LedgerError unless the ids of each sampled turn parse to its assistant message."""
+    # Each assistant message with the role of the message before it, which parsing depends on.
+    spoken = [
+        (message, trajectory.messages[position - 1]["role"])
+        for position, message in enumerate(trajectory.messages)
+        if position >= trajectory.prompt_messages and message["role"] == "assistant"
+    ]
+    sampled = trajectory.sampled_spans()
+    turns = [list(spans) for _, spans in groupby(sampled, key=lambda span: span.turn)]
+    if len(turns) != len(spoken):
+        raise LedgerError(
+            f"{trajectory.name}: {len(turns)} sampled turns, but {len(spoken)} assistant messages"
+        )
+    parsed_turns = parsed_turns or ParsedTurns()
+    for spans, (message, after) in zip(turns, spoken, strict=True):
+        turn, token_ids = spans[0].turn, _check_finish(trajectory, spans, chat)
+        if parsed_turns.matches(trajectory, token_ids, message, turn=turn, after=after):
+            continue
+        name = trajectory.turn_name(turn)
+        parsed = chat.parse(token_ids, schemas, turn=name, after=after).message()
+        if parsed != message:
+            raise LedgerError(
+                f"{_where(trajectory, spans[0])}: the sampled tokens decode to "
+                f"{chat.decode(token_ids)!r}, which parses to {parsed!r}, but the recorded "
+                f"message is {message!r}"
+            )
 
 
 def _check_images(trajectory: Trajectory, ids: Sequence[int], chat: Chat) -> None:
@@ -208,7 +220,8 @@ def schemas_of(trajectory: Trajectory, schemas: Sequence[dict]) -> Sequence[dict
 def _check_finish(trajectory: Trajectory, spans: list[Span], chat: Chat) -> tuple[int, ...]:
     """Return the ids of a turn's sampled spans.
 
-    Raises LedgerError unless the last span alone has a finish, and `stop` follows a stop token.
+    A turn has several spans if several policy versions sampled it. Raises LedgerError unless the
+    last span alone has a finish, and `stop` follows a stop token.
     """
     token_ids = tuple(chain.from_iterable(span.token_ids for span in spans))
     finish = spans[-1].finish

@@ -26,6 +26,7 @@ from agenttrain.rewards.function import MAX_REWARD, RewardError, copy_task, copy
 from agenttrain.rollout.call_limits import over_limits, repeats_a_call
 from agenttrain.rollout.compaction import (
     SUMMARY,
+    Compaction,
     PastTurn,
     make_compaction,
     request_message,
@@ -41,7 +42,13 @@ from agenttrain.rollout.delegation import Agent, CallOrder, SubAgentRequest, Sub
 from agenttrain.rollout.episode import end_episode, score_episode, start_episode
 from agenttrain.rollout.image_replies import refuse_unreadable_images
 from agenttrain.rollout.monitoring import Throttle
-from agenttrain.rollout.replies import Suffix, append_suffix, fit_replies, reply_message
+from agenttrain.rollout.replies import (
+    Suffix,
+    append_suffix,
+    fit_replies,
+    reply_message,
+    suffix_after,
+)
 from agenttrain.rollout.request import RolloutContext, append_prompt
 from agenttrain.rollout.row_tools import RowTools, turn_sampling
 from agenttrain.types import (
@@ -158,22 +165,26 @@ class _Loop:
         agent: Agent,
     ) -> None:
         """Continue the rollout's last trajectory, which was begun for `agent`."""
+        # The arguments, and what the turns use of the context.
         self.rollout, self.request, self.tools, self.episode = rollout, request, tools, episode
         self.context, self.sub_agents, self.agent = context, sub_agents, agent
         self.engine, self.chat, self.limits = context.engine, context.chat, context.limits
         self.throttle = context.throttle or Throttle()
         self.parsed_turns = context.parsed_turns
         self.user, self.on_messages = context.user, context.on_messages
+        # The agent's first trajectory, and the current one: a compaction begins another.
         self.first = self.trajectory = rollout.trajectories[-1]
+        # Counts that the limits are compared with.
         self._turns = 0
         """Completions of this agent."""
         self._uncounted = self.trajectory.prompt_length
-        """Tokens of the trajectory that `max_completion_tokens` does not count: the prompt, and
-        what a compaction repeats."""
+        """Tokens of the current trajectory that `max_completion_tokens` does not count: the prompt,
+        and what a compaction repeats."""
         self._tokens_before = 0
-        """Tokens that it counts in this agent's earlier trajectories."""
-        self._dialogue = Dialogue(context.simulated_user, request.sampling.seed)
+        """Tokens of this agent's earlier trajectories that `max_completion_tokens` counts."""
         self._calls_made: list[ToolCall] = []
+        """Calls of all turns, for `max_repeated_calls`."""
+        # Compaction, if the run has any.
         self._compaction = make_compaction(context.limits)
         self._past_turns: list[PastTurn] = []
         """The turns of the current context, if it may be compacted."""
@@ -181,6 +192,8 @@ class _Loop:
         """Tokens of the engine's context that are reserved for a summary."""
         if self._compaction is not None:
             self._reserved = summary_room(self._compaction, context.limits, context.chat)
+        # The other sides of the conversation: user and tools.
+        self._dialogue = Dialogue(context.simulated_user, request.sampling.seed)
         self._task: Task | None = None
         """The rollout's copy of its task, which its tools may change."""
 
@@ -204,7 +217,7 @@ class _Loop:
         state = None if self.episode is None else await self.episode.state()
         sent = trajectory.token_ids
         seed = self.request.sampling.seed
-        if trajectory.index:
+        if trajectory.index:  # each trajectory has its own noise, turn by turn
             seed = derive_seed(seed, "trajectory", trajectory.index)
         sampling = turn_sampling(
             replace(self.request.sampling, seed=seed),
@@ -230,6 +243,7 @@ class _Loop:
             prefix = "" if trajectory.role == MAIN else f"{trajectory.role} "
             trajectory.states.append(prefix + state)
 
+        # The role before the turn ("user", "tool") decides how the template has opened it.
         ids, index = completion.token_ids, trajectory.turns - 1
         name, after = trajectory.turn_name(index), trajectory.messages[-1]["role"]
         turn = self.chat.parse(ids, self.tools.schemas, turn=name, after=after)
@@ -242,17 +256,16 @@ class _Loop:
     async def _compact(self) -> StopReason | None:
         """Begin a new trajectory with a shorter context.
 
-        Returns a reason to stop if it cannot be made or is still too long, else None. If the
-        compaction asks for a summary, the policy first samples it, in a branch of the long
-        trajectory. Sampled tokens keep their ids. The new context is::
+        Returns a reason to stop if the new context cannot be made or is still too long, else None.
+        Sampled tokens keep their ids. The new context is::
 
             prompt of the task | summary | "Go on …" | kept turn, replies | kept turn, replies | …
 
-        A user's message that is not answered yet takes the place of "Go on …" and the kept turns.
+        Summary and "Go on …" are there only if the compaction asks for a summary. A user's message
+        that is not answered yet takes the place of "Go on …" and the kept turns.
         """
         compaction, long, limit = self._compaction, self.trajectory, self.limits.compact_at or 0
         assert compaction is not None
-        role, delegation = self.agent.role, self.agent.delegation
         first = self.first
         ids = [*first.token_ids[: first.prompt_length]]
         messages = [*first.messages[: first.prompt_messages]]
@@ -260,35 +273,16 @@ class _Loop:
         if compaction.request is not None:
             if len(ids) >= limit:
                 return StopReason.context_full
-            last, request = self._past_turns[-1], request_message(compaction)
-            unanswered = last.replies[-1]["role"] == "user"
-            replies = [] if unanswered else [*last.replies]
-            suffix = self._suffix(last.turn, [*replies, request], last.completion)
-            # Branch after the last completion: the request is rendered together with its replies.
-            position = long.length - sum(len(span_ids) for _, span_ids in last.suffix or ())
-            self.trajectory = self.rollout.branch(
-                long.index, position, role=SUMMARY, delegation=delegation
-            )
-            before = len(long.messages) - len(last.replies)
-            self.trajectory.messages += [*long.messages[:before], *replies]
-            self.trajectory.prompt_messages = before + len(replies) + 1
-            for origin, span_ids in suffix:
-                self.trajectory.append_context(span_ids, origin)
-            self._add(request)
-            self._uncounted = self.trajectory.length
-            budget = min(self.limits.summary_tokens, self._remaining_tokens())
-            if budget <= 0:
-                return self._limit_reached()
-            summary, completion = await self._sample(budget)
-            if reason := _reason_if_cut_off(completion):
-                return reason
-            if self._calls_to_answer(summary) or not summary.content.strip():
-                return StopReason.invalid_summary
+            sampled = await self._sample_summary(compaction)
+            if isinstance(sampled, StopReason):
+                return sampled
+            summary, completion = sampled
             resume: Message = {"role": "user", "content": compaction.resume}
-            if unanswered:
-                self._past_turns, resume = [], last.replies[-1]
+            last_message = self._past_turns[-1].replies[-1]
+            if last_message["role"] == "user":  # not answered yet
+                self._past_turns, resume = [], last_message
             ids += completion.token_ids
-            suffix = self._suffix(summary, [resume], completion)
+            suffix = suffix_after(self.chat, summary, completion, [resume])
             ids += [token_id for _, span_ids in suffix for token_id in span_ids]
             messages += [summary.message(), resume]
             self._tokens_before += self.trajectory.length - self._uncounted
@@ -298,13 +292,49 @@ class _Loop:
             messages += [past.turn.message(), *past.replies]
         if len(ids) > limit:
             return StopReason.context_full
+        # The new trajectory branches where its ids begin to differ: shared ids count once.
         shared = common_prefix(np.array(long.token_ids), np.array(ids))
-        self.trajectory = self.rollout.branch(long.index, shared, role=role, delegation=delegation)
+        self.trajectory = self.rollout.branch(
+            long.index, shared, role=self.agent.role, delegation=self.agent.delegation
+        )
         self.trajectory.append_context(ids[shared:], Origin.prompt)
         self.trajectory.messages += messages
         self.trajectory.prompt_messages = len(messages)
         self._uncounted = len(ids)
         return None
+
+    async def _sample_summary(
+        self, compaction: Compaction
+    ) -> tuple[AssistantTurn, Completion] | StopReason:
+        """Sample a summary of the current trajectory in a branch; or return the reason to stop.
+
+        A user's message that is not answered yet is left out: it follows the summary.
+        """
+        long, last, request = self.trajectory, self._past_turns[-1], request_message(compaction)
+        unanswered = last.replies[-1]["role"] == "user"
+        replies = [] if unanswered else [*last.replies]
+        suffix = suffix_after(self.chat, last.turn, last.completion, [*replies, request])
+        # Branch after the last completion: the request is rendered together with its replies.
+        position = long.length - sum(len(span_ids) for _, span_ids in last.suffix or ())
+        self.trajectory = self.rollout.branch(
+            long.index, position, role=SUMMARY, delegation=self.agent.delegation
+        )
+        before = len(long.messages) - len(last.replies)
+        self.trajectory.messages += [*long.messages[:before], *replies]
+        self.trajectory.prompt_messages = before + len(replies) + 1  # 1: the request
+        for origin, span_ids in suffix:
+            self.trajectory.append_context(span_ids, origin)
+        self._add(request)
+        self._uncounted = self.trajectory.length
+        budget = min(self.limits.summary_tokens, self._remaining_tokens())
+        if budget <= 0:
+            return self._limit_reached()
+        summary, completion = await self._sample(budget)
+        if reason := _reason_if_cut_off(completion):
+            return reason
+        if self._calls_to_answer(summary) or not summary.content.strip():
+            return StopReason.invalid_summary
+        return summary, completion
 
     def _must_compact(self) -> bool:
         """Return True if the context has turns, is longer than `compact_at` and may be compacted.
@@ -319,18 +349,6 @@ class _Loop:
     def _may_summarise(self) -> bool:
         """Return True if the compaction has summaries and `max_turns` allows one and a turn."""
         return self._reserved > 0 and self._turns + 1 < self.limits.max_turns
-
-    def _suffix(
-        self, turn: AssistantTurn, replies: Sequence[Message], completion: Completion
-    ) -> Suffix:
-        """Return the ids of the replies to a turn and of the next generation prompt."""
-        return self.chat.suffix(
-            turn,
-            replies,
-            completion_ids=completion.token_ids,
-            finish=completion.finish,
-            generation_prompt=True,
-        )
 
     def _add(self, *messages: Message) -> None:
         self.trajectory.messages.extend(messages)
@@ -363,9 +381,9 @@ class _Loop:
         return self.engine.max_context - reserved - self.trajectory.length
 
     def _limit_reached(self) -> StopReason:
-        """Return the stop reason of the token limit that is the closest.
+        """Return the stop reason of the token limit that leaves the fewest tokens.
 
-        Where limits are equally close: sub-agents' tokens, then the context, then the rollout's.
+        Of equal ones: the sub-agents' tokens come first, then the context, then the rollout's.
         """
         remaining = self._remaining_tokens()
         if self.agent.depth and self.sub_agents.tokens_left() <= remaining:
@@ -422,7 +440,7 @@ class _Loop:
         replies: Sequence[Message],
         suffix: Suffix,
     ) -> None:
-        """Append the replies to the last turn, and the next generation prompt."""
+        """Append the replies to a turn: their ids in `suffix`, and the messages."""
         append_suffix(self.trajectory, suffix, replies, self.chat)
         self._add(*replies)
         if self._compaction is not None:
@@ -442,43 +460,23 @@ class _Loop:
 
         Returns the reason to stop: `completed` if the user says nothing more, a limit, or that of
         the environment. None: the model is to sample another turn.
-
-        Messages come from the task's scripted user turns first, then from the environment, then
-        from the simulated user. If the context has a `user`, all messages come from there. A
-        sub-agent has no user.
         """
-        if self.agent.depth:
+        if self.agent.depth:  # a sub-agent has no user
             return StopReason.completed
-        scripted = self.rollout.task.user_turns
         self._dialogue.hear(turn.content)
-        text: str | None = None
-        if self.user is not None:
-            if self._turns >= self.limits.max_turns:
-                return StopReason.max_turns  # before a message is asked for that cannot be answered
-            text = await self.user(self.trajectory.messages[-1])
-        elif self._dialogue.said < len(scripted):
-            text = scripted[self._dialogue.said]
-        elif self.episode is not None:
-            reply = await self.episode.user(self.trajectory.messages[-1])
-            if isinstance(reply, TurnReward):
-                self._reward_turn(reply.value, f"environment {self.episode.kind.name}: its user")
-                reply = reply.content
-            text = reply
+        out_of_turns = self._turns >= self.limits.max_turns
+        if self.user is not None and out_of_turns:  # ask for no message that cannot be answered
+            return StopReason.max_turns
+        text = await self._user_text()
         # An environment that has ended may still say something, which no turn will answer.
         episode_end = None if self.episode is None else self.episode.stop_reason
-        if text is None and episode_end is None and self.user is None:
-            text = await self._dialogue.reply(self.rollout.task)
         if text is None:
             return episode_end or StopReason.completed
-        if episode_end is None and self._turns >= self.limits.max_turns:
+        if episode_end is None and out_of_turns:
             return StopReason.max_turns
         question: Message = {"role": "user", "content": text}
-        suffix = self.chat.suffix(
-            turn,
-            [question],
-            completion_ids=completion.token_ids,
-            finish=completion.finish,
-            generation_prompt=episode_end is None,
+        suffix = suffix_after(
+            self.chat, turn, completion, [question], generation_prompt=episode_end is None
         )
         # A tool's text may be clipped to fit, a question may not: it would be another question.
         # If a turn follows, one token of it has to fit too.
@@ -490,10 +488,34 @@ class _Loop:
             return self._limit_reached()
         return episode_end
 
+    async def _user_text(self) -> str | None:
+        """Return the text of the user's next message; None if the user says nothing more.
+
+        It comes from the context's `user` if there is one. Otherwise the task's scripted user turns
+        come first, then the environment's messages, then those of the simulated user.
+        """
+        answer, said = self.trajectory.messages[-1], self._dialogue.said
+        scripted = self.rollout.task.user_turns
+        if self.user is not None:
+            return await self.user(answer)
+        if said < len(scripted):
+            return scripted[said]
+        if self.episode is not None:
+            reply = await self.episode.user(answer)
+            if isinstance(reply, TurnReward):
+                self._reward_turn(reply.value, f"environment {self.episode.kind.name}: its user")
+                reply = reply.content
+            if reply is not None or self.episode.stop_reason is not None:
+                return reply
+        return await self._dialogue.reply(self.rollout.task)
+
     def _reason_not_to_run(
         self, turn: AssistantTurn, calls: list[ToolCall], completion: Completion
     ) -> StopReason | None:
-        """Return the reason to stop before any call of this turn runs; None: they may run."""
+        """Return the reason to stop before any call of this turn runs; None: they may run.
+
+        Also records the calls, which `max_repeated_calls` compares with those of earlier turns.
+        """
         malformed = any(call.malformed for call in calls)
         if malformed and self.limits.on_malformed_call is OnMalformedCall.stop:
             return StopReason.max_invalid_calls
@@ -506,6 +528,8 @@ class _Loop:
         max_repeats = self.limits.max_repeated_calls
         if max_repeats is not None and repeats_a_call(self._calls_made, max_repeats):
             return StopReason.repeated_call
+        # No tool runs whose reply cannot be shown: the template's text around the replies, and one
+        # sampled token after them, must fit.
         wrapper = self.chat.wrapper_length(
             turn,
             [reply_message(ToolResult(call=call, content="")) for call in calls],
@@ -513,7 +537,6 @@ class _Loop:
             finish=completion.finish,
             generation_prompt=True,
         )
-        # No tool runs whose reply cannot be shown: its wrapper and one sampled token must fit.
         return self._limit_reached() if wrapper + 1 > self._remaining_tokens() else None
 
     async def _execute(self, calls: list[ToolCall], *, stops: bool) -> list[ToolResult]:
@@ -636,11 +659,12 @@ class _Loop:
         episode_end = None if self.episode is None else self.episode.stop_reason
         if episode_end is not None or any(result.done for result in results):
             return episode_end or StopReason.environment_done
-        max_calls = self.limits.max_tool_calls
-        limited = any(result.error is ToolError.limit for result in results)
-        if limited and max_calls is not None and len(self.rollout.tool_results) > max_calls:
+        max_calls, all_results = self.limits.max_tool_calls, self.rollout.tool_results
+        # Refused by this limit or by a tool's own, which alone does not end the rollout.
+        any_refused = any(result.error is ToolError.limit for result in results)
+        if any_refused and max_calls is not None and len(all_results) > max_calls:
             return StopReason.max_tool_calls
-        errors = [result.error for result in self.rollout.tool_results if result.error]
+        errors = [result.error for result in all_results if result.error]
         invalid = sum(error.invalid_call for error in errors)
         limit = self.limits.max_invalid_calls
         return StopReason.max_invalid_calls if limit is not None and invalid > limit else None

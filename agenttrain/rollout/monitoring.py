@@ -44,7 +44,9 @@ class Waiting:
     turn: int
     """Turn that is sampled or whose calls run, from 1; 0 before the first."""
     kind: str
+    """`engine`, `tool` or `other`."""
     what: str
+    """Name of the thing, for people."""
     seconds: float
     """Duration of the wait so far."""
 
@@ -58,11 +60,15 @@ class Flight:
 
     rollout_id: str
     task: asyncio.Task | None = field(default_factory=asyncio.current_task)
+    """The asyncio task that drives the rollout."""
     turn: int = 0
+    """Number of requests that the engine got."""
     in_engine: bool = False
     """True while the engine has a request of this rollout."""
     since: float = field(default_factory=time.monotonic)
+    """Time at which the last request began or ended; before the first, start of the rollout."""
     turns: list[Turn] = field(default_factory=list)
+    """Times of the requests that have ended, for the timeline; `calls`: of the tools' calls."""
     calls: list[Call] = field(default_factory=list)
 
 
@@ -78,7 +84,9 @@ class InFlight:
     _requests: int = 0
     """Requests that the engine has."""
     _idle_since: float = field(default_factory=time.monotonic)
+    """Time of the last answer, from which on the engine has no request if `_requests` is 0."""
     _idle_s: float = 0.0
+    """Seconds without any request that were over since the last `take_idle_s`."""
 
     def enter_engine(self) -> None:
         """Count a request that the engine gets."""
@@ -104,7 +112,7 @@ class InFlight:
     def tracked(self, rollout_id: str, engine: Engine) -> Iterator[Engine]:
         """List the rollout as in flight for the block; yield the engine that it has to use.
 
-        That engine records the rollout's requests.
+        The yielded engine records the rollout's requests.
         """
         flight = self._flights[rollout_id] = Flight(rollout_id=rollout_id)
         began = flight.since
@@ -170,7 +178,7 @@ class TrackedEngine:
         parent: str | None = None,
         images: Sequence[PlacedImage] = (),
     ) -> Completion:
-        """Sample from the engine; meanwhile the rollout counts as waiting for it."""
+        """Sample from the engine; until it answers, the rollout counts as waiting for it."""
         flight, began = self._flight, time.monotonic()
         flight.in_engine, flight.since = True, began
         flight.turn += 1
@@ -244,8 +252,8 @@ class LoopMonitor:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._ended.set()
-        self._measure()
+        self._ended.set()  # ends the thread
+        self._measure()  # the loop may have been blocked since the last beat
         self._beating.cancel()
 
     def take_max_lag_s(self) -> float:
@@ -343,11 +351,9 @@ def light_gc() -> Iterator[None]:
     """Freeze existing objects and collect new ones less often for the block.
 
     A full collection visits every object of the process, which blocks the event loop for a third of
-    a second with torch and transformers imported. Rollouts make so many objects that it would come
-    about every second.
-
-    Objects that exist already are frozen until the end of the block. Does nothing inside another
-    `light_gc`, or if other code has frozen the heap.
+    a second with torch and transformers imported. Rollouts make so many objects that there would be
+    one about every second. Does nothing inside another `light_gc`, or if other code has frozen the
+    heap.
     """
     if not (_Heap.frozen_here or _Heap.frozen_elsewhere):
         _Heap.frozen_elsewhere = gc.get_freeze_count() > 0

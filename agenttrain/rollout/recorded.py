@@ -118,9 +118,8 @@ class RolloutRows:
             record = self._file[index]
         except BadRow as error:
             raise ValueError(f"path={place}: {error}") from error
-        if not {"rollout_id", "reward", "stop_reason"} <= set(record) or not record.get(
-            "trajectories"
-        ):
+        has_keys = {"rollout_id", "reward", "stop_reason"} <= set(record)
+        if not has_keys or not record.get("trajectories"):
             raise ValueError(
                 f"path={place}: is no rollout that a run recorded; other rows are read by data=file"
             )
@@ -139,10 +138,13 @@ def _why_left_out(record: Mapping[str, Any], min_reward: float | None) -> str | 
 
 
 def read_again(record: Mapping[str, Any], task: Task, rollout_id: str) -> Rollout:
-    """Return a recorded rollout under a new id, without scores. Raises LedgerError."""
-    again = {**record, "rollout_id": rollout_id, "group_id": rollout_id, "rewards": {}}
+    """Return a recorded rollout under a new id, without scores.
+
+    Raises LedgerError for a record that lacks something or does not fit together.
+    """
+    ids = {"rollout_id": rollout_id, "group_id": rollout_id}
     try:
-        rollout = read_rollout({**again, "reward": None}, task)
+        rollout = read_rollout({**record, **ids, "rewards": {}, "reward": None}, task)
     except (LookupError, TypeError, ValueError, StopIteration) as error:
         raise LedgerError(f"is no complete record of a rollout: {error!r}") from error
     for trajectory in rollout.trajectories:
@@ -153,12 +155,12 @@ def read_again(record: Mapping[str, Any], task: Task, rollout_id: str) -> Rollou
 def difference(
     rollout: Rollout, messages: Sequence[Mapping[str, Any]], chat: Chat, schemas: Sequence[dict]
 ) -> str | None:
-    """Return why this run would give a recorded rollout other ids, or None if it gives the same.
+    """Return why this run would give a recorded rollout other ids, or None if the ids are the same.
 
-    The run has `chat` and the tools of `schemas`, and the row's `messages`, which its settings may
-    have changed. The prompt and the context between sampled turns are rendered again, and the
-    sampled ids have to parse to the recorded messages. What follows the last sampled token teaches
-    nothing and may differ.
+    The run has `chat`, the tools of `schemas` and the row's `messages`, which its settings may have
+    changed. The prompt and the context between sampled turns are rendered again, and the sampled
+    ids have to parse to the recorded messages. Context after the last sampled token may differ:
+    nothing is learned from it.
     """
     main = rollout.trajectories[0]
     if list(messages) != main.messages:
@@ -187,19 +189,21 @@ def difference(
 def _first_changed_context(
     trajectory: Trajectory, chat: Chat, schemas: Sequence[dict]
 ) -> int | None:
-    """Return the first turn that `chat` would follow by other ids than were recorded, or None.
+    """Return the first turn after which `chat` renders other ids than were recorded, or None.
 
-    What follows the last turn is not compared.
+    The ids after the last turn are not compared.
     """
     assistant_positions = [
         position
         for position, message in enumerate(trajectory.messages)
         if position >= trajectory.prompt_messages and message["role"] == "assistant"
     ]
-    positions = iter(assistant_positions)
-    next_positions = iter([*assistant_positions[1:], None])
+    next_positions = [*assistant_positions[1:], None]
+    positions = iter(zip(assistant_positions, next_positions, strict=False))
     expected: list[int] | None = None
+    """Ids that this run renders after the last sampled turn; None before the first turn."""
     turn = 0
+    # Runs of spans alternate: prompt, sampled turn, its replies, sampled turn, its replies, …
     for is_sampled, run in groupby(trajectory.spans, key=lambda s: s.origin is Origin.sampled):
         spans = list(run)
         ids = [token_id for span in spans for token_id in span.token_ids]
@@ -207,8 +211,8 @@ def _first_changed_context(
             if expected is not None and ids != expected:
                 return turn
             continue
-        turn, position, next_position = spans[0].turn, next(positions), next(next_positions)
-        finish = spans[-1].finish
+        turn, finish = spans[0].turn, spans[-1].finish
+        position, next_position = next(positions)
         if next_position is None or finish is None:
             return None
         after = trajectory.messages[position - 1]["role"]

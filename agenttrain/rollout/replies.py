@@ -41,6 +41,24 @@ def reply_message(result: ToolResult) -> Message:
     }
 
 
+def suffix_after(
+    chat: Chat,
+    turn: AssistantTurn,
+    completion: Completion,
+    replies: Sequence[Message],
+    *,
+    generation_prompt: bool = True,
+) -> Suffix:
+    """Return the ids that follow a sampled turn: its replies, and the next generation prompt."""
+    return chat.suffix(
+        turn,
+        replies,
+        completion_ids=completion.token_ids,
+        finish=completion.finish,
+        generation_prompt=generation_prompt,
+    )
+
+
 def fit_replies(
     chat: Chat,
     turn: AssistantTurn,
@@ -58,13 +76,7 @@ def fit_replies(
     """
 
     def render(clipped: list[Message]) -> RenderedReplies:
-        suffix = chat.suffix(
-            turn,
-            clipped,
-            completion_ids=completion.token_ids,
-            finish=completion.finish,
-            generation_prompt=generation_prompt,
-        )
+        suffix = suffix_after(chat, turn, completion, clipped, generation_prompt=generation_prompt)
         return RenderedReplies(clipped, suffix, sum(len(ids) for _, ids in suffix))
 
     def render_texts(texts: Sequence[str]) -> RenderedReplies:
@@ -72,7 +84,7 @@ def fit_replies(
             [{**reply, "content": text} for reply, text in zip(replies, texts, strict=True)]
         )
 
-    if any(isinstance(reply["content"], list) for reply in replies):
+    if any(isinstance(reply["content"], list) for reply in replies):  # texts and images
         fitted = fit_parts(
             chat,
             replies,
@@ -81,7 +93,7 @@ def fit_replies(
             max_result_tokens=max_result_tokens,
         )
         rendered = render(fitted)
-    else:
+    else:  # clip each text to its own limit, then all of them until they fit
         full = [str(reply["content"]) for reply in replies]
         limits = list(max_result_tokens)
         texts = [chat.clip(text, limit) for text, limit in zip(full, limits, strict=True)]
@@ -98,11 +110,11 @@ def fit_replies(
             f"the suffix of {rendered.length} tokens exceeds the {room} left, though its empty "
             "form fitted"
         )
-    suffix: Suffix = []
+    cut_suffix: Suffix = []
     for origin, token_ids in rendered.suffix:
-        suffix.append((origin, token_ids[: max(room, 0)]))
+        cut_suffix.append((origin, token_ids[: max(room, 0)]))
         room -= len(token_ids)
-    return rendered.replies, suffix
+    return rendered.replies, cut_suffix
 
 
 def append_suffix(

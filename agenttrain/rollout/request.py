@@ -61,23 +61,28 @@ class BatchRequest:
     def rollouts(
         self, place: int, task: Task, prompt_ids: Sequence[int] | None
     ) -> list[RolloutRequest]:
-        """Return the requests for a task's group; `prompt_ids` is as in RolloutRequest."""
+        """Return the requests for the group of `task`, which stands at `place` in the step.
+
+        `prompt_ids` is the rendered prompt, if the rollouts of the group share it.
+        """
         group_id = f"{self.name}-{place}"
-        return [
-            RolloutRequest(
+        group_seed = derive_seed(*self.seed_path, place)
+        requests = []
+        for sample in range(self.samples):
+            # The last part is always 0. Without it, earlier runs would not repeat.
+            seed = derive_seed(*self.seed_path, place, sample, 0)
+            request = RolloutRequest(
                 task=task,
-                sampling=replace(
-                    self.sampling, seed=derive_seed(*self.seed_path, place, sample, 0)
-                ),
+                sampling=replace(self.sampling, seed=seed),
                 rollout_id=f"{group_id}-{sample}",
                 group_id=group_id,
                 place=place,
                 sample=sample,
-                group_seed=derive_seed(*self.seed_path, place),
+                group_seed=group_seed,
                 prompt_ids=prompt_ids,
             )
-            for sample in range(self.samples)
-        ]
+            requests.append(request)
+        return requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

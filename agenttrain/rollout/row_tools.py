@@ -39,8 +39,6 @@ from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.seeds import derive_seed
 
 ContextOf = Callable[[ToolCall], ToolContext]
-DISPATCHED = {"name", "arguments"}
-"""Parameters of an executor that serves several tools of a row: which one was called, and how."""
 
 
 class RowTools:
@@ -72,6 +70,7 @@ class RowTools:
         declared = (*toolbox.names, *self._methods.names)
         listed = declared if task.tools is None else task.tools
         self.row_tools = {tool.name: tool for tool in listed if isinstance(tool, RowTool)}
+        """The row's own tools, by name."""
         self.names = tuple(tool.name if isinstance(tool, RowTool) else tool for tool in listed)
         for tool in listed:
             if isinstance(tool, str) and tool not in declared:
@@ -88,6 +87,7 @@ class RowTools:
             name: self._check_row_tool(tool, executed=executed)
             for name, tool in self.row_tools.items()
         }
+        """Readers of the arguments of the row's own tools, by name."""
         self.schemas: list[dict[str, Any]] = [
             {
                 "type": "function",
@@ -115,19 +115,19 @@ class RowTools:
 
         `on_answered` is called with the id of each call that has its result.
         """
-        # A call that cannot run has its result already.
+        # In call order: a step for each call that can run, a result for each that cannot.
         prepared = [self._prepare(call) for call in calls]
         for item in prepared:
             if isinstance(item, ToolResult):
                 on_answered(item.call.id)
         steps = [item for item in prepared if isinstance(item, _Step)]
-        methods = [step for step in steps if step.is_method]
+        method_steps = [step for step in steps if step.is_method]
         other_steps = [step for step in steps if not step.is_method]
 
         async def run_methods() -> list[ToolResult]:
             """Run the calls to the environment one after the other, until its episode ends."""
             results: list[ToolResult] = []
-            for step in methods:
+            for step in method_steps:
                 ended = self._episode is not None and self._episode.done
                 if ended or any(result.done for result in results):
                     text = "Error: the episode is over; this call was not run"
@@ -138,7 +138,7 @@ class RowTools:
             return results
 
         method_results: list[ToolResult] = []
-        if methods:
+        if method_steps:
             method_results, other_results = await asyncio.gather(
                 run_methods(), _run(self._toolbox, other_steps, context_of, on_answered)
             )
@@ -175,7 +175,7 @@ class RowTools:
             except InvalidArguments as error:
                 text = f"Error: {error}"
                 return ToolResult(call=call, content=text, error=ToolError.invalid_arguments)
-            if DISPATCHED.issubset(_parameters(self._declared_schema(executor))):
+            if _is_dispatcher(self._declared_schema(executor)):
                 arguments = {"name": call.name, "arguments": arguments}
             executed_call = replace(call, name=executor, arguments=arguments)
         is_method = executed_call.name in self._methods.names
@@ -208,7 +208,7 @@ class RowTools:
             return arguments
         executor = self._declared_schema(tool.executor)
         accepted = _parameters(executor)
-        if DISPATCHED.issubset(accepted):
+        if _is_dispatcher(executor):
             return arguments
         resolver = SchemaResolver(executor["function"].get("parameters") or {})
         required = resolver.expand(resolver.root).get("required", [])
@@ -254,6 +254,11 @@ async def _run(
     if len(steps) == 1:  # most turns: spared the cost of a task
         return [await run(steps[0])]
     return await asyncio.gather(*map(run, steps))
+
+
+def _is_dispatcher(schema: dict[str, Any]) -> bool:
+    """Return True for an executor of several row tools: it takes ``name`` and ``arguments``."""
+    return {"name", "arguments"}.issubset(_parameters(schema))
 
 
 def _parameters(schema: dict[str, Any]) -> list[str]:
@@ -324,10 +329,10 @@ def row_tool_sets(
     *,
     executed: bool = True,
 ) -> Iterator[Schemas]:
-    """Yield each different tool set of rows that list their tools; check `checked_rows(source)`.
+    """Yield each different tool set of the rows that list their tools.
 
-    `executed` is that of `RowTools`. Raises RowError, which begins with `key` (data.train) and
-    names the row.
+    Only the first `checked_rows(source)` rows are read. `executed` False: no call will be run.
+    Raises RowError for a row with tools that it cannot have; `key` (data.train) begins the message.
     """
     seen: set[str] = set()
     for index in range(checked_rows(source)):

@@ -58,7 +58,7 @@ async def sample_groups(
                 is_informative=lambda group: is_informative(group, config, weights),
                 minibatches=config.minibatches,
             )
-        except RewardError as error:
+        except RewardError as error:  # the crash bundle has the earlier rounds too
             error.rollouts = (*batch.rollouts, *error.rollouts)
             raise
         # Places within a round begin at 0, as its seeds do. Those of the step go on.

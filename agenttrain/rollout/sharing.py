@@ -22,7 +22,7 @@ Group = list[Rollout]
 
 
 class Peers(Protocol):
-    """The processes of a run (`agenttrain.training.world.World` implements it)."""
+    """The processes of a run (`agenttrain.training.world.World` implements this protocol)."""
 
     rank: int
     size: int
@@ -35,7 +35,10 @@ class Peers(Protocol):
         *,
         patient: bool = False,
     ) -> list[Item]:
-        """Return the objects of all processes, by rank. A `failure` of one is raised in all."""
+        """Return the objects of all processes, by rank. A `failure` of one is raised in all.
+
+        `what` names the exchange in errors. With `patient` there is no time limit.
+        """
         ...
 
 
@@ -53,7 +56,7 @@ class SingleProcess:
         *,
         patient: bool = False,
     ) -> list[Item]:
-        """Return the objects, or raise the failure."""
+        """Return the objects, or raise the failure: there is no other process."""
         if failure is not None:
             raise failure
         return list(objects)

@@ -64,13 +64,13 @@ class RolloutSource:
             peers=self.peers,
             costs=self.costs.copy(),
         )
-        # One reason per process: None if it has a reward, "" if it has no rollout to score.
+        # A reason per process: None if a rollout has a reward, "" if there is none to score.
         reasons = self.peers.exchange([why_unrewarded(batch.rollouts)], "the rewards of a step")
         if None not in reasons:
             first_reason = next((reason for reason in reasons if reason), "")
             raise nothing_to_learn(step, first_reason, batch.collected)
         batch.stuck = len(self.collector.stuck)
-        if not self.algorithm.resamples:
+        if not self.algorithm.resamples:  # there is one round: nothing to report
             batch.metrics = {}
         return batch
 
@@ -172,7 +172,8 @@ class Demonstrations:
         """Make rollouts of this process's share of `count` rows, from row `start` on.
 
         The process of rank r takes every n-th row from the r-th on, for n processes. Each row is a
-        group of one rollout. Bad rows count as dropped. Raises BadDemonstration, in all processes.
+        group of one rollout. A bad row counts as dropped, or with `on_bad_row` `error` raises
+        BadDemonstration in all processes.
         """
         collected = Collected()
         rows = list(source.tasks(start, count))
@@ -195,6 +196,7 @@ class Demonstrations:
             rollout.reward = 1.0
             collected.groups.append([rollout])
             collected.places.append(place)
+        # Raises the failure of one process in all of them.
         self.peers.exchange((), "the demonstrations of a step", failure)
         return StepBatch(collected=collected, trained=tuple(range(start, start + len(rows))))
 

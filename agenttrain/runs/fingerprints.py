@@ -163,6 +163,7 @@ def _code(key: str, sections: Mapping[str, Any]) -> dict[str, str]:
             path = section.get(argument) if isinstance(section, Mapping) else None
             if not isinstance(path, str) or path.startswith(OURS):
                 continue
+            # `_target_` of tools.find: "tools.find"; `connect` of user: "user.connect".
             full_key = ".".join(filter(None, (key, name, argument.replace("_target_", ""))))
             code = code_of(locate(path, key=full_key))
             if code is not None:
@@ -256,7 +257,8 @@ def code_of(target: Any) -> str | None:
     not count. Imports from other modules are not followed. Return None if there is no source.
     """
     module = sys.modules.get(getattr(target, "__module__", None) or "")
-    name = getattr(target, "__qualname__", type(target).__qualname__).partition(".")[0]
+    # An object's class stands for it, and a class or function at the module's top for its members.
+    top_name = getattr(target, "__qualname__", type(target).__qualname__).partition(".")[0]
     try:
         tree = ast.parse(inspect.getsource(module)) if module is not None else ast.Module([], [])
     except (OSError, TypeError, SyntaxError):
@@ -266,7 +268,7 @@ def code_of(target: Any) -> str | None:
         for defined_name in _defined_names(node):
             definitions.setdefault(defined_name, []).append(node)
     used: set[str] = set()
-    to_visit = [name]
+    to_visit = [top_name]
     while to_visit:
         name = to_visit.pop()
         if name in used or name not in definitions:

@@ -109,12 +109,13 @@ def make_policy(
     Every random generator is seeded, differently in each process of `world`.
     """
     world = world or World()
+    # The first process has the run's own seed, as a run of one process.
     seed_random(derive_seed(config.seed, world.rank) % 2**32 if world.rank else config.seed)
     sharding = sharding_of(config)
     # A sharded model starts on the meta device, and its weights are read once it is sharded.
     with world.together("the files of model.path", WrongWeights, patient=True):
-        meta_model = None if sharding is None else load_empty(config, world.rank)
-    model, weights = meta_model or (load_model(config), None)
+        empty_model = None if sharding is None else load_empty(config, world.rank)
+    model, weights = (load_model(config), None) if empty_model is None else empty_model
     if config.model.lora.rank or is_adapted(model):
         with stand_ins(model) if weights is not None else nullcontext():
             add_lora(model, config.model.lora)
@@ -146,7 +147,7 @@ def sharding_of(config: RunConfig) -> Sharding | None:
         return None
     within = None
     if distributed.shard_within is ShardWithin.node:
-        # Set by whatever starts the processes of a node.
+        # torchrun or a scheduler sets it: the number of processes of this node.
         within = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return Sharding(cpu_offload=distributed.cpu_offload, within=within)
 
@@ -165,7 +166,8 @@ def make_engine(config: RunConfig, policy: Policy, folder: Path | None = None) -
         rank=policy.world.rank,
     )
     inputs = replace(inputs, vision=policy.vision)
-    # Some engines seed the process's generators. Tools and rewards would draw alike on all ranks.
+    # Some engines seed the process's generators, alike on all ranks: keep the states, so that tools
+    # and rewards draw differently.
     states = random_states()
     engine = _build_engine(config, inputs)
     set_random_states(states)

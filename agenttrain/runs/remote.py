@@ -19,7 +19,7 @@ from agenttrain.engines.base import Engine, EngineError
 from agenttrain.engines.broadcast import Regathered, WeightSender
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.weight_files import BadWeights, WeightFiles, WeightWriter
-from agenttrain.evaluation import Evaluation, Evaluator, HeldOutLoss, to_json
+from agenttrain.evaluation import Evaluation, Evaluator, HeldOutLoss
 from agenttrain.rollout.collector import Collected, MetricNames
 from agenttrain.rollout.sharing import assign_tasks
 from agenttrain.rollout.source import STATE, merge_batches
@@ -94,15 +94,17 @@ async def make_remote_engine(
 class RemoteEngine:
     """The engine of the rollout process, for the training processes together.
 
-    They send it weights. They sample nothing but the probe's text: the rollout process does the
-    rest.
+    The training processes send weights to the engine. The only text that they sample is the
+    probe's: rollouts are sampled in the rollout process.
     """
 
     def __init__(self, rollouts: Rollouts, description: EngineDescription) -> None:
         self.max_context = description.max_context
         self._rollouts = rollouts
         self._metrics: dict[str, float] = {}
+        """The engine's metrics at the end of the last step."""
         self._synced = False
+        """True after the first sync."""
 
     async def generate(
         self,
@@ -134,7 +136,7 @@ class RemoteEngine:
         self._synced = True
 
     def metrics(self) -> dict[str, float]:
-        """Implement `Metered.metrics`; an engine without metrics has none."""
+        """Implement `Metered.metrics`; empty for an engine without metrics."""
         return self._metrics
 
     async def aclose(self) -> None:
@@ -159,7 +161,7 @@ class RemoteReplica(RemoteEngine):
         """Implement `Replicated.verify`. `problem` is a ProbeCheck, which can be sent."""
         assert isinstance(problem, ProbeCheck)
         scores: list[float] = await self._rollouts.call(ProbeRequest(check=problem), "the probe")
-        await self._end_sync()
+        await self._end_sync()  # a sync ends with its probe
         return scores
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
@@ -235,8 +237,8 @@ class RemoteCopy(RemoteReplica):
                 files = await self._write(self._rollouts.process, iterator, version)
             except Exception as error:
                 failure = error
-        # All processes gather sharded weights together: also those left after a failure, and in the
-        # processes that write none.
+        # All processes gather sharded weights together. So each process goes through all weights,
+        # also after a failure, and if it writes none.
         for _ in iterator:
             pass
         await self._rollouts.call(
@@ -282,7 +284,8 @@ class RemoteSource:
         Raises, in all processes, the error that the rollout process raised, and Preempted.
         """
         if self._restarts_seen < self.rollouts.restarts:
-            self._state_to_send = self._state or None  # None: the run has no finished step
+            # The new process has no state. Send the last one, if the run has a finished step.
+            self._state_to_send = self._state or None
         request = GroupsRequest(step=step, state=self._state_to_send)
         batch = await self.rollouts.ask(request, "the rollouts of a step")
         self._state_to_send = None
@@ -343,13 +346,9 @@ class RemoteEvaluator(Evaluator):
         Only the first process has their rollouts: the others get the evaluations without them.
         """
         evaluations = await self.rollouts.ask(EvaluationRequest(), "an evaluation")
-        stripped = evaluations and [replace(e, rollouts=[]) for e in evaluations]
-        stripped = self.world.broadcast(stripped, "the results of an evaluation")
-        return evaluations or stripped or []
-
-    def summary(self, evaluations: Sequence[Evaluation | HeldOutLoss]) -> dict[str, Any]:
-        """Return an evaluation for summary.json."""
-        return to_json([e for e in evaluations if isinstance(e, Evaluation)])
+        results = evaluations and [replace(e, rollouts=[]) for e in evaluations]
+        received = self.world.broadcast(results, "the results of an evaluation")
+        return evaluations or received or []
 
 
 def make_remote_source(

@@ -31,9 +31,10 @@ def print_scores(
     dashboards: Sequence[str],
     best: Mapping[str, Any] | None,
 ) -> None:
-    """Print the scores before and after, the best ones, and SHOWN rollouts of the last evaluation.
+    """Print the scores before and after, the best ones, and SHOWN rollouts.
 
-    These rollouts are the best ones with the most tool results, and the worst one.
+    The rollouts are those of the first evaluation in `after`, the sampled one: the best ones with
+    the most tool results, and the worst one.
     """
     rollouts = [
         rollout

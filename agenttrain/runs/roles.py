@@ -60,11 +60,14 @@ def start_roles(
     trainers = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     on_gpu = torch.cuda.is_available()
     gpus = _gpus(fleets(config, verb), policy_gpus(config, trainers)) if on_gpu else {}
-    for name, role in roles.items() if world.is_main else ():
+    started = StartedRoles(run, world, roles)
+    if not world.is_main:
+        return started
+    for name, role in roles.items():
         print(f"roles.{name}: servers start (logs: {role_folder(run, name)}/servers)", flush=True)
         plan = _plan(config, name, role, gpus.get(f"roles.{name}"), module)
         stack.callback(start_role(run, plan).end)
-    return StartedRoles(run, world, roles)
+    return started
 
 
 def _gpus(
@@ -78,7 +81,7 @@ def _gpus(
     gpus_by_fleet = {}
     for key, servers in started.items():
         gpus_by_fleet[key] = place(servers, trainers, taken)
-        taken |= {*gpu_numbers(servers, trainers, taken)}
+        taken |= {*gpu_numbers(servers, trainers, taken)}  # those that `place` has given out
     return gpus_by_fleet
 
 

@@ -73,6 +73,7 @@ class StartRequest:
     settings: dict[str, Any]
     """The resolved settings, as config.yaml has them."""
     verb: str
+    """`train` or `eval`."""
     folder: str
     """The run folder."""
     on_gpu: bool
@@ -88,11 +89,15 @@ class EngineDescription:
     own_weights: bool
     """The engine is a `Separate` one. The fields below describe such an engine."""
     takes_adapters: bool = False
+    """The engine takes only the model's adapters; False: all weights (`Separate`)."""
     model_names: bool = False
+    """Weights have their names in memory; False: those in the model's files (`ModelNames`)."""
     quantized: bool = False
+    """A small change of the policy's weights may not change the engine's (`Quantized`)."""
     broadcasts: bool = False
+    """The engine takes weights by a broadcast, not by files."""
     dtype: str | None = None
-    """Number format of its weights; None: the policy's."""
+    """Number format of the engine's weights; None: the policy's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,8 +176,10 @@ class RolloutStatus:
     progress: int
     """Counter that rises with every request to the engine and every finished rollout."""
     finished: int
+    """Finished rollouts of the request, of `total`."""
     total: int
     waiting: list[Waiting]
+    """The rollouts, each with the thing that it waits for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,10 +198,11 @@ class RequestFailure:
     module: str
     message: str
     attributes: dict[str, Any]
+    """Attributes of the error that the trainer needs (CARRIED)."""
 
     @classmethod
     def of(cls, error: Exception) -> RequestFailure:
-        """Return the message with an error."""
+        """Return the answer that carries `error`."""
         attributes = {}
         for name, value in vars(error).items():
             if name in CARRIED:
@@ -210,8 +218,8 @@ class RequestFailure:
     def raised(self) -> Exception:
         """Return the error to raise in the trainer.
 
-        It has its own class if that is an AgenttrainError, a ValueError or an OSError; otherwise it
-        is a RolloutsFailed.
+        An AgenttrainError, ValueError or OSError keeps its class, also a subclass of them. Any
+        other error becomes a RolloutsFailed.
         """
         if self.module.startswith("agenttrain."):
             import_module(self.module)  # so that __subclasses__ below has the error's class

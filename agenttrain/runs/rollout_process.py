@@ -25,13 +25,16 @@ LEFT_TO_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIG
 
 
 def main() -> None:
-    """Serve the trainer until the end."""
+    """Serve the trainer until it asks this process to end, or has ended itself.
+
+    The arguments are the number of the connected socket and the trainer's `sys.path` as JSON.
+    """
     for number in LEFT_TO_THE_TRAINER:
         # Not SIG_IGN, which the processes of tools and servers would inherit.
         signal.signal(number, lambda *_: None)
-    protect()
+    protect()  # stdout and stderr
     faulthandler.enable()
-    faulthandler.register(STACKS)
+    faulthandler.register(STACKS)  # the trainer asks for all stacks by this signal
     end_with_parent(after_s=ORPHANED_S)
     connection = socket.socket(fileno=int(sys.argv[1]))
     # `python -m` has put the current folder first, where it can hide a package.

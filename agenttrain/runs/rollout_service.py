@@ -98,12 +98,13 @@ async def serve(connection: socket.socket) -> None:
                 await asyncio.wait((work, next_request), return_when=asyncio.FIRST_COMPLETED)
                 # The trainer waits for each answer before it sends more. A message that comes
                 # earlier is EndRequest, or the trainer has ended: the work is cancelled too.
-                for task in (reporting, *(() if work.done() else (work,))):
+                unfinished = [reporting] if work.done() else [reporting, work]
+                for task in unfinished:
                     task.cancel()
                     await asyncio.wait((task,))
-                if work.cancelled():
+                if work.cancelled():  # the next request ends the loop
                     continue
-                await channel.send(service.status())
+                await channel.send(service.status())  # the last counts of this request
                 await channel.send(_answer(work))
 
 
@@ -161,7 +162,7 @@ class RolloutService:
         """Groups sampled ahead; None: each step's groups are sampled when the trainer asks."""
 
     async def start(self, stack: AsyncExitStack) -> None:
-        """Prepare the sampling ahead of the trainer, if the run has any; the stack ends it."""
+        """Prepare to sample groups ahead of the trainer, if the run does so; the stack ends it."""
         config, collector = self._config, self._source.collector
         if config.async_training.max_staleness == 0:
             return
@@ -271,8 +272,8 @@ class RolloutService:
             )
 
     async def _sync(self, version: int, files: WeightFiles | None) -> None:
-        """Give the engine new weights."""
-        if files is None:
+        """Give the engine the weights of `version`, and start the groups that they allow."""
+        if files is None:  # the engine samples from no weights
             await self._engine.update((), version)
         elif isinstance(self._engine, ReadsFiles):
             await self._engine.load(files)

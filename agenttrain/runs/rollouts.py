@@ -60,6 +60,7 @@ class RolloutProcess:
         self.progress: Callable[[int, int], None] | None = None
         """Called with the step's finished rollouts and their total, as `Collector.progress`."""
         self._start_request: StartRequest | None = None
+        """The first request, which `restart` sends again."""
         self._start()
 
     def _start(self) -> None:
@@ -67,11 +68,13 @@ class RolloutProcess:
         self._connection, end = socket.socketpair()
         command = [sys.executable, "-u", "-m", MODULE, str(end.fileno()), json.dumps(sys.path)]
         with end:
-            # Without a keeper: its servers' wrappers outlive it, to clean up or to serve again.
+            # A keeper would kill all that the process has started. The wrappers of its servers have
+            # to outlive it, to clean up or to serve again.
             self._child = ChildProcess(
                 command, keeper=False, pass_fds=[end.fileno()], print_line=self._print
             )
         self._channel: Channel | None = None
+        """None until the first request is sent."""
         self._waiting: list[Waiting] = []
         self._ready = False
         """The process has answered a request, so that it now notices EndRequest at any time."""
@@ -97,7 +100,7 @@ class RolloutProcess:
         """Have the process print the stacks of its threads; wait until they are printed here."""
         with suppress(OSError):
             self._child.signal(STACKS)
-            time.sleep(STACKS_S)
+            time.sleep(STACKS_S)  # a signal has no answer
 
     async def send(self, request: StartRequest | EndRequest | Any) -> None:
         """Send a request; raises RolloutsDead."""
@@ -144,6 +147,7 @@ class RolloutProcess:
             with suppress(RolloutsDead):
                 await self.send(EndRequest())
             self._channel.close()
+        # A process that is still starting does not notice any of this: it is killed at once.
         await asyncio.to_thread(self._child.ended, END_S if self._ready else 0.0)
         self._child.kill()
 
@@ -163,7 +167,7 @@ class RolloutProcess:
 class Rollouts:
     """The rollout process of a run, for all training processes together.
 
-    If it ends by itself, it is started again, but at most once in a step.
+    A process that ends by itself is started again, but at most once in a step.
     """
 
     process: RolloutProcess | None
@@ -171,9 +175,9 @@ class Rollouts:
     world: World
     stop: StopRequest
     restartable: bool = False
-    """It is started again if it ends now."""
+    """The process is started again if it ends now."""
     restarts: int = 0
-    """How often it was started again."""
+    """Number of times that the process was started again."""
 
     async def ask(self, request: Any, what: str) -> Any:
         """Return the answer in the first process, None in the others; a signal cuts it short.
@@ -181,7 +185,7 @@ class Rollouts:
         `what` names the work in errors. Errors, EngineDead and EngineRestarted among them, are
         raised in all processes. Raises Preempted after a signal.
         """
-        answers: list[Any] = []
+        answers: list[Any] = []  # at most one
         failure: Exception | None = None
         if self.process is not None:
             try:
@@ -211,28 +215,41 @@ class Rollouts:
         """Raise the first process's failure in all processes, if there is one.
 
         If the rollout process has ended and is restartable, it is started again, and all processes
-        raise EngineRestarted. Otherwise EngineDead is raised as such in the other processes too, so
-        that all of them save the last finished step. Any other failure is their PeerFailed.
+        raise EngineRestarted. If the engine is dead otherwise, all processes raise an EngineDead,
+        so that all of them save the last finished step. Any other failure is raised in the first
+        process, and as PeerFailed in the others.
         """
         dead = failure if isinstance(failure, EngineDead) else None
         # (message, the whole rollout process has ended) of a dead engine: at most one.
         deaths = [] if dead is None else [(str(dead), isinstance(dead, RolloutsDead))]
-        deaths = self.world.exchange(deaths, what, failure if dead is None else None, patient=True)
+        other_failure = failure if dead is None else None
+        deaths = self.world.exchange(deaths, what, other_failure, patient=True)
         if not deaths:
             return
         message, process_ended = deaths[0]
-        if process_ended and self.restartable and not self.stop.agree(self.stop.name is not None):
-            problem = await self._restart()
-            if problem is None:
-                raise EngineRestarted(f"{message}; it was started again")
-            message = f"{message}; it was started again, and then {problem}"
-        elif process_ended and self.restarts and not self.restartable:
-            message = f"{message}; it had been started again in this step"
         if process_ended:
-            dead = dead and RolloutsDead(message)
-        raised = dead or PeersRolloutsDead(message)
+            message = await self._restart_or_explain(message)
+        if dead is None:  # the failure was the first process's
+            raised: EngineDead = PeersRolloutsDead(message)
+        else:
+            raised = RolloutsDead(message) if process_ended else dead
         raised.everywhere = True
         raise raised
+
+    async def _restart_or_explain(self, message: str) -> str:
+        """Start the rollout process again, and raise EngineRestarted.
+
+        If that is not allowed now, or fails, return `message` with the reason added.
+        """
+        if not self.restartable:
+            explained = f"{message}; it had been started again in this step"
+            return explained if self.restarts else message
+        if self.stop.agree(self.stop.name is not None):  # the run stops anyway
+            return message
+        problem = await self._restart()
+        if problem is None:
+            raise EngineRestarted(f"{message}; it was started again")
+        return f"{message}; it was started again, and then {problem}"
 
     async def _restart(self) -> str | None:
         """Start the rollout process again; return, in all processes, why that failed, or None."""
@@ -242,7 +259,7 @@ class Rollouts:
         if self.process is not None:
             try:
                 await self.process.restart()
-            except RolloutsDead as error:
+            except RolloutsDead as error:  # its message is a sentence
                 problems = [str(error)]
             except Exception as error:
                 problems = [f"{type(error).__name__}: {error}"]

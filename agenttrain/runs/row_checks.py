@@ -56,11 +56,12 @@ def check_rows(
 def _check_messages(chat: Chat, key: str, source: TaskSource, on_bad_row: OnBadRow) -> None:
     """Leave out the rows of which the template drops a message, or raise ChatError for the first.
 
-    A conversation is rendered only if one of its messages stands in a place that no earlier row
-    had. The run itself finds texts that the template changes, and checks later rows of a source
-    without end (`Collector.on_bad_row`).
+    `on_bad_row` decides between the two. A conversation is rendered only if one of its messages
+    stands in a place that no earlier row had. The run itself finds texts that the template changes,
+    and checks later rows of a source without end (`Collector.on_bad_row`).
     """
-    problems = dict[int, str]()
+    problems: dict[int, str] = {}
+    """Index of a row -> place and reason."""
     for index in range(RENDERED_TASKS if source.endless else len(source)):
         messages = source.row(index).messages
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -101,6 +102,7 @@ def prompt_length(chat: Chat, task: Task, schemas: Sequence[dict[str, Any]]) -> 
     for text in task.user_turns:
         question: Message = {"role": "user", "content": text}
         messages += [ANSWER.message(), question]
+        # Both ways to render the question, only to see them fail: the ids are not used.
         chat.prompt_ids(messages, schemas)
         chat.suffix(
             ANSWER,

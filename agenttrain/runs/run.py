@@ -130,14 +130,14 @@ class Run:
     def execute(self) -> int:
         """Run the verb; return the exit code. Raises ConfigError for a folder of another verb."""
         with listening() as self.stop:
-            if self.world.size > 1:
+            if self.world.size > 1:  # a signal to one process stops all of them
                 self.stop.agree = self._agree
             if not self.world.is_main:
                 return self._execute()
             try:
                 with lock_folder(self.folder):
                     self._record_start()
-                    remove_weights_folder(self.folder)
+                    remove_weights_folder(self.folder)  # of a run that was killed
                     try:
                         return self._execute()
                     finally:
@@ -226,9 +226,9 @@ class Run:
     def _print_notes(self, components: Components) -> None:
         """Print the choices that the user did not make; write the template's changes to a file."""
         fix = components.chat.fix
-        if fix.chosen:
+        if fix.chosen:  # a note on the template that was chosen
             print(f"chat template: {fix.chosen}")
-        if diff := fix.text():
+        if diff := fix.text():  # changes to the model's own template
             file = self.folder / "chat_template.diff"
             file.write_text(diff, encoding="utf-8")
             print(f"{diff.splitlines()[0]} ({file})")
@@ -302,7 +302,7 @@ class Run:
         rollouts = [rollout for evaluation in evaluations for rollout in evaluation.rollouts]
         write_step(self.folder, 0, rollouts, rollout_limit(self.config.tracker.rollouts))
         if (reason := why_unrewarded(rollouts)) is not None:
-            self.record(steps=0, eval=scores)
+            self.record(steps=0, eval=scores)  # the other scores count all the same
             cause = reason or "all of them failed"  # the reason is empty if no rollout was scored
             message = f"not one of {len(rollouts)} rollouts has a reward: {cause}"
             raise NoRewards(message, Collected())
@@ -316,14 +316,15 @@ class Run:
     ) -> None:
         """Print the report at the end of a run that sampled rollouts."""
         best = None if trainer is None else trainer.best
+        if trainer and best and best.step == trainer.finished_steps:
+            best = None  # the scores after the last step are printed anyway
         print_scores(
             before=from_json(before),
             after=[e for e in evaluations if isinstance(e, Evaluation)],
             decode=components.chat.decode,
             run_folder=self.folder,
             dashboards=self.tracker.views,
-            # Only if an earlier step was the best: the table has the scores after the last step.
-            best=best.record if trainer and best and best.step != trainer.finished_steps else None,
+            best=None if best is None else best.record,
         )
 
     @contextmanager
@@ -408,24 +409,35 @@ class Run:
         if self.config.resume is None:
             return None
         exists = False
+        # The main process looks, and all processes raise its error.
         with self.world.together("whether there is a checkpoint", CheckpointError):
-            exists = self.world.is_main and not checkpoints.empty
-            if self.world.is_main and not exists:
-                saved = read_summary(self.folder).get("latest_checkpoint")
-                if saved is not None:
-                    raise CheckpointError(
-                        f"{self.folder / saved}: the run saved this checkpoint, and "
-                        f"{checkpoints.folder} holds none now. Put it back; or start a new run: "
-                        "resuming would begin at step 0."
-                    )
-                metrics = self.folder / "metrics.jsonl"
-                steps = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-                cut_note = f", {steps} recorded steps are cut" if steps else ""
-                print(f"no checkpoint yet: starting again from step 0{cut_note}", flush=True)
+            if self.world.is_main:
+                exists = not checkpoints.empty
+                if not exists:
+                    self._start_again(checkpoints.folder)
         return checkpoints.load_latest(policy) if self.world.broadcast(exists) else None
 
+    def _start_again(self, empty_folder: Path) -> None:
+        """Report that a resumed run without a checkpoint begins at step 0.
+
+        Raises CheckpointError if the run has saved one, which is gone from `empty_folder`.
+        """
+        saved = read_summary(self.folder).get("latest_checkpoint")
+        if saved is not None:
+            raise CheckpointError(
+                f"{self.folder / saved}: the run saved this checkpoint, and {empty_folder} holds "
+                "none now. Put it back; or start a new run: resuming would begin at step 0."
+            )
+        metrics = self.folder / "metrics.jsonl"
+        steps = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+        cut_note = f", {steps} recorded steps are cut" if steps else ""
+        print(f"no checkpoint yet: starting again from step 0{cut_note}", flush=True)
+
     def make_tracker(self, done: int) -> Tracker:
-        """Build the tracker of a run that has done `done` steps."""
+        """Build the tracker of a run that has done `done` steps.
+
+        Runs of one experiment share a folder: the parent of the run's, or of its sweep's.
+        """
         if not self.world.is_main:
             return SilentTracker()
         return Tracker(
@@ -460,11 +472,12 @@ class Run:
     def _interrupted(self) -> int:
         """Record and report a KeyboardInterrupt; return the exit code.
 
-        It comes from Ctrl-C, a second SIGTERM, or a first signal with nothing to save.
+        Ctrl-C raises it, a second SIGTERM (`stop.insisted`), and a first signal that came while
+        there was nothing to save (`stop.at_once`).
         """
         stop = self.stop
-        nothing_to_save = stop.at_once and not stop.insisted
-        if nothing_to_save and self.verb != "eval":
+        nothing_lost = stop.at_once and not stop.insisted
+        if nothing_lost and self.verb != "eval":  # an evaluation has to begin anew
             return self._preempted(str(stop.name))
         self._record_end(status="interrupted")
         if self.world.is_main:
@@ -476,7 +489,7 @@ class Run:
         """Record and report an error; return the exit code.
 
         A bug, and an error that another process reports, are raised again. If a write failed or the
-        engine died, the message names the checkpoint to go on from.
+        engine died, the message names the checkpoint from which the run can go on.
         """
         if isinstance(error, PeerFailed):
             self._record_end(status="failed", error=str(error))

@@ -82,7 +82,7 @@ def vision_of(config: RunConfig) -> Vision | None:
     """
     placeholders = placeholders_of(config)
     trained = config.model.vision is VisionTower.trained
-    if isinstance(placeholders, str):
+    if isinstance(placeholders, str):  # the reason why the run has no images
         if trained:
             raise ConfigError(f"model.vision=trained: {placeholders}; leave model.vision out")
         return None
@@ -140,7 +140,7 @@ def load_empty(config: RunConfig, rank: int) -> tuple[Any, Any] | None:
     model: Any = empty_model(base or source, getattr(torch, config.model.dtype))
     weights = SlicedWeights(model, base or source, rank)
     if base is not None:
-        with stand_ins(model), only_tensors(source):
+        with stand_ins(model), only_tensors(source):  # peft draws no adapters on the meta device
             load_saved_adapters(model, source)
         _record_revision(model, base)
     _set_threads(model, threads)

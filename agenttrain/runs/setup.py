@@ -73,7 +73,7 @@ def prepare(
     else:
         with world.together("the files of model.path", CheckpointError, patient=True):
             verify_model(config, world.rank, world.size)
-    if verb == "sft":
+    if verb == "sft":  # `complete` checks the model for the other verbs
         check_model(config, sampled=False)
     components.certificate.raise_if_refused()
     complete(components)
@@ -128,9 +128,9 @@ class Components:
         *,
         tools: tuple[Toolbox, Environments] | None = None,
     ) -> None:
-        """`tools`: built already, by an earlier run say; None: they are built from `config`.
+        """`folder` is the run folder, in which role servers are found; None: roles have no servers.
 
-        `folder` is the run folder, in which role servers are found; None: roles have no servers.
+        `tools` are those of other components, to share; None: they are built from `config`.
         """
         self.config = config
         self.verb = verb
@@ -401,7 +401,7 @@ class Components:
     def probe_prompt(self) -> list[int]:
         """Return the ids of the first task's prompt, for the probe of a weight sync.
 
-        If all prompts come from environments, return one id, which ends a turn.
+        If all prompts come from environments, return one stop token instead.
         """
         for source in (self.train_tasks, self.test_tasks):
             first_task = source.tasks(0, 1) if len(source) else []
@@ -509,7 +509,7 @@ def _check_eval_tools(components: Components) -> None:
 
 
 def overlong_notes(components: Components) -> list[str]:
-    """Return a note for each split of whose first prompts some are too long for the context."""
+    """Return a note for each split that has prompts too long for the context among its first."""
     context = context_of(components.config)
     return [
         f"note: {count} of the first {len(lengths)} of {key} fill the context of {context} tokens "
@@ -536,16 +536,16 @@ def _check_prompts_fit(components: Components, *, training: bool) -> None:
         train_count = 0
     test_count = min(config.eval.questions, len(tasks.test))
     for key, count in (("data.train", train_count), ("data.test", test_count)):
-        rendered = lengths.get(key, ())[:count]
-        if not rendered or min(rendered) < context:
+        first_lengths = lengths.get(key, ())[:count]
+        if not first_lengths or min(first_lengths) < context:  # nothing to check, or one fits
             continue
-        # All rendered prompts are too long: only now is it worth rendering the others of the step.
+        # All prompts rendered so far are too long: only now is it worth rendering the others.
         later_tasks = tasks.by_key[key].tasks(RENDERED_TASKS, max(count - RENDERED_TASKS, 0))
         if all(_fills(components, task, context) for task in later_tasks):
             setting = "" if config.engine.max_context is None else "engine.max_context="
             raise ChatError(
                 f"{key}: the prompts of all {count} tasks that are drawn first leave no room: they "
-                f"have {min(rendered)} tokens or more, and the context is {setting}{context}; "
+                f"have {min(first_lengths)} tokens or more, and the context is {setting}{context}; "
                 "raise it, or give shorter prompts"
             )
 

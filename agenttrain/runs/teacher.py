@@ -63,6 +63,7 @@ def check_teacher(config: RunConfig, tokenizer: Any, tasks: TaskSource) -> None:
         verify(folder)
     policy_vocab = tokenizer.get_vocab()
     teacher_vocab = AutoTokenizer.from_pretrained(folder).get_vocab()
+    # (token, id) pairs of one vocabulary only, by id.
     differing = sorted(policy_vocab.items() ^ teacher_vocab.items(), key=lambda pair: pair[::-1])
     if differing:
         token, index = differing[0]

@@ -70,20 +70,21 @@ class Journal:
         """Open the journal in `folder`, the run's `rollouts`; `settings` is a digest."""
         self._folder, self._codec, self._settings = folder, codec, settings
         self._nonce = secrets.token_hex(2)
+        """Part of this process's file names."""
         self._entries: dict[int, Entry] = {}
         """Entries whose group is on disk, by serial."""
         self._log: int | None = None
+        """File descriptor of the open journal; None before `resume` and after `close`."""
         self._writing = threading.Lock()
 
     def resume(self, *, step: int, version: int, max_staleness: int) -> tuple[dict[int, Path], int]:
         """Begin at `step` with the weights of `version`, and open the journal for `add`.
 
-        Returns the files of groups that may be trained on, by serial, and the number of groups
-        that may not. Those were sampled with other settings, by weights that are too old or newer
+        Returns the files of the groups that may be trained on, by serial, and the number of groups
+        that may not. These were sampled with other settings, by weights that are too old or newer
         than `version` (and lost), or their line or file is broken.
 
-        Lines of earlier steps stay in the journal. Later ones stay if their group may be trained
-        on.
+        Of the journal's lines, those of earlier steps and those of usable groups stay.
         """
         path = self._folder / FILE
         (self._folder / GROUPS).mkdir(parents=True, exist_ok=True)
@@ -92,10 +93,7 @@ class Journal:
         later = [entry for entry in entries if entry.step >= step]
         usable: dict[int, Entry] = {}
         for entry in later:
-            versions = entry.versions
-            weights_fit = not versions or (
-                max(versions) <= version and entry.step - 1 - min(versions) <= max_staleness
-            )
+            weights_fit = _weights_fit(entry, version, max_staleness)
             if weights_fit and entry.settings == self._settings and self._is_intact(entry):
                 usable[entry.serial] = entry
         usable_paths = {entry.path for entry in usable.values()}
@@ -157,10 +155,10 @@ class Journal:
         them, or at a later one.
         """
         for serial, entry in list(self._entries.items()):
-            # Trained before every checkpoint, or trained already with tokens of weights that came
-            # after the newest: a resume would have lost these weights.
-            newest_version = max(entry.versions, default=0)
-            if entry.step <= oldest or (entry.step <= step and newest_version > newest):
+            before_every_checkpoint = entry.step <= oldest
+            # Trained, and sampled by weights after the newest checkpoint: a resume has lost them.
+            by_lost_weights = entry.step <= step and max(entry.versions, default=0) > newest
+            if before_every_checkpoint or by_lost_weights:
                 del self._entries[serial]
                 with suppress(FileNotFoundError):
                     (self._folder / entry.path).unlink()
@@ -184,6 +182,13 @@ def settings_digest(settings: Mapping[str, Any]) -> str:
     """Return a digest of settings that are plain values."""
     text = json.dumps(settings, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _weights_fit(entry: Entry, version: int, max_staleness: int) -> bool:
+    """Return True if the weights that sampled a group are neither lost nor too old for its step."""
+    if not entry.versions:  # no rollout, so no weights
+        return True
+    return max(entry.versions) <= version and entry.step - 1 - min(entry.versions) <= max_staleness
 
 
 def _entries(path: Path) -> tuple[list[Entry], int]:

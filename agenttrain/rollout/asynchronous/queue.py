@@ -59,6 +59,7 @@ class GroupQueue:
         self._source, self._journal, self._monitor = source, journal, monitor
         self._max_staleness, self._steps = max_staleness, steps
         collector = source.collector
+        # Each group is collected by a call of its own: what bounds and watches them is shared.
         self._collector = replace(
             collector,
             progress=None,
@@ -67,7 +68,7 @@ class GroupQueue:
             throttle=Throttle(),
         )
         self._groups: dict[int, asyncio.Task[Collected]] = {}
-        """Groups that are sampled or ready, by serial."""
+        """Groups that are sampled or ready, by serial: the number of the task in the run."""
         self._admitted = 0
         """Last step whose groups were started."""
         self._step = 0
@@ -79,6 +80,7 @@ class GroupQueue:
         self._dropped = 0
         """Groups that were sampled and will not be trained on."""
         self._open = asyncio.Event()
+        """Set while groups may start; `held` clears it."""
         self._open.set()
 
     @property
@@ -87,7 +89,7 @@ class GroupQueue:
         return self._step > 0
 
     async def begin(self, step: int) -> None:
-        """Begin at `step`, with the groups of it and later steps that the journal has.
+        """Begin at `step`: take this and later steps' groups from the journal, start the others.
 
         The engine has the weights that the step trains, the source its state before the step.
         """
@@ -115,14 +117,14 @@ class GroupQueue:
         source = self._source
         first = (step - 1) * source.tasks_per_step
         tasks = (source.curriculum or source.tasks).tasks(first, source.tasks_per_step)
-        if source.curriculum is not None:
+        if source.curriculum is not None:  # the next draw comes before this step's results
             source.curriculum.close(first + source.tasks_per_step)
         for place, task in enumerate(tasks):
             sampling = self._sample(step, place, task)
             self._groups[first + place] = asyncio.create_task(sampling)
 
     async def _sample(self, step: int, place: int, task: Task) -> Collected:
-        """Return the group of a task: the journal's if it has one, else sampled and journalled."""
+        """Return the group of a task from the journal, else sample it and write it there."""
         source = self._source
         serial = (step - 1) * source.tasks_per_step + place
         recorded = self._journalled.pop(serial, None)
