@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from agenttrain.engines.adapters import LARGEST_RANK
-from agenttrain.engines.base import Engine
 from agenttrain.engines.config import LEAST_TEMPERATURE, flash_attention_notes
-from agenttrain.engines.spec import EngineInputs, EngineSpec, RunFacts
+from agenttrain.engines.spec import EngineSpec, RunFacts
 from agenttrain.engines.vllm_server.config import VllmServerSettings
 from agenttrain.engines.vllm_server.server_memory import memory, server_memory
 from agenttrain.training.config import Transport, WeightSyncMode
 from agenttrain.utils.sections import shown
-
-if TYPE_CHECKING:
-    from agenttrain.engines.broadcast import WeightSender
 
 OWNED = {
     "dtype": "engine.dtype",
@@ -38,56 +34,16 @@ OWNED = {
 """Flags of the server that `servers.args` must not have, mapped to the setting to use, if any."""
 
 
-# What starts servers or talks to them is imported when that is done.
+def _imported_late(module: str, name: str) -> Callable[..., Any]:
+    """Return a function that imports `name` from a module of this folder, and calls it.
 
+    Most commands only check settings, and need nothing that starts servers or talks to them.
+    """
 
-def build(settings: VllmServerSettings, inputs: EngineInputs) -> Engine:
-    """Start the servers, or use those that others start."""
-    from agenttrain.engines.vllm_server.starting import build
+    def call(*args: Any) -> Any:
+        return getattr(import_module(f"agenttrain.engines.vllm_server.{module}"), name)(*args)
 
-    return build(settings, inputs)
-
-
-def sender() -> WeightSender:
-    """Return the trainer's end of broadcasts."""
-    from agenttrain.engines.vllm_server.nccl_transport import NcclSender
-
-    return NcclSender()
-
-
-def run_server(folder: Path, number: int, owner: int | None, host: str) -> int:
-    """Run one server of a run."""
-    from agenttrain.engines.vllm_server.starting import run_server
-
-    return run_server(folder, number, owner, host)
-
-
-def serve_alone(settings: VllmServerSettings, inputs: EngineInputs, host: str, port: int) -> int:
-    """Run a server for runs that did not start it."""
-    from agenttrain.engines.vllm_server.starting import serve_alone
-
-    return serve_alone(settings, inputs, host, port)
-
-
-def read_status(run: Path, lines: int) -> dict[str, Any] | None:
-    """Return the state of a run's servers."""
-    from agenttrain.engines.vllm_server.status import read_status
-
-    return read_status(run, lines)
-
-
-def server_wrappers(run: Path) -> list[int]:
-    """Return the process numbers of the wrappers on this machine."""
-    from agenttrain.engines.vllm_server.local import server_wrappers
-
-    return server_wrappers(run)
-
-
-def end_servers(run: Path) -> None:
-    """End the servers of a launcher's run."""
-    from agenttrain.engines.vllm_server.local import end_servers
-
-    end_servers(run)
+    return call
 
 
 def check(settings: VllmServerSettings, run: RunFacts) -> Iterator[str]:
@@ -172,7 +128,7 @@ def installed_problems(setting: str) -> Iterator[str]:
 
 SPEC = EngineSpec(
     settings=VllmServerSettings,
-    build=build,
+    build=_imported_late("starting", "build"),
     check=check,
     check_machine=check_machine,
     gpu_notes=lambda settings: flash_attention_notes(settings.dtype),
@@ -182,11 +138,11 @@ SPEC = EngineSpec(
     own_weights=True,
     standalone=True,
     grammars=True,
-    run_server=run_server,
-    read_servers=read_status,
-    server_wrappers=server_wrappers,
-    end_servers=end_servers,
-    serve_alone=serve_alone,
-    sender=sender,
+    run_server=_imported_late("starting", "run_server"),
+    read_servers=_imported_late("status", "read_status"),
+    server_wrappers=_imported_late("local", "server_wrappers"),
+    end_servers=_imported_late("local", "end_servers"),
+    serve_alone=_imported_late("starting", "serve_alone"),
+    sender=_imported_late("nccl_transport", "NcclSender"),
     too_cold=f"vLLM would sample at {LEAST_TEMPERATURE:g} instead",
 )
