@@ -45,7 +45,6 @@ class Verification(Thread):
 
     @property
     def passed(self) -> bool:
-        """True once it has ended without an error."""
         return not self.is_alive() and not self.error
 
 
