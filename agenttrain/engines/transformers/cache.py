@@ -1,4 +1,4 @@
-"""Keys and values of many sequences in place: one row per sequence, no copy per decoded token.
+"""KV cache of many sequences, written in place: one row per sequence, no copy per decoded token.
 
 The active sessions are on rows 0 … n-1 and the idle ones behind them. So a forward pass reads
 consecutive rows, and computes over no idle one.
@@ -70,6 +70,7 @@ class RowLayer(CacheLayerMixin):
         return self._write(self.keys, key_states), self._write(self.values, value_states)
 
     def _write(self, buffer: Tensor, states: Tensor) -> Tensor:
+        """Write states [N, K, T, D] to the window's slots; return the rows as [N, K, L, D]."""
         window = self.window
         assert window.slots is not None
         flat = states.transpose(1, 2).reshape(-1, *buffer.shape[1:])
@@ -104,7 +105,7 @@ class RowCache(Cache):
         super().__init__(layers=[RowLayer(self.window) for _ in range(layers)])
 
     def _buffers(self) -> list[tuple[RowLayer, str]]:
-        """Return the allocated buffers, as layers and attributes."""
+        """Return where the allocated buffers are: layer and name of its attribute."""
         return [
             (layer, name)
             for layer in self.layers
@@ -128,7 +129,7 @@ class RowCache(Cache):
         window.rows, window.capacity = rows, capacity
 
     def arrange(self, active: Sequence[Seat], seats: Collection[Seat]) -> None:
-        """Move active[i] to row i and every idle seat to a row behind; set `seat.row`.
+        """Move active[i] to row i, and every idle seat to a row behind the active ones.
 
         Example: rows [A, B, C]. A becomes idle and D joins, so `active` is [C, B, D]. C moves to
         row 0, A to row 3, and D gets row 2.
@@ -156,12 +157,13 @@ class RowCache(Cache):
             rows[torch.tensor(targets, device=rows.device), :length] = rows[source, :length]
 
     def copy_prefixes(self, seats: Sequence[Seat]) -> int:
-        """Copy each seat's shared prefix from its source's row; return the number of ids copied."""
+        """Copy each seat's shared prefix from its source's row. Return the number of ids copied."""
+        # A source has less if the cache was wiped meanwhile: then nothing is copied.
         pairs = [(s, s.source) for s in seats if s.source and s.source.cached >= s.shared]
         for seat, _ in pairs:
             seat.cached = seat.shared
         if pairs:
-            # Too much for shorter prefixes: the prefill overwrites what lies behind.
+            # One length for all: behind a shorter prefix the prefill overwrites what was copied.
             length = max(seat.shared for seat, _ in pairs)
             for layer, name in self._buffers():
                 rows = layer.rows_of(getattr(layer, name))
