@@ -138,14 +138,13 @@ class AnswerResponse(Response):
         if not has_started:
             kind = "text/event-stream" if is_stream else "application/json"
             await start_response(send, 200 if error is None else error.status, kind)
+        dialect = self.dialect
         if error is not None:
-            text = (
-                self.dialect.error_event(error) if is_stream else to_json(self.dialect.error(error))
-            )
+            text = dialect.error_event(error) if is_stream else to_json(dialect.error(error))
         elif is_stream:
-            text = "".join(self.dialect.events(answer, self.question.include_usage))
+            text = "".join(dialect.events(answer, self.question.include_usage))
         else:
-            text = to_json(self.dialect.body(answer))
+            text = to_json(dialect.body(answer))
         await send_text(send, text, more=False)
         return not disconnect.done()
 

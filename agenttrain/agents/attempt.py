@@ -108,6 +108,7 @@ class EndpointRollout:
             sample=request.sample,
         )
         self.trained = Transcript(self.rollout, request.rollout_id, trained=True)
+        # Turns that are not trained are no part of the rollout.
         shadow = Rollout(task=request.task, rollout_id=f"{request.rollout_id}/untrained")
         self.untrained = Transcript(shadow, shadow.rollout_id)
         self._planner = RequestPlanner(policy.chat, request.rollout_id, request.sampling.seed)
@@ -262,8 +263,9 @@ class EndpointRollout:
         return self.untrained if served is Served.frozen else self.trained
 
     def _check_sampling(self, question: Question) -> None:
-        """Raise RequestError for fields that would change samples, or count it (`on_sampling`)."""
+        """Refuse fields that would change samples by a RequestError, or count the request."""
         ours = self.request.sampling
+        # Values that change nothing.
         neutral: dict[str, tuple[object, ...]] = {
             "temperature": (ours.temperature, self.policy.limits.temperature),
             "top_p": (ours.top_p, 1),

@@ -100,12 +100,12 @@ class ExternalAgent:
     async def attempt(self, assignment: AgentTask, log: Path) -> float | None:
         """Publish the rollout, and wait for its end."""
         path = log.with_suffix(".json")
-        part = path.with_suffix(".tmp")
+        unfinished = path.with_suffix(".tmp")
         # It holds the rollout's key, which other users must not read.
-        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(descriptor, "w", encoding="utf-8") as file:
             file.write(assignment.line() + "\n")
-        part.replace(path)
+        unfinished.replace(path)
         try:
             await asyncio.Event().wait()  # until this is cancelled, when the rollout is over
         finally:
@@ -172,8 +172,8 @@ class Agents:
         self._starting, self._certifying = asyncio.Lock(), asyncio.Lock()
         self.address = ""
         """Address of the endpoint, e.g. ``http://127.0.0.1:4711``."""
-        names = [name for name, kind in settings.models.items() if kind is Served.policy]
-        self._model = next((name for name in names if name != "*"), "policy")
+        policy_names = [name for name, kind in settings.models.items() if kind is Served.policy]
+        self._model = next((name for name in policy_names if name != "*"), "policy")
 
     async def attempt(
         self,

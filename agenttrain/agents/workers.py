@@ -28,7 +28,7 @@ class Worker:
     """A process that attempts rollouts."""
 
     def __init__(self, command: Sequence[str], env: dict[str, str]) -> None:
-        """Start it in the background."""
+        """Start the process in the background."""
         self.log: BoundedLog | None = None
         """Gets the lines that it prints, except results."""
         self.pending: dict[str, asyncio.Future[dict[str, Any]]] = {}

@@ -143,6 +143,7 @@ def _validated(settings: type[S], keys: Mapping[str, Any], engine: str) -> S:
     names = field_names(settings)
 
     def unknown_key_problems(key: str, value: Any) -> Iterator[str]:
+        """Yield why the settings do not have a key, and where it belongs."""
         if isinstance(value, Mapping):
             for name, inner in value.items():
                 yield f"engine.{key}.{name}={shown(inner)}: unknown key"

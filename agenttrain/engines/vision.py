@@ -217,6 +217,7 @@ def embed(
     tokens. `features` are those of their images, by hash. Raises BadImage unless there are exactly
     as many vectors as placeholders.
     """
+    # Keys are negative. The embeddings at their places are replaced.
     embeddings_NTH = model.get_input_embeddings()(ids_NT.clamp(min=0))
     is_image_NT = ids_NT < 0
     placeholder_count = int(is_image_NT.sum())

@@ -114,7 +114,7 @@ class RowCache(Cache):
         ]
 
     def reserve(self, rows: int, length: int) -> None:
-        """Make room for `rows` rows of `length` tokens. Cached keys and values stay."""
+        """Make room for `rows` rows of `length` tokens. Cached tokens stay."""
         window = self.window
         if rows <= window.rows and length <= window.capacity:
             return
@@ -135,7 +135,7 @@ class RowCache(Cache):
         row 0, A to row 3, and D gets row 2.
         """
         self.reserve(len(seats), 0)
-        old = {seat: seat.row for seat in seats if seat.row is not None}
+        former_rows = {seat: seat.row for seat in seats if seat.row is not None}
         for row, seat in enumerate(active):
             seat.row = row
         idle = [seat for seat in seats if seat.request is None]
@@ -144,11 +144,11 @@ class RowCache(Cache):
         for seat in idle:
             if seat.row is None or not len(active) <= seat.row < len(seats):
                 seat.row = next(free_rows)
-        moved = [seat for seat in old if seat.row != old[seat] and seat.cached]
+        moved = [s for s, row in former_rows.items() if s.row != row and s.cached]
         if not moved:
             return
         # One copy per layer moves all rows at once, because some rows swap.
-        sources = [old[seat] for seat in moved]
+        sources = [former_rows[seat] for seat in moved]
         targets = [seat.row for seat in moved if seat.row is not None]
         length = max(seat.cached for seat in moved)
         for layer, name in self._buffers():

@@ -145,6 +145,7 @@ class Scheduler:
         self._waiting: dict[str, Generation] = {}
         self._joining: list[Seat] = []
         self._leaving: list[Seat] = []
+        """Seats of released sessions, whose rows are free from their due step on."""
         self._expected: deque[Ticket] = deque()
         self._tickets: dict[str, Ticket] = {}
         self._hosts: dict[str, str] = {}
@@ -334,9 +335,9 @@ class Scheduler:
                 continue
             seat.mixed = False
             seat.prompt = seat.history.tobytes()
-            source = firsts.setdefault(seat.prompt, seat)
-            if source is not seat:
-                seat.source, seat.shared = source, len(seat.history) - 1
+            first = firsts.setdefault(seat.prompt, seat)
+            if first is not seat:
+                seat.source, seat.shared = first, len(seat.history) - 1
             else:
                 for leader in leaders:
                     # A leader that joins in this step has nothing cached yet, but will have.
@@ -346,7 +347,7 @@ class Scheduler:
                         seat.source, seat.shared = leader, shared
             if seat.shared < LEAST_SHARED:
                 seat.source, seat.shared = None, 0
-                if source is seat and len(leaders) < MAX_LEADERS:
+                if first is seat and len(leaders) < MAX_LEADERS:
                     leaders.append(seat)
             elif seat.source is not None and not seat.source.cached:  # it joins in this step too
                 seat.wave = seat.source.wave + 1

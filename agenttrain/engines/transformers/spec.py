@@ -87,6 +87,7 @@ def copy_memory(
 
 
 def _kv_cache(load: EngineLoad, sizes: ModelSizes) -> MemoryItem:
+    """Return the memory of the KV cache with all rollouts at their longest."""
     from agenttrain.engines.transformers.cache import final_capacity
 
     tokens = final_capacity(load.prompt, load.sampled, load.limit)

@@ -92,7 +92,7 @@ class Driver:
         return not self._closed and bool(self.llm.has_unfinished_requests())
 
     def step(self) -> None:
-        """Do one step of vLLM."""
+        """Do one step of vLLM, and deliver the requests that have finished."""
         self.stats.steps += 1
         finished = []
         for output in self.llm.step():
@@ -119,13 +119,13 @@ class Driver:
         # A new exception for each caller: every raise adds to an exception's traceback.
         deliver([(waiter, type(error)(str(error))) for waiter in waiters.values()])
 
-    def add(self, request: VllmRequest, waiter: Waiter, *, held: bool = True) -> None:
-        """Pass a request to vLLM: after `release_held` if `held` and requests are held back."""
+    def add(self, request: VllmRequest, waiter: Waiter, *, may_hold: bool = True) -> None:
+        """Pass a request to vLLM, or keep it until `release_held` if requests are held back."""
         if self.failure is not None:
             deliver([(waiter, type(self.failure)(str(self.failure)))])
             return
         self._waiting[request.id] = waiter
-        if self.holding and held:
+        if self.holding and may_hold:
             self._held.append(request)
         else:
             self._admit(request)

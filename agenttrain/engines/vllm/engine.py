@@ -162,7 +162,7 @@ class VllmEngine:
             # to other rows than it has logits of.
             await self._drain()
         try:
-            output = await self._request("score", list(token_ids), parameters, held=False)
+            output = await self._request("score", list(token_ids), parameters, may_hold=False)
         finally:
             if self.takes_adapters:
                 self._stepper.post(self._driver.release_held)
@@ -170,17 +170,17 @@ class VllmEngine:
         return [candidates[token].logprob for token, candidates in pairs]
 
     async def _request(
-        self, session: str, token_ids: list[int], parameters: Any, *, held: bool = True
+        self, session: str, token_ids: list[int], parameters: Any, *, may_hold: bool = True
     ) -> Any:
         """Return vLLM's output for a request. Cancelling it aborts the request.
 
-        With `held=False` it is sent even while requests are held back.
+        With `may_hold=False` it is sent even while requests are held back.
         """
         self._check_alive()
         loop = asyncio.get_running_loop()
         waiter = Waiter(loop, loop.create_future())
         request = VllmRequest(f"{session}/{next(self._numbers)}", token_ids, parameters)
-        self._stepper.post(partial(self._driver.add, request, waiter, held=held))
+        self._stepper.post(partial(self._driver.add, request, waiter, may_hold=may_hold))
         try:
             return await waiter.future
         except asyncio.CancelledError:
@@ -287,6 +287,7 @@ class VllmEngine:
 
 
 def _parameters(sampling: Sampling, budget: int) -> Any:
+    """Return vLLM's `SamplingParams`. Raises EngineError for values that it refuses."""
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams

@@ -178,7 +178,7 @@ def check_device(llm: Any) -> None:
 def settings_restored() -> Iterator[None]:
     """Restore torch's settings that building vLLM changes: precision and threads."""
     precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
-    set_threads = torch.set_num_threads
+    set_threads = torch.set_num_threads  # vLLM may put another function in its place
     try:
         yield
     finally:

@@ -113,7 +113,7 @@ class BroadcastFleet(Fleet):
     async def _wait(self) -> None:
         """Wait for a change. Raises FleetLost if only a weight sync would help, and none comes."""
         states = {member.state for member in self.members}
-        # Servers that are examined have the weights. That all are gone is an error of `super`'s.
+        # Examined servers have the weights. If all servers are gone, `super` raises.
         is_stranded = not states & {*EXAMINED} and states != {MemberState.gone}
         if self._versions.newest is None or not is_stranded:
             self._stranded_since = None

@@ -150,10 +150,8 @@ class ServerClient:
         may be in flight: vLLM 0.32 applies the head's adapters to other rows than it has logits of,
         and dies.
         """
-        parameters = {
-            **{"max_tokens": 1, "temperature": 1.0, "detokenize": False},
-            "prompt_logprobs": 0,
-        }
+        parameters = {"max_tokens": 1, "temperature": 1.0, "detokenize": False}
+        parameters["prompt_logprobs"] = 0  # of the prompt's own tokens
         try:
             answer = await self._generate(
                 token_ids,
@@ -180,6 +178,7 @@ class ServerClient:
         salt: str,
         adapter: int | None,
     ) -> Any:
+        """Return the server's answer to a request for tokens or scores."""
         body = {
             "request_id": request_id,
             "token_ids": list(token_ids),

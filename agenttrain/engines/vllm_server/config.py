@@ -82,7 +82,9 @@ class RolesConfig:
     def _problems(self, name: str) -> Iterator[str]:
         role, default, key = getattr(self, name), RoleConfig(), f"roles.{name}"
         yield from gpu_problems(key, role)
-        for key_field in fields(RoleConfig) if role.model is None else ():
+        if role.model is not None:
+            return
+        for key_field in fields(RoleConfig):
             setting = key_field.name
             if (value := getattr(role, setting)) != getattr(default, setting):
                 yield (

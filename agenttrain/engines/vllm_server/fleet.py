@@ -317,12 +317,10 @@ class Fleet(WatchedServers):
         if self._watchers:
             return
         outside = self._outside
-        self._watch(
-            watch(member, self, self._folder, self._servers)
-            if outside is None
-            else watch_outside(member, self, outside, self._servers)
-            for member in self.members
-        )
+        if outside is None:
+            self._watch(watch(m, self, self._folder, self._servers) for m in self.members)
+        else:
+            self._watch(watch_outside(m, self, outside, self._servers) for m in self.members)
         start = time.monotonic()
         progress = StartProgress(self._folder, "engine", len(self.members))
         while waiting := [m for m in self.members if m.state is MemberState.starting]:

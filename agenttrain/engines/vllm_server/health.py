@@ -153,7 +153,7 @@ class Member:
             return
         if self.outside:
             self.leave(MemberState.restarting, f"is not used: {reason}")
-        elif self.order is not None:
+        elif self.order is not None:  # the wrapper is on another machine
             with suppress(OSError):
                 self.order.write_text(str(self.boot), encoding="utf-8")
             self.leave(MemberState.restarting, f"is to be killed: {reason}")
@@ -224,7 +224,7 @@ class Heartbeat:
 
 
 async def watch(member: Member, fleet: Members, folder: Path, servers: StartedServers) -> None:
-    """Follow a server's record and examine it, for ever."""
+    """Keep a member up to date with its server's record and health, for ever."""
     heartbeat = Heartbeat()
     while True:
         record = read_record(folder, member.number)

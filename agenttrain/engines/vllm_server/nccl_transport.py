@@ -301,7 +301,7 @@ class NcclSender:
             if fan_out.receivers:
                 await self._broadcast(fan_out, source)
         finally:
-            outcome = await self._threads.run(source.finish)
+            outcome = await self._threads.run(source.finish)  # other processes gather too
             await fan_out.aclose()
         if (error := source.error or outcome.error) is not None:
             raise error

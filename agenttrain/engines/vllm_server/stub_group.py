@@ -36,6 +36,7 @@ class StubWorkers:
                     with suppress(ConnectionRefusedError):  # rank 0 may come later
                         self._streams.append(await asyncio.open_connection(*address))
                     await asyncio.sleep(POLL_S)
+            # A connection begins with the worker's rank.
             self._streams[number][1].write((info["rank_offset"] + number).to_bytes(NUMBER))
 
     async def receive(self, info: Mapping[str, Any]) -> dict[str, bytes]:

@@ -141,13 +141,14 @@ class Wrapper:
         environment = {**os.environ, TOKEN: token, HOST: self.host, "TMPDIR": sockets}
         if plan.gpus is not None:
             gpus = plan.gpus[self.number]
+            # The plan numbers a node's GPUs from 0. The job may have given them other names.
             if plan.nodes and (visible := os.environ.get("CUDA_VISIBLE_DEVICES")):
                 gpus = tuple(visible.split(",")[int(position)] for position in gpus)
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-        words = [str(self.folder), str(self.number), str(port)]
+        arguments = [str(self.folder), str(self.number), str(port)]
         with log_path(self.folder, self.number).open("ab+") as log:
             process = ChildProcess(
-                [sys.executable, "-m", plan.module, *words],
+                [sys.executable, "-m", plan.module, *arguments],
                 keeper=False,
                 env=environment,
                 output=log,
