@@ -102,7 +102,7 @@ def make_command(command: Callable[[], Sequence[str]]) -> Sequence[str]:
 
 
 def parse_result(line: str | bytes) -> dict[str, Any] | None:
-    """Return a line's JSON object, or None if it is none. Raises AgentFailed for unreadable JSON."""
+    """Return a line's JSON object, or None. Raises AgentFailed for JSON that cannot be read."""
     try:
         result = json.loads(line)
     except (json.JSONDecodeError, UnicodeDecodeError):

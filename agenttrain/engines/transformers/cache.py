@@ -27,15 +27,15 @@ class Window:
     """The part of the cache that the next forward pass reads and writes."""
 
     rows: int = 0
-    """R, allocated."""
+    """Allocated rows, R."""
     capacity: int = 0
-    """C, allocated."""
+    """Allocated tokens of a row, C."""
     first: int = 0
     """First row of the pass."""
     count: int = 0
-    """N: rows first … first + count - 1 take part."""
+    """Rows of the pass, N: first … first + count - 1."""
     length: int = 0
-    """L."""
+    """Tokens of the longest row after the pass, L."""
     slots: Tensor | None = None
     """[N*T] Slots of the new keys and values: row * C + position, or R * C for padding."""
 

@@ -242,7 +242,7 @@ def _local_rank(gpu: int | None) -> Iterator[None]:
 
 
 PythonGenerators = WeakKeyDictionary[Generator, Random]
-"""vLLM makes a torch generator for each request with a seed: here is Python's in its place."""
+"""torch's generator, which vLLM makes for a request with a seed -> Python's in its place."""
 
 
 def use_full_seeds(llm: Any) -> None:

@@ -100,7 +100,7 @@ class Fleet(WatchedServers):
     async def _failed(self, member: Member, boot: int, error: ServerFailed) -> None:
         if self._router is None or (member.boot == boot and member.state is MemberState.live):
             await super()._failed(member, boot, error)
-        else:  # the router's own member is never examined: it gets time to notice
+        else:  # the router may not have noticed yet that a server is gone
             await asyncio.sleep(self._servers.health_s)
 
     def release(self, session: str) -> None:

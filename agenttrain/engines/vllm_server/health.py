@@ -68,7 +68,7 @@ class Member:
     outside: bool = False
     """Somebody else started it: it is neither killed nor started again by the run."""
     order: Path | None = None
-    """File that orders a wrapper on another machine to kill it. None: the wrapper is on this."""
+    """File that orders a wrapper on another machine to kill it. None: it is on this machine."""
     unfit: bool = False
     """An outside server does not have what the run needs: `reason` says what."""
     answers: bool = False

@@ -122,7 +122,7 @@ def _merge(by_process: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     rows: dict[int, dict[str, Any]] = {}
     running = [status for status in by_process if _is_running(status)]
     for status in sorted(by_process, key=lambda status: float(status["time"])):
-        # A process that has ended has no requests in flight, whatever its last status says.
+        # While any process runs, those that have ended have no requests in flight.
         has_requests = status in running or not running
         for row in status["servers"]:
             total = rows.get(row["number"], {"requests": 0, "completions": 0})
