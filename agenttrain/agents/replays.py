@@ -15,8 +15,8 @@ from agenttrain.chat.wire.openai import RequestError
 class Delivery:
     """An answer on its way to a client."""
 
-    body: bytes
-    """Digest of the request."""
+    digest: bytes
+    """SHA-256 of the request's path and body."""
     task: asyncio.Task[Answer]
     readers: int = 0
     """Connections that wait for it, or write it."""
@@ -59,7 +59,7 @@ class Replays:
         digest = hashlib.sha256(path.encode() + b"\n" + body).digest()
         if key is not None and key in self._by_key:
             delivery = self._by_key[key]
-            if delivery.body != digest:
+            if delivery.digest != digest:
                 raise RequestError(
                     f"Idempotency-Key={key}: was sent with another body; use a new key",
                     code="idempotency_error",
@@ -70,7 +70,7 @@ class Replays:
         if earlier is not None and (retry or earlier.lost or (self.joins and is_in_flight)):
             delivery = earlier
         else:
-            delivery = Delivery(body=digest, task=asyncio.ensure_future(sample()))
+            delivery = Delivery(digest=digest, task=asyncio.ensure_future(sample()))
             self._by_body[digest] = delivery
             delivery.task.add_done_callback(lambda task: self._forget_failed(delivery))
         if key is not None:

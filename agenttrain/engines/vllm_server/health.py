@@ -49,6 +49,7 @@ class MemberState(StrEnum):
     loaded = "loaded"
     """It has the current weights, which are not checked yet."""
     live = "live"
+    """Its weights are checked: it gets requests."""
     suspect = "suspect"
     """A request failed. It gets no further one until it has been examined."""
     restarting = "restarting"
