@@ -59,7 +59,7 @@ class EndpointClient(httpx.AsyncClient):
     async def send(
         self, request: httpx.Request, *, stream: bool = False, **options: Any
     ) -> httpx.Response:
-        """Send a request. Hooks, mounts and auth are httpx's work: with any, httpx sends it."""
+        """Send a request: straight to the endpoint, or by httpx with hooks, mounts or auth."""
         has_auth = options.get("auth") not in (None, httpx.USE_CLIENT_DEFAULT) or self.auth
         needs_httpx = has_auth or self._mounts or any(self.event_hooks.values())
         if needs_httpx or self.is_closed or not self._endpoint.reaches(request.url):

@@ -112,7 +112,7 @@ class Visible:
         self.add(path)
 
     def add_software(self, folder: str, paths: set[str]) -> None:
-        """Add an installation to `paths`, `programs` or `shown`: its folder, or only `PARTS`."""
+        """Add an installation to `paths` (`programs` or `shown`), whole or only its `PARTS`."""
         real = follow(folder, self.links)
         # ~/.local also has the user's data, in share.
         if self._may_show_whole(real) and os.path.basename(real) != ".local":
