@@ -48,8 +48,8 @@ LOST_S = 10.0
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Open:
-    """A rollout in flight, as the endpoint knows it."""
+class OpenRollout:
+    """A rollout in flight, with its address and key."""
 
     rollout: EndpointRollout
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
@@ -57,8 +57,8 @@ class Open:
     """Part of its address."""
     replays: Replays = field(default_factory=Replays)
     on_lost: Callable[[], None] | None = None
-    """Called when a client went away for good. None: the end of its process shows that."""
-    _leaving: asyncio.TimerHandle | None = None
+    """Called when a client went away for good. None: the run sees the end of its process."""
+    _lost_timer: asyncio.TimerHandle | None = None
 
     @property
     def roles(self) -> Mapping[str, str]:
@@ -66,23 +66,23 @@ class Open:
         return self.rollout.policy.chat.roles
 
     def on_request(self) -> None:
-        """Stop waiting for a client that went away: it is here again."""
-        if self._leaving is not None:
-            self._leaving.cancel()
-            self._leaving = None
+        """Cancel the timer of a client that went away: it has come back."""
+        if self._lost_timer is not None:
+            self._lost_timer.cancel()
+            self._lost_timer = None
 
     def on_leave(self) -> None:
         """Give a client that left before it got its answer some time to come back."""
         if self.on_lost is not None and self.replays.lost:
-            self.on_request()
-            self._leaving = asyncio.get_running_loop().call_later(LOST_S, self.on_lost)
+            self.on_request()  # cancels the timer of an earlier leave
+            self._lost_timer = asyncio.get_running_loop().call_later(LOST_S, self.on_lost)
 
 
 class AnswerResponse(Response):
-    """Writes an answer once it is sampled, which goes on if the client leaves."""
+    """Writes an answer once it is sampled. The sampling goes on if the client disconnects."""
 
     def __init__(
-        self, entry: Open, delivery: Delivery, dialect: WireDialect, question: Question
+        self, entry: OpenRollout, delivery: Delivery, dialect: WireDialect, question: Question
     ) -> None:
         super().__init__()
         self.entry, self.delivery = entry, delivery
@@ -90,17 +90,17 @@ class AnswerResponse(Response):
         self._written = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Wait for the answer and write it, unless the client leaves before."""
+        """Wait for the answer and write it, unless the client disconnects before."""
         delivery = self.delivery
         delivery.readers += 1
         scope[ON_RESET] = self._reset
-        leaving = asyncio.ensure_future(wait_until_disconnected(receive))
+        disconnect = asyncio.ensure_future(wait_until_disconnected(receive))
         try:
-            self._written = await self._write(send, leaving)
+            self._written = await self._write(send, disconnect)
             delivery.written += self._written
         finally:
             delivery.readers -= 1
-            leaving.cancel()
+            disconnect.cancel()
             self.entry.on_leave()
 
     def _reset(self) -> None:
@@ -110,17 +110,17 @@ class AnswerResponse(Response):
             self.delivery.written -= 1
             self.entry.on_leave()
 
-    async def _write(self, send: Send, leaving: asyncio.Future[None]) -> bool:
-        """Write the answer. Return False if the client has left."""
+    async def _write(self, send: Send, disconnect: asyncio.Future[None]) -> bool:
+        """Write the answer, or the error in its place. Return False if the client has left."""
         task, streams = self.delivery.task, self.question.stream
-        has_started = False  # then the status was sent, and an error is an event of the stream
+        has_started = False  # True: the status was sent, so an error has to be an event
         while not task.done():
             await asyncio.wait(
-                (task, leaving),
+                (task, disconnect),
                 timeout=KEPT_ALIVE_S if streams else None,
                 return_when=asyncio.FIRST_COMPLETED,
             )
-            if leaving.done():
+            if disconnect.done():
                 return False
             if streams and not task.done():
                 if not has_started:
@@ -134,34 +134,34 @@ class AnswerResponse(Response):
             error = RequestError("the rollout has ended", status=403)
         except Exception as problem:
             error = request_error(problem)
-        if error is not None and has_started:
-            await send_text(send, self.dialect.error_event(error), more=False)
-        elif error is None and streams:
-            if not has_started:
-                await start_response(send, 200, "text/event-stream")
-            events = self.dialect.events(answer, self.question.include_usage)
-            await send_text(send, "".join(events), more=False)
-        elif error is not None:
-            await start_response(send, error.status, "application/json")
-            await send_text(send, to_json(self.dialect.error(error)), more=False)
+        is_stream = has_started or (streams and error is None)
+        if not has_started:
+            kind = "text/event-stream" if is_stream else "application/json"
+            await start_response(send, 200 if error is None else error.status, kind)
+        dialect = self.dialect
+        if error is not None:
+            text = dialect.error_event(error) if is_stream else to_json(dialect.error(error))
+        elif is_stream:
+            text = "".join(dialect.events(answer, self.question.include_usage))
         else:
-            await start_response(send, 200, "application/json")
-            await send_text(send, to_json(self.dialect.body(answer)), more=False)
-        return not leaving.done()
+            text = to_json(dialect.body(answer))
+        await send_text(send, text, more=False)
+        return not disconnect.done()
 
 
-def build_app(find: Callable[[str], Open | None]) -> Starlette:
-    """Return the application. `find` returns the open rollout of a name."""
+def build_app(find_open: Callable[[str], OpenRollout | None]) -> Starlette:
+    """Return the application. `find_open` returns the open rollout of a name, or None."""
 
     async def complete(request: Request) -> Response:
         dialect = DIALECTS[request.url.path.partition("/v1/")[2]]
-        entry = _authorize(request, find)
+        entry = _authorize(request, find_open)
         try:
             body = await read_body(request, entry.rollout.max_context)
             question = await read(len(body), dialect.question, body, entry.roles)
         except (RequestError, RecursionError) as error:
             entry.rollout.refuse(request_error(error))
             raise
+        # OpenAI's and Anthropic's clients count their retries in this header.
         retries = request.headers.get("x-stainless-retry-count", "0")
         delivery = entry.replays.deliver(
             request.url.path,
@@ -173,14 +173,14 @@ def build_app(find: Callable[[str], Open | None]) -> Starlette:
         return AnswerResponse(entry, delivery, dialect, question)
 
     async def count_tokens(request: Request) -> Response:
-        entry = _authorize(request, find)
+        entry = _authorize(request, find_open)
         body = await read_body(request, entry.rollout.max_context)
         question = await read(len(body), DIALECTS["messages"].question, body, entry.roles)
         count = await asyncio.to_thread(entry.rollout.count_tokens, question)
         return JSONResponse({"input_tokens": count})
 
     async def models(request: Request) -> Response:
-        entry = _authorize(request, find)
+        entry = _authorize(request, find_open)
         names = [name for name in entry.rollout.settings.models if name != "*"] or ["policy"]
         data = [
             {"id": name, "object": "model", "type": "model", "created": 0, "owned_by": "agenttrain"}
@@ -189,17 +189,17 @@ def build_app(find: Callable[[str], Open | None]) -> Starlette:
         return JSONResponse({"object": "list", "data": data, "has_more": False})
 
     async def reward(request: Request) -> Response:
-        entry = _authorize(request, find)
+        entry = _authorize(request, find_open)
         body = await read_body(request, entry.rollout.max_context)
         entry.rollout.reward = read_reward(read_object(body).get("reward"))
         return JSONResponse({"reward": entry.rollout.reward})
 
     async def finish(request: Request) -> Response:
-        entry = _authorize(request, find)
+        entry = _authorize(request, find_open)
         body = await read_body(request, entry.rollout.max_context)
         data = await read(len(body), read_object, body) if body.strip() else {}
         reward = None if data.get("reward") is None else read_reward(data["reward"])
-        messages = await read(len(body), _read_ending, data, entry.roles)
+        messages = await read(len(body), _read_conversation, data, entry.roles)
         await entry.rollout.finish(messages, size=len(body))
         if reward is not None:
             entry.rollout.reward = reward
@@ -225,8 +225,8 @@ def build_app(find: Callable[[str], Open | None]) -> Starlette:
     )
 
 
-def _read_ending(data: Mapping[str, Any], roles: Mapping[str, str]) -> list[Message]:
-    """Return the conversation with which a rollout is finished. Raises RequestError."""
+def _read_conversation(data: Mapping[str, Any], roles: Mapping[str, str]) -> list[Message]:
+    """Return the messages in the body of `/finish`, if any. Raises RequestError."""
     messages = data.get("messages")
     if not messages:
         return []
@@ -247,12 +247,12 @@ def read_reward(value: object) -> float:
     return float(value)
 
 
-def _authorize(request: Request, find: Callable[[str], Open | None]) -> Open:
-    """Return the rollout of the address and the key. Raises RequestError."""
+def _authorize(request: Request, find_open: Callable[[str], OpenRollout | None]) -> OpenRollout:
+    """Return the rollout that a request's address names. Raises RequestError for a wrong key."""
     key = request.headers.get("x-api-key")
     if key is None:
         key = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-    entry = find(request.path_params["rollout"])
+    entry = find_open(request.path_params["rollout"])
     if entry is None or not hmac.compare_digest(key.encode(), entry.key.encode()):
         raise RequestError(
             "no rollout in flight has this address and key; send the key that came with the base "

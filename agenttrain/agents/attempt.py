@@ -11,6 +11,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from agenttrain.agents.config import AgentConfig, OnSampling, Served, Trained, find_served
 from agenttrain.agents.plans import Plan, RequestPlanner, Suffix
@@ -54,18 +55,35 @@ class ServedPolicy:
     """The engine waits for each rollout at a fixed step, so that a rollout has one request at a
     time."""
     check: Callable[[Question], Awaitable[RequestError | None]]
-    """Returns why the template cannot show a request's tools, or the engine not keep its form."""
+    """Returns the error if the template cannot show a request's tools, or no grammar can enforce
+    its output format, else None."""
     parsed: Callable[..., None] | None = None
-    """Takes each parsed turn, as `ParsedTurns.record`."""
+    """Called with each parsed turn, as `ParsedTurns.record`."""
     on_restart: Callable[[Restart, str, str], None] = lambda kind, rollout_id, difference: None
-    """Takes each restart: its kind, the rollout and the first difference."""
+    """Called with each restart: its kind, the rollout's id and the first difference."""
     on_request: Callable[[str, Question], None] = lambda session, question: None
-    """Takes each request that is about to be sampled, with the engine's session."""
+    """Called with the engine's session and the request before each turn is sampled."""
+
+
+class EndReason(NamedTuple):
+    """Why a rollout ends."""
+
+    stop_reason: StopReason
+    message: str
+
+
+class _Ending(NamedTuple):
+    """The messages that end a conversation, behind its last turn."""
+
+    turn: AgentTurn
+    replies: list[Message]
+    suffix: Suffix
+    """Ids of the replies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
-    """A request with its place among the turns that were issued."""
+class _Planned:
+    """A request with the turn that it continues, and the ids to sample from."""
 
     transcript: Transcript
     messages: list[Message]
@@ -90,6 +108,7 @@ class EndpointRollout:
             sample=request.sample,
         )
         self.trained = Transcript(self.rollout, request.rollout_id, trained=True)
+        # Turns that are not trained are no part of the rollout.
         shadow = Rollout(task=request.task, rollout_id=f"{request.rollout_id}/untrained")
         self.untrained = Transcript(shadow, shadow.rollout_id)
         self._planner = RequestPlanner(policy.chat, request.rollout_id, request.sampling.seed)
@@ -98,11 +117,12 @@ class EndpointRollout:
         self.counts: Counter[str] = Counter()
         self.reward: float | None = None
         """The reward that the agent gave."""
-        self.ended: tuple[StopReason, str] | None = None
-        """Why no request is answered any more."""
-        self.refused: tuple[StopReason, str] | None = None
+        self.ended: EndReason | None = None
+        """Why no request is answered any more. None: requests are answered."""
+        self.refused: EndReason | None = None
         """The error of the last request, if no turn came after it."""
         self.failure: EngineDead | None = None
+        """The run ends with it."""
         self.over = asyncio.Event()
         """Set once no request is answered any more."""
         self._closed = False
@@ -117,7 +137,10 @@ class EndpointRollout:
         return self.policy.engine.max_context
 
     async def answer(self, question: Question, *, text_arguments: bool = True) -> Answer:
-        """Sample the answer to a request. Raises RequestError."""
+        """Sample the answer to a request. Raises RequestError.
+
+        With `text_arguments` the arguments of tool calls are JSON text, as OpenAI sends them.
+        """
         self.counts["agent/requests"] += 1
         try:
             problem = await self.policy.check(question)
@@ -134,17 +157,21 @@ class EndpointRollout:
 
     def refuse(self, error: RequestError) -> None:
         """Record an error. If no turn comes after it, the rollout has ended because of it."""
+        # Errors of the server and BUSY say nothing of the request: the agent may send it again.
         if self.ended is None and error.status < 500 and error.code != BUSY:
             is_full = error.code == "context_length_exceeded"
             reason = StopReason.context_full if is_full else StopReason.error
-            self.refused = reason, str(error)
+            self.refused = EndReason(reason, str(error))
 
     def count_tokens(self, question: Question) -> int:
         """Return the number of tokens of a request's prompt. Raises RequestError."""
         return len(self._planner.render(in_call_order(question.messages), question.schemas))
 
     async def finish(self, messages: Sequence[Message] = (), *, size: int = 0) -> None:
-        """End the rollout after the replies to its last calls. Raises RequestError."""
+        """Append the messages behind the last turn, if any fit, and end the rollout.
+
+        `messages` is the whole conversation, `size` its bytes. Raises RequestError.
+        """
         if messages:
             if self._changing.locked():
                 raise RequestError(
@@ -152,22 +179,22 @@ class EndpointRollout:
                     param="messages",
                 )
             async with self._changing:
-                turn, replies, suffix = await read(size, self._read_ending, messages)
-                if self._closed:
+                ending = await read(size, self._read_ending, messages)
+                if self._closed:  # while a large conversation was read
                     raise RequestError("the rollout has ended", status=403)
-                trajectory = self.rollout.trajectories[turn.trajectory]
-                length = trajectory.length + sum(len(ids) for _, ids in suffix)
+                trajectory = self.rollout.trajectories[ending.turn.trajectory]
+                length = trajectory.length + sum(len(ids) for _, ids in ending.suffix)
                 if length <= self.max_context:
-                    self._record_results(turn, replies)
-                    for origin, ids in suffix:
+                    self._record_results(ending.turn, ending.replies)
+                    for origin, ids in ending.suffix:
                         trajectory.append_context(ids, origin)
-                    trajectory.messages += replies
+                    trajectory.messages += ending.replies
         self.end(StopReason.completed, "the agent has finished")
 
-    def _read_ending(self, messages: Sequence[Message]) -> tuple[AgentTurn, list[Message], Suffix]:
-        """Return the turn that a conversation ends, the replies behind it, and their ids."""
+    def _read_ending(self, messages: Sequence[Message]) -> _Ending:
+        """Find the last turn of a trajectory, and the messages behind it. Raises RequestError."""
         transcript = self.trained
-        match = _match(transcript, in_call_order(messages))
+        match = _match_any_tools(transcript, in_call_order(messages))
         turn = match.turn
         if turn is None or not transcript.is_tail(turn):
             raise RequestError(
@@ -177,16 +204,16 @@ class EndpointRollout:
             )
         replies = turn.replies(match.new_messages)
         suffix = turn.suffix(self.policy.chat, replies, generation_prompt=False) if replies else []
-        return turn, replies, suffix
+        return _Ending(turn, replies, suffix)
 
     def end(self, reason: StopReason, message: str) -> None:
         """Refuse further requests. The first reason stays."""
         if self.ended is None:
-            self.ended = reason, message
+            self.ended = EndReason(reason, message)
         self.over.set()
 
     async def close(self) -> Rollout:
-        """Release the sessions, and return the rollout with its counts and results of calls."""
+        """Release the engine's sessions. Return the rollout, complete with counts and results."""
         self._closed = True
         for transcript in (self.untrained, self.trained):
             for session in reversed(transcript.sessions):
@@ -194,12 +221,12 @@ class EndpointRollout:
                     await self.policy.engine.release(session)
         await self.policy.engine.release(self.request.rollout_id)
         for turn in self.trained.issued.turns:
-            self._record_results(turn, ())
+            self._record_results(turn, ())  # calls that no request has answered
         self.rollout.counts = dict(self.counts)
         return self.rollout
 
     def _check_open(self) -> None:
-        """Raise RequestError if the rollout has ended, or reaches a limit with this request."""
+        """Raise RequestError if the rollout has ended, or ends now because a limit is reached."""
         limits, rollout = self.policy.limits, self.rollout
         if self.ended is None and self.counts["agent/requests"] > self.settings.max_requests:
             text = f"agent.max_requests={self.settings.max_requests} requests were sent"
@@ -207,16 +234,16 @@ class EndpointRollout:
         if self.ended is None and rollout.turns + len(self._in_engine) >= limits.max_turns:
             text = f"rollout.max_turns={limits.max_turns} turns were sampled"
             self.end(StopReason.max_turns, text)
-        if self.ended is not None:
-            reason, message = self.ended
-            raise RequestError(f"the rollout has ended: {message}", code=str(reason), status=403)
+        if (end := self.ended) is not None:
+            text = f"the rollout has ended: {end.message}"
+            raise RequestError(text, code=str(end.stop_reason), status=403)
 
     def _admit(self, question: Question, problem: RequestError | None) -> Transcript:
-        """Check a request's parameters, and return the transcript that it belongs to."""
-        kind = find_served(self.settings.models, question.model)
-        if not isinstance(kind, Served):
-            raise RequestError(kind, param="model", code="model_not_found", status=404)
-        if kind is Served.refuse:
+        """Return a request's transcript. Raises RequestError, e.g. the `problem` of its check."""
+        served = find_served(self.settings.models, question.model)
+        if not isinstance(served, Served):  # an error message
+            raise RequestError(served, param="model", code="model_not_found", status=404)
+        if served is Served.refuse:
             raise RequestError(
                 f"model={question.model}: agent.models refuses it; ask for another model",
                 param="model",
@@ -233,11 +260,12 @@ class EndpointRollout:
                 code=BUSY,
                 status=400,
             )
-        return self.untrained if kind is Served.frozen else self.trained
+        return self.untrained if served is Served.frozen else self.trained
 
     def _check_sampling(self, question: Question) -> None:
-        """Raise RequestError for fields that would change samples, or count them."""
+        """Refuse fields that would change samples by a RequestError, or count the request."""
         ours = self.request.sampling
+        # Values that change nothing.
         neutral: dict[str, tuple[object, ...]] = {
             "temperature": (ours.temperature, self.policy.limits.temperature),
             "top_p": (ours.top_p, 1),
@@ -270,16 +298,16 @@ class EndpointRollout:
     async def _sample(
         self, transcript: Transcript, question: Question, text_arguments: bool
     ) -> Answer:
-        """Continue or open a trajectory by a turn."""
+        """Sample a turn, at the end of a trajectory or of a new one, and return it as an answer."""
         async with self._changing:
             # Nothing is awaited from here on until the engine has the request, unless it is large:
             # then the rollout may have ended meanwhile.
             self._check_open()
-            request = await read(question.size, self._read, transcript, question)
+            planned = await read(question.size, self._plan, transcript, question)
             self._check_open()
-            transcript, plan = request.transcript, request.plan
+            transcript, plan = planned.transcript, planned.plan
             budget = self._budget(transcript, plan, question.max_tokens)
-            if request.match.ambiguous:
+            if planned.match.ambiguous:
                 self.counts["agent/ambiguous"] += 1
             if plan.restart is not None:
                 self.counts[f"agent/restarts/{plan.restart}"] += 1
@@ -291,32 +319,33 @@ class EndpointRollout:
         try:
             completion = await self._generate(transcript, plan, budget, question)
             async with self._changing:
-                return self._record(request, question, completion, text_arguments)
+                return self._record(planned, question, completion, text_arguments)
         finally:
             self._in_engine.discard(plan.session)
             if plan.extends is not None:
                 transcript.growing.discard(plan.extends.index)
 
-    def _read(self, transcript: Transcript, question: Question) -> _Request:
-        """Match a request with the turns of its transcript, and plan its ids."""
+    def _plan(self, transcript: Transcript, question: Question) -> _Planned:
+        """Find the turn that a request continues, if any, and plan the ids to sample from."""
         messages, tools = in_call_order(question.messages), tools_digest(question.schemas)
         match = transcript.issued.match(messages, tools)
         if transcript.trained and self.settings.train is Trained.main:
             # agent.train=main: a conversation that begins unlike the first one is not trained.
             is_new = match.turn is None and not transcript.begins_alike(messages)
-            if is_new and find_restart(messages, transcript.issued.turns, match)[0] is None:
+            restart, _ = find_restart(messages, transcript.issued.turns, match)
+            if is_new and restart is None:
                 transcript = self.untrained
                 match = transcript.issued.match(messages, tools)
         plan = self._planner.plan(transcript, messages, question.schemas, match)
-        return _Request(
+        return _Planned(
             transcript=transcript, messages=messages, tools=tools, match=match, plan=plan
         )
 
     def _record(
-        self, request: _Request, question: Question, completion: Completion, text_arguments: bool
+        self, planned: _Planned, question: Question, completion: Completion, text_arguments: bool
     ) -> Answer:
         """Append a sampled turn to its trajectory, and return it as the client gets it."""
-        trajectory = self._append(request, question, completion)
+        trajectory = self._append(planned, question, completion)
         index = trajectory.turns - 1
         name, role = trajectory.turn_name(index), trajectory.messages[-1]["role"]
         turn = self.policy.chat.parse(completion.token_ids, question.schemas, turn=name, after=role)
@@ -325,7 +354,7 @@ class EndpointRollout:
             self.policy.parsed(trajectory, completion.token_ids, message, turn=index, after=role)
         trajectory.messages.append(message)
         client_message, call_ids = issue(turn, text_arguments=text_arguments)
-        request.transcript.issued.add(
+        planned.transcript.issued.add(
             AgentTurn(
                 trajectory=trajectory.index,
                 end=trajectory.length,
@@ -334,9 +363,9 @@ class EndpointRollout:
                 completion_ids=completion.token_ids,
                 finish=completion.finish,
                 call_ids=call_ids,
-                conversation=(*request.messages, client_message),
-                tools=request.tools,
-                request_digest=request.match.digest,
+                conversation=(*planned.messages, client_message),
+                tools=planned.tools,
+                request_digest=planned.match.digest,
             )
         )
         self.refused = None
@@ -346,7 +375,7 @@ class EndpointRollout:
         return Answer(
             message=client_message,
             finish=completion.finish,
-            prompt_tokens=len(request.plan.ids),
+            prompt_tokens=len(planned.plan.ids),
             sampled_tokens=len(completion.token_ids),
             model=question.model or "policy",
         )
@@ -354,16 +383,17 @@ class EndpointRollout:
     def _budget(self, transcript: Transcript, plan: Plan, max_tokens: int | None) -> int:
         """Return the tokens that may be sampled. Raises RequestError if there are none."""
         limits, engine = self.policy.limits, self.policy.engine
-        context_room = engine.max_context - len(plan.ids)
-        if context_room < 1:
+        context_tokens = engine.max_context - len(plan.ids)
+        if context_tokens < 1:
             raise RequestError(
                 f"messages: {len(plan.ids)} tokens fill the context of {engine.max_context}; "
                 "shorten them, or raise engine.max_context",
                 param="messages",
                 code="context_length_exceeded",
             )
-        completion_room = context_room
+        remaining_tokens = context_tokens
         if transcript.trained:
+            # All trajectories of a rollout share its budget. Replies count too, prompts do not.
             spent = sum(
                 len(span.token_ids)
                 for trajectory in self.rollout.trajectories
@@ -371,16 +401,15 @@ class EndpointRollout:
                 if span.origin is not Origin.prompt
             )
             spent += sum(len(ids) for origin, ids in plan.suffix if origin is not Origin.prompt)
-            completion_room = limits.max_completion_tokens - spent
-            if completion_room < 1:
+            remaining_tokens = limits.max_completion_tokens - spent
+            if remaining_tokens < 1:
                 self.end(
                     StopReason.max_tokens,
                     f"rollout.max_completion_tokens={limits.max_completion_tokens} are spent",
                 )
                 self._check_open()
-        return min(
-            limits.max_turn_tokens, completion_room, context_room, max_tokens or context_room
-        )
+        asked_tokens = max_tokens or context_tokens
+        return min(limits.max_turn_tokens, remaining_tokens, context_tokens, asked_tokens)
 
     async def _generate(
         self, transcript: Transcript, plan: Plan, budget: int, question: Question
@@ -401,10 +430,10 @@ class EndpointRollout:
             stop_token_ids=request.sampling.stop_token_ids or chat.stop_token_ids,
             grammar=grammar,
         )
-        guest = None if plan.session == request.rollout_id else request.rollout_id
+        parent = None if plan.session == request.rollout_id else request.rollout_id
         try:
             completion = await self.policy.engine.generate(
-                plan.ids, sampling, session=plan.session, parent=guest
+                plan.ids, sampling, session=plan.session, parent=parent
             )
             if not completion.token_ids:
                 raise EngineError(f"rollout {request.rollout_id}: the engine returned no token")
@@ -415,12 +444,12 @@ class EndpointRollout:
             self.end(StopReason.error, str(error))
             raise RequestError(str(error), status=500) from error
 
-    def _append(self, request: _Request, question: Question, completion: Completion) -> Trajectory:
-        """Append the sent and the sampled ids. Begin a trajectory if the plan opens one."""
-        transcript, plan = request.transcript, request.plan
+    def _append(self, planned: _Planned, question: Question, completion: Completion) -> Trajectory:
+        """Append the sent and the sampled ids. Begin a trajectory if the plan extends none."""
+        transcript, plan = planned.transcript, planned.plan
         rollout, trajectory = transcript.rollout, plan.extends
         if trajectory is None:
-            is_main = transcript.begins_alike(request.messages)
+            is_main = transcript.begins_alike(planned.messages)
             role = MAIN if is_main else SIDE
             if not rollout.trajectories[0].spans:  # a rollout begins with an empty trajectory
                 trajectory = rollout.trajectories[0]
@@ -461,8 +490,8 @@ class EndpointRollout:
             )
 
 
-def _match(transcript: Transcript, messages: Sequence[Message]) -> Match[AgentTurn]:
-    """Match a conversation under the tools of the turn that it continues."""
+def _match_any_tools(transcript: Transcript, messages: Sequence[Message]) -> Match[AgentTurn]:
+    """Return the turn that a conversation continues, whatever its tools: they were not sent."""
     for tools in {turn.tools for turn in transcript.issued.turns}:
         match = transcript.issued.match(messages, tools)
         if match.turn is not None:

@@ -202,10 +202,7 @@ class AgentConfig:
 
 
 def find_served(models: Mapping[str, Served], name: str | None) -> Served | str:
-    """Return the kind of answer that a request for the model `name` gets.
-
-    For an unknown name it is a text: the error.
-    """
+    """Return how a request for the model `name` is served, or an error message for no such name."""
     if not models:
         return Served.policy
     if name is not None and name in models:

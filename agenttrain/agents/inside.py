@@ -31,7 +31,7 @@ PERMITTED = ("inotify_init", "inotify_init1")
 
 
 async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Copy a stream until its end."""
+    """Copy a connection's bytes until its end, and pass the end on."""
     try:
         while piece := await reader.read(65536):
             writer.write(piece)
@@ -41,8 +41,8 @@ async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         writer.close()
 
 
-async def excess(settings: dict) -> str:
-    """Wait until more memory is in use than allowed; return the setting that says so."""
+async def wait_for_excess(settings: dict) -> str:
+    """Wait until the sandbox exceeds a memory limit. Return the setting and the problem."""
     disk_mb, memory_mb, disks = settings["disk_mb"], settings["memory_mb"], (settings["home"],)
     while True:
         if disk_in_use(disks) > disk_mb << 20:
@@ -53,13 +53,13 @@ async def excess(settings: dict) -> str:
 
 
 def reap(program: int, ended: asyncio.Future[int]) -> None:
-    """Collect processes that have ended: orphans become children of the first process."""
-    with suppress(ChildProcessError):
+    """Reap all children that have ended, orphans included. Give `ended` the program's exit code."""
+    with suppress(ChildProcessError):  # there is no child left
         while True:
-            number, status = os.waitpid(-1, os.WNOHANG)
-            if number == 0:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:  # the other children still run
                 return
-            if number == program and not ended.done():
+            if pid == program and not ended.done():
                 ended.set_result(os.waitstatus_to_exitcode(status))
 
 
@@ -71,16 +71,17 @@ def show_files() -> None:
 async def serve(settings: dict, command: list[str]) -> int:
     """Forward connections while the program runs; return its exit code."""
 
-    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        inner, outer = await asyncio.open_unix_connection(settings["socket"])
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Connect a client in the sandbox to the endpoint outside, until both ends are done."""
+        from_endpoint, to_endpoint = await asyncio.open_unix_connection(settings["socket"])
         try:
-            await asyncio.gather(carry(reader, outer), carry(inner, writer))
+            await asyncio.gather(carry(reader, to_endpoint), carry(from_endpoint, writer))
         finally:
-            for end in (outer, writer):
-                end.close()
+            to_endpoint.close()
+            writer.close()
 
     if settings["socket"] is not None:
-        await asyncio.start_server(connected, "127.0.0.1", settings["port"])
+        await asyncio.start_server(forward, "127.0.0.1", settings["port"])
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[int] = loop.create_future()
     environment = {**os.environ, "HOME": settings["home"], "TMPDIR": "/tmp"}
@@ -92,12 +93,12 @@ async def serve(settings: dict, command: list[str]) -> int:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr)
         return 127
     loop.add_signal_handler(signal.SIGCHLD, reap, program.pid, ended)
-    reap(program.pid, ended)
-    watch = asyncio.ensure_future(excess(settings))
-    await asyncio.wait((ended, watch), return_when=asyncio.FIRST_COMPLETED)
+    reap(program.pid, ended)  # it may have ended before the handler was set
+    excess = asyncio.ensure_future(wait_for_excess(settings))
+    await asyncio.wait((ended, excess), return_when=asyncio.FIRST_COMPLETED)
     if ended.done():
         return ended.result()
-    print(f"{watch.result()}; the agent was ended", file=sys.stderr, flush=True)
+    print(f"{excess.result()}; the agent was ended", file=sys.stderr, flush=True)
     return 1
 
 

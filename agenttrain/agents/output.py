@@ -19,18 +19,18 @@ PAUSE_S = 0.005
 
 
 class BoundedLog:
-    """A file with the beginning and the end of the output. It is made by the first write.
+    """Writes the beginning and the end of an output to a file, which the first write creates.
 
-    Example: after 4 MiB and 64 KiB and 100 bytes, ``… [100 bytes left out] …`` stands between them.
+    Example: of 4 MiB + 64 KiB + 100 bytes, ``… [100 bytes left out] …`` replaces the 100 between.
     """
 
     def __init__(self, path: Path, *, limit: int = LOG_BYTES, append: bool = False) -> None:
         """Replace the file of an earlier attempt, or `append` to it."""
-        self._path, self._room, self._mode = path, limit, "ab" if append else "wb"
+        self._path, self._remaining_bytes, self._mode = path, limit, "ab" if append else "wb"
         self._file: IO[Any] | None = None
         self._tail = bytearray()
-        self._beyond = 0
-        self._lost = False
+        self._bytes_past_beginning = 0
+        self._stopped = False
         if not append:
             with suppress(OSError):
                 path.unlink()
@@ -38,17 +38,17 @@ class BoundedLog:
     @property
     def full(self) -> bool:
         """True once the beginning is complete: further output goes to the end, or is left out."""
-        return self._beyond > 0
+        return self._bytes_past_beginning > 0
 
     def write(self, data: bytes) -> None:
         """Append output. If the disk takes no more, only its end is kept, in memory."""
         self._tail += data
         del self._tail[:-TAIL_BYTES]
-        head = data[: self._room]
-        self._room -= len(head)
-        self._beyond += len(data) - len(head)
-        if head:
-            self._append(head)
+        beginning = data[: self._remaining_bytes]
+        self._remaining_bytes -= len(beginning)
+        self._bytes_past_beginning += len(data) - len(beginning)
+        if beginning:
+            self._append(beginning)
 
     def last_words(self, characters: int) -> str:
         """Return the end of the output."""
@@ -65,26 +65,26 @@ class BoundedLog:
 
     def close(self) -> None:
         """Write the end of the output, and close the file."""
-        if self._beyond:
-            end = self._tail[-self._beyond :]
-            if gap := self._beyond - len(end):
+        if self._bytes_past_beginning:
+            end = self._tail[-self._bytes_past_beginning :]
+            if gap := self._bytes_past_beginning - len(end):
                 self._append(f"\n… [{gap} bytes left out] …\n".encode())
             self._append(end)
         if self._file is not None:
             with suppress(OSError):
                 self._file.close()
-        self._lost = True
+        self._stopped = True
 
     def _append(self, data: bytes | bytearray) -> None:
-        """Write to the file, unless an earlier write failed."""
-        if self._lost:
+        """Write to the file, unless it was closed or an earlier write failed."""
+        if self._stopped:
             return
         try:
             if self._file is None:
                 self._file = self._path.open(self._mode, buffering=0)
             self._file.write(data)
         except OSError:  # a full disk, or the agent has removed the folder
-            self._lost = True
+            self._stopped = True
 
 
 async def copy_output(stream: asyncio.StreamReader, log: BoundedLog) -> None:
@@ -96,6 +96,7 @@ async def copy_output(stream: asyncio.StreamReader, log: BoundedLog) -> None:
 
 
 _current: ContextVar[RolloutOutput | None] = ContextVar("output", default=None)
+"""Output of the agent that runs in the current task. None: the run itself."""
 
 
 class RolloutOutput:
@@ -109,7 +110,6 @@ class RolloutOutput:
         self._closed = False
 
     def write(self, name: str, text: str) -> None:
-        """Append a text to the file of `stdout` or `stderr`."""
         if self._closed:  # by a thread that the agent left behind
             return
         self._files[name].write(text.encode("utf-8", "replace"))

@@ -1,4 +1,4 @@
-"""Plan the ids of a request: behind the turn that it continues, or rendered anew."""
+"""Plan the ids that a request is sampled from: behind the turn that it continues, or rendered."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class Plan:
 
     ids: list[int]
     messages: list[Message]
-    """Messages of the trajectory once the ids are in it. With `extends` only those to add."""
+    """Messages to add to the trajectory, which for a new trajectory are all."""
     suffix: Suffix
-    """The part of `ids` that the trajectory lacks, by origin."""
+    """Last part of `ids`, which the trajectory lacks, by origin."""
     session: str
     parent: tuple[int, int] | None = None
-    """Place of the trajectory from which a new one branches."""
+    """Index of the trajectory from which a new one branches, and the number of ids they share."""
     extends: Trajectory | None = None
     """Trajectory that goes on. None: a new one begins."""
     seed: int = 0
     answers: AgentTurn | None = None
     """The turn whose calls the request answers."""
     restart: Restart | None = None
-    """Why the request does not continue the turns that it holds. None: it does, or holds none."""
+    """Why the request does not continue the turns that it repeats. None: it does, or is new."""
     difference: str = ""
     """The first difference from those turns."""
 
@@ -60,7 +60,7 @@ class RequestPlanner:
         schemas: Sequence[dict[str, Any]],
         match: Match[AgentTurn],
     ) -> Plan:
-        """Return the ids behind the matched turn, or a rendered prompt. Raises RequestError."""
+        """Plan to continue the matched turn, or else to render a prompt. Raises RequestError."""
         turn = match.turn
         restart, difference = find_restart(messages, transcript.issued.turns, match)
         if turn is not None:
@@ -89,7 +89,10 @@ class RequestPlanner:
     def _continue_turn(
         self, transcript: Transcript, turn: AgentTurn, match: Match[AgentTurn]
     ) -> Plan:
-        """Return a plan behind an issued turn. Raises ChatError if the template refuses it."""
+        """Plan to extend a turn's trajectory, or to branch from it if the turn is not its last.
+
+        Raises ChatError if the template refuses the messages behind the turn.
+        """
         trajectory = transcript.rollout.trajectories[turn.trajectory]
         replies = turn.replies(match.new_messages)
         suffix = turn.suffix(self._chat, replies, generation_prompt=True)
@@ -126,7 +129,7 @@ class RequestPlanner:
             raise RequestError(f"messages: {error}", param="messages") from error
 
     def _session(self, transcript: Transcript) -> str:
-        """Return the engine's session of a new trajectory. The first has the rollout's."""
+        """Name the engine's session of a new trajectory: the first is named as the rollout."""
         transcript.trajectory_count += 1
         if transcript.trajectory_count == 1 and transcript.trained:
             return self._rollout_id

@@ -24,7 +24,7 @@ PASSED = (
 )
 """Environment variables that every agent gets; those that begin with LC_ too."""
 LAST_WORDS = 2000
-"""Characters of its output that a failure quotes, the last ones."""
+"""Last characters of an agent's output that a failure quotes."""
 
 
 def environment_of(named: Sequence[str]) -> dict[str, str]:
@@ -52,13 +52,13 @@ class CommandAgent:
     def __init__(
         self, command: Callable[[], Sequence[str]], env: dict[str, str], *, exit_code: bool
     ) -> None:
-        """`command` returns it when a rollout begins; `exit_code`: it is the reward, 1 for 0 and 0
-        for any other."""
+        """`command` returns the command of a rollout when it begins. With `exit_code` the exit code
+        is the reward: 1.0 for exit code 0, else 0.0."""
         self._command, self._env, self._exit_code = command, env, exit_code
 
     async def attempt(self, assignment: AgentTask, log: Path) -> float | None:
         """Run the program to its end; return the reward in its last line, if there is one."""
-        line = assignment.line()
+        task_line = assignment.line()
         env = {**self._env, **assignment.environment()}
         program = await start(make_command(self._command), env)
         out, err = (BoundedLog(log.with_suffix(f".{name}")) for name in ("stdout", "stderr"))
@@ -67,7 +67,7 @@ class CommandAgent:
             asyncio.ensure_future(copy_output(program.stderr, err)),
         ]
         try:
-            await program.send(line)
+            await program.send(task_line)
             program.stdin.close()
             code = await program.wait()
         finally:
@@ -77,7 +77,7 @@ class CommandAgent:
                 task.cancel()
             out.close()
             err.close()
-        if self._exit_code and code >= 0:
+        if self._exit_code and code >= 0:  # below 0: a signal ended it, which is a crash
             return float(code == 0)
         if code != 0:
             words = err.last_words(LAST_WORDS) or out.last_words(LAST_WORDS)
@@ -94,7 +94,7 @@ class CommandAgent:
 
 
 def make_command(command: Callable[[], Sequence[str]]) -> Sequence[str]:
-    """Call `command` for that of a process. Raises AgentFailed where no sandbox can be made."""
+    """Return the command of a process. Raises AgentFailed if no sandbox can be made for it."""
     try:
         return command()
     except (OSError, ValueError) as error:
@@ -102,7 +102,7 @@ def make_command(command: Callable[[], Sequence[str]]) -> Sequence[str]:
 
 
 def parse_result(line: str | bytes) -> dict[str, Any] | None:
-    """Return the JSON object that a line is, or None. Raises AgentFailed for a broken one."""
+    """Return a line's JSON object, or None. Raises AgentFailed for JSON that cannot be read."""
     try:
         result = json.loads(line)
     except (json.JSONDecodeError, UnicodeDecodeError):

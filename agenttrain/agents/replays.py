@@ -15,8 +15,8 @@ from agenttrain.chat.wire.openai import RequestError
 class Delivery:
     """An answer on its way to a client."""
 
-    body: bytes
-    """Digest of the request."""
+    digest: bytes
+    """SHA-256 of the request's path and body."""
     task: asyncio.Task[Answer]
     readers: int = 0
     """Connections that wait for it, or write it."""
@@ -51,36 +51,38 @@ class Replays:
         retry: bool,
         sample: Callable[[], Awaitable[Answer]],
     ) -> Delivery:
-        """Return the answer's delivery. A replay gets the earlier one. Raises RequestError."""
+        """Return the delivery of a request's answer: the earlier one for a replay, else a new one.
+
+        `key` is its Idempotency-Key, `retry` says that the client calls it a retry, and `sample`
+        makes a new answer. Raises RequestError for a key that came with another body.
+        """
         digest = hashlib.sha256(path.encode() + b"\n" + body).digest()
         if key is not None and key in self._by_key:
             delivery = self._by_key[key]
-            if delivery.body != digest:
+            if delivery.digest != digest:
                 raise RequestError(
                     f"Idempotency-Key={key}: was sent with another body; use a new key",
                     code="idempotency_error",
                 )
             return delivery
         earlier = self._by_body.get(digest)
-        if earlier is not None and (
-            retry or earlier.lost or (self.joins and not earlier.task.done())
-        ):
-            if key is not None:
-                self._by_key[key] = earlier
-            return earlier
-        delivery = Delivery(body=digest, task=asyncio.ensure_future(sample()))
-        self._by_body[digest] = delivery
+        is_in_flight = earlier is not None and not earlier.task.done()
+        if earlier is not None and (retry or earlier.lost or (self.joins and is_in_flight)):
+            delivery = earlier
+        else:
+            delivery = Delivery(digest=digest, task=asyncio.ensure_future(sample()))
+            self._by_body[digest] = delivery
+            delivery.task.add_done_callback(lambda task: self._forget_failed(delivery))
         if key is not None:
             self._by_key[key] = delivery
-        delivery.task.add_done_callback(lambda task: self._forget_failed(delivery))
         return delivery
 
     def _forget_failed(self, delivery: Delivery) -> None:
-        """Let a request whose answer failed be made again."""
+        """Forget a delivery whose answer failed, so that an equal request samples again."""
         if not delivery.task.cancelled() and delivery.task.exception() is None:
             return
-        self._by_key = {k: each for k, each in self._by_key.items() if each is not delivery}
-        self._by_body = {body: each for body, each in self._by_body.items() if each is not delivery}
+        self._by_key = {k: d for k, d in self._by_key.items() if d is not delivery}
+        self._by_body = {body: d for body, d in self._by_body.items() if d is not delivery}
 
     @property
     def lost(self) -> bool:

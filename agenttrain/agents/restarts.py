@@ -31,7 +31,10 @@ class Restart(StrEnum):
 def find_restart(
     messages: Sequence[Message], turns: Sequence[IssuedTurn], match: Match[Any]
 ) -> tuple[Restart | None, str]:
-    """Return why a request continues none of the turns, if it should, and the difference."""
+    """Return why a request that repeats issued turns continues none, and the first difference.
+
+    The reason is None for a request that continues a turn, and for a new conversation.
+    """
     if match.turn is not None:
         return None, ""
     if match.other_tools:
@@ -41,21 +44,21 @@ def find_restart(
 
 
 def _nearest(messages: Sequence[Message], turns: Sequence[IssuedTurn]) -> IssuedTurn | None:
-    """Return the turn that a request most likely goes back to. None: a new conversation.
+    """Return the turn that a request most likely repeats, or None for a new conversation.
 
-    That is the last turn whose calls, handle or text the request holds. Otherwise it is one whose
-    conversation begins with the same messages up to the first of the user.
+    It is the last turn whose calls, handle or text the request holds, or else the last whose
+    conversation begins with the same messages, up to the user's first.
     """
-    by_name = {
-        name: turn for turn in turns for name in (*turn.call_ids, turn.message.get(HANDLE)) if name
+    by_id = {
+        id_: turn for turn in turns for id_ in (*turn.call_ids, turn.message.get(HANDLE)) if id_
     }
     for message in reversed(messages):
         if message["role"] != "assistant":
             continue
-        names = [call["id"] for call in message.get("tool_calls", ())]
-        for name in (*names, message.get(HANDLE)):
-            if name in by_name:
-                return by_name[name]
+        call_ids = [call["id"] for call in message.get("tool_calls", ())]
+        for id_ in (*call_ids, message.get(HANDLE)):
+            if id_ in by_id:
+                return by_id[id_]
         text = message["content"].strip()
         for turn in reversed(turns):
             if text and not turn.call_ids and turn.message["content"].strip() == text:
@@ -68,13 +71,13 @@ def _nearest(messages: Sequence[Message], turns: Sequence[IssuedTurn]) -> Issued
 
 
 def opening_of(messages: Sequence[Message]) -> list[bytes]:
-    """Return the messages up to the first of the user, or none if there is no such message."""
+    """Return the messages up to the user's first, canonical; [] without a user's message."""
     users = [index for index, message in enumerate(messages) if message["role"] == "user"]
     return [canonical(message) for message in messages[: users[0] + 1]] if users else []
 
 
 def first_difference(sent: Sequence[Message], issued: Sequence[Message]) -> tuple[Restart, str]:
-    """Return the kind and a description of the first message in which a request differs.
+    """Return the kind and a description of the first difference between two conversations.
 
     Example: ``(Restart.system, "message 0 (system), character 17: sent '12:01', issued
     '12:00'")``
@@ -91,7 +94,7 @@ def first_difference(sent: Sequence[Message], issued: Sequence[Message]) -> tupl
     if "system" in roles:
         kind = Restart.system
     elif canonical(sent_message) in map(canonical, issued[index + 1 :]):
-        return Restart.dropped, f"{where} is missing"
+        return Restart.dropped, f"{where} is missing"  # a later message stands in its place
     elif roles == ("tool", "tool"):
         kind = Restart.tools
     else:

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import uvicorn
 
-from agenttrain.agents.app import ON_RESET, Open, build_app
+from agenttrain.agents.app import ON_RESET, OpenRollout, build_app
 from agenttrain.agents.attempt import EndpointRollout, ServedPolicy
 from agenttrain.agents.config import AgentConfig, OnFailure, Sandbox, Served
 from agenttrain.agents.output import DividedOutput
@@ -65,11 +65,9 @@ class OutsideAgent(Protocol):
 
     async def attempt(self, assignment: AgentTask, log: Path) -> float | None:
         """Attempt a task. Return the agent's reward, if any. Raises AgentFailed."""
-        ...
 
     async def aclose(self) -> None:
         """End processes and the like that are left."""
-        ...
 
 
 class FunctionAgent:
@@ -82,7 +80,7 @@ class FunctionAgent:
     async def attempt(self, assignment: AgentTask, log: Path) -> float | None:
         """Await the function. Whatever it raises is the agent's failure."""
 
-        async def call() -> Any:  # also an error of the call itself is the agent's
+        async def call() -> Any:  # so that an error of the call itself is caught too
             return await self._function(assignment)
 
         with self._output.redirect(log):
@@ -93,7 +91,6 @@ class FunctionAgent:
         return agent_reward(result.get("reward") if isinstance(result, dict) else result)
 
     async def aclose(self) -> None:
-        """Put standard output and error back."""
         self._output.restore()
 
 
@@ -103,12 +100,12 @@ class ExternalAgent:
     async def attempt(self, assignment: AgentTask, log: Path) -> float | None:
         """Publish the rollout, and wait for its end."""
         path = log.with_suffix(".json")
-        part = path.with_suffix(".tmp")
+        unfinished = path.with_suffix(".tmp")
         # It holds the rollout's key, which other users must not read.
-        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(descriptor, "w", encoding="utf-8") as file:
             file.write(assignment.line() + "\n")
-        part.replace(path)
+        unfinished.replace(path)
         try:
             await asyncio.Event().wait()  # until this is cancelled, when the rollout is over
         finally:
@@ -163,10 +160,10 @@ class Agents:
         self.folder, self.lockstep = folder, lockstep
         self._agent = make_agent(settings, folder, self._command)
         self._gate = asyncio.Semaphore(settings.concurrency)
-        self._open: dict[str, Open] = {}
+        self._open: dict[str, OpenRollout] = {}
         self._app = build_app(self._open.get)
-        self._problems: OrderedDict[str, tuple[str, str] | None] = OrderedDict()
-        """Tools and form of a request, as JSON -> the parameter at fault, and why."""
+        self._checked: OrderedDict[str, tuple[str, str] | None] = OrderedDict()
+        """Tools and output format, as JSON -> the parameter at fault and the problem, or None."""
         self._warned_of: set[Restart] = set()
         self._folder: TemporaryFolder | None = None
         """Folder of the socket by which sandboxes reach the endpoint."""
@@ -175,8 +172,8 @@ class Agents:
         self._starting, self._certifying = asyncio.Lock(), asyncio.Lock()
         self.address = ""
         """Address of the endpoint, e.g. ``http://127.0.0.1:4711``."""
-        names = [name for name, kind in settings.models.items() if kind is Served.policy]
-        self._model = next((name for name in names if name != "*"), "policy")
+        policy_names = [name for name, kind in settings.models.items() if kind is Served.policy]
+        self._model = next((name for name in policy_names if name != "*"), "policy")
 
     async def attempt(
         self,
@@ -185,9 +182,12 @@ class Agents:
         limits: RolloutConfig,
         parsed: Callable[..., None] | None = None,
     ) -> Rollout:
-        """Let an agent attempt a task, and return the rollout. Raises EngineDead."""
+        """Let an agent attempt a task, and return the rollout. Raises EngineDead.
+
+        `parsed` is called with each parsed turn, as `ParsedTurns.record`.
+        """
         async with self._gate:
-            await self._start()
+            await self._start_endpoint()
             policy = ServedPolicy(
                 engine=engine,
                 chat=self.chat,
@@ -198,27 +198,27 @@ class Agents:
                 on_restart=self._on_restart,
                 on_request=self._on_request,
             )
-            requests = EndpointRollout(request, policy, self.settings)
-            entry = Open(rollout=requests)
+            attempt = EndpointRollout(request, policy, self.settings)
+            entry = OpenRollout(rollout=attempt)
             entry.replays.joins = self.lockstep
-            if isinstance(self._agent, ExternalAgent):
+            if isinstance(self._agent, ExternalAgent):  # no process of ours shows its end
                 text = "the client went away before its answer was complete, and did not come back"
-                entry.on_lost = lambda: requests.end(StopReason.error, text)
+                entry.on_lost = lambda: attempt.end(StopReason.error, text)
             self._open[entry.name] = entry
             start = time.perf_counter()
             try:
-                failure, reward = await self._drive(entry)
+                failure, reward = await self._run_agent(entry)
             finally:
                 del self._open[entry.name]
-                requests.over.set()
+                attempt.over.set()
                 await entry.replays.aclose()
-                rollout = await requests.close()
+                rollout = await attempt.close()
             rollout.seconds = time.perf_counter() - start
-            if requests.failure is not None:
-                raise requests.failure
+            if attempt.failure is not None:
+                raise attempt.failure
             # A reward that was sent to the endpoint goes before the one printed or returned.
-            reward = reward if requests.reward is None else requests.reward
-            self._conclude(requests, failure)
+            reward = reward if attempt.reward is None else attempt.reward
+            self._set_stop_reason(attempt, failure)
             if reward is not None:
                 rollout.environment_reward = reward
             return rollout
@@ -242,8 +242,8 @@ class Agents:
         socket = self._folder.path / "endpoint"
         return [*sandbox_command(self.settings, socket=socket, port=port), *command]
 
-    async def _drive(self, entry: Open) -> tuple[str | None, float | None]:
-        """Run the agent of a rollout to its end. Return its failure and its reward."""
+    async def _run_agent(self, entry: OpenRollout) -> tuple[str | None, float | None]:
+        """Run a rollout's agent to its end. Return its failure or None, and its reward or None."""
         rollout, url = entry.rollout, f"{self.address}/{entry.name}"
         assignment = AgentTask(
             rollout_id=rollout.request.rollout_id,
@@ -255,40 +255,43 @@ class Agents:
         )
         log = self.folder / rollout.request.rollout_id
         log.parent.mkdir(parents=True, exist_ok=True)
-        working = asyncio.ensure_future(self._agent.attempt(assignment, log))
+        agent = asyncio.ensure_future(self._agent.attempt(assignment, log))
         over = asyncio.ensure_future(rollout.over.wait())
         try:
             await asyncio.wait(
-                (working, over),
+                (agent, over),
                 timeout=self.settings.timeout_s,
                 return_when=asyncio.FIRST_COMPLETED,
             )
-            if not working.done() and not over.done():
+            if not agent.done() and not over.done():
                 return f"agent.timeout_s={self.settings.timeout_s:g} passed", None
-            if not working.done() and not isinstance(self._agent, ExternalAgent):
-                await asyncio.wait((working,), timeout=GRACE_S)
-            if working.done():
-                return None, working.result()
+            if not agent.done() and not isinstance(self._agent, ExternalAgent):
+                await asyncio.wait((agent,), timeout=GRACE_S)
+            if agent.done():
+                return None, agent.result()
         except AgentFailed as error:
             return hide_secrets(f"the agent {error}"), None
         finally:
-            for task in (working, over):
+            for task in (agent, over):
                 task.cancel()
-            await asyncio.wait((working, over))
+            await asyncio.wait((agent, over))
         return None, None
 
-    def _conclude(self, requests: EndpointRollout, failure: str | None) -> None:
-        """Set why the rollout ended: a limit, a failure of the agent, or the agent's own end."""
-        rollout, end = requests.rollout, requests.ended
-        if end is not None and end[0] is not StopReason.completed:
+    def _set_stop_reason(self, attempt: EndpointRollout, failure: str | None) -> None:
+        """Set why the rollout ended. `failure` is the agent's.
+
+        The first that applies: a limit or an engine's error, a request's error that the agent gave
+        up on, the agent's failure, no turn at all, the agent's own end.
+        """
+        rollout, end = attempt.rollout, attempt.ended
+        if end is not None and end.stop_reason is not StopReason.completed:
             rollout.stop_reason, text = end
             rollout.error = text if rollout.stop_reason is StopReason.error else None
             if failure is not None and rollout.error is None:
                 # A limit ended the rollout, and the agent failed on the error that reports it.
                 rollout.error = f"{text}, and {failure}"
-        elif requests.refused is not None and (failure is not None or end is None):
-            # No turn came after this error: the agent gave up on it.
-            rollout.stop_reason, text = requests.refused
+        elif attempt.refused is not None and (failure is not None or end is None):
+            rollout.stop_reason, text = attempt.refused
             rollout.error = text if rollout.stop_reason is StopReason.error else None
         elif failure is not None:
             rollout.stop_reason, rollout.error = StopReason.error, failure
@@ -298,14 +301,14 @@ class Agents:
             rollout.stop_reason = StopReason.error
             rollout.error = f"the agent ended without a turn{hint}"
         else:
-            turns = requests.trained.issued.turns
+            turns = attempt.trained.issued.turns
             is_cut = turns[-1].finish is Finish.length
             rollout.stop_reason = StopReason.max_tokens if is_cut else StopReason.completed
         gives_zero = self.settings.on_failure is OnFailure.zero and rollout.turns > 0
-        if gives_zero and rollout.stop_reason is StopReason.error and requests.ended is None:
+        if gives_zero and rollout.stop_reason is StopReason.error and end is None:
             rollout.stop_reason = StopReason.agent_failed
 
-    async def _start(self) -> None:
+    async def _start_endpoint(self) -> None:
         """Start the endpoint, if it is not running."""
         async with self._starting:
             if self._server is not None:
@@ -345,10 +348,9 @@ class Agents:
                 )
 
     async def _check(self, question: Question, *, structured: bool) -> RequestError | None:
-        """Return why a request's tools cannot be shown, or its form not be kept. None: they can.
+        """Return the error of a request's tools or output format, or None. See `form_problem`.
 
         Certifying many tools takes tenths of a second, so a thread does it, once for each set.
-        `structured` says that the engine samples under grammars.
         """
         schemas, form = question.schemas, question.form
         if not schemas and form == ANY_FORM:
@@ -356,23 +358,23 @@ class Agents:
         if form != ANY_FORM and not structured:
             return no_grammar_error(form)
         key = json.dumps([schemas, form.schema, structured])
-        if key not in self._problems:
+        if key not in self._checked:
             async with self._certifying:
-                if key not in self._problems:  # another request may have done it meanwhile
+                if key not in self._checked:  # another request may have done it meanwhile
                     problem = await asyncio.to_thread(form_problem, self.chat, question, structured)
-                    self._problems[key] = problem
-        # The forms asked for lately stay. An agent may invent tools for each request.
-        self._problems.move_to_end(key)
-        while len(self._problems) > MOST_FORMS:
-            self._problems.popitem(last=False)
-        problem = self._problems[key]
+                    self._checked[key] = problem
+        # The least recently used results are dropped: an agent may invent tools for each request.
+        self._checked.move_to_end(key)
+        while len(self._checked) > MOST_FORMS:
+            self._checked.popitem(last=False)
+        problem = self._checked[key]
         if problem is None:
             return None
         param, text = problem
         return RequestError(f"{param}: {text}", param=param)
 
     def _warn_of_restart(self, kind: Restart, rollout_id: str, difference: str) -> None:
-        """Warn of the first restart of each kind: a client that rewrites its history."""
+        """Warn once of each kind of restart: the client has rewritten its history."""
         if kind in self._warned_of:
             return
         self._warned_of.add(kind)
@@ -385,7 +387,7 @@ class Agents:
 
 
 def no_grammar_error(form: AnswerForm) -> RequestError:
-    """Return the error for a request that demands a form, of an engine without grammars."""
+    """Return the error of a request for JSON or a call that needs a grammar, where none is used."""
     param, field, demand = "response_format", "response_format or output_config.format", "JSON"
     if form.call:
         param, field, demand = "tool_choice", "tool_choice", "a call"
@@ -399,7 +401,10 @@ def no_grammar_error(form: AnswerForm) -> RequestError:
 
 
 def form_problem(chat: Chat, question: Question, structured: bool) -> tuple[str, str] | None:
-    """Return the parameter of a request that cannot be followed, and why. None: all can be."""
+    """Return the parameter of a request that cannot be honoured, and why, or None if all can be.
+
+    `structured` says that the engine samples under grammars: then each needs a grammar.
+    """
     if question.schemas and (problem := tools_problem(chat, question.schemas)):
         return "tools", problem
     if not structured:
@@ -420,7 +425,7 @@ def form_problem(chat: Chat, question: Question, structured: bool) -> tuple[str,
 
 
 def tools_problem(chat: Chat, schemas: Sequence[dict[str, Any]]) -> str | None:
-    """Return why tools cannot be shown to the model. None: they can."""
+    """Return why the model cannot be shown these tools, or None if it can."""
     names = [schema["function"]["name"] for schema in schemas]
     for index, schema in enumerate(schemas):
         try:
@@ -440,7 +445,10 @@ def tools_problem(chat: Chat, schemas: Sequence[dict[str, Any]]) -> str | None:
 def make_agent(
     settings: AgentConfig, folder: Path, command: Callable[[], Sequence[str]] = tuple
 ) -> OutsideAgent:
-    """Return the agent that the settings describe. Raises ValueError."""
+    """Return the agent that the settings describe. Raises ValueError.
+
+    `command` returns the command of each new process, with its sandbox.
+    """
     if settings._target_ is not None:
         function = locate(settings._target_, key="agent._target_")
         if not asyncio.iscoroutinefunction(function):

@@ -64,7 +64,7 @@ def check_sandbox(settings: AgentConfig) -> None:
 def sandbox_command(
     settings: AgentConfig, *, socket: Path | None = None, port: int = 0
 ) -> list[str]:
-    """Return the beginning of a command that runs another in a sandbox. Raises ValueError."""
+    """Return the words before a command that run it in a sandbox. Raises ValueError."""
     visible, user = visible_files(settings.command, settings.read), next_user()
     root = Root(
         # The first process ends all with a reason before the disk is full.
@@ -81,9 +81,14 @@ def sandbox_command(
         terminals=True,
     )
     inside = {
-        **{"root": root._asdict(), "user": user, "work": visible.work, "home": visible.home},
-        **{"socket": None if socket is None else SOCKET, "port": port},
-        **{"memory_mb": settings.memory_mb, "disk_mb": settings.disk_mb},
+        "root": root._asdict(),
+        "user": user,
+        "work": visible.work,
+        "home": visible.home,
+        "socket": None if socket is None else SOCKET,
+        "port": port,
+        "memory_mb": settings.memory_mb,
+        "disk_mb": settings.disk_mb,
     }
     code = START.format(root=str(PACKAGE.parent))
     return [
@@ -93,13 +98,14 @@ def sandbox_command(
 
 
 def _probe(settings: AgentConfig) -> str:
-    """Return why no program can run in a sandbox; "" if it can."""
+    """Run `true` in a sandbox. Return why that fails, or "" if it works."""
     command = [*sandbox_command(settings), "true"]
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PROBE_S
         )
     except subprocess.TimeoutExpired:
         return f"it did not start within {PROBE_S:g} s"
-    words = done.stderr.strip().splitlines() or [f"it ended with exit code {done.returncode}"]
-    return words[-1] if done.returncode else ""
+    code = result.returncode
+    lines = result.stderr.strip().splitlines() or [f"it ended with exit code {code}"]
+    return lines[-1] if code else ""

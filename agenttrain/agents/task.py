@@ -19,7 +19,7 @@ class AgentFailed(AgenttrainError):
 
 
 def agent_reward(value: object) -> float | None:
-    """Return the reward that an agent gave, also a number of numpy or torch. Raises AgentFailed."""
+    """Return an agent's reward, e.g. a number of numpy, as a float or None. Raises AgentFailed."""
     # The repr of an object of the agent's own class would run its code.
     is_trusted = type(value).__module__.partition(".")[0] in TRUSTED_PACKAGES
     if isinstance(value, bool) or not is_trusted:
@@ -67,10 +67,10 @@ class AgentTask:
         return [dict(message) for message in self.task.messages]
 
     def http_client(self, **options: Any) -> httpx.AsyncClient:
-        """Return an HTTP client of the rollout, for an agent in the run's process.
+        """Return an HTTP client for an agent in the run's process.
 
-        It reaches the endpoint without a socket and with the rollout's key, and other addresses as
-        any client. `options` are those of `httpx.AsyncClient`.
+        Requests to the endpoint carry the rollout's key and need no socket. Other addresses are
+        reached as by any client. `options` are those of `httpx.AsyncClient`.
         """
         options = {"base_url": self.url, "timeout": None, **options}
         if self.transport is None or "transport" in options:

@@ -66,7 +66,7 @@ def _argument_schema(parameters: str) -> ArgumentSchema:
 
 
 def call_error(call: ToolCall, parameters: Mapping[str, Mapping[str, Any]]) -> ToolError | None:
-    """Return the error of a call that its tool could not have run, by `parameters` of tools."""
+    """Return why a tool could not have run a call, or None. `parameters` has schemas by tool."""
     if call.malformed is not None:
         return ToolError.malformed
     if call.name not in parameters:

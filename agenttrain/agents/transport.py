@@ -59,10 +59,10 @@ class EndpointClient(httpx.AsyncClient):
     async def send(
         self, request: httpx.Request, *, stream: bool = False, **options: Any
     ) -> httpx.Response:
-        """Send a request. A client with hooks, mounts or an `auth` sends it as httpx does."""
+        """Send a request: straight to the endpoint, or by httpx with hooks, mounts or auth."""
         has_auth = options.get("auth") not in (None, httpx.USE_CLIENT_DEFAULT) or self.auth
-        has_hooks = has_auth or self._mounts or any(self.event_hooks.values())
-        if has_hooks or self.is_closed or not self._endpoint.reaches(request.url):
+        needs_httpx = has_auth or self._mounts or any(self.event_hooks.values())
+        if needs_httpx or self.is_closed or not self._endpoint.reaches(request.url):
             return await super().send(request, stream=stream, **options)
         start = time.monotonic()
         response = await self._endpoint.handle_async_request(request)

@@ -62,8 +62,8 @@ BINARIES = ("bin", "sbin", "shims", "libexec")
 """Names of folders of programs, within the folder of an installation."""
 PARTS = (*BINARIES, "lib", "lib64", "pyvenv.cfg")
 """Parts of an installation that are shown where its folder holds other things too, as a home."""
-MOST_HOPS = 40
-"""Links and interpreters between the name of a program and the program."""
+MAX_HOPS = 40
+"""Links and interpreters between the name of a program and the program, at most."""
 
 
 @dataclass(slots=True)
@@ -80,20 +80,21 @@ class Visible:
     """Folders that can be read, but for `hidden`."""
     hidden: set[str] = field(default_factory=set)
     links: dict[str, str] = field(default_factory=dict)
-    """Link on the way to one of them -> its target."""
+    """Symbolic link on the way to a path above -> its target."""
 
     def add(self, path: str) -> None:
         """Show a file, or a folder of one project."""
         real = follow(path, self.links)
-        if os.path.isdir(real) and self._is_private(real):
+        if os.path.isdir(real) and self._may_show_whole(real):
             self.shown.add(real)
         elif os.path.isfile(real) and not is_within(real, *PROGRAMS):
             self.programs.add(real)
 
     def add_beside(self, file: str) -> None:
-        """Show a file with the folder that it lies in."""
+        """Show a file with its folder, or alone if the folder may not be shown."""
         real = follow(file, self.links)
-        self.add(os.path.dirname(real) if self._is_private(os.path.dirname(real)) else real)
+        folder = os.path.dirname(real)
+        self.add(folder if self._may_show_whole(folder) else real)
 
     def add_program(self, path: str) -> None:
         """Show a program with the installation that it belongs to.
@@ -110,21 +111,22 @@ class Visible:
             self.add_beside(path)
         self.add(path)
 
-    def add_software(self, folder: str, kind: set[str]) -> None:
-        """Add an installation to `programs` or `shown`: its folder, or its parts."""
+    def add_software(self, folder: str, paths: set[str]) -> None:
+        """Add an installation to `paths` (`programs` or `shown`), whole or only its `PARTS`."""
         real = follow(folder, self.links)
-        if self._is_private(real) and os.path.basename(real) != ".local":
-            kind.add(real)
+        # ~/.local also has the user's data, in share.
+        if self._may_show_whole(real) and os.path.basename(real) != ".local":
+            paths.add(real)
             return
         for part in PARTS:
             path = follow(f"{real}/{part}", self.links)
-            if os.path.isdir(path) and self._is_private(path):
-                kind.add(path)
+            if os.path.isdir(path) and self._may_show_whole(path):
+                paths.add(path)
             elif os.path.isfile(path):
                 self.programs.add(path)
 
-    def _is_private(self, folder: str) -> bool:
-        """Return True if a folder is of one program or project: no home, no system folder."""
+    def _may_show_whole(self, folder: str) -> bool:
+        """Return True unless a folder is the system's, the home, or above the home."""
         is_system = folder in SYSTEM or is_within(folder, *PROGRAMS, "/proc", "/sys", "/dev")
         return not is_system and not is_within(self.home, folder)
 
@@ -132,7 +134,7 @@ class Visible:
 def visible_files(command: Sequence[str], read: Sequence[str]) -> Visible:
     """Return the files that a command's program can read. Raises ValueError."""
     work, links = os.getcwd(), dict[str, str]()
-    visible = Visible(home=follow(_homes()[0], links), work=work, links=links)
+    visible = Visible(home=follow(_home_folders()[0], links), work=work, links=links)
     secrets = _secrets()
     for path in read:
         if problem := _read_problem(path, visible, secrets):
@@ -144,22 +146,22 @@ def visible_files(command: Sequence[str], read: Sequence[str]) -> Visible:
         visible.add(path)
     for program in _programs(command, visible.links):
         visible.add_program(program)
-    for file in _files(command):
-        if not is_within(os.path.realpath(file), *secrets):
-            visible.add(file) if os.path.isdir(file) else visible.add_beside(file)
+    for path in _named_paths(command):
+        if not is_within(os.path.realpath(path), *secrets):
+            visible.add(path) if os.path.isdir(path) else visible.add_beside(path)
     for path in (work, *map(os.path.expanduser, read)):
         visible.add(path)
     visible.shown = {path for path in visible.shown if not is_within(path, *secrets)}
     visible.work = work if is_within(work, *visible.shown) else visible.home
     secrets |= _with_targets({f"{folder}/{name}" for folder in visible.shown for name in SECRETS})
     # A secret folder that holds a program or a shown folder cannot be hidden without them.
-    shown = (*visible.programs, *visible.shown)
-    visible.hidden = {path for path in secrets if not any(is_within(s, path) for s in shown)}
+    readable = (*visible.programs, *visible.shown)
+    visible.hidden = {s for s in secrets if not any(is_within(path, s) for path in readable)}
     return visible
 
 
 def follow(path: str, links: dict[str, str]) -> str:
-    """Return a path without links, and add each link on the way to `links`."""
+    """Resolve a path's symbolic links, and add each of them to `links`. Return the real path."""
     parts, real, hops = os.path.abspath(path).split("/"), "", 0
     while parts:
         part, *parts = parts
@@ -167,18 +169,19 @@ def follow(path: str, links: dict[str, str]) -> str:
             real = os.path.dirname(real)
         elif part not in ("", "."):
             step = f"{real}/{part}"
-            if not os.path.islink(step) or hops == MOST_HOPS:
+            if not os.path.islink(step) or hops == MAX_HOPS:
                 real = step
                 continue
             hops += 1
             links[step] = os.readlink(step)
             parts = [*links[step].split("/"), *parts]
-            real = "" if links[step].startswith("/") else real
+            if links[step].startswith("/"):  # an absolute target begins at the root
+                real = ""
     return real or "/"
 
 
 def _read_problem(path: str, visible: Visible, secrets: set[str]) -> str | None:
-    """Return why an entry of `agent.read` cannot be shown. None: it can."""
+    """Return why an entry of `agent.read` cannot be shown, or None if it can."""
     real = os.path.realpath(os.path.expanduser(path))
     if not os.path.exists(real):
         return "there is no such file or folder; name one that exists"
@@ -191,8 +194,8 @@ def _read_problem(path: str, visible: Visible, secrets: set[str]) -> str | None:
     return None
 
 
-def _homes() -> list[str]:
-    """Return the user's home as programs find it, and the one of the system's list of users."""
+def _home_folders() -> list[str]:
+    """Return $HOME and the home of the password database, or /home/user if neither is usable."""
     passwd_home = ""
     with suppress(KeyError):
         passwd_home = pwd.getpwuid(os.getuid()).pw_dir
@@ -202,23 +205,23 @@ def _homes() -> list[str]:
 
 def _secrets() -> set[str]:
     """Return this user's files and folders of keys, tokens and histories, with links' targets."""
-    paths = {f"{home}/{name}" for home in _homes() for name in SECRETS}
+    paths = {f"{home}/{name}" for home in _home_folders() for name in SECRETS}
     paths |= {os.environ[name] for name in SECRET_VARIABLES if os.environ.get(name)}
-    if settings := os.environ.get("XDG_CONFIG_HOME"):
+    if config_home := os.environ.get("XDG_CONFIG_HOME"):
         names = (name for name in SECRETS if name.startswith(".config/"))
-        paths |= {f"{settings}/{name.removeprefix('.config/')}" for name in names}
-    if hub := os.environ.get("HF_HOME"):
-        paths |= {f"{hub}/token", f"{hub}/stored_tokens"}
+        paths |= {f"{config_home}/{name.removeprefix('.config/')}" for name in names}
+    if hf_home := os.environ.get("HF_HOME"):
+        paths |= {f"{hf_home}/token", f"{hf_home}/stored_tokens"}
     return _with_targets(paths)
 
 
 def _with_targets(paths: set[str]) -> set[str]:
-    """Return the paths that exist, each as itself in its real folder and as its target."""
+    """Return the paths that exist. A symbolic link is returned itself, and so is its target."""
     existing = [os.path.abspath(path) for path in paths if os.path.lexists(path)]
     # A virtual environment may have the name .env.
     existing = [p for p in existing if not (p.endswith("/.env") and os.path.isdir(p))]
-    names = {f"{os.path.realpath(os.path.dirname(p))}/{os.path.basename(p)}" for p in existing}
-    return names | {os.path.realpath(path) for path in existing}
+    links = {f"{os.path.realpath(os.path.dirname(p))}/{os.path.basename(p)}" for p in existing}
+    return links | {os.path.realpath(path) for path in existing}
 
 
 def _software_of_environment() -> Iterator[str]:
@@ -229,8 +232,8 @@ def _software_of_environment() -> Iterator[str]:
         yield site.getusersitepackages()
 
 
-def _files(command: Sequence[str]) -> Iterator[str]:
-    """Yield the files and folders that the words of a command name."""
+def _named_paths(command: Sequence[str]) -> Iterator[str]:
+    """Yield the files and folders that a command's words name, also as ``--option=path``."""
     for word in command:
         for path in (word, word.partition("=")[2]):
             if path and os.path.exists(path):
@@ -238,18 +241,18 @@ def _files(command: Sequence[str]) -> Iterator[str]:
 
 
 def _programs(command: Sequence[str], links: dict[str, str]) -> Iterator[str]:
-    """Yield the paths of each program that a command names: links, target, interpreters."""
-    waiting = [path for word in command if (path := shutil.which(word))]
-    for _ in range(MOST_HOPS):
-        if not waiting:
+    """Yield the programs that a command names, the links on the way, and scripts' interpreters."""
+    queue = [path for word in command if (path := shutil.which(word))]
+    for _ in range(MAX_HOPS):
+        if not queue:
             return
-        path = waiting.pop()
+        path = queue.pop()
         path = f"{follow(os.path.dirname(os.path.abspath(path)), links)}/{os.path.basename(path)}"
         yield path
         if os.path.islink(path):
-            waiting.append(os.path.join(os.path.dirname(path), os.readlink(path)))
-        elif os.path.isfile(path):  # and no named pipe
-            waiting += filter(None, map(shutil.which, _interpreters(path)))
+            queue.append(os.path.join(os.path.dirname(path), os.readlink(path)))
+        elif os.path.isfile(path):  # reading a named pipe would wait for its writer
+            queue += filter(None, map(shutil.which, _interpreters(path)))
 
 
 def _interpreters(path: str) -> list[str]:

@@ -14,12 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from agenttrain.agents.output import PAUSE_S, BoundedLog
-from agenttrain.agents.processes import (
-    LAST_WORDS,
-    make_command,
-    parse_result,
-    start,
-)
+from agenttrain.agents.processes import LAST_WORDS, make_command, parse_result, start
 from agenttrain.agents.task import AgentFailed, AgentTask, agent_reward
 from agenttrain.utils.child_process import LAST_WORDS_S, how_ended
 
@@ -33,15 +28,15 @@ class Worker:
     """A process that attempts rollouts."""
 
     def __init__(self, command: Sequence[str], env: dict[str, str]) -> None:
-        """Start it in the background."""
+        """Start the process in the background."""
         self.log: BoundedLog | None = None
-        """Gets what it prints, its results left out."""
+        """Gets the lines that it prints, except results."""
         self.pending: dict[str, asyncio.Future[dict[str, Any]]] = {}
-        """Rollout in its hands -> its result."""
+        """Id of each rollout that it attempts now -> future of the result."""
         self.retired = False
-        """It gets no further task: it ended, or did not end one of its rollouts in time."""
+        """It gets no further task: it has ended, or may still work on a cancelled rollout."""
         self._starting = asyncio.ensure_future(start(command, env, line_limit=LINE_LIMIT))
-        self._words = b""
+        self._stderr_tail = b""
         self._reading = asyncio.ensure_future(self._read())
 
     async def attempt(self, assignment: AgentTask) -> float | None:
@@ -60,7 +55,6 @@ class Worker:
             del self.pending[assignment.rollout_id]
 
     async def end(self) -> None:
-        """End the process."""
         self.retired = True
         await asyncio.wait((self._starting,))
         if self._starting.exception() is None:
@@ -69,43 +63,44 @@ class Worker:
         await asyncio.gather(self._reading, return_exceptions=True)
 
     async def _read(self) -> None:
-        """Hand results over until the process ends; that fails the rollouts in its hands."""
+        """Deliver results until the process ends, then fail the rollouts that have none."""
         process = await self._starting
         errors = asyncio.ensure_future(self._read_errors(process.stderr))
         try:
             while line := await process.stdout.readline():
-                self._take(line)
+                self._handle_line(line)
                 if self.log is not None and self.log.full:
                     await asyncio.sleep(0)
-            how = how_ended(await process.wait())
+            failure = how_ended(await process.wait())
             await asyncio.wait((errors,), timeout=LAST_WORDS_S)
         except AgentFailed as error:
-            how = str(error)
-        except (OSError, ValueError) as error:  # a line without an end
-            how = f"printed what cannot be read: {error}"
+            failure = str(error)
+        except (OSError, ValueError) as error:  # ValueError: a line longer than LINE_LIMIT
+            failure = f"printed what cannot be read: {error}"
         finally:
             errors.cancel()
         self.retired = True
-        words = self._words.decode("utf-8", "replace").strip()
-        quoted = f"; it printed: {words}" if words else ""
+        if words := self._stderr_tail.decode("utf-8", "replace").strip():
+            failure += f"; it printed: {words}"
         for result in self.pending.values():
             if not result.done():
-                result.set_exception(AgentFailed(f"{how}{quoted}"))
+                result.set_exception(AgentFailed(failure))
 
-    def _take(self, line: bytes) -> None:
-        """Hand a line to its rollout if it is a result, else to the log. Raises AgentFailed."""
-        printed = parse_result(line)
-        if printed is not None:
-            only = next(iter(self.pending), None) if len(self.pending) == 1 else None
-            result = self.pending.get(str(printed.get("rollout_id", only)))
-            if result is not None and not result.done():
-                result.set_result(printed)
+    def _handle_line(self, line: bytes) -> None:
+        """Deliver a line that is a result to its rollout, else log it. Raises AgentFailed."""
+        result = parse_result(line)
+        if result is not None:
+            # With one rollout at a time the result need not name it.
+            only_id = next(iter(self.pending)) if len(self.pending) == 1 else None
+            future = self.pending.get(str(result.get("rollout_id", only_id)))
+            if future is not None and not future.done():
+                future.set_result(result)
                 return
         self._write(line)
 
     async def _read_errors(self, stream: asyncio.StreamReader) -> None:
         while piece := await stream.read(65536):
-            self._words = (self._words + piece)[-LAST_WORDS:]
+            self._stderr_tail = (self._stderr_tail + piece)[-LAST_WORDS:]
             self._write(piece)
             if self.log is not None and self.log.full:
                 await asyncio.sleep(PAUSE_S)
@@ -126,7 +121,7 @@ class WorkerAgent:
         *,
         at_once: int = 1,
     ) -> None:
-        """`command` returns a new worker's, which attempts `at_once` rollouts at a time."""
+        """`command` returns the command of a worker, for `at_once` rollouts at a time."""
         self._command, self._env = command, env
         self._folder, self._at_once = folder, at_once
         self._workers: list[Worker] = []
@@ -134,10 +129,10 @@ class WorkerAgent:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def attempt(self, assignment: AgentTask, log: Path) -> float | None:
-        """Attempt a rollout in a worker that has a place for it, or in a new one."""
+        """Attempt a rollout in a running worker that can take it, or in a new one."""
         for retired in [w for w in self._workers if w.retired and not w.pending]:
             await self._end(retired)
-        worker = self._free()
+        worker = self._worker_with_room()
         if self._at_once == 1:
             worker.log = BoundedLog(log.with_suffix(".log"))
         try:
@@ -149,13 +144,13 @@ class WorkerAgent:
             if worker.retired and not worker.pending:
                 await asyncio.shield(self._end(worker))
 
-    def _free(self) -> Worker:
-        """Return a worker that may take a rollout; the fullest one, so that few are needed."""
-        if self._loop is not asyncio.get_running_loop():
+    def _worker_with_room(self) -> Worker:
+        """Return the busiest worker that can take one more rollout, or start a worker."""
+        if self._loop is not asyncio.get_running_loop():  # workers belong to the loop they began in
             self._loop, self._workers = asyncio.get_running_loop(), []
-        places = [w for w in self._workers if not w.retired and len(w.pending) < self._at_once]
-        if places:
-            return max(places, key=lambda worker: len(worker.pending))
+        free = [w for w in self._workers if not w.retired and len(w.pending) < self._at_once]
+        if free:
+            return max(free, key=lambda worker: len(worker.pending))
         worker = Worker(make_command(self._command), self._env)
         if self._at_once > 1:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -173,6 +168,5 @@ class WorkerAgent:
                 worker.log.close()
 
     async def aclose(self) -> None:
-        """End all workers."""
         for worker in list(self._workers):
             await self._end(worker)

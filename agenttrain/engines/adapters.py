@@ -18,7 +18,7 @@ def adapter_config(tensors: Mapping[str, Tensor], alpha: float) -> dict[str, Any
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "r": len(tensors[lora_a[0]]),
+        "r": len(tensors[lora_a[0]]),  # A is [rank, inputs]
         "lora_alpha": alpha,
         "target_modules": sorted({name.split(".lora_")[0].split(".")[-1] for name in lora_a}),
     }

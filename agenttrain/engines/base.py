@@ -69,19 +69,15 @@ class Engine(Protocol):
         this one in its parent's place. `images` stand in `token_ids` at their placeholders, in
         order. Raises EngineError, and ImagesRefused where the engine reads token ids alone.
         """
-        ...
 
     async def release(self, session: str) -> None:
         """End a session; its cache may be dropped."""
-        ...
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take new weights; every token sampled from now on carries `version`."""
-        ...
 
     async def aclose(self) -> None:
         """Free what the engine holds; calls still waiting fail with EngineError."""
-        ...
 
 
 @runtime_checkable
@@ -94,11 +90,9 @@ class Separate(Protocol):
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probability of every id after the first, given those before it, at temperature 1."""
-        ...
 
     async def sleep(self) -> None:
         """Free memory until the next `update`. Nothing may be called in between."""
-        ...
 
 
 @runtime_checkable
@@ -106,15 +100,14 @@ class Replicated(Protocol):
     """A `Separate` engine with several copies of the weights, each of which is checked."""
 
     async def verify(
-        self, token_ids: Sequence[int], problem: Callable[[Sequence[float]], str | None]
+        self, token_ids: Sequence[int], find_problem: Callable[[Sequence[float]], str | None]
     ) -> list[float]:
         """Score the ids by every copy, as `score` does, and let the good copies sample.
 
-        `problem` returns why a copy's scores are wrong, or None. It is kept until the next update,
-        to check copies that start later. Return the scores of a good copy. If no copy is good,
-        return those of a bad one.
+        `find_problem` returns why a copy's scores are wrong, or None. It is kept until the next
+        update, to check copies that start later. Return the scores of a good copy. If no copy is
+        good, return those of a bad one.
         """
-        ...
 
 
 @runtime_checkable
@@ -128,11 +121,9 @@ class ReadsFiles(Protocol):
     @property
     def writer(self) -> WeightWriter:
         """Return the writer of the files. Their folder is removed when the engine closes."""
-        ...
 
     async def load(self, files: WeightFiles) -> None:
         """Have every copy load a version that was written."""
-        ...
 
 
 @runtime_checkable
@@ -174,7 +165,6 @@ class Metered(Protocol):
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics since the last call."""
-        ...
 
 
 @runtime_checkable
@@ -183,7 +173,6 @@ class Placed(Protocol):
 
     def server_of(self, session: str) -> int | None:
         """Return the number of the server that got the last request of a session."""
-        ...
 
 
 @runtime_checkable
@@ -192,7 +181,6 @@ class Streaming(Protocol):
 
     def watch(self, session: str, listener: Callable[[int], None]) -> None:
         """Call `listener` on the event loop with every token that is sampled for a session."""
-        ...
 
 
 @runtime_checkable
@@ -204,4 +192,3 @@ class Lockstep(Protocol):
 
         A session with a `parent` among them need not be expected itself.
         """
-        ...

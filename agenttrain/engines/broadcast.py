@@ -45,11 +45,9 @@ class Regathered(Protocol):
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Gather all weights, from the first on. All processes do so together."""
-        ...
 
     def forms(self) -> list[WeightForm]:
         """Return the form of each weight, in the order of the iteration, without gathering."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +81,7 @@ class Receipt:
 
     number: int
     boot: int
+    """Start of the server that took part."""
     problem: str | None = None
     """Reason why the server has to be started again. None: it has the weights."""
     paused_s: float = 0.0
@@ -105,11 +104,9 @@ class Broadcasts(Protocol):
 
     async def assemble(self, version: int) -> Audience:
         """Stop sampling, and return the servers that answer. Waits until there is one."""
-        ...
 
     async def settle(self, result: BroadcastResult) -> bool:
         """Record which servers have the weights. Return False if none has: send them again."""
-        ...
 
 
 class WeightSender(Protocol):
@@ -117,7 +114,6 @@ class WeightSender(Protocol):
 
     async def pause(self, audience: Audience) -> None:
         """Have the servers end or hold their requests. Servers that fail are left out."""
-        ...
 
     async def send(self, weights: Regathered) -> BroadcastResult:
         """Send the weights to the paused servers.
@@ -125,8 +121,6 @@ class WeightSender(Protocol):
         All weights are gathered once, even after a failure: the other processes take part in
         every gather and would wait for this one. Raises the error of a gather.
         """
-        ...
 
     async def aclose(self) -> None:
         """Leave the group."""
-        ...

@@ -42,7 +42,7 @@ class MemoryItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """Memory of an engine for keys and values, and the least that it needs to start."""
+    """Memory that an engine has for its KV cache, and the least that it needs to start."""
 
     has: int
     """Bytes. Below 0 if the engine's weights alone exceed its share."""
@@ -63,47 +63,39 @@ class ModelSizes(Protocol):
     @property
     def weights(self) -> int:
         """Bytes of all weights."""
-        ...
 
     @property
     def largest_weight(self) -> int:
         """Bytes of the largest weight."""
-        ...
 
     @property
     def gathered(self) -> int:
         """Bytes of sharded weights that a weight sync gathers at once: a layer, or embeddings."""
-        ...
 
     @property
     def itemsize(self) -> int:
         """Bytes of a number of the weights."""
-        ...
 
     @property
     def width(self) -> int:
         """Numbers of one token's hidden state."""
-        ...
 
     @property
     def inner_width(self) -> int:
         """Numbers of one token in the widest linear layer of a decoder layer."""
-        ...
 
     @property
     def vocabulary(self) -> int:
         """Entries of the language-model head."""
-        ...
 
     @property
     def token_cache(self) -> int:
-        """Bytes of one token's keys and values in all layers, in the policy's number format."""
-        ...
+        """Bytes of one token in the KV cache of all layers, in the policy's number format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """Work and machine of one process: an engine's memory depends on them."""
+    """Work and machine of one process, on which an engine's memory depends."""
 
     rows: int
     """Rollouts in flight."""
@@ -136,12 +128,12 @@ class EngineMemory:
 
     items: tuple[MemoryItem, ...] = ()
     room: Room | None = None
-    """Room for keys and values. None: the engine starts with any."""
+    """Room for the KV cache. None: the engine starts with any."""
     savings: tuple[Saving, ...] = ()
     """Settings of the engine that need less memory, in the order in which to try them."""
 
 
 def shorter_context(max_context: int | None, load: EngineLoad) -> tuple[Saving, ...]:
-    """Return the saving of a context no longer than the run's sequences, if it is longer now."""
+    """Return the saving of a context as short as the run's sequences; () if it is not longer."""
     is_longer = max_context is None or max_context > load.sampled
     return (("max_context", [load.sampled]),) if is_longer else ()

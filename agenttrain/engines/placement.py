@@ -17,7 +17,10 @@ Fleets = Mapping[str, StartedServers]
 
 
 def placement_problems(fleets: Fleets, gpus: int, trainers: int = 1) -> Iterator[str]:
-    """Yield why servers do not fit on a machine with `gpus` GPUs. With 0 they run on the CPU."""
+    """Yield why servers do not fit on a machine with `gpus` GPUs. With 0 they run on the CPU.
+
+    The first `trainers` GPUs are the training processes'.
+    """
     owners: dict[int, str] = {}
     for key, servers in fleets.items():
         numbers = servers.gpus
@@ -35,6 +38,7 @@ def placement_problems(fleets: Fleets, gpus: int, trainers: int = 1) -> Iterator
                 f"{setting}: {owners[shared[0]]}.gpus has GPU {shared[0]} too; name each GPU once"
             )
         owners |= {gpu: key for gpu in numbers if gpu not in owners}
+    # Servers without `gpus` share the GPUs that neither the trainer nor another section has.
     free = [gpu for gpu in range(trainers, gpus) if gpu not in owners]
     unplaced = {key: servers for key, servers in fleets.items() if servers.gpus is None}
     needed = sum(servers.gpu_count for servers in unplaced.values())
@@ -45,15 +49,15 @@ def placement_problems(fleets: Fleets, gpus: int, trainers: int = 1) -> Iterator
         f"{key}.tensor_parallel_size={servers.tensor_parallel_size}"
         for key, servers in unplaced.items()
     )
-    used = "the trainer's" if trainers == 1 else f"the {trainers} of the trainer"
+    in_use = "the trainer's" if trainers == 1 else f"the {trainers} of the trainer"
     if owners:
-        used += f" and the {len(owners)} that are named"
+        in_use += f" and the {len(owners)} that are named"
     remedy = "lower it" if len(unplaced) == 1 else "lower one of them"
     if trainers > 1:
         remedy += ", or set distributed.processes"
     yield (
-        f"{settings}: with {sizes} the servers need {needed} GPUs beside {used}, and this machine "
-        f"has {gpus}; {remedy}"
+        f"{settings}: with {sizes} the servers need {needed} GPUs beside {in_use}, and this "
+        f"machine has {gpus}; {remedy}"
     )
 
 

@@ -73,7 +73,11 @@ def names_with(**abilities: bool) -> str:
 
 
 def chosen(section: Any) -> EngineSettings:
-    """Return the section `engine` as its engine's settings. Raises InvalidSettings."""
+    """Return the section `engine` as the settings of the engine that it names.
+
+    An engine from outside gets an `OutsideEngine` with its keys unchecked, until `admit`. Raises
+    InvalidSettings.
+    """
     if isinstance(section, EngineSettings):
         return section
     if not isinstance(section, Mapping):
@@ -138,7 +142,8 @@ def _validated(settings: type[S], keys: Mapping[str, Any], engine: str) -> S:
     """Build settings from keys; raises InvalidSettings. `engine` names the engine in messages."""
     names = field_names(settings)
 
-    def unknown(key: str, value: Any) -> Iterator[str]:
+    def unknown_key_problems(key: str, value: Any) -> Iterator[str]:
+        """Yield why the settings do not have a key, and where it belongs."""
         if isinstance(value, Mapping):
             for name, inner in value.items():
                 yield f"engine.{key}.{name}={shown(inner)}: unknown key"
@@ -153,4 +158,4 @@ def _validated(settings: type[S], keys: Mapping[str, Any], engine: str) -> S:
             hint = f" (did you mean 'engine.{close[0]}'?)"
         yield f"{override}: unknown key{hint}"
 
-    return with_known_keys(settings, keys, "engine", unknown)
+    return with_known_keys(settings, keys, "engine", unknown_key_problems)

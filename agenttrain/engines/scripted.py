@@ -130,7 +130,10 @@ class ScriptedEngine:
     def _complete(
         self, answer: Answer, stop_ids: Sequence[int], budget: int, where: str
     ) -> Completion:
-        """Return the completion of an answer; `where` names session and turn in errors."""
+        """Return an answer as a completion, cut at a stop id and at the budget.
+
+        `where` names session and turn in errors.
+        """
         logprobs, aborted = None, False
         if isinstance(answer, Completion):
             ids, logprobs = list(answer.token_ids), answer.logprobs

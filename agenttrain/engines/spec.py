@@ -113,17 +113,9 @@ def _no_problems(*_: Any) -> Iterable[str]:
     return ()
 
 
-def _accept(settings: EngineSettings, model: Any) -> None:
-    pass
-
-
 SERVERS_OWNER = "AGENTTRAIN_SERVERS_OWNER"
 """Environment variable ``<process number of the launcher> <run folder>``. It says that the launcher
 owns the servers of that run: they go on when the run's process ends."""
-
-
-def _no_memory(settings: EngineSettings, load: EngineLoad, sizes: ModelSizes) -> EngineMemory:
-    return EngineMemory()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,11 +138,11 @@ class EngineSpec(Generic[S]):
     """Yield problems of the settings together with those of other sections."""
     check_machine: Callable[[S, Callable[[], int]], Iterable[str]] = _no_problems
     """Yield problems of this machine. The second argument counts its GPUs, which imports torch."""
-    check_model: Callable[[S, Any], None] = _accept
+    check_model: Callable[[S, Any], None] = lambda settings, model: None
     """Raise EngineError for a model that the engine cannot serve. It is built without weights."""
     gpu_notes: Callable[[S], Iterable[str]] = _no_problems
     """Yield settings that are slow on a GPU, with a remedy."""
-    memory: Callable[[S, EngineLoad, ModelSizes], EngineMemory] = _no_memory
+    memory: Callable[[S, EngineLoad, ModelSizes], EngineMemory] = lambda *_: EngineMemory()
     """Estimate the memory that the engine takes in each process."""
     server_memory: Callable[[S, EngineLoad, ModelSizes, int], EngineMemory] | None = None
     """Estimate the memory that each GPU of a server needs; the last argument counts its GPUs. The

@@ -4,7 +4,7 @@ The engine and the trainer both call these functions, so that both see the same 
 features do not depend on the rest of the sequence. If the vision tower is frozen they are computed
 once and cached. If it is trained, an update computes those of a microbatch in one pass.
 
-N rows of a forward pass, T tokens of a row or of a packed batch, V of them placeholders, H hidden.
+N rows of a forward pass, T tokens of a row or of a packed batch, M = N*T, V placeholders, H hidden.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Features(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Consecutive placeholders of one image in a pass: they get its vectors first … last - 1."""
+    """Consecutive placeholders of one image in a pass, for its vectors first … last - 1."""
 
     start: int
     """Position of the first placeholder among the flattened tokens of the pass."""
@@ -108,7 +108,7 @@ class Layout:
         return np.concatenate(columns, axis=1)[:, first:last]
 
     def pieces(self, first: int, last: int, start: int) -> Iterator[Piece]:
-        """Yield the placeholders among tokens `first` to `last` - 1 of the sequence."""
+        """Yield the placeholders of tokens `first` to `last` - 1, which begin a pass at `start`."""
         for placed in self.images:
             low, high = max(placed.start, first), min(placed.end, last)
             if low < high:
@@ -217,6 +217,7 @@ def embed(
     tokens. `features` are those of their images, by hash. Raises BadImage unless there are exactly
     as many vectors as placeholders.
     """
+    # Keys are negative. The embeddings at their places are replaced.
     embeddings_NTH = model.get_input_embeddings()(ids_NT.clamp(min=0))
     is_image_NT = ids_NT < 0
     placeholder_count = int(is_image_NT.sum())
@@ -252,12 +253,12 @@ def embed(
 def language_attention(model: Any, name: str) -> Iterator[None]:
     """Use an attention function in a vision model's language model, within the block."""
     config = model.config.get_text_config()
-    before = config._attn_implementation
+    former_name = config._attn_implementation
     config._attn_implementation = name
     try:
         yield
     finally:
-        config._attn_implementation = before
+        config._attn_implementation = former_name
 
 
 def load_vision(folder: Path, placeholders: Placeholders, *, frozen: bool) -> Vision:

@@ -61,7 +61,7 @@ class WeightWriter:
     """Format and shape of every weight of the first version."""
 
     def write(self, weights: Iterable[tuple[str, Tensor]], version: int) -> WeightFiles:
-        """Write a version. Raises BadWeights if it has other weights than the first, OSError."""
+        """Write a version. Raises OSError, and BadWeights for other names or forms than before."""
         if self.alpha is not None:
             return self._write_adapters(dict(weights), version)
         unfinished = self.folder / f"{version}.part"
@@ -71,7 +71,8 @@ class WeightWriter:
         batch: dict[str, Tensor] = {}
         number = 0
 
-        def flush() -> None:
+        def write_batch() -> None:
+            """Write the tensors of `batch` as the next file, and list them in the manifest."""
             nonlocal number
             name = f"weights-{number:05}.safetensors"
             _save(batch, unfinished / name)
@@ -84,9 +85,9 @@ class WeightWriter:
             # Cloned: tied weights share memory, which safetensors refuses.
             batch[name] = tensor.detach().cpu().contiguous().clone()
             if sum(queued.nbytes for queued in batch.values()) >= FILE_BYTES:
-                flush()
+                write_batch()
         if batch:
-            flush()
+            write_batch()
         self._check_forms(tensors)
         text = json.dumps({"version": version, "tensors": tensors})
         (unfinished / MANIFEST).write_text(text, encoding="utf-8")
@@ -128,7 +129,7 @@ class WeightWriter:
             )
 
     def _remove_old(self, newest: int) -> None:
-        """Remove all but the last versions. A resumed run may write lower numbers than remain."""
+        """Remove all versions but the `KEPT` highest and the newest, lower ones after a resume."""
         numbers = sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdigit())
         for number in numbers[:-KEPT]:
             if number != newest:
@@ -138,10 +139,10 @@ class WeightWriter:
 def read_verified(
     folder: Path, manifest_digest: str, *, verified: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Verify a version, then return an iterator over its tensors.
+    """Return an iterator over a version's tensors, after all of them were verified.
 
-    `verified`: `verify` has passed before, and only the manifest is checked again. If anything
-    differs from the manifest, BadWeights or OSError is raised before the first tensor is read.
+    `verified`: `verify` has passed before, and only the manifest is checked again. Raises OSError
+    or BadWeights before the first tensor is read if anything differs from the manifest.
     """
     if not verified:
         verify(folder, manifest_digest)
@@ -177,8 +178,8 @@ def _manifest(folder: Path, manifest_digest: str) -> dict[str, dict[str, Any]]:
 def _read(folder: Path, tensors: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Tensor]]:
     from safetensors import safe_open
 
-    for name_of_file in sorted({str(form["file"]) for form in tensors.values()}):
-        with safe_open(folder / name_of_file, framework="pt") as file:
+    for file_name in sorted({str(form["file"]) for form in tensors.values()}):
+        with safe_open(folder / file_name, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (it is no mapping)
                 yield name, file.get_tensor(name)
 

@@ -18,7 +18,7 @@ VERSIONS = 3
 """Most versions of the weights on disk at once: two, and one that is being written."""
 
 _held: dict[Path, TemporaryFolder] = {}
-"""Run -> the folder that this process has made for it."""
+"""Folder of a run -> the folder of weights that this process has made for it."""
 
 
 def new_weights_folder(run: Path, parent: Path) -> Path:
@@ -38,7 +38,7 @@ def new_weights_folder(run: Path, parent: Path) -> Path:
 
 
 def remove_weights_folder(run: Path) -> None:
-    """Remove the folder of a run's last start, unless another process holds it, and its note."""
+    """Remove a run's folder of weights and its note, unless another process uses the folder."""
     if (folder := _held.pop(run.resolve(), None)) is not None:
         folder.remove()
     with suppress(OSError):

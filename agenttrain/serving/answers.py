@@ -28,10 +28,10 @@ from agenttrain.engines.config import Sampling
 from agenttrain.serving.exchanges import Conversations, Prompt
 from agenttrain.types import AssistantTurn, Finish
 
-PARSED_S = 0.05
-"""Least seconds between two readings of an answer that is being streamed."""
+PARSE_S = 0.05
+"""Seconds between two parses of an answer that is being streamed."""
 LONGEST_MARK = 16
-"""Characters of a mark that tells reasoning from content, at most."""
+"""Most characters of a mark between reasoning and content, such as <think>."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,11 +49,11 @@ class Answering:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """An answer's tokens and their reading, up to the first text of `stop`."""
+    """An answer's tokens and the turn parsed from them, up to the first stop text."""
 
     token_ids: tuple[int, ...]
     finish: Finish
-    """abort: it ends at a text of `stop`, or the engine ended it."""
+    """abort: it ends at a stop text, or the engine aborted it."""
     turn: AssistantTurn
 
 
@@ -82,24 +82,25 @@ class ChatServer:
     async def complete(self, answering: Answering) -> dict[str, Any]:
         """Return the `chat.completion` of a request that `begin` has read, as `answer` does."""
         sampled = await self._sample(answering)
-        return completion_body(await self._remember(answering, sampled))
+        return completion_body(await self._record(answering, sampled))
 
     async def stream(self, answering: Answering) -> AsyncGenerator[dict[str, Any] | None]:
-        """Yield `chat.completion.chunk` objects. None is a sign of life.
+        """Yield `chat.completion.chunk` objects, and None to keep the connection alive.
 
         The content is streamed as it is sampled if the engine reports tokens and the request has no
         tools. With tools, only the complete text shows which part of it is a call.
         """
         request = answering.request
-        live = isinstance(self.engine, Streaming) and not answering.schemas and not request.stops
+        reports_tokens = isinstance(self.engine, Streaming)
+        is_live = reports_tokens and not answering.schemas and not request.stops
         sent_text = {"content": "", "reasoning_content": ""}
         sampling = asyncio.create_task(self._sample(answering))
         try:
             yield chunk(answering.head, OPENING)
             silent_since, tokens_read = time.monotonic(), 0
             while not sampling.done():
-                await asyncio.wait((sampling,), timeout=PARSED_S if live else KEPT_ALIVE_S)
-                if live and len(answering.sampled) > tokens_read and not sampling.done():
+                await asyncio.wait((sampling,), timeout=PARSE_S if is_live else KEPT_ALIVE_S)
+                if is_live and len(answering.sampled) > tokens_read and not sampling.done():
                     tokens_read = len(answering.sampled)
                     text = self.chat.text_of(answering.sampled)
                     delta = _delta(self._parse(answering, text), sent_text)
@@ -112,13 +113,13 @@ class ChatServer:
             sampled = sampling.result()
         finally:
             sampling.cancel()
-        answer = await self._remember(answering, sampled)
+        answer = await self._record(answering, sampled)
         include_usage = bool((request.stream_options or {}).get("include_usage"))
         for event in completion_chunks(answer, include_usage=include_usage, sent=sent_text):
             yield event
 
     def begin(self, request: ChatRequest) -> Answering:
-        """Render or continue the request's conversation. Raises RequestError."""
+        """Return a request with its prompt and sampling parameters. Raises RequestError."""
         if request.model not in (None, self.model):
             raise RequestError(
                 f"model={request.model}: is not served here; the model is {self.model}",
@@ -131,15 +132,15 @@ class ChatServer:
             prompt = self.conversations.prompt(messages, schemas)
         except ChatError as error:
             raise RequestError(f"messages: {error}", param="messages") from error
-        room = self.engine.max_context - len(prompt.token_ids)
-        if room < 1:
+        remaining_tokens = self.engine.max_context - len(prompt.token_ids)
+        if remaining_tokens < 1:
             raise RequestError(
                 f"messages: {len(prompt.token_ids)} tokens fill the context of "
                 f"{self.engine.max_context}; shorten them",
                 param="messages",
                 code="context_length_exceeded",
             )
-        limit = request.max_completion_tokens or request.max_tokens or room
+        limit = request.max_completion_tokens or request.max_tokens or remaining_tokens
         options: dict[str, Any] = {
             name: value
             for name in ("temperature", "top_p", "top_k", "min_p")
@@ -150,7 +151,7 @@ class ChatServer:
         sampling = replace(
             self.defaults,
             **options,
-            max_tokens=min(limit, room),
+            max_tokens=min(limit, remaining_tokens),
             stop_token_ids=self.chat.stop_token_ids,
             seed=secrets.randbits(62) if request.seed is None else abs(request.seed),
         )
@@ -163,7 +164,10 @@ class ChatServer:
         )
 
     async def _sample(self, answering: Answering) -> Sampled:
-        """Sample and parse an answer. An engine that reports tokens ends it at a text of `stop`."""
+        """Sample and parse an answer, up to the first stop text. Raises RequestError.
+
+        If the engine reports tokens, the sampling itself ends at the stop text.
+        """
         session, stops = answering.prompt.session, answering.request.stops
         scan = StopScan(self.chat.text_of, stops)
         generating = asyncio.ensure_future(
@@ -171,6 +175,7 @@ class ChatServer:
         )
 
         def listen(token_id: int) -> None:
+            """Take a token from the engine, and cancel the sampling at a stop text."""
             answering.sampled.append(token_id)
             if stops and scan.push(token_id):
                 generating.cancel()
@@ -182,12 +187,13 @@ class ChatServer:
             token_ids, finish = completion.token_ids, completion.finish
         except BaseException as error:
             task = asyncio.current_task()
-            if scan.end is None or (task is not None and task.cancelling()):
+            is_cancelled_by_caller = task is not None and task.cancelling() > 0
+            if scan.end is None or is_cancelled_by_caller:
                 await self.engine.release(session)
                 if isinstance(error, EngineError):
                     raise RequestError(str(error), status=500) from error
                 raise
-            token_ids, finish = tuple(answering.sampled), Finish.abort  # `listen` has ended it
+            token_ids, finish = tuple(answering.sampled), Finish.abort  # `listen` cancelled it
         if not stops:
             turn = self._parse(answering, self.chat.text_of(token_ids))
             return Sampled(token_ids=token_ids, finish=finish, turn=turn)
@@ -208,15 +214,15 @@ class ChatServer:
         after = str(messages[-1]["role"])
         return self.chat.parse_text(text, answering.schemas, turn=turns, after=after)
 
-    async def _remember(self, answering: Answering, sampled: Sampled) -> Answer:
-        """Return the answer, and remember it for the request that continues it."""
+    async def _record(self, answering: Answering, sampled: Sampled) -> Answer:
+        """Record an answer for requests that continue it, and return it as the client gets it."""
         prompt, request = answering.prompt, answering.request
         message, call_ids = issue(sampled.turn, text_arguments=False)
         for key in ("content", "reasoning_content"):
             if text := message.get(key):  # a stop text may only appear once the parts are joined
                 message[key] = before_stop(text, request.stops)
         sessions = [prompt.session]
-        if sampled.finish is not Finish.abort:  # an aborted answer's end is not the model's
+        if sampled.finish is not Finish.abort:  # nothing can continue an aborted answer
             sessions = self.conversations.record(
                 prompt, sampled.token_ids, sampled.finish, sampled.turn, message, call_ids
             )
@@ -236,7 +242,7 @@ class ChatServer:
 
 
 def _delta(turn: AssistantTurn, sent_text: dict[str, str]) -> dict[str, str]:
-    """Return the text that an unfinished answer has gained, and add it to `sent_text`."""
+    """Return the new text of an unfinished answer, by key, and add it to `sent_text`."""
     delta = {}
     for key, text in (("reasoning_content", turn.reasoning or ""), ("content", turn.content)):
         text = text.rstrip("\ufffd")  # the first bytes of a character

@@ -83,13 +83,14 @@ class HostCheck:
         await JSONResponse(error.body(), status_code=error.status)(scope, receive, send)
 
     def _is_ours(self, host: str) -> bool:
+        """Return True if a `Host` header names this server."""
         try:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:
             return False
         if "*" in self.hosts or name in self.hosts:
             return True
-        # A page can have a name of its own bound to this address, and not an address.
+        # An attacker's page can bind its own name to this address (DNS rebinding), but no address.
         return self.any_address and _is_address(name)
 
 
@@ -101,22 +102,22 @@ def _is_address(name: str) -> bool:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` for a client; cancel it and raise Disconnected when the client goes."""
+    """Return the result of `work`. If the client disconnects, cancel it and raise Disconnected."""
     task = asyncio.create_task(work)
-    leaving = asyncio.create_task(wait_until_disconnected(receive))
+    disconnect = asyncio.create_task(wait_until_disconnected(receive))
     try:
-        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise Disconnected
         return task.result()
     finally:
-        for waiting in (task, leaving):
-            waiting.cancel()
-        await asyncio.wait((task, leaving))
+        for pending in (task, disconnect):
+            pending.cancel()
+        await asyncio.wait((task, disconnect))
 
 
 class EventStream(Response):
-    """Server-sent events, one for each object; the client's disconnect ends their source."""
+    """Sends objects as server-sent events. A client that disconnects ends the generator."""
 
     def __init__(self, events: AsyncGenerator[dict[str, Any] | None]) -> None:
         super().__init__()
@@ -148,10 +149,10 @@ def build_app(
     any_address: bool = False,
     on_end: Callable[[], Awaitable[None]] | None = None,
 ) -> Starlette:
-    """Return the application; `on_end` is awaited after its last answer.
+    """Return the application. `on_end` is awaited after its last answer.
 
-    `hosts` are the names by which it may be asked, "*" for all; with `any_address` also by every
-    number, as of the machine in front of a container.
+    `hosts` are the names in `Host` that it answers to, "*" for all. With `any_address` it answers
+    to every IP address too, e.g. that of the machine around a container.
     """
 
     async def models(_: Request) -> Response:
@@ -175,7 +176,7 @@ def build_app(
         try:
             return JSONResponse(await while_connected(request.receive, server.complete(answering)))
         except Disconnected:
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # for the log: the client is gone
 
     async def health(_: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -221,12 +222,12 @@ def run(app: Starlette, listener: socket.socket) -> None:
         timeout_graceful_shutdown=GRACE_S,
     )
     # uvicorn handles both signals and, once it has ended, raises them again for these handlers.
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    for number in before:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    for number in handlers:
         signal.signal(number, lambda *_: None)
     try:
         uvicorn.Server(config).run(sockets=[listener])
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
         sys.stdout.flush()

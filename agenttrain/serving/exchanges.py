@@ -26,8 +26,8 @@ from agenttrain.chat.wire.issued_turns import (
 )
 from agenttrain.types import AssistantTurn, Finish, Message
 
-MOST_TOKENS = 4_000_000
-"""Ids of all remembered conversations together. The oldest conversations are forgotten."""
+MAX_TOKENS = 4_000_000
+"""Most ids of all remembered conversations together. The oldest conversations are forgotten."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -60,16 +60,16 @@ class Conversations:
     """The turns that a server issued, and the engine's sessions behind them."""
 
     chat: Chat
-    most_tokens: int = MOST_TOKENS
+    max_tokens: int = MAX_TOKENS
     _issued: IssuedTurns[ServedTurn] = field(default_factory=IssuedTurns)
     _tokens: int = 0
-    _taking: Lock = field(default_factory=Lock)
+    _session_lock: Lock = field(default_factory=Lock)
 
     def prompt(self, messages: Sequence[Message], schemas: Sequence[dict[str, Any]]) -> Prompt:
-        """Return the ids for a request's messages. Raises RequestError and ChatError.
+        """Return the prompt of a request's messages. Raises RequestError and ChatError.
 
-        If they continue an issued turn, these are its ids and the template's suffix. Otherwise the
-        messages are rendered.
+        Messages that continue an issued turn get the turn's ids and the template's suffix. Others
+        are rendered.
         """
         messages, tools = in_call_order(messages), tools_digest(schemas)
         match = self._issued.match(messages, tools)
@@ -120,7 +120,7 @@ class Conversations:
         sessions = [self._forget(twin) for twin in self._issued.twins(issued)]
         self._issued.add(issued)
         self._tokens += len(issued.token_ids)
-        while self._tokens > self.most_tokens and len(self._issued.turns) > 1:
+        while self._tokens > self.max_tokens and len(self._issued.turns) > 1:
             sessions.append(self._forget(self._issued.turns[0]))
         return [session for session in sessions if session is not None]
 
@@ -131,6 +131,6 @@ class Conversations:
         return self._take_session(turn)
 
     def _take_session(self, turn: ServedTurn) -> str | None:
-        with self._taking:  # large requests are read in threads
+        with self._session_lock:  # large requests are read in threads
             session, turn.session = turn.session, None
         return session

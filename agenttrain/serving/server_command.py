@@ -1,4 +1,4 @@
-"""Another program's server of OpenAI's API as a child process, until this process is to end."""
+"""Run another program's server of OpenAI's API as a child process, until SIGTERM or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ POLL_S = 0.2
 HEALTH_S = 2.0
 """Longest wait for an answer of `/health`."""
 TAIL_BYTES = 1 << 16
-"""Output that is kept: a server's workers print the cause long before the server ends."""
+"""Last bytes of output that are kept: workers print the cause long before the server ends."""
 ERROR = re.compile(r"\b\w+(?:Error|Exception): .+")
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Addresses that stand for all of a machine, mapped to one by which it can be reached."""
+"""Addresses that stand for all of a machine, mapped to an address that clients can ask."""
 
 
 def run_command(
@@ -63,7 +63,7 @@ def run_command(
 
 
 def _listens(pid: int, port: int) -> bool:
-    """Return True if the process or one below it listens on the port, not another's server."""
+    """Return True if the process or a descendant listens on the port, and no foreign program."""
     with suppress(psutil.Error):
         server = psutil.Process(pid)
         for process in (server, *server.children(recursive=True)):

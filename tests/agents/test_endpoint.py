@@ -644,5 +644,5 @@ def test_checks_of_forms_are_remembered_up_to_a_bound(
             await check(number)
 
     asyncio.run(ask_all())
-    assert len(agents._problems) == 2
+    assert len(agents._checked) == 2
     assert [question.schemas[0]["number"] for question in checked] == [0, 1, 2, 1]

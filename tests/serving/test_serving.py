@@ -404,7 +404,7 @@ def test_an_engines_failure_is_a_server_error(serve) -> None:
 
 def test_forgotten_conversations_are_rendered_and_their_sessions_released(serve) -> None:
     served = serve("one.<|im_end|>", "two.<|im_end|>", "three.<|im_end|>")
-    served.server.conversations.most_tokens = 30
+    served.server.conversations.max_tokens = 30
     first = served.ask(ASK).choices[0].message
     served.ask([{"role": "user", "content": "and 5 + 6?"}])
     assert served.engine.released == [served.engine.sent[0].session]

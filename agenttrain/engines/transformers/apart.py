@@ -29,8 +29,8 @@ class TransformersCopy(TransformersEngine):
 
     - drain: the update waits for the turns that decode, and new turns wait for the update;
     - abort_resume: they go on, and the new weights read all of their tokens again;
-    - in_flight: they go on with their keys and values, now of both weights, and no other sequence
-      copies these.
+    - in_flight: they go on with their KV cache, now of both weights, and no other sequence copies
+      it.
     """
 
     takes_adapters = False
@@ -58,16 +58,16 @@ class TransformersCopy(TransformersEngine):
 
         def load() -> None:
             self._model.load_state_dict(tensors)
-            keeps = self._mode is WeightSyncMode.in_flight
-            self._worker.update({}, version, keeps=keeps)
+            keeps_cache = self._mode is WeightSyncMode.in_flight
+            self._worker.update({}, version, keeps_cache=keeps_cache)
 
         drained = self._mode is WeightSyncMode.drain
-        await self._call(load, f"update to version {version}", drained=drained)
+        await self._run_between_steps(load, f"update to version {version}", drained=drained)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Implement `Separate.score`, between two steps."""
         score = partial(self._score, torch.tensor([token_ids]))
-        scores: list[float] = await self._call(score, "the score of the probe")
+        scores: list[float] = await self._run_between_steps(score, "the score of the probe")
         return scores
 
     def _score(self, ids_1T: Tensor) -> list[float]:

@@ -1,4 +1,4 @@
-"""Keys and values of many sequences in place: one row per sequence, no copy per decoded token.
+"""KV cache of many sequences, written in place: one row per sequence, no copy per decoded token.
 
 The active sessions are on rows 0 … n-1 and the idle ones behind them. So a forward pass reads
 consecutive rows, and computes over no idle one.
@@ -27,15 +27,15 @@ class Window:
     """The part of the cache that the next forward pass reads and writes."""
 
     rows: int = 0
-    """R, allocated."""
+    """Allocated rows, R."""
     capacity: int = 0
-    """C, allocated."""
+    """Allocated tokens of a row, C."""
     first: int = 0
     """First row of the pass."""
     count: int = 0
-    """N: rows first … first + count - 1 take part."""
+    """Rows of the pass, N: first … first + count - 1."""
     length: int = 0
-    """L."""
+    """Tokens of the longest row after the pass, L."""
     slots: Tensor | None = None
     """[N*T] Slots of the new keys and values: row * C + position, or R * C for padding."""
 
@@ -70,6 +70,7 @@ class RowLayer(CacheLayerMixin):
         return self._write(self.keys, key_states), self._write(self.values, value_states)
 
     def _write(self, buffer: Tensor, states: Tensor) -> Tensor:
+        """Write states [N, K, T, D] to the window's slots; return the rows as [N, K, L, D]."""
         window = self.window
         assert window.slots is not None
         flat = states.transpose(1, 2).reshape(-1, *buffer.shape[1:])
@@ -104,7 +105,7 @@ class RowCache(Cache):
         super().__init__(layers=[RowLayer(self.window) for _ in range(layers)])
 
     def _buffers(self) -> list[tuple[RowLayer, str]]:
-        """Return the allocated buffers, as layers and attributes."""
+        """Return where the allocated buffers are: layer and name of its attribute."""
         return [
             (layer, name)
             for layer in self.layers
@@ -113,7 +114,7 @@ class RowCache(Cache):
         ]
 
     def reserve(self, rows: int, length: int) -> None:
-        """Make room for `rows` rows of `length` tokens. Cached keys and values stay."""
+        """Make room for `rows` rows of `length` tokens. Cached tokens stay."""
         window = self.window
         if rows <= window.rows and length <= window.capacity:
             return
@@ -128,13 +129,13 @@ class RowCache(Cache):
         window.rows, window.capacity = rows, capacity
 
     def arrange(self, active: Sequence[Seat], seats: Collection[Seat]) -> None:
-        """Move active[i] to row i and every idle seat to a row behind; set `seat.row`.
+        """Move active[i] to row i, and every idle seat to a row behind the active ones.
 
         Example: rows [A, B, C]. A becomes idle and D joins, so `active` is [C, B, D]. C moves to
         row 0, A to row 3, and D gets row 2.
         """
         self.reserve(len(seats), 0)
-        old = {seat: seat.row for seat in seats if seat.row is not None}
+        former_rows = {seat: seat.row for seat in seats if seat.row is not None}
         for row, seat in enumerate(active):
             seat.row = row
         idle = [seat for seat in seats if seat.request is None]
@@ -143,11 +144,11 @@ class RowCache(Cache):
         for seat in idle:
             if seat.row is None or not len(active) <= seat.row < len(seats):
                 seat.row = next(free_rows)
-        moved = [seat for seat in old if seat.row != old[seat] and seat.cached]
+        moved = [s for s, row in former_rows.items() if s.row != row and s.cached]
         if not moved:
             return
         # One copy per layer moves all rows at once, because some rows swap.
-        sources = [old[seat] for seat in moved]
+        sources = [former_rows[seat] for seat in moved]
         targets = [seat.row for seat in moved if seat.row is not None]
         length = max(seat.cached for seat in moved)
         for layer, name in self._buffers():
@@ -156,12 +157,13 @@ class RowCache(Cache):
             rows[torch.tensor(targets, device=rows.device), :length] = rows[source, :length]
 
     def copy_prefixes(self, seats: Sequence[Seat]) -> int:
-        """Copy each seat's shared prefix from its source's row; return the number of ids copied."""
+        """Copy each seat's shared prefix from its source's row. Return the number of ids copied."""
+        # A source has less if the cache was wiped meanwhile: then nothing is copied.
         pairs = [(s, s.source) for s in seats if s.source and s.source.cached >= s.shared]
         for seat, _ in pairs:
             seat.cached = seat.shared
         if pairs:
-            # Too much for shorter prefixes: the prefill overwrites what lies behind.
+            # One length for all: behind a shorter prefix the prefill overwrites what was copied.
             length = max(seat.shared for seat, _ in pairs)
             for layer, name in self._buffers():
                 rows = layer.rows_of(getattr(layer, name))

@@ -1,7 +1,7 @@
 """`TransformersEngine`: samples in this process, on the very module that is trained.
 
-Requests are asynchronous and share decode steps; rows join and leave between steps; a session's
-keys and values are kept between its turns. transformers' own continuous batching has no seeds per
+Requests are asynchronous and share decode steps. Rows join and leave between steps. A session's
+KV cache is kept between its turns. transformers' own continuous batching has no seeds per
 request and attends densely over the whole batch on CPU (`scripts/bench/engine.py` measures both).
 """
 
@@ -93,12 +93,12 @@ class TransformersEngine:
             refuse_images(self, images, session)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
-        deliver = partial(_deliver, loop, future)
-        request = self._request(token_ids, sampling, session, parent, deliver)
+        deliver = partial(_post_to_loop, loop, settle, future)
+        request = self._make_generation(token_ids, sampling, session, parent, deliver)
         if images:
             self._add_images(request, images)
         if (listener := self._listeners.get(session)) is not None:
-            request.report = partial(_report, loop, listener)
+            request.report = partial(_post_to_loop, loop, listener)
         self._post(partial(self._worker.add, request))
         try:
             return await future
@@ -108,7 +108,7 @@ class TransformersEngine:
                 self._post(partial(self._worker.scheduler.release, session))
             raise
 
-    def _request(
+    def _make_generation(
         self,
         token_ids: Sequence[int],
         sampling: Sampling,
@@ -116,7 +116,7 @@ class TransformersEngine:
         parent: str | None,
         deliver: Callable[[Completion | EngineError], None],
     ) -> Generation:
-        """Check the arguments of `generate` and return its request. Raises EngineError."""
+        """Return the request of a call of `generate`. Raises EngineError for bad arguments."""
         ids = np.array(token_ids, dtype=np.int64)
         if not len(ids):
             raise EngineError("token_ids=[]: nothing to continue. Send at least one id.")
@@ -209,8 +209,8 @@ class TransformersEngine:
             missing = [
                 n for n, p in self._model.named_parameters() if p.data_ptr() not in addresses
             ]
-            problems = (("unknown", unknown), ("of another shape", shapes), ("missing", missing))
-            for problem, names in problems:
+            checks = (("unknown", unknown), ("of another shape", shapes), ("missing", missing))
+            for problem, names in checks:
                 if names:
                     raise EngineError(
                         f"update: {len(names)} weights are {problem}, e.g. {names[0]}. Send the "
@@ -218,10 +218,12 @@ class TransformersEngine:
                         "nothing was changed."
                     )
         load = partial(self._worker.update, tensors, version)
-        await self._call(load, f"update to version {version}")
+        await self._run_between_steps(load, f"update to version {version}")
 
-    async def _call(self, function: Callable[[], Any], what: str, *, drained: bool = False) -> Any:
-        """Run a function in the decode thread between two steps, and return its result.
+    async def _run_between_steps(
+        self, function: Callable[[], Any], what: str, *, drained: bool = False
+    ) -> Any:
+        """Return the result of a function that the decode thread runs between two steps.
 
         With `drained`, it runs after the requests that decode now have ended. An exception becomes
         EngineError ``<what> failed: …``.
@@ -231,9 +233,9 @@ class TransformersEngine:
 
         def run() -> None:
             try:
-                _deliver(loop, result, function())
+                _post_to_loop(loop, settle, result, function())
             except Exception as error:
-                _deliver(loop, result, EngineError(f"{what} failed: {error}"))
+                _post_to_loop(loop, settle, result, EngineError(f"{what} failed: {error}"))
 
         self._post(partial(self._worker.drain, run) if drained else run)
         return await result
@@ -261,17 +263,12 @@ class TransformersEngine:
         self._worker.post(action)
 
 
-def _deliver(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], result: object) -> None:
-    """Settle a future from the decode thread."""
-    with suppress(RuntimeError):  # the loop was closed: nobody waits
-        loop.call_soon_threadsafe(settle, future, result)
-
-
-def _report(
-    loop: asyncio.AbstractEventLoop, listener: Callable[[int], None], token_id: int
+def _post_to_loop(
+    loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *arguments: object
 ) -> None:
-    with suppress(RuntimeError):  # the loop was closed: nobody listens
-        loop.call_soon_threadsafe(listener, token_id)
+    """Call a function in the thread of an event loop, from the decode thread."""
+    with suppress(RuntimeError):  # the loop was closed: nobody waits
+        loop.call_soon_threadsafe(callback, *arguments)
 
 
 def max_context(model: PreTrainedModel, config: TransformersSettings) -> int:

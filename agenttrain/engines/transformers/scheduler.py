@@ -48,7 +48,7 @@ class Generation:
     versions: list[tuple[int, int]] = field(default_factory=list)
 
     def append(self, token: int, logprob: float, version: int) -> Finish | None:
-        """Append one sampled token. Return how the completion ends with it, None if it goes on."""
+        """Append a sampled token. Return why the completion ends with it, or None if it goes on."""
         self.sampled.append(token)
         if self.report is not None:
             self.report(token)
@@ -62,7 +62,6 @@ class Generation:
         return Finish.length if len(self.sampled) == self.budget else None
 
     def completion(self, finish: Finish) -> Completion:
-        """Return the sampled tokens as a `Completion`."""
         return Completion(
             token_ids=tuple(self.sampled),
             logprobs=tuple(self.logprobs),
@@ -83,17 +82,17 @@ class Seat:
     history: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     """[T] All ids of the session, as of its last join or completion."""
     cached: int = 0
-    """Number of ids of `history` whose keys and values the cache holds."""
+    """Number of ids of `history` that are in the KV cache."""
     mixed: bool = False
-    """Some of these keys and values were computed by older weights."""
+    """Part of its KV cache was computed by older weights."""
     request: Generation | None = None
     due: int | None = None
     """Deterministic mode: the step at which the session has to call again."""
     prompt: bytes = b""
     """Ids with which its cache began."""
     source: Seat | None = None
-    """Seat from whose row the keys and values of the first `shared` ids are copied, before the
-    prefill pass of the next step."""
+    """Seat from whose row the KV cache of the first `shared` ids is copied, before the prefill
+    pass of the next step."""
     shared: int = 0
     wave: int = 0
     """Number of the prefill pass in that step. Passes before it complete the source's row."""
@@ -124,7 +123,7 @@ class Ticket:
 
 LEAST_SHARED = 16
 """Shortest common prefix in ids that is worth a copy and a later pass."""
-MOST_LEADERS = 4
+MAX_LEADERS = 4
 """Most rows with which a new prompt is compared: the prompts of a run have few beginnings."""
 
 
@@ -146,6 +145,7 @@ class Scheduler:
         self._waiting: dict[str, Generation] = {}
         self._joining: list[Seat] = []
         self._leaving: list[Seat] = []
+        """Seats of released sessions, whose rows are free from their due step on."""
         self._expected: deque[Ticket] = deque()
         self._tickets: dict[str, Ticket] = {}
         self._hosts: dict[str, str] = {}
@@ -177,6 +177,7 @@ class Scheduler:
     def add(self, request: Generation) -> None:
         """Queue a request. Raises EngineError for a busy or unexpected session."""
         session = request.session
+        # A guest sits in the seat of its oldest ancestor that is expected.
         if request.parent is not None:
             root = self._hosts.get(request.parent, request.parent)
             if root in self._tickets:
@@ -217,14 +218,14 @@ class Scheduler:
         return request
 
     def _release_guest(self, session: str, host: str) -> Generation | None:
-        """End a session that sits in the seat of `host`; return its request if it has one."""
+        """End a guest, which sits in the seat of `host`. Return its request if it has one."""
         waiting = self._waiting.get(host)
         if waiting is not None and waiting.session == session:
             return self._waiting.pop(host)
         seat = self.seats.get(host)
         request = seat.request if seat is not None else None
         if seat is None or request is None or request.session != session:
-            return None
+            return None  # the guest's last request has ended
         if seat in self.active:
             self._remove(seat)
         seat.request, seat.cached, seat.due = None, 0, self.clock
@@ -271,16 +272,19 @@ class Scheduler:
             self._drop(seat)
         return request
 
-    def invalidate(self, *, keeps: bool = False) -> None:
-        """Mark the cache as stale after an update. With `keeps`, sessions keep theirs."""
+    def invalidate(self, *, keeps_cache: bool = False) -> None:
+        """Drop the KV cache of old weights, or with `keeps_cache` mark it as mixed."""
         for seat in self.seats.values():
-            if keeps:
+            if keeps_cache:
                 seat.mixed = seat.cached > 0
             else:
                 seat.cached = 0
 
     def ready(self) -> bool:
-        """Admit the sessions that may join. False: nothing to do until the next call or release."""
+        """Admit the sessions that may join. Return True if the batch can do a step.
+
+        If not, nothing is to be done until the next call or release.
+        """
         if self.draining:
             return bool(self.active)
         if self.deterministic:
@@ -309,7 +313,7 @@ class Scheduler:
         return True
 
     def _share_prefixes(self) -> None:
-        """Find rows from which new sessions copy the keys and values of a common prefix.
+        """Find rows from which new sessions copy the KV cache of a common prefix.
 
         Example: prompts A A B B with the same system message, in an empty cache. The first A is fed
         whole (wave 0). The first B copies the system message from it, and the second A copies all
@@ -322,18 +326,18 @@ class Scheduler:
             for seat in self.seats.values()
             if seat.cached and not seat.mixed and (may_be_idle or seat.request is not None)
         ]
-        # For each prompt, the seat that was used least recently.
+        # For each prompt, the seat that was used least recently. Leaders have different prompts.
         firsts = {seat.prompt: seat for seat in reversed(cached)}
-        leaders = [*reversed(firsts.values())][:MOST_LEADERS]
+        leaders = [*reversed(firsts.values())][:MAX_LEADERS]
         for seat in sorted(self._joining, key=lambda seat: seat.order):
             seat.source, seat.shared, seat.wave = None, 0, 0
             if seat.cached:
                 continue
             seat.mixed = False
             seat.prompt = seat.history.tobytes()
-            source = firsts.setdefault(seat.prompt, seat)
-            if source is not seat:
-                seat.source, seat.shared = source, len(seat.history) - 1
+            first = firsts.setdefault(seat.prompt, seat)
+            if first is not seat:
+                seat.source, seat.shared = first, len(seat.history) - 1
             else:
                 for leader in leaders:
                     # A leader that joins in this step has nothing cached yet, but will have.
@@ -343,13 +347,13 @@ class Scheduler:
                         seat.source, seat.shared = leader, shared
             if seat.shared < LEAST_SHARED:
                 seat.source, seat.shared = None, 0
-                if source is seat and len(leaders) < MOST_LEADERS:
+                if first is seat and len(leaders) < MAX_LEADERS:
                     leaders.append(seat)
             elif seat.source is not None and not seat.source.cached:  # it joins in this step too
                 seat.wave = seat.source.wave + 1
 
     def _admit_expected(self) -> bool:
-        """Admit by the clock. False: a session whose turn it is has not called yet."""
+        """Admit expected sessions. Return False if one that is due has not called yet."""
         while True:
             # Rejoin sessions that are due, and free the rows of those that left.
             self._leaving = [s for s in self._leaving if s.due is not None and s.due > self.clock]

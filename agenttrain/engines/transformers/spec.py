@@ -44,7 +44,7 @@ def check_model(settings: TransformersSettings, model: Any) -> None:
 
 
 def memory(settings: TransformersSettings, load: EngineLoad, sizes: ModelSizes) -> EngineMemory:
-    """Estimate the keys and values, and the engine's whole weights if the policy's are sharded."""
+    """Estimate the KV cache, and the engine's whole weights if the policy's are sharded."""
     items = []
     if load.sharded:
         items.append(
@@ -57,7 +57,7 @@ def memory(settings: TransformersSettings, load: EngineLoad, sizes: ModelSizes) 
         )
         why = "engine=transformers samples from weights that are whole"
         items.append(MemoryItem(name="engine's weights", bytes=sizes.weights, why=why))
-    items.append(_keys_and_values(load, sizes))
+    items.append(_kv_cache(load, sizes))
     rows = min(settings.max_rows, load.rows)
     fewer_rows = []
     while rows // 2 >= FEWEST_ROWS:
@@ -83,10 +83,11 @@ def copy_memory(
         when=(When.sync,),
         on_host=load.on_gpu,
     )
-    return EngineMemory(items=(copy, _keys_and_values(load, sizes), new_weights))
+    return EngineMemory(items=(copy, _kv_cache(load, sizes), new_weights))
 
 
-def _keys_and_values(load: EngineLoad, sizes: ModelSizes) -> MemoryItem:
+def _kv_cache(load: EngineLoad, sizes: ModelSizes) -> MemoryItem:
+    """Return the memory of the KV cache with all rollouts at their longest."""
     from agenttrain.engines.transformers.cache import final_capacity
 
     tokens = final_capacity(load.prompt, load.sampled, load.limit)

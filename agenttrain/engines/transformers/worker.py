@@ -28,7 +28,7 @@ class EngineStats:
     prefilled_tokens: int = 0
     """Ids of prompts, replies and last sampled tokens fed in prefill passes, padding left out."""
     copied_tokens: int = 0
-    """Ids whose keys and values were copied from a row with the same prefix."""
+    """Ids whose KV cache was copied from a row with the same prefix."""
     decode_steps: int = 0
     """Steps, each of which gives every active session one token."""
     decoded_tokens: int = 0
@@ -83,7 +83,7 @@ class EngineWorker:
         self._fail(EngineError("the engine was closed (aclose) while this call waited"))
 
     def _run_actions(self) -> None:
-        """Run the posted actions, then those that waited for the batch to end, if it has."""
+        """Run the posted actions. If no request decodes, run those that waited for that too."""
         try:
             while True:
                 self._inbox.get_nowait()()
@@ -108,20 +108,19 @@ class EngineWorker:
             request.deliver(EngineError(f"session={session!r} was released while it generated"))
 
     def update(
-        self, weights: dict[str, torch.Tensor], version: int, *, keeps: bool = False
+        self, weights: dict[str, torch.Tensor], version: int, *, keeps_cache: bool = False
     ) -> None:
         """Copy the weights in, and mark the cache as stale (`Scheduler.invalidate`)."""
         state = self.decoder.model.state_dict()
         with torch.no_grad():
             for name, tensor in weights.items():
                 state[name].copy_(tensor)
-        self.scheduler.invalidate(keeps=keeps)
+        self.scheduler.invalidate(keeps_cache=keeps_cache)
         if self.decoder.vision is not None:
             self.decoder.vision.forget()
         self.version = version
 
     def stop(self) -> None:
-        """End `run`."""
         self._stopped = True
 
     def _fail(self, error: EngineError) -> None:
@@ -130,7 +129,7 @@ class EngineWorker:
         for request in requests:
             self.scheduler.release(request.session)
             request.deliver(error)
-        self._is_corrupt = True
+        self._is_corrupt = True  # the failed step may have written a part
 
     def _step(self) -> None:
         """Sample one token for every active session, and deliver the completions that end."""
@@ -157,7 +156,7 @@ class EngineWorker:
         self.scheduler.clock += 1
 
     def _prepare(self, seats: Sequence[Seat]) -> None:
-        """Wipe the cache if it is corrupt, and follow a change of the batch."""
+        """Wipe a corrupt cache. If the batch has changed, arrange its rows and settings anew."""
         if self._is_corrupt:
             self.decoder.cache.wipe()
             self.scheduler.invalidate()

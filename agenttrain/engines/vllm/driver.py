@@ -30,7 +30,7 @@ class VllmStats:
     prompt_tokens: int = 0
     """Prompt tokens of all requests."""
     cached_tokens: int = 0
-    """Prompt tokens whose keys and values the prefix cache held."""
+    """Prompt tokens that were in the prefix cache."""
     sampled_tokens: int = 0
     steps: int = 0
 
@@ -53,7 +53,7 @@ class VllmRequest:
 
 
 def deliver(outcomes: Sequence[tuple[Waiter, Any]]) -> None:
-    """Settle futures with their outcomes. Each event loop is woken once."""
+    """Give futures their results or errors. Each event loop is woken once."""
 
     def settle_all(pairs: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
         for future, outcome in pairs:
@@ -92,7 +92,7 @@ class Driver:
         return not self._closed and bool(self.llm.has_unfinished_requests())
 
     def step(self) -> None:
-        """Do one step of vLLM."""
+        """Do one step of vLLM, and deliver the requests that have finished."""
         self.stats.steps += 1
         finished = []
         for output in self.llm.step():
@@ -112,20 +112,20 @@ class Driver:
         self.fail_requests(error)
 
     def fail_requests(self, error: EngineError) -> None:
-        """Fail all requests, in vLLM or held back."""
+        """Fail the requests of now, in vLLM or held back. Later ones are not affected."""
         waiters, self._waiting, self._held = self._waiting, {}, []
         if not isinstance(error, EngineDead):
             self.llm.abort_request([*waiters])
         # A new exception for each caller: every raise adds to an exception's traceback.
         deliver([(waiter, type(error)(str(error))) for waiter in waiters.values()])
 
-    def add(self, request: VllmRequest, waiter: Waiter, *, held: bool = True) -> None:
-        """Pass a request to vLLM: at once or, if it may be `held`, after `release_held`."""
+    def add(self, request: VllmRequest, waiter: Waiter, *, may_hold: bool = True) -> None:
+        """Pass a request to vLLM, or keep it until `release_held` if requests are held back."""
         if self.failure is not None:
             deliver([(waiter, type(self.failure)(str(self.failure)))])
             return
         self._waiting[request.id] = waiter
-        if self.holding and held:
+        if self.holding and may_hold:
             self._held.append(request)
         else:
             self._admit(request)
@@ -164,7 +164,6 @@ class Driver:
             raise EngineDead(str(self.failure)) from error
 
     def resume(self) -> None:
-        """Schedule again."""
         self.llm.engine_core.engine_core.resume_scheduler()
 
     def sleep(self) -> None:
@@ -205,15 +204,12 @@ class Steppable(Protocol):
 
     def busy(self) -> bool:
         """Return True if a step would do anything."""
-        ...
 
     def step(self) -> None:
         """Advance every request, and deliver those that are done."""
-        ...
 
     def fail(self, error: BaseException) -> None:
         """Fail every waiting request: a step or a command raised, and no step follows."""
-        ...
 
 
 Engine = TypeVar("Engine", bound=Steppable)
@@ -299,7 +295,7 @@ class Stepper(Generic[Engine]):
                 if self._closed and not commands:
                     return
             try:
-                while commands:
+                while commands:  # popped one by one: after an error the remaining ones are known
                     commands.pop(0)()
                 if self._has_step():
                     self.engine.step()

@@ -146,7 +146,7 @@ class VllmEngine:
         )
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Return every id's log-probability but the first's; requests end before with adapters."""
+        """Implement `Separate.score`. With adapters, requests in flight have to end before it."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -162,7 +162,7 @@ class VllmEngine:
             # to other rows than it has logits of.
             await self._drain()
         try:
-            output = await self._request("score", list(token_ids), parameters, held=False)
+            output = await self._request("score", list(token_ids), parameters, may_hold=False)
         finally:
             if self.takes_adapters:
                 self._stepper.post(self._driver.release_held)
@@ -170,14 +170,17 @@ class VllmEngine:
         return [candidates[token].logprob for token, candidates in pairs]
 
     async def _request(
-        self, session: str, token_ids: list[int], parameters: Any, *, held: bool = True
+        self, session: str, token_ids: list[int], parameters: Any, *, may_hold: bool = True
     ) -> Any:
-        """Return vLLM's output for a request. If `held`, it waits while requests are held back."""
+        """Return vLLM's output for a request. Cancelling it aborts the request.
+
+        With `may_hold=False` it is sent even while requests are held back.
+        """
         self._check_alive()
         loop = asyncio.get_running_loop()
         waiter = Waiter(loop, loop.create_future())
         request = VllmRequest(f"{session}/{next(self._numbers)}", token_ids, parameters)
-        self._stepper.post(partial(self._driver.add, request, waiter, held=held))
+        self._stepper.post(partial(self._driver.add, request, waiter, may_hold=may_hold))
         try:
             return await waiter.future
         except asyncio.CancelledError:
@@ -191,7 +194,7 @@ class VllmEngine:
             raise EngineDead(str(self._driver.failure))
 
     async def _between_steps(self, function: Callable[[], Value]) -> Value:
-        """Return the result of a function in the stepping thread."""
+        """Return the result of a function that the stepping thread runs between two steps."""
         self._check_alive()
         return await asyncio.wrap_future(self._stepper.call(function))
 
@@ -209,7 +212,7 @@ class VllmEngine:
 
         - drain: they end first, and new ones wait;
         - abort_resume: they go on under the new weights, which read all their tokens again;
-        - in_flight: they go on with their keys and values.
+        - in_flight: they go on with their KV cache.
 
         Raises EngineError if the engine is dead, if requests do not end in time, or if the weights
         do not fit the model. In the last case some weights may be new: the engine serves nothing
@@ -220,7 +223,7 @@ class VllmEngine:
         await self._between_steps(partial(self._load, weights, version))
 
     async def _drain(self) -> None:
-        """Hold new requests back, and wait until none is in flight. `release_held` ends it."""
+        """Hold new requests back until `release_held`, and wait until none is in flight."""
 
         def hold() -> bool:
             self._driver.holding = True
@@ -284,6 +287,7 @@ class VllmEngine:
 
 
 def _parameters(sampling: Sampling, budget: int) -> Any:
+    """Return vLLM's `SamplingParams`. Raises EngineError for values that it refuses."""
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams

@@ -28,7 +28,6 @@ OF_ALL_SERVERS = {
 
 
 def main() -> None:
-    """Serve until SIGTERM."""
     settings, served = json.loads(sys.argv[1])
     serve(server_flags(VllmSettings(**settings), ServedModel(**served)))
 

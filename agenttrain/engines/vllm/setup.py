@@ -107,7 +107,7 @@ def set_environment(config: VllmSettings) -> None:
 def engine_arguments(
     folder: Path, config: VllmSettings, dtype: str, rank: int, tokenizer: Path | None, seed: int
 ) -> dict[str, Any]:
-    """Return the arguments of vLLM's `EngineArgs`."""
+    """Return the arguments of vLLM's `EngineArgs`. Arguments are those of `build_llm_engine`."""
     on_gpu = torch.cuda.is_available()
     if config.dtype is not EngineDtype.auto:
         dtype = str(config.dtype)
@@ -178,7 +178,7 @@ def check_device(llm: Any) -> None:
 def settings_restored() -> Iterator[None]:
     """Restore torch's settings that building vLLM changes: precision and threads."""
     precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
-    set_threads = torch.set_num_threads
+    set_threads = torch.set_num_threads  # vLLM may put another function in its place
     try:
         yield
     finally:
@@ -189,7 +189,7 @@ def settings_restored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _logging_to(log: Path | None, arguments: Any) -> Iterator[None]:
-    """Have the engine that is built in the block append its log to a file, with its workers'."""
+    """Append the log of the engine that is built in the block, and of its workers, to a file."""
     if log is None or any(name in os.environ for name in OWN_LOGGING):
         yield
         return
@@ -226,24 +226,23 @@ def _logging_to(log: Path | None, arguments: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _local_rank(gpu: int | None) -> Iterator[None]:
-    """Set LOCAL_RANK, from which vLLM reads its GPU's number, to the thread's GPU.
+    """Set LOCAL_RANK, which vLLM takes for its GPU's number, to the thread's GPU in the block.
 
-    They differ if a launcher shows each process only its own GPU. That one is number 0, whatever
-    the rank.
+    The two differ if a launcher shows each process only its own GPU, which is then number 0.
     """
-    before = os.environ.get("LOCAL_RANK")
-    if gpu is None or before is None:
+    local_rank = os.environ.get("LOCAL_RANK")
+    if gpu is None or local_rank is None:
         yield
         return
     os.environ["LOCAL_RANK"] = str(gpu)
     try:
         yield
     finally:
-        os.environ["LOCAL_RANK"] = before
+        os.environ["LOCAL_RANK"] = local_rank
 
 
 PythonGenerators = WeakKeyDictionary[Generator, Random]
-"""Python's generator for each of torch's, which vLLM makes for each request with a seed."""
+"""torch's generator, which vLLM makes for a request with a seed -> Python's in its place."""
 
 
 def use_full_seeds(llm: Any) -> None:
@@ -278,7 +277,7 @@ def _sample(
 
     logits = apply_top_k_top_p(logits, k, p).float()
     rows = len(logits)
-    # Rows without a seed share torch's own generator.
+    # One seed per row, for the kernel's noise. Rows without a request's seed use torch's generator.
     seeds = [0] * rows if len(generators) == rows else torch.randint(2**31, (rows,)).tolist()
     for row, generator in generators.items():
         python_generator = python_generators.get(generator)

@@ -46,7 +46,7 @@ format, and in the layout of its kernels."""
 
 
 def memory(settings: VllmSettings, load: EngineLoad, sizes: ModelSizes) -> EngineMemory:
-    """Estimate vLLM's parts, and its room for keys and values."""
+    """Estimate the parts of vLLM's memory, per GPU, and its room for the KV cache."""
     on_gpu = load.on_gpu
     when = AWAKE if settings.sleep else EVER
     gpus = settings.tensor_parallel_size
@@ -60,21 +60,22 @@ def memory(settings: VllmSettings, load: EngineLoad, sizes: ModelSizes) -> Engin
     states = batch * (HIDDEN_STATES * sizes.width + INNER_STATES * sizes.inner_width) * itemsize
     passes = (states + settings.max_rows * sizes.vocabulary * FLOAT32 * LOGITS) // gpus
     graphs = (WORKSPACES + (0 if settings.enforce_eager else GRAPHS)) * on_gpu
-    wanted = load.rows * load.sampled * token_cache // gpus
-    needs = load.limit * token_cache // gpus
+    wanted_bytes = load.rows * load.sampled * token_cache // gpus
+    least_bytes = load.limit * token_cache // gpus
     if settings.kv_cache_mb is not None:
-        has, why = settings.kv_cache_mb * 2**20, "engine.kv_cache_mb"
+        cache_bytes, cache_why = settings.kv_cache_mb * 2**20, "engine.kv_cache_mb"
     elif load.memory is not None:
-        has = int(load.memory * settings.memory_share) - weights - passes - graphs
+        cache_bytes = int(load.memory * settings.memory_share) - weights - passes - graphs
         # On a CPU vLLM subtracts the memory that the process has taken before it starts.
-        has -= 0 if on_gpu else load.taken
-        why = f"what engine.memory_share={settings.memory_share:g} leaves"
+        cache_bytes -= 0 if on_gpu else load.taken
+        cache_why = f"what engine.memory_share={settings.memory_share:g} leaves"
     else:
-        has, why = max(wanted, needs), f"{load.rows:,} rollouts of {load.sampled:,} tokens"
-    cache = max(0, has)
-    holds = cache * gpus // (load.sampled * token_cache)
-    if holds < load.rows:
-        why += f"; holds {holds:,} of {load.rows:,} rollouts of {load.sampled:,} tokens"
+        cache_bytes = max(wanted_bytes, least_bytes)
+        cache_why = f"{load.rows:,} rollouts of {load.sampled:,} tokens"
+    cached_rollouts = max(0, cache_bytes) * gpus // (load.sampled * token_cache)
+    if cached_rollouts < load.rows:
+        cache_why += f"; holds {cached_rollouts:,} of {load.rows:,} rollouts of "
+        cache_why += f"{load.sampled:,} tokens"
     items = [
         MemoryItem(name="engine's weights", bytes=weights, why="vLLM has its own", when=when),
         MemoryItem(
@@ -83,18 +84,17 @@ def memory(settings: VllmSettings, load: EngineLoad, sizes: ModelSizes) -> Engin
             why=f"vLLM's own peak with {batch:,} tokens and {settings.max_rows:,} rows: estimated",
             when=when,
         ),
-        # A sleeping vLLM frees its keys and values, and allocates them last, after a sync.
+        # A sleeping vLLM frees its KV cache, and allocates it last, after a sync.
         MemoryItem(
             name="keys and values",
-            bytes=cache,
-            why=why,
+            bytes=max(0, cache_bytes),
+            why=cache_why,
             when=tuple(w for w in when if w is not When.sync) if settings.sleep else when,
         ),
     ]
     if graphs:
-        why = "workspaces, asleep too: assumed"
-        if not settings.enforce_eager:
-            why = f"CUDA graphs and {why}"
+        parts = "workspaces" if settings.enforce_eager else "CUDA graphs and workspaces"
+        why = f"{parts}, asleep too: assumed"
         items.append(MemoryItem(name="engine's graphs", bytes=graphs, why=why))
     # With adapters only they are sent, unless the engine sleeps and drops its base weights.
     if not load.adapters or settings.merge_adapters or settings.sleep:
@@ -117,12 +117,12 @@ def memory(settings: VllmSettings, load: EngineLoad, sizes: ModelSizes) -> Engin
                 once=True,
             )
         )
-    room = Room(has=has, needs=needs, tokens=load.limit)
+    room = Room(has=cache_bytes, needs=least_bytes, tokens=load.limit)
     return EngineMemory(items=tuple(items), room=room, savings=_savings(settings, load, room))
 
 
 def _savings(settings: VllmSettings, load: EngineLoad, room: Room) -> tuple[Saving, ...]:
-    """Return settings to try, which give the engine more memory, or less."""
+    """Return settings to try: with more memory for the engine if it has too little, else less."""
     sleep: tuple[Saving, ...] = ()
     if load.on_gpu and not settings.sleep:
         sleep = (("sleep", [True]),)

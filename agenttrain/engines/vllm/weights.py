@@ -30,12 +30,12 @@ CHUNK, CHUNK_ON_CPU = 2**22, 2**15
 keeps it in the processor's cache."""
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SPREAD = 2**40 + 15
-"""Weight of the sum of values in a checksum beside the sum of their squares."""
+"""Factor of the sum of values in a checksum, which also has the sum of their squares."""
 
 
 @dataclass(slots=True)
 class Manifest:
-    """Names, formats and shapes of an engine's weights, recorded at the first load."""
+    """Weights of the first load, by name, format and shape, with which later loads are compared."""
 
     forms: dict[str, str] = field(default_factory=dict)
     """E.g. {"model.norm.weight": "torch.float32 [64]"}."""
@@ -71,7 +71,8 @@ class Manifest:
                 save_file(tensors, folder / "model.safetensors")
                 llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
         equal = _find_equal_parameters(llm, sums) if sums else {}
-        self.comparable = equal if self.comparable is None else self.comparable
+        if self.comparable is None:  # the first load
+            self.comparable = equal
         if differing := sorted(self.comparable.keys() - equal.keys()):
             raise ValueError(
                 f"{list_names(differing)}: hold other bytes than were sent, and held them after "
@@ -94,8 +95,8 @@ class Manifest:
         for name, tensor in weights:
             forms[name] = f"{tensor.dtype} {list(tensor.shape)}"
             if self.forms and self.forms.get(name) != forms[name]:
-                before = self.forms.get(name, "nothing of that name")
-                raise ValueError(f"{name} is {forms[name]}, and was {before} before")
+                former = self.forms.get(name, "nothing of that name")
+                raise ValueError(f"{name} is {forms[name]}, and was {former} before")
             if sums is not None and (compared is None or name in compared):
                 sums[name] = checksum(tensor)
             yield name, tensor
@@ -105,7 +106,7 @@ class Manifest:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return a number [] of the values' bits, whatever their order and however many are zeros.
+    """Return a checksum [] of the values' bits. It ignores their order, and zeros.
 
     vLLM joins several weights into one parameter, and pads it with zeros: its checksum is the sum
     of theirs. Example: the bits 1, 0, 3 give 1 x (1 + SPREAD) + 3 x (3 + SPREAD) = 10 + 4 SPREAD.
@@ -119,7 +120,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def _find_equal_parameters(llm: Any, sums: dict[str, Tensor]) -> dict[str, list[str]]:
-    """Return vLLM's parameters whose bytes equal those that were sent, with the weights of each.
+    """Return vLLM's parameters that have the sent bytes, mapped to the weights they are made of.
 
     Example: with {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}, "h.0.qkv_proj.weight" is made of
     "h.0.q_proj.weight", "h.0.k_proj.weight" and "h.0.v_proj.weight", whose checksums are in `sums`.
@@ -173,7 +174,7 @@ def load_adapters(llm: Any, weights: Iterable[tuple[str, Tensor]], *, alpha: flo
 def split_adapters(
     weights: Iterable[tuple[str, Tensor]],
 ) -> tuple[Iterator[tuple[str, Tensor]], Iterator[tuple[str, Tensor]]]:
-    """Split base weights, which come first, from adapters. Read the base weights first."""
+    """Split weights into base weights, which come first, and adapters. Read them in this order."""
     items = iter(weights)
     first_adapter: list[tuple[str, Tensor]] = []
 

@@ -82,8 +82,8 @@ class BroadcastFleet(Fleet):
         """Implement `Broadcasts.settle`. Raises FleetLost."""
         for receipt in result.receipts:
             member = self.members[receipt.number]
-            # It has died meanwhile: the receipt is of an earlier start.
-            if member.boot != receipt.boot or member.state is not MemberState.syncing:
+            has_died = member.boot != receipt.boot or member.state is not MemberState.syncing
+            if has_died:  # the receipt is of an earlier start
                 continue
             if receipt.problem is not None:
                 member.kill(f"weight update {result.version}: {receipt.problem}")
@@ -108,14 +108,14 @@ class BroadcastFleet(Fleet):
 
     async def joined(self, member: Member, record: ServerRecord) -> None:
         """Add a server that has started to the next audience."""
-        if member.client is not None:
-            await member.client.aclose()
-        member.join(record, self._servers.request_s)
+        await member.join(record, self._servers.request_s)
 
     async def _wait(self) -> None:
         """Wait for a change. Raises FleetLost if only a weight sync would help, and none comes."""
         states = {member.state for member in self.members}
-        if self._versions.newest is None or states & {*EXAMINED} or states == {MemberState.gone}:
+        # Examined servers have the weights. If all servers are gone, `super` raises.
+        is_stranded = not states & {*EXAMINED} and states != {MemberState.gone}
+        if self._versions.newest is None or not is_stranded:
             self._stranded_since = None
         else:
             self._stranded_since = self._stranded_since or time.monotonic()

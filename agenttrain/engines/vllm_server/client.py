@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 FINISHES = {"stop": Finish.stop, "length": Finish.length}
 """By vLLM's name. An `abort` comes from a server that is dying. Others fail the rollout."""
-KEPT_S = 3.0
+IDLE_S = 3.0
 """Seconds for which an idle connection is kept. vLLM closes it after 5."""
 CLAMPED = -9999.0
 """The server's log-probability for NaN and minus infinity."""
@@ -39,7 +39,7 @@ PAUSES = {
 """`mode` and `clear_cache` of /pause. vLLM 0.32 clears the cache in every mode if told so."""
 NOT_FINITE = "not JSON compliant"
 """Part of vLLM 0.32's answer 400 to a request whose log-probabilities are not finite."""
-LOOK_S = 0.02
+POLL_S = 0.02
 """Seconds between two questions whether files have been verified."""
 SHOWN = 400
 """Most characters of a server's answer in an error message."""
@@ -150,10 +150,8 @@ class ServerClient:
         may be in flight: vLLM 0.32 applies the head's adapters to other rows than it has logits of,
         and dies.
         """
-        parameters = {
-            **{"max_tokens": 1, "temperature": 1.0, "detokenize": False},
-            "prompt_logprobs": 0,
-        }
+        parameters = {"max_tokens": 1, "temperature": 1.0, "detokenize": False}
+        parameters["prompt_logprobs"] = 0  # of the prompt's own tokens
         try:
             answer = await self._generate(
                 token_ids,
@@ -167,9 +165,8 @@ class ServerClient:
             if NOT_FINITE not in str(error):
                 raise
             return [nan] * (len(token_ids) - 1)
-        rows = answer["prompt_logprobs"][1:]
-        pairs = zip(token_ids[1:], rows, strict=True)
-        return [float(row[str(token)]["logprob"]) for token, row in pairs]
+        pairs = zip(token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
+        return [float(candidates[str(token)]["logprob"]) for token, candidates in pairs]
 
     async def _generate(
         self,
@@ -181,6 +178,7 @@ class ServerClient:
         salt: str,
         adapter: int | None,
     ) -> Any:
+        """Return the server's answer to a request for tokens or scores."""
         body = {
             "request_id": request_id,
             "token_ids": list(token_ids),
@@ -238,7 +236,7 @@ class ServerClient:
         await self.finish_update(version)
 
     async def pause(self, mode: WeightSyncMode, *, close: bool = False) -> None:
-        """Have requests in flight end or wait. With `close`, end an unfinished update."""
+        """Have requests in flight end or wait. With `close`, also end an unfinished update."""
         pause, clear = PAUSES[mode]
         self._paused_at = time.monotonic()
         await self._call("POST", f"/pause?mode={pause}&clear_cache={str(clear).lower()}")
@@ -286,7 +284,7 @@ class ServerClient:
                 raise ServerFailed(f"the files of the weights: {errors[0]}")
             if all(result["done"] for result in results):
                 return
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     async def load_adapter(self, version: int, folder: str) -> None:
         """Add the adapters of a folder under the name of their version, without a pause."""
@@ -322,7 +320,7 @@ class ServerClient:
             self._http = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(
                     limit=0,
-                    keepalive_timeout=KEPT_S if self._keep else None,
+                    keepalive_timeout=IDLE_S if self._keep else None,
                     force_close=not self._keep,
                 ),
                 headers=self.headers,
@@ -395,7 +393,7 @@ def completion_of(answer: Mapping[str, Any], adapter: int | None = None) -> Comp
         spans = choice["weight_versions"] or []
     labels = [str(span["version"]) for span in spans]
     if foreign := [label for label in labels if not label.isdecimal()]:
-        # "default": the server was started again, and has not got the run's weights.
+        # A server that was started again has the label "default" until it gets the run's weights.
         raise ServerFailed(f"it sampled with weights that are labelled {foreign[0]!r}")
     return Completion(
         token_ids=token_ids,

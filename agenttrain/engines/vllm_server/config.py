@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import field, fields
+from typing import Any
 
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
@@ -18,7 +19,7 @@ from agenttrain.utils.sections import SETTINGS, Number, Quoted, Whole, raise_pro
 
 @dataclass(config=SETTINGS, kw_only=True)
 class OneServer:
-    """Settings of each server, whatever it is for."""
+    """Settings of each server, of the policy or of a role."""
 
     max_rows: Whole = Field(default=256, ge=1)
     """Sequences that a server decodes together (bounds the KV cache)."""
@@ -32,6 +33,10 @@ class OneServer:
     """Quantization of the servers' weights, by vLLM's names, e.g. fp8."""
     enforce_eager: Data[bool] = False
     """No CUDA graphs: starts faster, samples slower."""
+
+    def server_keys(self) -> dict[str, Any]:
+        """Return the settings of this class, without those of its subclasses."""
+        return {key_field.name: getattr(self, key_field.name) for key_field in fields(OneServer)}
 
 
 @dataclass(config=SETTINGS, kw_only=True)
@@ -77,7 +82,9 @@ class RolesConfig:
     def _problems(self, name: str) -> Iterator[str]:
         role, default, key = getattr(self, name), RoleConfig(), f"roles.{name}"
         yield from gpu_problems(key, role)
-        for key_field in fields(RoleConfig) if role.model is None else ():
+        if role.model is not None:
+            return
+        for key_field in fields(RoleConfig):
             setting = key_field.name
             if (value := getattr(role, setting)) != getattr(default, setting):
                 yield (

@@ -45,7 +45,6 @@ class Verification(Thread):
 
     @property
     def passed(self) -> bool:
-        """True once it has ended without an error."""
         return not self.is_alive() and not self.error
 
 
@@ -54,16 +53,16 @@ class WorkerMethods:
 
     def agenttrain_verify(self, folder: str, digest: str) -> dict[str, Any]:
         """Return the state of a version's verification, which the first call starts."""
-        check = Verification.latest
-        if check is None or check.version != (folder, digest):
-            check = Verification.latest = Verification(folder, digest)
-            check.start()
-        return {"done": not check.is_alive(), "error": check.error}
+        latest = Verification.latest
+        if latest is None or latest.version != (folder, digest):
+            latest = Verification.latest = Verification(folder, digest)
+            latest.start()
+        return {"done": not latest.is_alive(), "error": latest.error}
 
 
 def register() -> None:
     """Add the backend to vLLM, and have vLLM's processes end with their parent."""
-    if TOKEN not in os.environ:
+    if TOKEN not in os.environ:  # this process is no server of agenttrain's
         return
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
@@ -81,7 +80,7 @@ class FilesInit:
 
 
 def _engine_class() -> Any:
-    """Return the backend's class. A function, as it derives from a class of vLLM's."""
+    """Return the backend's class, made here because its base class is vLLM's, imported late."""
     import torch
     from vllm.distributed.weight_transfer.base import (
         WeightTransferEngine,
@@ -116,8 +115,8 @@ def _engine_class() -> Any:
             from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
             info = self.parse_update_info(update_info)
-            check, version = Verification.latest, (info.folder, info.digest)
-            verified = check is not None and check.version == version and check.passed
+            latest, version = Verification.latest, (info.folder, info.digest)
+            verified = latest is not None and latest.version == version and latest.passed
             weights = read_verified(Path(info.folder), info.digest, verified=verified)
             initialize_layerwise_reload(self.model)
             self.model.load_weights(weights)

@@ -19,7 +19,7 @@ from agenttrain.engines.base import EngineDead
 from agenttrain.engines.config import Sampling, ServersConfig
 from agenttrain.engines.vllm_server.client import ServerFailed
 from agenttrain.engines.vllm_server.health import ANSWERING, Member, MemberState, watch
-from agenttrain.engines.vllm_server.outside import ROUTER, Front, Outside, watch_outside
+from agenttrain.engines.vllm_server.outside import ROUTER, Outside, Router, watch_outside
 from agenttrain.engines.vllm_server.routing import choose
 from agenttrain.engines.vllm_server.server_records import (
     ServerRecord,
@@ -34,7 +34,7 @@ from agenttrain.engines.weight_files import WeightFiles
 from agenttrain.training.config import WeightSyncMode
 from agenttrain.types import Completion
 
-Problem = Callable[[Sequence[float]], str | None]
+FindProblem = Callable[[Sequence[float]], str | None]
 """Returns what is wrong with a server's log-probabilities of the probe, or None."""
 
 
@@ -66,12 +66,12 @@ class Fleet(WatchedServers):
         super().__init__(members, folder, StatusFile(folder))
         self._servers, self._mode = servers, mode
         self._outside = outside
-        self._front: Front | None = None
+        self._router: Router | None = None
         if outside is not None and outside.router is not None:
-            self._front = Front(outside.router, outside.token, servers)
+            self._router = Router(outside.router, outside.token, servers)
         self._versions = Versions(adapters=adapters)
-        self._probe: tuple[Sequence[int], Problem] | None = None
-        """Text and check of the current weights. None until `verify` has passed."""
+        self._probe: tuple[Sequence[int], FindProblem] | None = None
+        """Ids and check of the probe of the current weights. None until `verify` has passed."""
         self._verified = False
         """Weights of this run have passed `verify` before."""
         self._syncing = asyncio.Lock()
@@ -94,13 +94,13 @@ class Fleet(WatchedServers):
 
     def _may_send(self, sends: int, first_failure: float) -> bool:
         # A router may not have noticed yet that one of its servers is gone.
-        waited = time.monotonic() - first_failure
-        return sends < SENDS or (self._front is not None and waited < 2 * self._servers.dead_s)
+        waited_s = time.monotonic() - first_failure
+        return sends < SENDS or (self._router is not None and waited_s < 2 * self._servers.dead_s)
 
     async def _failed(self, member: Member, boot: int, error: ServerFailed) -> None:
-        if self._front is None or (member.boot == boot and member.state is MemberState.live):
+        if self._router is None or (member.boot == boot and member.state is MemberState.live):
             await super()._failed(member, boot, error)
-        else:
+        else:  # the router may not have noticed yet that a server is gone
             await asyncio.sleep(self._servers.health_s)
 
     def release(self, session: str) -> None:
@@ -121,15 +121,15 @@ class Fleet(WatchedServers):
             has_weights = self._versions.newest is not None
             may_sample = has_weights and (self._probe is not None or not self._verified)
             loads = {m.number: m.requests for m in self.members if m.state is state and may_sample}
-            if loads and self._front is None:
+            if loads and self._router is None:
                 return self.members[choose(session, loads)]
             # A router may choose any server that answers: all of them have to be ready.
-            if loads and self._front is not None and not self._answering_unless(state):
-                return self._front.member
+            if loads and self._router is not None and not self._unready_members(state):
+                return self._router.member
             await self._wait()
 
-    def _answering_unless(self, state: MemberState) -> list[Member]:
-        """Return the answering servers that are not in `state`. Raises FleetLost."""
+    def _unready_members(self, state: MemberState) -> list[Member]:
+        """Return the answering servers that are not in `state`. Raises FleetLost if one is lost."""
         members = [
             member for member in self.members if member.answers and member.state is not state
         ]
@@ -143,7 +143,7 @@ class Fleet(WatchedServers):
     async def _send(
         self, member: Member, token_ids: Sequence[int], sampling: Sampling, session: str
     ) -> Completion:
-        """Send a request to a server. Raises ServerFailed as soon as the server is lost."""
+        """Return a server's completion. Raises ServerFailed as soon as the server is lost."""
         assert member.client is not None
         self._servers_of[session] = member.number
         files = self._versions.of(session)
@@ -152,7 +152,7 @@ class Fleet(WatchedServers):
             sampling,
             request_id=f"{self._salt}-{member.boot}-{next(self._numbers)}",
             session=session,
-            # A new rollout never uses keys and values of old weights, even if the sync kept them.
+            # A new rollout never uses a KV cache of old weights, even if the sync kept it.
             salt=f"{self._salt}-{self._versions.start(session)}",
             adapter=files.version if files.adapters else None,
         )
@@ -192,36 +192,34 @@ class Fleet(WatchedServers):
                 + "\n".join(f"{member.name} {member.reason}" for member in unusable)
             )
 
-    async def verify(self, token_ids: Sequence[int], problem: Problem) -> list[float]:
+    async def verify(self, token_ids: Sequence[int], find_problem: FindProblem) -> list[float]:
         """Score a text on every server with the new weights, and let the good servers serve.
 
         Bad servers are killed, and so is later any server that starts again and does not pass.
-        Return the scores of a good server. If no server is good, return those of a bad one: none is
-        killed then, and nothing serves.
+        Return the scores of a good server. If no server is good, none is killed and none serves:
+        return the scores of a bad one.
         """
         while True:
             async with self._syncing:
                 loaded = [member for member in self.members if member.state is MemberState.loaded]
-                scores = await asyncio.gather(
+                results = await asyncio.gather(
                     *(self._score(member, token_ids) for member in loaded)
                 )
-                results = [
-                    (member, values, problem(values))
-                    for member, values in zip(loaded, scores, strict=True)
-                    if values is not None
-                ]
-                passed = [values for _, values, reason in results if reason is None]
-                if results and not passed:
-                    return results[0][1]
+                pairs = zip(loaded, results, strict=True)
+                scores = {m.number: values for m, values in pairs if values is not None}
+                problems = {number: find_problem(values) for number, values in scores.items()}
+                passed = [number for number, problem in problems.items() if problem is None]
+                if scores and not passed:
+                    return next(iter(scores.values()))
                 if passed:
-                    for member, _, reason in results:
-                        if reason is not None:
-                            member.kill(reason)
+                    for number, problem in problems.items():
+                        if problem is not None:
+                            self.members[number].kill(problem)
                         else:
-                            member.state = MemberState.live
-                    self._probe, self._verified = (token_ids, problem), True
+                            self.members[number].state = MemberState.live
+                    self._probe, self._verified = (token_ids, find_problem), True
                     self.changed()
-                    return passed[0]
+                    return scores[passed[0]]
             while not any(member.state is MemberState.loaded for member in self.members):
                 await self._wait()
 
@@ -237,18 +235,16 @@ class Fleet(WatchedServers):
 
     async def joined(self, member: Member, record: ServerRecord) -> None:
         """Give a server that has started the current weights, and check them."""
-        if member.client is not None:
-            await member.client.aclose()
-        member.join(record, self._servers.request_s)
+        await member.join(record, self._servers.request_s)
         async with self._syncing:
             if self._versions.newest is not None:
                 await self._load_member(member, self._versions.held())
             if self._probe is not None and member.state is MemberState.loaded:
-                token_ids, problem = self._probe
+                token_ids, find_problem = self._probe
                 values = await self._score(member, token_ids)
-                reason = None if values is None else problem(values)
-                if reason is not None:
-                    member.kill(reason)
+                problem = None if values is None else find_problem(values)
+                if problem is not None:
+                    member.kill(problem)
                 elif values is not None:
                     member.state = MemberState.live
 
@@ -257,7 +253,7 @@ class Fleet(WatchedServers):
         client, boot, files = member.client, member.boot, versions[-1]
         assert client is not None
         member.state = MemberState.syncing  # it need not answer examinations while it loads
-        # The file stays if this process dies now: a later one then does not reuse the server.
+        # The file stays if this process dies now: a later process then does not reuse the server.
         update = update_path(self._folder, member.number)
         if not member.outside:
             write_private(update, boot)
@@ -295,7 +291,7 @@ class Fleet(WatchedServers):
             await member.client.unload_adapter(files.version)
 
     async def _score(self, member: Member, token_ids: Sequence[int]) -> list[float] | None:
-        """Return a server's log-probabilities of the probe. None: it is lost, or was killed."""
+        """Return a server's log-probabilities of a text, or None if it is lost or was killed."""
         files, boot = self._versions.newest, member.boot
         assert member.client is not None and files is not None
         # vLLM 0.32 dies of scores with adapters while other requests run: `ServerClient.score`.
@@ -314,17 +310,18 @@ class Fleet(WatchedServers):
             return None
 
     async def _await_start(self) -> None:
-        """Start watching the servers, unless done, and wait for their start. Raises FleetLost."""
+        """Watch the servers and wait for their start, at the first call. Raises FleetLost.
+
+        Of outside servers, `servers.count` are enough once `servers.dead_s` is over.
+        """
         if self._watchers:
             return
         outside = self._outside
-        self._watch(
-            watch(member, self, self._folder, self._servers)
-            if outside is None
-            else watch_outside(member, self, outside, self._servers)
-            for member in self.members
-        )
-        begun = time.monotonic()
+        if outside is None:
+            self._watch(watch(m, self, self._folder, self._servers) for m in self.members)
+        else:
+            self._watch(watch_outside(m, self, outside, self._servers) for m in self.members)
+        start = time.monotonic()
         progress = StartProgress(self._folder, "engine", len(self.members))
         while waiting := [m for m in self.members if m.state is MemberState.starting]:
             await self._wait()
@@ -334,7 +331,7 @@ class Fleet(WatchedServers):
             if unfit := [member.reason for member in self.members if member.unfit]:
                 raise FleetLost("\n".join(unfit))
             has_enough = sum(m.state in ANSWERING for m in self.members) >= self._servers.count
-            if outside and has_enough and time.monotonic() > begun + self._servers.dead_s:
+            if outside and has_enough and time.monotonic() > start + self._servers.dead_s:
                 names = ", ".join(member.name for member in waiting)
                 print(f"engine: goes on without {names}, until it answers", flush=True)
                 break
@@ -344,15 +341,15 @@ class Fleet(WatchedServers):
     def changed(self) -> None:
         """Wake all tasks that wait for a server."""
         super().changed()
-        if self._front is not None:
-            self._front.follow(self.members)
+        if self._router is not None:
+            self._router.follow(self.members)
 
     def _lost(self, text: str) -> FleetLost:
         return FleetLost(text)
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics since the last call."""
-        members = self.members if self._front is None else [*self.members, self._front.member]
+        members = self.members if self._router is None else [*self.members, self._router.member]
         sent = [member.sent for member in members]
         metrics = {
             "fleet/servers": float(sum(member.state in ANSWERING for member in self.members)),
@@ -379,5 +376,5 @@ class Fleet(WatchedServers):
 
     async def aclose(self) -> None:
         """Stop watching the servers. Requests in flight fail."""
-        members = self.members if self._front is None else [*self.members, self._front.member]
+        members = self.members if self._router is None else [*self.members, self._router.member]
         await self._close(members, "the engine was closed")

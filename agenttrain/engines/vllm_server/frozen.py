@@ -37,7 +37,7 @@ class FrozenFleet(WatchedServers):
         self._watch(watch(member, self, folder, servers) for member in members)
 
     async def send(self, session: str, call: Callable[[ServerClient], Coroutine[Any, Any, T]]) -> T:
-        """Call a server and return the result. Raises EngineError and RoleLost."""
+        """Return the result of a call of any server. Raises EngineError and RoleLost."""
 
         async def send_to(member: Member) -> T:
             assert member.client is not None
@@ -60,9 +60,7 @@ class FrozenFleet(WatchedServers):
 
     async def joined(self, member: Member, record: ServerRecord) -> None:
         """Implement `Members.joined`: the server has its weights."""
-        if member.client is not None:
-            await member.client.aclose()
-        member.join(record, self._servers.request_s)
+        await member.join(record, self._servers.request_s)
         member.state = MemberState.live
 
     async def aclose(self) -> None:

@@ -49,6 +49,7 @@ class MemberState(StrEnum):
     loaded = "loaded"
     """It has the current weights, which are not checked yet."""
     live = "live"
+    """Its weights are checked: it gets requests."""
     suspect = "suspect"
     """A request failed. It gets no further one until it has been examined."""
     restarting = "restarting"
@@ -68,7 +69,7 @@ class Member:
     outside: bool = False
     """Somebody else started it: it is neither killed nor started again by the run."""
     order: Path | None = None
-    """File by which its wrapper is ordered to kill it, if the wrapper is on another machine."""
+    """File that orders a wrapper on another machine to kill it. None: it is on this machine."""
     unfit: bool = False
     """An outside server does not have what the run needs: `reason` says what."""
     answers: bool = False
@@ -102,12 +103,19 @@ class Member:
     lost: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when this start of the server has ended."""
 
-    def join(self, record: ServerRecord, timeout_s: float) -> None:
-        """Take over the record of a server that has started."""
+    async def join(self, record: ServerRecord, timeout_s: float) -> None:
+        """Take over the record of a server that has started, with a new client."""
+        if self.client is not None:
+            await self.client.aclose()
         self.state, self.boot, self.pid = MemberState.syncing, record.boot, record.pid
         self.url, self.version, self.record = record.url, None, record
         self.client = ServerClient(record.url, record.token, timeout_s=timeout_s)
         self.initialised, self.failures, self.lost = False, 0, asyncio.Event()
+
+    @property
+    def has_remote_wrapper(self) -> bool:
+        """True if the server's wrapper is on another machine: no signal reaches it."""
+        return self.order is not None
 
     @property
     def name(self) -> str:
@@ -142,19 +150,21 @@ class Member:
 
         An outside server is not killed. It gets no requests until it has got the weights again.
         """
-        if self.state in ANSWERING and self.outside:
+        if self.state not in ANSWERING:
+            return
+        if self.outside:
             self.leave(MemberState.restarting, f"is not used: {reason}")
-        elif self.state in ANSWERING and self.order is not None:
+        elif self.order is not None:  # the wrapper is on another machine
             with suppress(OSError):
                 self.order.write_text(str(self.boot), encoding="utf-8")
             self.leave(MemberState.restarting, f"is to be killed: {reason}")
-        elif self.state in ANSWERING:
+        else:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
             self.leave(MemberState.restarting, f"was killed: {reason}")
 
     def leave(self, state: MemberState, reason: str) -> None:
-        """Fail the server's requests, and count its death unless it was restarting already."""
+        """Enter the state `restarting` or `gone`. Fail the requests, count and print the death."""
         if self.state is not MemberState.restarting:
             self.deaths += 1
         comes_back = state is MemberState.restarting
@@ -167,7 +177,7 @@ class Member:
         self.lost.set()
 
     def give_up(self, servers: StartedServers) -> None:
-        """Drop a server on another machine without a record: its wrapper is not there."""
+        """Drop a server whose remote wrapper has no record: it never came, or has ended."""
         if self.state is MemberState.starting:
             start = f"agenttrain engine-server <run folder> number={self.number}"
             limit = f"within {arrival_s(servers):g} s"
@@ -186,11 +196,9 @@ class Members(Protocol):
 
     async def joined(self, member: Member, record: ServerRecord) -> None:
         """Add a server that has started, and send it the current weights."""
-        ...
 
     def changed(self) -> None:
-        """Wake the tasks that wait for a server, to look again."""
-        ...
+        """Wake the tasks that wait for a server, after any change of state."""
 
 
 def arrival_s(servers: StartedServers) -> float:
@@ -203,7 +211,7 @@ class Heartbeat:
     """Heartbeat of a wrapper on another machine, timed by this machine's clock."""
 
     beat: tuple[str, int, int] | None = None
-    """Host, process and beat of the last record. None: there was no record."""
+    """Host, wrapper's process and beat number of the last record. None: there was no record."""
     since: float = field(default_factory=time.monotonic)
     """Time at which that beat was first read."""
 
@@ -217,11 +225,11 @@ class Heartbeat:
 
 
 async def watch(member: Member, fleet: Members, folder: Path, servers: StartedServers) -> None:
-    """Follow a server's record and examine it, for ever."""
+    """Keep a member up to date with its server's record and health, for ever."""
     heartbeat = Heartbeat()
     while True:
         record = read_record(folder, member.number)
-        if member.order is not None:
+        if member.has_remote_wrapper:
             has_wrapper = heartbeat.is_alive(record, servers)
             if not has_wrapper and record is None:
                 member.give_up(servers)
@@ -242,24 +250,27 @@ async def watch(member: Member, fleet: Members, folder: Path, servers: StartedSe
 async def _follow(
     member: Member, record: ServerRecord, fleet: Members, *, has_wrapper: bool
 ) -> None:
-    """Bring the member's state up to date with its record."""
+    """Bring the member's state up to date with its record: gone, died, or started again."""
     if record.condition is Condition.gone or not has_wrapper:
         if member.state is not MemberState.gone:
-            if record.condition is Condition.gone:
-                reason = record.end or "ended"
-                was_killed = member.state is MemberState.restarting and record.boot == member.boot
-                if was_killed:
-                    reason += f" ({member.reason})"
-            else:
-                reason = "lost its wrapper" if member.order is None else "is on a silent machine"
-            member.leave(MemberState.gone, reason)
+            member.leave(MemberState.gone, _describe_end(member, record))
         return
     has_restarted = record.boot > member.boot
-    # A server may have died and answered again between two looks.
+    # A server may have died and answered again since its record was last read.
     if member.state in ANSWERING and (has_restarted or record.condition is Condition.ended):
         member.leave(MemberState.restarting, record.end or "ended")
     if record.condition is Condition.ready and has_restarted:
         await fleet.joined(member, record)
+
+
+def _describe_end(member: Member, record: ServerRecord) -> str:
+    """Return why a server is gone: how it ended, or that its wrapper is missing."""
+    if record.condition is not Condition.gone:
+        return "is on a silent machine" if member.has_remote_wrapper else "lost its wrapper"
+    reason = record.end or "ended"
+    # This process has killed the start that ended: `member.reason` says why.
+    was_killed = member.state is MemberState.restarting and record.boot == member.boot
+    return f"{reason} ({member.reason})" if was_killed else reason
 
 
 async def _examine(member: Member, dead_s: float) -> None:
@@ -267,11 +278,11 @@ async def _examine(member: Member, dead_s: float) -> None:
     assert member.client is not None
     boot, call = member.boot, asyncio.create_task(member.client.weight_version())
     try:
-        for limit in (dead_s, GRACE_S):
-            await asyncio.wait((call,), timeout=limit)
+        for limit_s in (dead_s, GRACE_S):
+            await asyncio.wait((call,), timeout=limit_s)
     finally:
         call.cancel()
-    if member.boot != boot or member.state not in EXAMINED:
+    if member.boot != boot or member.state not in EXAMINED:  # it has left meanwhile
         return
     if not call.done():
         member.kill(f"its engine did not answer for servers.dead_s={dead_s:g} s")

@@ -37,8 +37,8 @@ from agenttrain.engines.vllm_server.status import OF_ROLES
 from agenttrain.engines.weights_place import VERSIONS, new_weights_folder, remove_weights_folder
 from agenttrain.utils.child_process import ChildProcess
 
-LOOK_S = 0.1
-"""Seconds between two looks whether an earlier server has ended."""
+POLL_S = 0.1
+"""Seconds between two checks whether an earlier server has ended."""
 WRAPPER = "agenttrain.engines.vllm_server.wrapper"
 """Run as a module: it imports in a third of the command line's time."""
 
@@ -99,7 +99,7 @@ class NodeServers:
 
 
 class KeptWrapper:
-    """The wrapper of a server that an earlier process of the run started."""
+    """A wrapper that an earlier process of the run started. No child of this one."""
 
     def __init__(self, record: ServerRecord) -> None:
         self._record = record
@@ -111,12 +111,12 @@ class KeptWrapper:
                 os.kill(self._record.wrapper, number)
 
     def ended(self, timeout_s: float) -> bool:
-        """Wait for the wrapper's end. Return False if it still runs."""
+        """Wait for the wrapper's end. Return False if it still runs after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while self._record.wrapper_exists:
             if time.monotonic() > deadline:
                 return False
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         return True
 
     def kill(self) -> None:
@@ -137,7 +137,7 @@ class LocalServers:
         self._folder = folder
         reused = reusable_servers(folder, plan)
         try:
-            self._await_end_of_earlier([n for n in range(count) if n not in reused])
+            self._await_end_of_former([n for n in range(count) if n not in reused])
         except EngineError:
             remove_weights_folder(folder)
             raise
@@ -160,8 +160,8 @@ class LocalServers:
             # Written here too: the wrapper may end before it has written a record.
             ServerRecord.of(number, wrapper.pid).write_first(folder)
 
-    def _await_end_of_earlier(self, numbers: Sequence[int]) -> None:
-        """Wait until servers of an earlier process have ended. Raises EngineError after a while."""
+    def _await_end_of_former(self, numbers: Sequence[int]) -> None:
+        """Wait until servers of a former process have ended. Raises EngineError if one goes on."""
         from agenttrain.engines.vllm_server.wrapper import END_S  # imports httpx
 
         deadline = time.monotonic() + 2 * END_S
@@ -175,7 +175,7 @@ class LocalServers:
                         f"{record_path(self._folder, number)}: the server of an earlier process "
                         "still runs; end its wrapper, whose process number is in the file"
                     )
-                time.sleep(LOOK_S)
+                time.sleep(POLL_S)
 
     def end(self) -> None:
         """End all servers and remove their files except the logs, unless a launcher owns them."""
@@ -184,7 +184,7 @@ class LocalServers:
 
 
 def launcher_of(folder: Path) -> int | None:
-    """Return the process number of the launcher that owns a folder's servers, if one does."""
+    """Return the process id of the launcher that owns a folder's servers, or None."""
     number, _, run = os.environ.get(SERVERS_OWNER, "").partition(" ")
     path = folder.resolve()
     owns = bool(number) and Path(run) in (path, *path.parents) and process_exists(int(number))
@@ -192,26 +192,27 @@ def launcher_of(folder: Path) -> int | None:
 
 
 def reusable_servers(folder: Path, plan: ServerPlan) -> dict[int, ServerRecord]:
-    """Return the servers, by number, that an earlier process left to the launcher, intact.
+    """Return the records of a former process's servers that can be reused, by server number.
 
-    Not those of a broadcast, which wait for a sender that has ended, nor those with adapters of
-    steps that are trained again.
+    They still run, by the same plan, and no weight update of theirs was cut short. Broadcasts are
+    out: servers wait for the former sender. Adapters are out: some are of steps trained again.
     """
     if launcher_of(folder) is None or plan.rank or plan.backend != BACKEND:
         return {}
     try:
-        earlier = ServerPlan.read(folder)
+        former_plan = ServerPlan.read(folder)
     except OSError:
         return {}
-    # Compared as JSON, from which the earlier plan was read: tuples became lists.
-    if len({json.dumps(asdict(replace(p, weights=None))) for p in (plan, earlier)}) > 1:
+    # Compared as JSON, from which the former plan was read: tuples became lists.
+    if len({json.dumps(asdict(replace(p, weights=None))) for p in (plan, former_plan)}) > 1:
         return {}
     servers = {}
     for number in range(plan.servers["count"]):
         record = read_record(folder, number)
         if record is not None and record.wrapper_started and is_running(folder, number):
             update = update_path(folder, number)
-            if not (update.exists() and update.read_text(encoding="utf-8") == str(record.boot)):
+            is_mixed = update.exists() and update.read_text(encoding="utf-8") == str(record.boot)
+            if not is_mixed:
                 servers[number] = record
     return servers
 
@@ -235,7 +236,7 @@ def server_wrappers(run: Path) -> list[int]:
 def end_servers(run: Path) -> None:
     """Implement `EngineSpec.end_servers`. Servers of other machines end when they miss the plan."""
     records = server_records(run)
-    for folder in {run, *(folder for folder, _ in records)}:
+    for folder in {run, *(folder for folder, _ in records)}:  # and the folders of its roles
         wrappers = {record.number: KeptWrapper(record) for f, record in records if f == folder}
         _end(folder, wrappers)
 

@@ -55,11 +55,9 @@ class Transfer(Protocol):
 
     def send_weights(self) -> None:
         """Do a whole update: start, update beside the broadcast, finish."""
-        ...
 
     def shutdown(self) -> None:
         """Abort any broadcast in the group, and leave the group."""
-        ...
 
 
 Join = Callable[[str, int, int, "FanOut", "OnePass"], Transfer]
@@ -179,7 +177,6 @@ class FanOut:
         )
 
     def start_weight_update(self) -> None:
-        """Open the models of all servers."""
         self._run(lambda _, client: client.start_update())
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -191,13 +188,16 @@ class FanOut:
         self._run(lambda _, client: client.finish_update(self.version), self._loaded)
 
     def _run(self, call: Call, succeeded: set[Receiver] | None = None) -> None:
-        """Call all servers from another thread than the event loop's."""
+        """Call all servers and wait, in a thread other than the event loop's."""
         asyncio.run_coroutine_threadsafe(self._call_all(call, succeeded), self._loop).result()
 
     async def _call_all(
         self, call: Call, succeeded: set[Receiver] | None = None, *, wait: bool = False
     ) -> None:
-        """Call all servers at once. Raises the first failure, with `wait` at the end."""
+        """Call all servers at once, and add those that answer to `succeeded`.
+
+        Raises ServerFailed at the first failure, or with `wait` once all have answered.
+        """
 
         async def call_one(receiver: Receiver) -> None:
             try:
@@ -218,8 +218,11 @@ class FanOut:
             if task.done():
                 task.result()
 
-    async def settle(self) -> None:
-        """Clean up after a failed broadcast. Servers that do not answer soon are lost."""
+    async def finish_or_abandon(self) -> None:
+        """After a failed broadcast, finish the servers that have all weights.
+
+        Servers that do not answer within `GRACE_S` are lost.
+        """
         if calls := [task for task in self._calls if not task.done()]:
             await asyncio.wait(calls, timeout=GRACE_S)
         for task in calls:
@@ -227,8 +230,8 @@ class FanOut:
                 task.cancel()
                 text = f"it did not leave a broadcast that had failed within {GRACE_S:g} s"
                 self.failures[self._calls[task]] = ServerFailed(text)
-        ready = self._received - self._loaded
-        self.receivers = tuple(receiver for receiver in ready if receiver not in self.failures)
+        unfinished = self._received - self._loaded
+        self.receivers = tuple(unfinished - self.failures.keys())
         with suppress(ServerFailed, TimeoutError):
             async with asyncio.timeout(GRACE_S):
                 await self._call_all(
@@ -236,16 +239,17 @@ class FanOut:
                 )
 
     def result(self, unfinished: set[Receiver]) -> tuple[BroadcastResult, set[Receiver]]:
-        """Return the result, and the servers to try again, whose update is unfinished.
+        """Return the broadcast's result, and the servers to try again, which get no receipt.
 
-        These get no receipt. A server that failed is tried again if it answered with an error, and
-        was not `unfinished` before: twice in a row counts as broken.
+        A server that answered with an error is tried again, unless its last update was `unfinished`
+        too: after two failures in a row it has to be started again.
         """
         receipts, retried = [], set()
         for receiver in self._audience.receivers:
             failure = self.failures.get(receiver)
-            answers = failure is None or (failure.status is not None and receiver not in unfinished)
-            if receiver not in self._loaded and receiver in self._paused and answers:
+            has_status = failure is not None and failure.status is not None
+            may_retry = failure is None or (has_status and receiver not in unfinished)
+            if receiver in self._paused and receiver not in self._loaded and may_retry:
                 retried.add(receiver)
                 continue
             receipts.append(
@@ -259,7 +263,6 @@ class FanOut:
         return BroadcastResult(version=self.version, receipts=tuple(receipts)), retried
 
     async def aclose(self) -> None:
-        """Close the connections."""
         for task in self._calls:
             task.cancel()
         await asyncio.gather(*self._calls, return_exceptions=True)
@@ -286,20 +289,19 @@ class NcclSender:
         self._fan_out: FanOut | None = None
 
     async def pause(self, audience: Audience) -> None:
-        """Implement `WeightSender.pause`."""
         self._fan_out = FanOut(audience)
         await self._fan_out.pause(self._unfinished)
 
     async def send(self, weights: Regathered) -> BroadcastResult:
         """Implement `WeightSender.send`. Raises EngineError for a failure of this process."""
         fan_out, self._fan_out = self._fan_out, None
-        assert fan_out is not None, "pause comes first"
+        assert fan_out is not None, "the servers have to be paused before weights are sent"
         source = OnePass(weights)
         try:
             if fan_out.receivers:
                 await self._broadcast(fan_out, source)
         finally:
-            outcome = await self._threads.run(source.finish)
+            outcome = await self._threads.run(source.finish)  # other processes gather too
             await fan_out.aclose()
         if (error := source.error or outcome.error) is not None:
             raise error
@@ -307,7 +309,10 @@ class NcclSender:
         return result
 
     async def _broadcast(self, fan_out: FanOut, source: OnePass) -> None:
-        """Do one broadcast. After a failure leave the group, and find servers that still answer."""
+        """Do one broadcast. After a failure leave the group, and find servers that still answer.
+
+        Raises EngineError if this process failed, and no server did.
+        """
         work = asyncio.create_task(self._threads.run(lambda: self._send_in_thread(fan_out, source)))
         failed = asyncio.create_task(fan_out.failed.wait())
         try:
@@ -318,15 +323,15 @@ class NcclSender:
             if work.done() and error is None:
                 return
             if work.done() and source.error is None:
-                # Probably a server has died. A call to it then fails soon, and tells which.
+                # Probably a server has died. A call to it then fails soon, which shows which one.
                 await asyncio.wait((failed,), timeout=GRACE_S)
             source.given_up = True
             await self._threads.run(self._leave)
-            if source.error is not None:
+            if source.error is not None:  # `send` raises it
                 return
             if error is not None and not fan_out.failed.is_set():
                 raise EngineError(f"weight update {fan_out.version}: {error}") from error
-            await fan_out.settle()
+            await fan_out.finish_or_abandon()
         finally:
             work.cancel()
             failed.cancel()
@@ -352,14 +357,12 @@ class NcclSender:
         transfer.send_weights()
 
     def _leave(self) -> None:
-        """Leave the group, if there is one."""
         with self._lock:
             transfer, self._transfer = self._transfer, None
         if transfer is not None:
             transfer.shutdown()
 
     async def aclose(self) -> None:
-        """Leave the group."""
         fan_out, self._fan_out = self._fan_out, None
         if fan_out is not None:  # `send` has not followed `pause`
             await fan_out.aclose()

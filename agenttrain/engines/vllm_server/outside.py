@@ -42,7 +42,7 @@ ADAPTERS = {"/v1/load_lora_adapter": "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outside:
-    """Addresses of outside servers, and what each of them must have."""
+    """Addresses of outside servers, and the properties that each of them must have."""
 
     urls: tuple[str, ...]
     router: str | None
@@ -65,22 +65,22 @@ class Outside:
     """Ids of that text. Empty: the run has no tokenizer to compare with."""
 
 
-class Front:
+class Router:
     """A router in front of the servers. It chooses a server for each request."""
 
     def __init__(self, url: str, token: str, servers: ServersConfig) -> None:
         client = ServerClient(url, token, timeout_s=servers.request_s)
         self.member = Member(ROUTER, outside=True, url=url, client=client)
-        self._away: set[int] = set()
+        self._lost_numbers: set[int] = set()
 
     def follow(self, members: Sequence[Member]) -> None:
-        """Fail all requests in flight once a server is lost: any may have been on it."""
-        away = {member.number for member in members if member.state in AWAY}
-        if away - self._away:
+        """Fail all requests in flight if one more server is lost: any may have been on it."""
+        lost_numbers = {member.number for member in members if member.state in AWAY}
+        if lost_numbers - self._lost_numbers:
             self.member.reason = "a server behind it was lost"
             self.member.lost.set()
             self.member.lost = asyncio.Event()
-        self._away = away
+        self._lost_numbers = lost_numbers
 
 
 def problems(url: str, facts: ServerFacts, run: Outside) -> Iterator[str]:
@@ -144,7 +144,7 @@ def problems(url: str, facts: ServerFacts, run: Outside) -> Iterator[str]:
 
 
 async def inspect(client: ServerClient, url: str, run: Outside) -> tuple[ServerFacts, list[str]]:
-    """Return a server's facts and its problems. Raises ServerFailed."""
+    """Return a server's facts, and why it cannot sample for the run. Raises ServerFailed."""
     try:
         facts = await client.facts()
     except ServerFailed as error:
@@ -179,7 +179,10 @@ async def watch_outside(
 async def _watch_with(
     client: ServerClient, member: Member, fleet: Members, run: Outside, servers: ServersConfig
 ) -> None:
-    """Ask the server for its weights' label, and update the member's state."""
+    """Ask the server for its weights' label, again and again, and update the member's state.
+
+    A server that is starting, or away, joins the fleet once it answers and has what the run needs.
+    """
     away_since = time.monotonic()
     attempt_s, next_attempt, misses = servers.health_s, away_since, 0
     while True:
@@ -190,7 +193,7 @@ async def _watch_with(
         now = time.monotonic()
         if member.state not in (MemberState.starting, *AWAY):
             away_since = now
-        # The answer says nothing of a server that has joined again while it was awaited.
+        # If the server has joined again meanwhile, the answer is not of this start.
         if member.state in EXAMINED and member.boot == boot:
             misses = 0 if failure is None else misses + 1
             if failure is not None:
@@ -206,6 +209,7 @@ async def _watch_with(
             # A server that refuses the request may lack a route or the token: the check says so.
             if (failure is None or failure.status in REFUSALS) and now >= next_attempt:
                 await _join_if_fit(member, client, fleet, run)
+                # Checks of an unfit server become rarer and rarer.
                 if member.state in EXAMINED:
                     attempt_s = servers.health_s
                 else:
@@ -231,10 +235,10 @@ def _give_up_late(
 
 
 async def _label(client: ServerClient, run: Outside, dead_s: float) -> str | ServerFailed | None:
-    """Return the label of a server's weights, or the failure.
+    """Return the label of a server's weights, or why it did not answer.
 
-    If the run sends adapters, the label does not change: return None if the server has some, else
-    "without adapters". The engine's process answers, unless it is stopped.
+    A run that sends adapters does not change the label. For it, return None if the server has any
+    adapters, else "without adapters": the server was started again.
     """
     try:
         async with asyncio.timeout(dead_s):
@@ -249,8 +253,8 @@ async def _label(client: ServerClient, run: Outside, dead_s: float) -> str | Ser
 
 
 def _count_miss(member: Member, reason: str, misses: int) -> None:
-    """Count an unanswered examination. After `FAULTS` in a row the server is lost."""
-    took_dead_s = "did not answer for" in reason  # as `_label` says it
+    """Count an examination without an answer. After `FAULTS` in a row the server is lost."""
+    took_dead_s = "did not answer for" in reason  # `_label` has waited for all of dead_s
     if misses >= FAULTS or took_dead_s:
         member.leave(MemberState.restarting, f"does not answer: {reason}")
     else:

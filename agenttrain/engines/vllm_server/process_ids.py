@@ -1,4 +1,4 @@
-"""Processes of this machine by their numbers, which it gives to others once they have ended."""
+"""Processes of this machine by process id and start time: ids are reused after a process's end."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from contextlib import suppress
 
 
 def started_at(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since the boot; 0 where no /proc says it, as
-    this process has too many open files.
+    """Return a process's start time in clock ticks since the boot, or None if it does not run.
 
-    None: there is no such process, or it has ended and its parent has not collected it yet.
+    0: it runs, and /proc cannot be read, e.g. because this process has too many open files. A
+    process that has ended does not run, even if its parent has not reaped it yet.
     """
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-            # After the command, which may hold anything: the state first, the start as the 20th.
-            words = file.read().rpartition(")")[2].split()
+            # Behind the command, which may hold anything: the state first, the start as the 20th.
+            fields = file.read().rpartition(")")[2].split()
     except OSError as error:
         if sys.platform == "linux" and isinstance(error, FileNotFoundError | ProcessLookupError):
             return None
@@ -26,7 +26,7 @@ def started_at(pid: int) -> int | None:
             except ProcessLookupError:
                 return None
         return 0
-    return None if words[0] in "ZX" else int(words[19])
+    return None if fields[0] in "ZX" else int(fields[19])
 
 
 def process_exists(pid: int, started: int = 0) -> bool:

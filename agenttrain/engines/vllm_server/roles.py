@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from agenttrain.engines.base import EngineError
 from agenttrain.engines.config import StartedServers
 from agenttrain.engines.vllm_server.client import ServerClient
-from agenttrain.engines.vllm_server.config import OneServer, RoleConfig, VllmServerSettings
+from agenttrain.engines.vllm_server.config import RoleConfig, VllmServerSettings
 from agenttrain.engines.vllm_server.frozen import FrozenFleet
 from agenttrain.engines.vllm_server.local import LocalServers
 from agenttrain.engines.vllm_server.server_records import (
@@ -45,8 +45,8 @@ AT_ONCE = 64
 """Sequences that one process scores at once on each server."""
 CLOSE_S = 10.0
 """Seconds in which cancelled requests have to end."""
-LOOK_S = 0.2
-"""Seconds between two looks at the record of a server that starts."""
+POLL_S = 0.2
+"""Seconds between two readings of the record of a server that starts."""
 T = TypeVar("T")
 
 
@@ -67,10 +67,7 @@ def role_plan(
     gpus: tuple[tuple[int | str, ...], ...] | None,
 ) -> ServerPlan:
     """Return the plan by which a role's servers are started."""
-    engine = VllmServerSettings(
-        max_context=max_context,
-        **{field.name: getattr(settings, field.name) for field in fields(OneServer)},
-    )
+    engine = VllmServerSettings(max_context=max_context, **settings.server_keys())
     servers = StartedServers(
         **{field.name: getattr(settings, field.name) for field in fields(StartedServers)}
     )
@@ -103,12 +100,12 @@ async def await_start(folder: Path, role: str, count: int) -> None:
     """Wait until all servers of a role have answered. Raises EngineError if one has ended."""
     waiting, progress = [*range(count)], StartProgress(folder, f"roles.{role}", count)
     while waiting:
-        for number in [*waiting]:
+        for number in [*waiting]:  # a copy: ready servers are removed
             record = read_record(folder, number)
             if record is None:
                 continue
             has_wrapper = record.wrapper_exists
-            if not has_wrapper:  # read again: it may have written how the server ended before
+            if not has_wrapper:  # read again: it may have written how the server ended
                 record = read_record(folder, number) or record
             if record.condition is Condition.ready:
                 waiting.remove(number)
@@ -120,7 +117,7 @@ async def await_start(folder: Path, role: str, count: int) -> None:
                     f"of its log:\n{last_lines(folder, number)}"
                 )
         progress.report({number: f"server {number}" for number in waiting})
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
 
 
 class RoleServers:
@@ -158,6 +155,7 @@ class RoleServers:
     async def _score(
         self, fleet: FrozenFleet, sequences: Sequence[Sequence[int]]
     ) -> list[list[float]]:
+        """Score the sequences at once, by at most `AT_ONCE` requests per server."""
         slots = asyncio.Semaphore(AT_ONCE * self._servers.count)
 
         async def score_one(token_ids: Sequence[int]) -> list[float]:
@@ -172,9 +170,10 @@ class RoleServers:
         return [task.result() for task in tasks]
 
     def _run(self, call: Callable[[FrozenFleet], Coroutine[Any, Any, T]]) -> T:
-        """Run a call in the thread of the requests, which the first one starts."""
+        """Return the result of a call in the requests' own thread, which the first one starts."""
 
         async def run() -> T:
+            """Make the fleet if this is the first request, and call it."""
             with self._lock:
                 if self._loop is not asyncio.get_running_loop():
                     raise EngineError(f"{self.name}: was closed before a request")
@@ -205,6 +204,7 @@ class RoleServers:
             return
 
         async def end() -> None:
+            """Close the fleet, and cancel the requests of the event loop."""
             if fleet is not None:
                 await fleet.aclose()
             requests = asyncio.all_tasks() - {asyncio.current_task()}

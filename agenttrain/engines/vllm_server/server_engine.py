@@ -65,8 +65,8 @@ class ServerEngine(Generic[F]):
         Raises EngineError, ImagesRefused, and FleetLost. A `parent` changes nothing.
         """
         refuse_images(self, images, session)
-        room = self.max_context - len(token_ids)
-        if not token_ids or room < 1:
+        remaining_tokens = self.max_context - len(token_ids)
+        if not token_ids or remaining_tokens < 1:
             raise EngineError(
                 f"token_ids: {len(token_ids)} ids leave no room in max_context={self.max_context}, "
                 "or are none. Shorten the prompt, or raise engine.max_context."
@@ -76,7 +76,7 @@ class ServerEngine(Generic[F]):
                 "sampling.grammar: the servers were started without a tokenizer, which grammars "
                 "need."
             )
-        budget = min(sampling.max_tokens, room)
+        budget = min(sampling.max_tokens, remaining_tokens)
         return await self.fleet.generate(
             token_ids, replace(sampling, max_tokens=budget), session=session
         )
@@ -86,10 +86,10 @@ class ServerEngine(Generic[F]):
         self.fleet.release(session)
 
     async def verify(
-        self, token_ids: Sequence[int], problem: Callable[[Sequence[float]], str | None]
+        self, token_ids: Sequence[int], find_problem: Callable[[Sequence[float]], str | None]
     ) -> list[float]:
         """Implement `Replicated.verify`."""
-        return await self.fleet.verify(token_ids, problem)
+        return await self.fleet.verify(token_ids, find_problem)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Return the log-probability of every id after the first, at temperature 1."""

@@ -5,13 +5,13 @@ A server is a vLLM with its GPUs to itself. Its parts are those of vLLM in the t
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from agenttrain.engines.broadcast import BUFFER_BYTES
 from agenttrain.engines.memory import EngineLoad, EngineMemory, MemoryItem, ModelSizes, When
 from agenttrain.engines.vllm.config import VllmSettings
 from agenttrain.engines.vllm.vllm_memory import memory as vllm_memory
-from agenttrain.engines.vllm_server.config import OneServer, RoleConfig, VllmServerSettings
+from agenttrain.engines.vllm_server.config import RoleConfig, VllmServerSettings
 from agenttrain.engines.weights_place import VERSIONS
 
 
@@ -38,14 +38,7 @@ def server_memory(
 ) -> EngineMemory:
     """Estimate the memory that a server takes on each of its `gpus`."""
     vllm = VllmSettings(
-        max_context=settings.max_context,
-        max_rows=settings.max_rows,
-        dtype=settings.dtype,
-        memory_share=settings.memory_share,
-        kv_cache_mb=settings.kv_cache_mb,
-        tensor_parallel_size=gpus,
-        quantization=settings.quantization,
-        enforce_eager=settings.enforce_eager,
+        max_context=settings.max_context, tensor_parallel_size=gpus, **settings.server_keys()
     )
     estimate = vllm_memory(vllm, load, sizes)
     # Weights reach a server's workers through the files, which are counted with the trainer.
@@ -57,8 +50,7 @@ def server_memory(
 
 def role_memory(role: RoleConfig, load: EngineLoad, sizes: ModelSizes, gpus: int) -> EngineMemory:
     """Estimate the memory that a role's server takes on each of its `gpus`."""
-    keys = {field.name: getattr(role, field.name) for field in fields(OneServer)}
-    settings = VllmServerSettings(max_context=role.max_context, **keys)
+    settings = VllmServerSettings(max_context=role.max_context, **role.server_keys())
     estimate = server_memory(settings, load, sizes, gpus)
     # Its weights are frozen: there are no weight syncs.
     items = tuple(item for item in estimate.items if item.when != (When.sync,))

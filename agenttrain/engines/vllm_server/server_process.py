@@ -34,8 +34,8 @@ def main() -> None:
     if plan.gpus is None:
         # By default each server would use all cores, and bind its threads to the same first ones.
         nodes = max(plan.nodes, 1)
-        share = len(os.sched_getaffinity(0)) * nodes // plan.servers["count"]
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(share, 1)))
+        cores = len(os.sched_getaffinity(0)) * nodes // plan.servers["count"]
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(cores, 1)))
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     flags = server_flags(plan, int(port))
     print(f"server {number}: vllm serve {' '.join(flags)}", flush=True)
@@ -44,15 +44,10 @@ def main() -> None:
 
 def server_flags(plan: ServerPlan, port: int) -> list[str]:
     """Set vLLM's environment variables, and return the flags of its server."""
-    engine = VllmServerSettings(**plan.engine)
     settings = VllmSettings(
         max_context=plan.max_context,
-        max_rows=engine.max_rows,
-        memory_share=engine.memory_share,
-        kv_cache_mb=engine.kv_cache_mb,
         tensor_parallel_size=plan.servers["tensor_parallel_size"],
-        quantization=engine.quantization,
-        enforce_eager=engine.enforce_eager,
+        **VllmServerSettings(**plan.engine).server_keys(),
     )
     os.environ |= {
         "VLLM_SERVER_DEV_MODE": "1",  # routes that pause a server and replace its weights

@@ -79,7 +79,7 @@ class ServerPlan:
         return int(self.servers.get("nodes", 0))
 
     def write(self, folder: Path) -> None:
-        """Write the plan of the run in `folder`, with the user's signature: it names code."""
+        """Write the plan of the run in `folder`, signed by the user, as it names code to run."""
         plan = asdict(self)
         write_private(folder / FOLDER / PLAN, {**plan, SIGNATURE: sign(plan)})
 
@@ -122,7 +122,7 @@ class ServerRecord:
 
     @classmethod
     def of(cls, number: int, wrapper: int) -> ServerRecord:
-        """Return the record of a server whose wrapper has just started on this machine."""
+        """Return the first record of a server, whose `wrapper` has just started on this machine."""
         return cls(
             number=number,
             condition=Condition.starting,
@@ -137,7 +137,6 @@ class ServerRecord:
         return process_exists(self.wrapper, self.wrapper_started)
 
     def write(self, folder: Path) -> None:
-        """Write the record of a server of the run in `folder`."""
         write_private(record_path(folder, self.number), asdict(self))
 
     def write_first(self, folder: Path) -> None:
@@ -146,7 +145,7 @@ class ServerRecord:
 
 
 def read_record(folder: Path, number: int) -> ServerRecord | None:
-    """Read the record of a server. None: there is none."""
+    """Read the record of a server, or return None if it has none."""
     try:
         record = json.loads(record_path(folder, number).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -164,22 +163,20 @@ def is_running(folder: Path, number: int) -> bool:
 
 
 def record_path(folder: Path, number: int) -> Path:
-    """Return the path of a server's record."""
     return folder / FOLDER / f"{number}.json"
 
 
 def order_path(folder: Path, number: int) -> Path:
-    """Return the path of an order to a wrapper on another machine: it has the boot to kill."""
+    """Return the path of the order to a remote wrapper. It holds the boot to kill."""
     return folder / FOLDER / f"{number}.kill"
 
 
 def update_path(folder: Path, number: int) -> Path:
-    """Return the path of a file that exists while a server's weights are replaced: its boot."""
+    """Return the path of the file that holds a server's boot while its weights are replaced."""
     return folder / FOLDER / f"{number}.update"
 
 
 def log_path(folder: Path, number: int) -> Path:
-    """Return the path of a server's log."""
     return folder / FOLDER / f"{number}.log"
 
 

@@ -48,7 +48,10 @@ SERVER = "agenttrain.engines.vllm_server.server_process"
 
 
 def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = SERVER) -> Engine:
-    """Start the servers, or use those that others start. The first update waits for them."""
+    """Return the engine over servers that are started here, or by others.
+
+    The first update waits for them. `module` is run as a server.
+    """
     import torch
 
     from agenttrain.engines.vllm_server.broadcast_fleet import BroadcastFleet
@@ -116,6 +119,9 @@ def server_plan(settings: VllmServerSettings, inputs: EngineInputs, module: str)
     limit = AutoConfig.from_pretrained(inputs.model).get_text_config().max_position_embeddings
     # By files the adapters are merged into the weights.
     sends_adapters = inputs.transport is not Transport.files and inputs.adapters is not None
+    gpus = None
+    if inputs.on_gpu and not inputs.servers.outside:
+        gpus = place(inputs.servers, inputs.trainers, inputs.taken)
     return ServerPlan(
         module=module,
         model=str(inputs.model),
@@ -129,9 +135,7 @@ def server_plan(settings: VllmServerSettings, inputs: EngineInputs, module: str)
         adapters=ADAPTERS + inputs.max_staleness,
         weights=None,
         backend=NCCL if inputs.transport is Transport.nccl else FILES,
-        gpus=place(inputs.servers, inputs.trainers, inputs.taken)
-        if inputs.on_gpu and not inputs.servers.outside
-        else None,
+        gpus=gpus,
     )
 
 
@@ -182,7 +186,7 @@ def run_server(folder: Path, number: int, owner: int | None, host: str) -> int:
             f"number={number}: server {number} of {folder} runs already, or is started again by "
             "its wrapper; leave it alone"
         )
-    return _until_end(Wrapper(folder, number, owner, host))
+    return _run_wrapper(Wrapper(folder, number, owner, host))
 
 
 def serve_alone(
@@ -207,11 +211,11 @@ def serve_alone(
         raise ConfigError(f"{folder}: has a server that runs; name another folder")
     server_plan(settings, inputs, module).write(folder)
     print(f"server: http://{host}:{port} (log: {log_path(folder, 0)})", flush=True)
-    return _until_end(Wrapper(folder, 0, host=host, port=port, token=token))
+    return _run_wrapper(Wrapper(folder, 0, host=host, port=port, token=token))
 
 
-def _until_end(wrapper: Wrapper) -> int:
-    """Run a wrapper. Print how its server ended, unless the user stopped it."""
+def _run_wrapper(wrapper: Wrapper) -> int:
+    """Run a wrapper and return its exit code. Print how its server ended, unless it was stopped."""
     code = wrapper.run()
     if code != DONE and (record := read_record(wrapper.folder, wrapper.number)) is not None:
         log = log_path(wrapper.folder, wrapper.number)

@@ -66,11 +66,11 @@ class StatusFile:
 
 
 def read_status(folder: Path, lines: int) -> dict[str, Any] | None:
-    """Read the state of a run's servers, role servers last, with the last lines of their logs.
+    """Return the state of a run's servers with the last `lines` of their logs, or None.
 
-    None: the run has had no servers. The counts of all processes that use a role's servers are
-    added up. `running` in the result: a process that uses the servers still runs, as far as this
-    machine can see.
+    None: the run has had no servers. Role servers come last, with the counts of all processes that
+    use them added up. `running`: the process that wrote the newest status still runs, as far as
+    this machine can see.
     """
     files_by_folder = {
         folder: [folder / FOLDER / STATUS],
@@ -89,8 +89,8 @@ def read_status(folder: Path, lines: int) -> dict[str, Any] | None:
             rows.append({**row, "log": log.splitlines()})
     if not statuses:
         return None
-    unended = [status for status in statuses if not status["ended"]] or statuses
-    newest = max(unended, key=lambda status: (_is_running(status), float(status["time"])))
+    candidates = [status for status in statuses if not status["ended"]] or statuses
+    newest = max(candidates, key=lambda status: (_is_running(status), float(status["time"])))
     return {
         "time": newest["time"],
         "pid": newest["pid"],
@@ -122,12 +122,13 @@ def _merge(by_process: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     rows: dict[int, dict[str, Any]] = {}
     running = [status for status in by_process if _is_running(status)]
     for status in sorted(by_process, key=lambda status: float(status["time"])):
-        counts = status in running or not running
+        # While any process runs, those that have ended have no requests in flight.
+        has_requests = status in running or not running
         for row in status["servers"]:
-            before = rows.get(row["number"], {"requests": 0, "completions": 0})
+            total = rows.get(row["number"], {"requests": 0, "completions": 0})
             rows[row["number"]] = {
                 **row,
-                "requests": before["requests"] + (row["requests"] if counts else 0),
-                "completions": before["completions"] + row["completions"],
+                "requests": total["requests"] + (row["requests"] if has_requests else 0),
+                "completions": total["completions"] + row["completions"],
             }
     return [rows[number] for number in sorted(rows)]

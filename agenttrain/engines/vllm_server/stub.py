@@ -111,33 +111,37 @@ class StubServer:
             return Response("an error that was asked for", status_code=500)
         if self.takes_fault("stall"):
             await asyncio.Event().wait()
-        abort = self.takes_fault("abort")
-        count = len(ids)
-        while len(ids) - count < sampling["max_tokens"]:
+        is_aborted = self.takes_fault("abort")
+        stop_ids, prompt_length = sampling.get("stop_token_ids", ()), len(ids)
+        while len(ids) - prompt_length < sampling["max_tokens"]:
             await asyncio.sleep(float(os.environ.get(TOKEN_S, 0)))
             await self.running.wait()
             ids.append(next_token(ids, sampling.get("seed", 0)))
-            if ids[-1] in sampling.get("stop_token_ids", ()) or abort:
+            if ids[-1] in stop_ids or is_aborted:
                 break
-        sampled = ids[count:]
-        stopped = sampled[-1] in sampling.get("stop_token_ids", ())
-        prompt = None
+        sampled = ids[prompt_length:]
+        finish_reason = "stop" if sampled[-1] in stop_ids else "length"
+        prompt_logprobs = None
         if "prompt_logprobs" in sampling:
             slope = self.config.get("slope", 0.0)
-            scores = ({str(token): {"logprob": -w - slope * token}} for token in ids[1:count])
-            prompt = [None, *scores]
+            prompt = ids[1:prompt_length]
+            prompt_logprobs = [None, *({str(i): {"logprob": -w - slope * i}} for i in prompt)]
         else:
             self.served.append(
                 {"version": self.version, "model": model, "ids": sampled, "sampling": sampling}
             )
         choice = {
             "token_ids": sampled,
-            "finish_reason": "abort" if abort else "stop" if stopped else "length",
+            "finish_reason": "abort" if is_aborted else finish_reason,
             "logprobs": {"content": [{"token_id": token, "logprob": -w} for token in sampled]},
             "weight_versions": [{"version": self.version, "start": 0, "end": len(sampled)}],
         }
-        cached = {"prompt_tokens_details": {"cached_tokens": count // 2}}
-        return {"model": model, "choices": [choice], "prompt_logprobs": prompt, "usage": cached}
+        return {
+            "model": model,
+            "choices": [choice],
+            "prompt_logprobs": prompt_logprobs,
+            "usage": {"prompt_tokens_details": {"cached_tokens": prompt_length // 2}},
+        }
 
     async def chat(self, body: Any) -> Any:
         """Answer a conversation, always with the same reply."""
@@ -156,7 +160,6 @@ class StubServer:
         self.running.clear()
 
     async def resume(self, body: Any) -> Any:
-        """Sample again."""
         self.running.set()
 
     async def join(self, body: Any) -> Any:
@@ -177,7 +180,6 @@ class StubServer:
 
     @property
     def workers(self) -> int:
-        """Number of workers."""
         return int(self.config.get("workers", 1))
 
     async def start(self, body: Any) -> Any:
@@ -230,7 +232,6 @@ class StubServer:
         self.updating, self.version = False, body["weight_version"] or self.version
 
     async def weight_info(self, body: Any) -> Any:
-        """Return the label of the weights."""
         await self.ask_engine()
         return {"weight_version": self.version}
 
@@ -246,14 +247,12 @@ class StubServer:
         return {"name": self.shared.name}
 
     async def log(self, body: Any) -> Any:
-        """Return the completions so far."""
         return self.served
 
     async def health(self, body: Any) -> Any:
         """Answer, even if the engine's process hangs."""
 
     async def about(self, body: Any) -> Any:
-        """Return version and workers."""
         return {"version": self.config.get("version", "0.32.0"), "world_size": self.workers}
 
     async def load_adapter(self, body: Any) -> Any:
@@ -267,13 +266,11 @@ class StubServer:
         return Response("Success: added")
 
     async def unload_adapter(self, body: Any) -> Any:
-        """Remove adapters."""
         if self.adapters.pop(body["lora_name"], None) is None:
             return Response("cannot be found", status_code=404)
         return Response("Success: removed")
 
     async def models(self, body: Any) -> Any:
-        """Return the model and the adapters."""
         names = [{"id": name, "parent": "policy"} for name in self.adapters]
         return {"data": [{"id": "policy", "parent": None}, *names]}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 JOIN_S = 10.0
 """Seconds within which all workers have to join."""
-LOOK_S = 0.02
+POLL_S = 0.02
 """Seconds between two attempts to join."""
 NUMBER = 8
 """Bytes of a rank and of a length."""
@@ -35,7 +35,8 @@ class StubWorkers:
                 while len(self._streams) == number:
                     with suppress(ConnectionRefusedError):  # rank 0 may come later
                         self._streams.append(await asyncio.open_connection(*address))
-                    await asyncio.sleep(LOOK_S)
+                    await asyncio.sleep(POLL_S)
+            # A connection begins with the worker's rank.
             self._streams[number][1].write((info["rank_offset"] + number).to_bytes(NUMBER))
 
     async def receive(self, info: Mapping[str, Any]) -> dict[str, bytes]:
@@ -52,13 +53,13 @@ class StubWorkers:
         return tensors
 
     def leave(self) -> None:
-        """Leave the group, if there is one."""
         for _, writer in self._streams:
             writer.close()
         self._streams.clear()
 
 
 async def _receive(stream: Stream, size: int) -> bytes:
+    """Return `size` bytes, which come in pieces, each with its length. Confirm each piece."""
     reader, writer = stream
     content = b""
     while len(content) < size:

@@ -29,7 +29,10 @@ class Versions:
     """Version of the weights that each session began with."""
 
     def add(self, files: WeightFiles) -> list[WeightFiles]:
-        """Make `files` the newest version. Return the versions that no session uses now."""
+        """Make `files` the newest version. Return adapters that are no longer used, to be removed.
+
+        Sessions with adapters older than the last `adapters` versions go on with the newest.
+        """
         self.newest = files
         older = self._held if files.adapters else {}
         held = {**older, files.version: files}
@@ -42,7 +45,7 @@ class Versions:
         return [version for number, version in older.items() if number not in in_use]
 
     def of(self, session: str) -> WeightFiles:
-        """Return the weights of a session's next turn."""
+        """Return the weights of a session's next turn: the newest, or its first turn's adapters."""
         assert self.newest is not None
         if not self.newest.adapters:
             return self.newest
@@ -54,7 +57,6 @@ class Versions:
         return self._starts.setdefault(session, self.newest.version)
 
     def release(self, session: str) -> None:
-        """End a session."""
         self._sessions.pop(session, None)
         self._starts.pop(session, None)
 

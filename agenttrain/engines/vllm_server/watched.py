@@ -43,7 +43,10 @@ class WatchedServers(ABC):
     async def _call(
         self, session: str, send: Callable[[Member], Coroutine[Any, Any, T]], name: str
     ) -> T:
-        """Send a request until a server answers. Raises EngineError, and as `_lost`."""
+        """Return the answer to a request, sent until a server answers. Raises EngineError.
+
+        `name` is the request's in messages. If no server is left, raises the error of `_lost`.
+        """
         failure: ServerFailed | None = None
         sends, first_failure = 0, 0.0
         while self._may_send(sends, first_failure):
@@ -67,11 +70,11 @@ class WatchedServers(ABC):
         )
 
     def _may_send(self, sends: int, first_failure: float) -> bool:
-        """Return True if a request is sent once more. `first_failure`: time of its first one."""
+        """Return True if a request may be sent again, after its first failure at that time."""
         return sends < SENDS
 
     async def _failed(self, member: Member, boot: int, error: ServerFailed) -> None:
-        """Count a failed request. `boot`: the server's start at which it was sent."""
+        """Count a failed request, which was sent at the server's start number `boot`."""
         # Requests that fail together count once: after the first the server is not live.
         if member.boot == boot and member.state is MemberState.live:
             member.fault(str(error))
@@ -81,7 +84,6 @@ class WatchedServers(ABC):
         """Return the error for the case that no server is left."""
 
     def _watch(self, watchers: Iterable[Coroutine[Any, Any, None]]) -> None:
-        """Run the watchers as tasks of the event loop."""
         self._watchers = [asyncio.create_task(watcher) for watcher in watchers]
         for task in self._watchers:
             task.add_done_callback(lambda _: self.changed())
@@ -137,7 +139,7 @@ class StartProgress:
     def __init__(self, folder: Path, name: str, count: int) -> None:
         """`folder` has the servers' logs, except those of outside servers."""
         self._folder, self._name, self._count = folder, name, count
-        self._begun = self._printed = time.monotonic()
+        self._start = self._printed = time.monotonic()
 
     def report(self, waiting: Mapping[int, str]) -> None:
         """Print a report if one is due. `waiting`: names of servers that have not answered yet."""
@@ -146,7 +148,7 @@ class StartProgress:
             return
         self._printed = now
         answering = self._count - len(waiting)
-        texts = [f"{answering} of {self._count} servers answer after {now - self._begun:.0f} s"]
+        texts = [f"{answering} of {self._count} servers answer after {now - self._start:.0f} s"]
         for number, name in waiting.items():
             line = last_lines(self._folder, number, 1)[:LINE_CHARS]
             texts.append(f"{name}: {line}" if line else f"{name} does not answer yet")

@@ -40,22 +40,22 @@ from agenttrain.utils.child_process import ChildProcess, how_ended
 from agenttrain.utils.exit_codes import DONE, FAILED
 from agenttrain.utils.keeper import adopt_orphans, end_children
 
-LOOK_S = 0.1
-"""Seconds between two looks at the server, at the owner and for signals."""
-ASK_S = 5.0
+POLL_S = 0.1
+"""Seconds between two checks of the server, its owner and signals."""
+ANSWER_S = 5.0
 """Seconds that a starting server has for an answer."""
 SCAN_S = 5.0
-"""Seconds between two looks for files that the server would leave behind."""
+"""Seconds between two searches for files that the server would leave behind."""
 END_S = 10.0
 """Seconds between SIGTERM to the server's processes and SIGKILL."""
 BEAT_S = 2.0
-"""Seconds between two signs of life to a run on another machine, and two looks for its orders."""
+"""Seconds between two heartbeats for a run on another machine, and two readings of its order."""
 HEALTH_S = 1.0
-"""Seconds between two questions to a server that has started whether its engine lives."""
+"""Seconds between two health checks of a server that has started."""
 PORTS = 3
-"""Ports of ours that are tried for a start, should other processes take them first."""
+"""Ports that are tried for one start, should other processes take them first."""
 TAKEN = "address already in use"
-"""Part of a server's log, in any case, whose port another process has."""
+"""In the log, lower-cased, of a server whose port another process has."""
 
 
 @dataclass(slots=True)
@@ -80,28 +80,28 @@ class Wrapper:
         """Run until SIGTERM, the owner's end or the last restart; return the exit code."""
         plan = ServerPlan.read(self.folder)
         if self.owner is not None:
-            started = started_at(self.owner)
-            self._owner_started, self._stopping = started or 0, started is None
+            owner_started = started_at(self.owner)
+            self._owner_started, self._stopping = owner_started or 0, owner_started is None
         # SIGUSR1: srun passes it on, and answers SIGTERM by killing.
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, self._stop)
-        # SLURM sends SIGTERM to all steps of a job: the run, which then saves, ends its servers.
+        # SLURM sends SIGTERM to all steps of a job. The run saves then, and ends its servers later.
         in_job = plan.nodes and "SLURM_JOB_ID" in os.environ
-        signal.signal(signal.SIGTERM, self._go_on if in_job else self._stop)
+        signal.signal(signal.SIGTERM, self._ignore if in_job else self._stop)
         adopt_orphans()  # this process is the keeper of its server
-        earlier = read_record(self.folder, self.number)
+        former = read_record(self.folder, self.number)
         self._record = ServerRecord.of(self.number, os.getpid())
-        if earlier is not None:
-            self._record = replace(self._record, boot=earlier.boot)
-            if earlier.host == self._record.host:  # its wrapper may have been killed
-                scratch.remove(earlier.scratch)
+        if former is not None:
+            self._record = replace(self._record, boot=former.boot)
+            if former.host == self._record.host:  # its wrapper may have been killed
+                scratch.remove(former.scratch)
         try:
-            for left in range(plan.servers["restarts"], -1, -1):
-                started = self._live_on_a_port(plan)
+            for restarts_left in range(plan.servers["restarts"], -1, -1):
+                has_answered = self._run_on_a_port(plan)
                 if self._is_stopping():
                     return DONE
-                # One that has never answered would not do so the next time either.
-                if not (left and started):
+                # A server that did not answer would not do so the next time either.
+                if not (restarts_left and has_answered):
                     break
                 self._write(condition=Condition.ended)
             self._write(condition=Condition.gone)
@@ -115,16 +115,16 @@ class Wrapper:
                 if self.owner is not None and plan.weights is not None:
                     shutil.rmtree(plan.weights, ignore_errors=True)
 
-    def _live_on_a_port(self, plan: ServerPlan) -> bool:
-        """Run the server once, to its end. Return True if it has answered."""
+    def _run_on_a_port(self, plan: ServerPlan) -> bool:
+        """Run the server to its end, on other ports if its port is taken. Return as `_run_once`."""
         log = log_path(self.folder, self.number)
         for _ in range(PORTS):
-            size = log.stat().st_size if log.exists() else 0
-            with _held_port(self.host, self.port) as port:
-                started = self._live(plan, port)
-            taken = TAKEN in text_since(log, size).lower()
-            if started or self._is_stopping() or not taken:
-                return started
+            log_size = log.stat().st_size if log.exists() else 0
+            with _reserve_port(self.host, self.port) as port:
+                has_answered = self._run_once(plan, port)
+            is_taken = TAKEN in text_since(log, log_size).lower()
+            if has_answered or self._is_stopping() or not is_taken:
+                return has_answered
             if self.port is not None:
                 end = f"did not start: another process listens on {self.host} port={port}"
                 self._record = replace(self._record, end=f"{end}; end that one, or name another")
@@ -133,31 +133,32 @@ class Wrapper:
         self._record = replace(self._record, end=end)
         return False
 
-    def _live(self, plan: ServerPlan, port: int) -> bool:
-        """Run the server once, to its end; return True if it has answered."""
+    def _run_once(self, plan: ServerPlan, port: int) -> bool:
+        """Run the server once, until it ends or has to end. Return True if it has answered."""
         token = self.token or secrets.token_urlsafe(32)
-        # Of its own, as killed processes leave sockets behind.
+        # A folder of its own, to be removed: killed processes leave sockets behind.
         sockets = tempfile.mkdtemp(prefix=scratch.SOCKETS)
         environment = {**os.environ, TOKEN: token, HOST: self.host, "TMPDIR": sockets}
         if plan.gpus is not None:
             gpus = plan.gpus[self.number]
+            # The plan numbers a node's GPUs from 0. The job may have given them other names.
             if plan.nodes and (visible := os.environ.get("CUDA_VISIBLE_DEVICES")):
                 gpus = tuple(visible.split(",")[int(position)] for position in gpus)
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-        words = [str(self.folder), str(self.number), str(port)]
+        arguments = [str(self.folder), str(self.number), str(port)]
         with log_path(self.folder, self.number).open("ab+") as log:
             process = ChildProcess(
-                [sys.executable, "-m", plan.module, *words],
+                [sys.executable, "-m", plan.module, *arguments],
                 keeper=False,
                 env=environment,
                 output=log,
             )
-        started = False
+        has_answered = False
         url = f"http://{self.host}:{port}"
         http = httpx.Client(
             base_url=url,
             headers={"Authorization": f"Bearer {token}"},
-            timeout=ASK_S,
+            timeout=ANSWER_S,
             trust_env=False,
             verify=False,  # plain HTTP: no certificates are read
         )
@@ -173,38 +174,38 @@ class Wrapper:
             )
             now = time.monotonic()
             deadline, next_scan = now + plan.servers["start_s"], now + SCAN_S
-            asked = 0.0
+            health_checked = 0.0
             while process.alive and not self._is_stopping():
-                if not started:
-                    started = self._register(http)
-                    if not started and time.monotonic() > deadline:
+                if not has_answered:
+                    has_answered = self._register(http)
+                    if not has_answered and time.monotonic() > deadline:
                         end = f"did not start within servers.start_s={plan.servers['start_s']:g} s"
                         self._record = replace(self._record, end=end)
                         break
-                elif time.monotonic() - asked > HEALTH_S:
+                elif time.monotonic() - health_checked > HEALTH_S:
                     # vLLM's server waits for its clients' connections to close before it follows
                     # its dead engine, which may be for ever.
                     if _has_dead_engine(http):
                         end = "answered GET /health with 503: its engine has ended"
                         self._record = replace(self._record, end=end)
                         break
-                    asked = time.monotonic()
-                if plan.nodes and self._is_to_be_killed():
+                    health_checked = time.monotonic()
+                if plan.nodes and self._beat_and_read_order():
                     self._record = replace(self._record, end="was killed by the run")
                     break
                 if time.monotonic() > next_scan:
-                    self._note_scratch(process.pid)
+                    self._record_scratch(process.pid)
                     next_scan = time.monotonic() + SCAN_S
-                time.sleep(LOOK_S)
+                time.sleep(POLL_S)
         finally:
             http.close()
-            self._note_scratch(process.pid)
+            self._record_scratch(process.pid)
             self._end(process)
             scratch.remove(self._record.scratch)
-        return started
+        return has_answered
 
-    def _is_to_be_killed(self) -> bool:
-        """Give the run a sign of life, now and then, and read its order."""
+    def _beat_and_read_order(self) -> bool:
+        """Write a heartbeat every `BEAT_S`. Return True if the run orders to kill this start."""
         if time.monotonic() < self._next_beat:
             return False
         self._next_beat = time.monotonic() + BEAT_S
@@ -218,14 +219,14 @@ class Wrapper:
             return False
         return order == str(self._record.boot)
 
-    def _note_scratch(self, group: int) -> None:
-        """Add to the record what the server would leave behind if it were killed now."""
-        known = {*self._record.scratch, *scratch.shared_by(group)}
-        if len(known) > len(self._record.scratch):
-            self._write(scratch=tuple(sorted(known)))
+    def _record_scratch(self, group: int) -> None:
+        """Add to the record the files that the process group would leave if it were killed now."""
+        paths = {*self._record.scratch, *scratch.shared_by(group)}
+        if len(paths) > len(self._record.scratch):
+            self._write(scratch=tuple(sorted(paths)))
 
     def _register(self, http: httpx.Client) -> bool:
-        """Write the record of a server that answers; return False if it does not yet."""
+        """Write to the record that the server answers. Return False if it does not answer yet."""
         try:
             if http.get("/health").status_code != httpx.codes.OK:
                 return False
@@ -241,7 +242,7 @@ class Wrapper:
         return True
 
     def _end(self, process: ChildProcess) -> None:
-        """End all processes of the server, and collect them."""
+        """End all processes of the server, and reap them."""
         process.signal(signal.SIGTERM, to_group=True)
         process.ended(END_S)
         process.kill()
@@ -256,8 +257,8 @@ class Wrapper:
     def _stop(self, *_: object) -> None:
         self._stopping = True
 
-    def _go_on(self, *_: object) -> None:
-        """Handle a signal that means another process; the server would inherit SIG_IGN."""
+    def _ignore(self, *_: object) -> None:
+        """Handle a signal by doing nothing. SIG_IGN would be inherited by the server."""
 
     def _is_stopping(self) -> bool:
         if self.owner is not None and not process_exists(self.owner, self._owner_started):
@@ -266,7 +267,7 @@ class Wrapper:
 
 
 def _has_dead_engine(http: httpx.Client) -> bool:
-    """Return True if the server answers that its engine has died. No answer: it may be busy."""
+    """Return True if the server answers that its engine has died. A busy one may not answer."""
     try:
         return http.get("/health", timeout=HEALTH_S).status_code == httpx.codes.SERVICE_UNAVAILABLE
     except httpx.HTTPError:
@@ -274,16 +275,16 @@ def _has_dead_engine(http: httpx.Client) -> bool:
 
 
 @contextmanager
-def _held_port(host: str, port: int | None) -> Iterator[int]:
-    """Yield `port`, or a free port that is held, so that no other server gets it."""
-    with socket.socket() as held:
+def _reserve_port(host: str, port: int | None) -> Iterator[int]:
+    """Yield `port`, or a free port that is bound for the block, so that no other server gets it."""
+    with socket.socket() as reservation:
         if port is None:
-            # With it the server may bind the port too, as long as nobody listens.
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            held.bind((host, 0))
-            port = held.getsockname()[1]
+            # Linux lets the server bind the port too with this option, as long as nobody listens.
+            reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            reservation.bind((host, 0))
+            port = reservation.getsockname()[1]
             if sys.platform != "linux":
-                held.close()
+                reservation.close()
         yield port
 
 
