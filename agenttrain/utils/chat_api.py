@@ -1,7 +1,7 @@
 """A client of OpenAI's chat completions, as vLLM, llama.cpp and others serve them too.
 
-It retries what passes, and tells apart failures of the server, of one conversation, and of the
-settings.
+It retries transient failures, and distinguishes failures of the server, of one conversation, and of
+the settings.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ class ChatBackend(Protocol):
 
         Raises Transient, and ChatUnavailable where another try would not help.
         """
-        ...
 
 
 class ChatApi:
@@ -135,8 +134,7 @@ class ChatApi:
 
         Failures of the server, and replies for which `read` raises Transient, are tried again
         `retries` times, each time after twice the wait. Then it raises ChatUnavailable. Raises
-        ValueError for a key or an address that the server refuses, because another try would not
-        help.
+        ValueError at once for a key or an address that the server refuses.
         """
         request = {**self._body, **body, "messages": messages}
         for attempt in range(self._retries + 1):

@@ -23,7 +23,7 @@ NO_READER = (errno.EPIPE, errno.EIO, errno.ENXIO)
 
 
 class _Descriptor(io.RawIOBase):
-    """A file descriptor whose writes always succeed; `error` is the first that was suppressed."""
+    """A file descriptor whose writes never fail; `error` is the first suppressed error."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -83,7 +83,7 @@ def unfailing(number: int, *, like: io.TextIOWrapper | None = None, hides: bool 
         io.BufferedWriter(_Descriptor(number)),
         encoding=getattr(like, "encoding", None),
         errors="backslashreplace",
-        # Unbuffered as under PYTHONUNBUFFERED, where `like` writes through to no buffer below it.
+        # Under PYTHONUNBUFFERED `like` writes through; this stream has a buffer, so it flushes.
         line_buffering=like is not None and (like.line_buffering or like.write_through),
         write_through=getattr(like, "write_through", False),
     )

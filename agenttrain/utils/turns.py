@@ -25,4 +25,4 @@ def turns_in_time(
         return (*place(*caller), (index, turn))
 
     turns = [(i, turn) for i, (_, count) in enumerate(trajectories) for turn in range(count)]
-    return sorted(turns, key=lambda one: place(*one))
+    return sorted(turns, key=lambda turn: place(*turn))
