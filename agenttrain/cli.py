@@ -11,7 +11,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from agenttrain.commands.verb import Verb
-from agenttrain.commands.verbs import RUNNING, load_verb, split_verb, typed_verb
+from agenttrain.commands.verbs import DECLARED, RUNNING, split_verb, typed_verb
 from agenttrain.types import ConfigError
 from agenttrain.utils.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED
 from agenttrain.utils.garbage import exit_without_collection, no_collections
@@ -108,7 +108,7 @@ def parse(arguments: Sequence[str]) -> tuple[Verb, Namespace, list[str]]:
     """Return the verb of a command line, its arguments and the settings; raises ConfigError."""
     typed_verb(arguments)
     name, words = split_verb(arguments)
-    verb = load_verb(name)
+    verb = DECLARED[name]
     args, settings = verb.parse(words)
     args.verb, args.words, args.command_line = name, words, list(arguments)
     return verb, args, settings

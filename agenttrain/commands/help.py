@@ -5,7 +5,7 @@ from __future__ import annotations
 from textwrap import fill
 
 from agenttrain.commands.verb import VERBS, Verb, VerbParser, option_rows
-from agenttrain.commands.verbs import DEFAULT, load_verb
+from agenttrain.commands.verbs import DECLARED, DEFAULT
 from agenttrain.settings.resumable import RESUMABLE
 from agenttrain.utils.files import conf_folder, list_groups
 
@@ -52,9 +52,9 @@ def help_text() -> str:
     conf = conf_folder()
     groups = list_groups(conf)
     width = max(map(len, groups))
-    options = option_rows(load_verb(DEFAULT).parser()).items()
+    options = option_rows(DECLARED[DEFAULT].parser()).items()
     return HELP.format(
-        verbs="\n".join(f"  {name:<14} {load_verb(name).help}" for name in VERBS),
+        verbs="\n".join(f"  {name:<14} {DECLARED[name].help}" for name in VERBS),
         groups="\n".join(
             fill(
                 f"{name:<{width}} {', '.join(names)}",
@@ -75,7 +75,7 @@ def help_text() -> str:
 
 def verb_help(name: str) -> str:
     """Return the text of `agenttrain <name> --help`."""
-    return load_verb(name).parser().format_help().rstrip()
+    return DECLARED[name].parser().format_help().rstrip()
 
 
 def verbs_page() -> str:
@@ -84,7 +84,7 @@ def verbs_page() -> str:
         "# Verbs\n\n`agenttrain <verb> --help` prints the same. Without one, `agenttrain` trains.\n"
         "The [command line](command-line.md) says what they share: settings, options, errors.\n"
     )
-    return "\n".join([head, *(_section(load_verb(name)) for name in VERBS)])
+    return "\n".join([head, *(_section(DECLARED[name]) for name in VERBS)])
 
 
 def _section(verb: Verb) -> str:

@@ -47,8 +47,7 @@ def _rollouts(bundle: Path, step: int, tasks: Mapping[str, Task]) -> list[Rollou
     records = step_records(bundle, step, f"replay {bundle}")
     return [
         read_rollout(
-            record,
-            tasks.get(record["rollout_id"]) or Task(task_id=record["task_id"], messages=()),
+            record, tasks.get(record["rollout_id"]) or Task(task_id=record["task_id"], messages=())
         )
         for record in records
     ]

@@ -35,7 +35,7 @@ def servers(args: Namespace) -> int:
 
 
 def _print(folder: Path, status: dict[str, Any]) -> None:
-    """Print a table, how those ended that do not serve, and the ends of the logs."""
+    """Print the table of servers, how they ended, and the last lines of their logs."""
     console = Console(highlight=False)
     age = max(time.time() - status["time"], 0)
     if status["ended"]:

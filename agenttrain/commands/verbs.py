@@ -41,11 +41,6 @@ NEW_FOLDER = {"hydra.run.dir=FOLDER": "name the run folder (outputs/<experiment>
 AGENT = {"run=FOLDER": "the agent of a run, or of one of its checkpoints; or model.path=…", **TRUST}
 
 
-def load_verb(name: str) -> Verb:
-    """Return a verb by its name."""
-    return DECLARED[name]
-
-
 def split_verb(arguments: Sequence[str]) -> tuple[str, list[str]]:
     """Return the verb, `train` when none is given, and the other arguments.
 
@@ -80,6 +75,7 @@ def _first_word(arguments: Sequence[str]) -> int | None:
         name, equals, _ = arguments[position].partition("=")
         if name not in BEFORE:
             return None
+        # `--cfg=job` holds its value; the values of `--cfg job` are the next arguments.
         position += 1 if equals else 1 + BEFORE[name]
     return position if position < len(arguments) else None
 
@@ -560,3 +556,4 @@ _DECLARED = (
     ),
 )
 DECLARED = {verb.name: verb for verb in _DECLARED}
+"""Name -> its verb."""

@@ -14,7 +14,7 @@ from command_kit import parse
 from agenttrain import cli
 from agenttrain.commands.running import compose_all
 from agenttrain.commands.verb import VERBS, option_rows
-from agenttrain.commands.verbs import load_verb
+from agenttrain.commands.verbs import DECLARED
 from agenttrain.settings.compose import hydra_session
 from agenttrain.utils.model_path import model_folder
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 def test_help_of_a_verb_has_its_options_and_examples(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    verb = load_verb(name)
+    verb = DECLARED[name]
     assert cli.main([name, "--help"]) == 0
     text = capsys.readouterr().out
     assert text.startswith(f"usage: agenttrain {name}")
@@ -65,8 +65,8 @@ def test_help_of_a_word_that_is_no_verb(capsys: pytest.CaptureFixture[str]) -> N
     [
         words
         for name in VERBS
-        for words in load_verb(name).examples
-        if load_verb(name).settings is not None
+        for words in DECLARED[name].examples
+        if DECLARED[name].settings is not None
         and "<run>" not in words
         and name not in ("rehearse", "submit", "engine-server")
     ],

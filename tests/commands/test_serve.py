@@ -15,7 +15,7 @@ import pytest
 from served_kit import ask_again, greedy, served, tools_of
 
 from agenttrain.cli import main
-from agenttrain.commands.verbs import load_verb
+from agenttrain.commands.verbs import DECLARED
 
 MODEL = "experiment=shop"
 
@@ -44,7 +44,7 @@ def test_only_its_own_names_and_small_heads_are_answered(server) -> None:
 
 
 def test_names_of_a_proxy() -> None:
-    options, _ = load_verb("serve").parse(["--hosts", "[a.example,b.example]", "host=0.0.0.0"])
+    options, _ = DECLARED["serve"].parse(["--hosts", "[a.example,b.example]", "host=0.0.0.0"])
     assert (options.host, options.hosts) == ("0.0.0.0", ("a.example", "b.example"))
 
 

@@ -38,7 +38,7 @@ from agenttrain.commands.sweep.run import divide_machine, record_end, trials
 from agenttrain.commands.sweep.search import Trial, corners, next_trial
 from agenttrain.commands.sweep.table import compare_jobs
 from agenttrain.commands.verb import STDOUT
-from agenttrain.commands.verbs import load_verb
+from agenttrain.commands.verbs import DECLARED
 from agenttrain.settings.compose import Source, compose_run, hydra_session
 from agenttrain.tracking.run_folder import update_summary
 from agenttrain.types import ConfigError
@@ -491,7 +491,7 @@ def test_an_unknown_figure_is_refused(sweep: Path) -> None:
 
 
 def test_compares_arguments() -> None:
-    args, _ = load_verb("compare").parse(["s", "reward", "--plot=a.svg", "loss", "--json"])
+    args, _ = DECLARED["compare"].parse(["s", "reward", "--plot=a.svg", "loss", "--json"])
     assert (args.folder, args.metrics) == (Path("s"), ["reward", "loss"])
     assert (args.plot, args.json) == (Path("a.svg"), STDOUT)
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, Qwen3Config
 
 from agenttrain.commands.plan.command import planned
 from agenttrain.commands.plan.remedies import Planner
-from agenttrain.commands.verbs import load_verb
+from agenttrain.commands.verbs import DECLARED
 from agenttrain.settings.compose import Composed, Source, compose_run, hydra_session
 from agenttrain.utils.files import conf_folder, list_groups
 from agenttrain.utils.hub import is_hub_id
@@ -105,7 +105,7 @@ SHAPES: dict[str, PreTrainedConfig] = {
 def fits(hardware: str, model: str, folder: Path) -> bool:
     SHAPES[model].save_pretrained(folder)
     config = compose(f"model={model}", f"hardware={hardware}", f"model.path={folder}").config
-    options = planned(load_verb("plan").parse(MACHINES[hardware])[0])
+    options = planned(DECLARED["plan"].parse(MACHINES[hardware])[0])
     return not Planner(config, options.machine, 1024).estimate().excess
 
 
