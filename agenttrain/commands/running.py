@@ -53,10 +53,7 @@ def run_verb(args: Namespace, overrides: Sequence[str]) -> int:
 
 
 def check_verb_settings(args: Namespace, overrides: Sequence[str]) -> int:
-    """Check the settings of a verb; return exit code 1 if a certificate did not pass.
-
-    Raises ConfigError.
-    """
+    """Check the settings of a verb; exit code 1: a certificate did not pass. Raises ConfigError."""
     verb = CHECK if args.target in (None, *LIKE_TRAIN) else args.target
     command = command_of(verb, args, overrides, checks=True)
     return _show(command, args) if args.cfg or args.info or args.hydra_help else _check(command)

@@ -74,6 +74,7 @@ def serve(config: RunConfig, args: Namespace, *, engine_named: bool = False) -> 
 
 
 def _load_chat(config: RunConfig) -> Chat:
+    """Return the chat of the model's tokenizer, once the model's folder is verified."""
     from transformers import AutoTokenizer
 
     from agenttrain.runs.sampling import verify_model

@@ -188,10 +188,7 @@ def recorded() -> dict[str, TableRow]:
 
 
 def record() -> None:
-    """Certify all families and write the table to be shipped.
-
-    Raises ChatError if a stock template is missing.
-    """
+    """Certify all families and write the shipped table; raises ChatError without a template."""
     for name, family in families().items():
         for source in _sources(family):
             if original(source) is None:

@@ -76,10 +76,7 @@ def main() -> int:
 
 
 def leave(code: int) -> None:
-    """Exit at once: after a crash of a peer, torch's threads may abort the interpreter's shutdown.
-
-    `atexit` functions still run.
-    """
+    """Exit at once: torch's threads may abort the interpreter's shutdown after a peer's crash."""
     # After an error torch may be half imported (a signal interrupted it), and importing it fails.
     if code == DONE:
         import torch.distributed as dist

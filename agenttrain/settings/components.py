@@ -201,6 +201,7 @@ def _tool(config: RunConfig, key: str, section: Mapping[str, Any], target: Any) 
 def _environment(
     config: RunConfig, key: str, section: Mapping[str, Any], target: Any
 ) -> Iterator[str]:
+    """Yield the problems of an environment's section and class."""
     yield from _errors_to_retry(key, beside(EnvironmentSettings, section, key)[0])
     by_state = config.algorithm.credit.name is Credit.gigpo
     if by_state and not callable(getattr(target, "state", None)):
@@ -228,6 +229,7 @@ def _user(config: RunConfig, key: str, section: Mapping[str, Any], target: Any) 
 
 
 def _errors_to_retry(key: str, limits: ToolLimits) -> Iterator[str]:
+    """Yield the entries of `retry_on` that name no exception."""
     for path in limits.retry_on:
         try:
             error = locate(path, key=f"{key}.retry_on")
@@ -239,6 +241,7 @@ def _errors_to_retry(key: str, limits: ToolLimits) -> Iterator[str]:
 
 
 def _reward(config: RunConfig, key: str, section: Mapping[str, Any], target: Any) -> Iterator[str]:
+    """Yield the problems of a reward's section and signature."""
     path = section["_target_"]
     if call_parameters(target) == 0:
         yield (

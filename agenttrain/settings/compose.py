@@ -367,10 +367,7 @@ def in_run_folder(composed: Composed, job: Callable[[Path], int]) -> int:
 
 
 def print_info(info: str | None, overrides: Sequence[str], source: Source) -> None:
-    """Print Hydra's information about `info`, e.g. "plugins"; for None its help.
-
-    Needs a `hydra_session`.
-    """
+    """Print Hydra's information about `info`, or its help for None. Needs a `hydra_session`."""
     hydra, words = cast(Hydra, GlobalHydra.instance().hydra), list(overrides)
     with redirect_stdout(StringIO()) as printed:
         if info is None:

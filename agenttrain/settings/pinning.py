@@ -150,6 +150,7 @@ def _models_and_rows(config: RunConfig, verb: str) -> Iterator[HubModel]:
 
 
 def _set_revision(composed: Composed, model: HubModel, revision: str | None) -> None:
+    """Set a model's revision in `composed.config` and in `composed.plain`."""
     section: Any = composed.config
     plain: Any = composed.plain
     for name in model.section:

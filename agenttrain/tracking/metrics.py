@@ -94,6 +94,7 @@ def _reward_metrics(
 
 
 def _tool_metrics(rollouts: Sequence[Rollout], declared: Iterable[str]) -> dict[str, float]:
+    """Return the metrics of tool calls, overall and by tool."""
     results = [result for rollout in rollouts for result in rollout.tool_results]
     failed = sum(result.error is not None for result in results)
     metrics = {

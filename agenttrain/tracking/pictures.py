@@ -45,6 +45,7 @@ def _with_parts(messages: Sequence[Message], convert: Callable[[Any], Any]) -> l
 
 
 def _recorded(part: Any) -> Any:
+    """Return a part of a message's content as it is recorded."""
     image = part.get("image") if isinstance(part, Mapping) else None
     if not isinstance(image, Image):
         return part
@@ -110,10 +111,7 @@ def blocks(image: Image, columns: int = 32) -> Text:
 
 
 def with_data(messages: Sequence[Message], folder: Path) -> list[Message]:
-    """Return recorded messages in which each image has its file as a ``data:…`` address.
-
-    An image whose file is gone has none.
-    """
+    """Return recorded messages with each image's file, if it exists, as a ``data:…`` address."""
 
     def add_data(part: Any) -> Any:
         path = folder / str(part.get("file")) if isinstance(part, Mapping) else None

@@ -94,6 +94,7 @@ class Timeline:
             self._file.close()
 
     def _add(self, since: float, until: float, facts: dict[str, Any]) -> None:
+        """Append a line; the first one also writes the line about the process."""
         if self._path is None:
             return
         try:

@@ -136,10 +136,7 @@ def sessions(processes: Sequence[Process]) -> list[Interval]:
 
 
 def windows_of(processes: Sequence[Process], first: int, last: int) -> list[Interval]:
-    """Return, for each session with steps from `first` to `last`, the time that they took.
-
-    Raises NoTimes if there is none.
-    """
+    """Return the time that steps `first` to `last` took in each session; raises NoTimes."""
     windows = []
     phases = [(phase.step, phase) for phase in processes[0].phases if phase.step is not None]
     for start, end in sessions(processes):

@@ -197,10 +197,7 @@ class Tracker:
         self.progress.phase(name)
 
     def close(self, how: RunEnd = RunEnd.finished) -> None:
-        """Restore the terminal and close the files; closing twice is fine.
-
-        `how` is the end of the run, which trackers show.
-        """
+        """Restore the terminal, and close files and trackers (`how` the run ended); idempotent."""
         self.progress.__exit__()
         self._metrics.close()
         if self._evaluations is not None:

@@ -97,6 +97,7 @@ class Codec:
         return self._pack(self._other(value), arrays)
 
     def _pack_tuple(self, value: tuple[Any, ...], arrays: list[array[Any]]) -> Any:
+        """Return a tuple as JSON data: as an array if all items are integers, or all floats."""
         kinds = {*map(type, value)}
         for name, numbers in (("ints", int), ("floats", float)):
             if kinds == {numbers}:
@@ -108,6 +109,7 @@ class Codec:
         return {"tuple": [self._pack(item, arrays) for item in value]}
 
     def _unpack(self, value: Any, arrays: Sequence[array[Any]]) -> Any:
+        """Return the value that `_pack` packed."""
         if isinstance(value, list):
             return [self._unpack(item, arrays) for item in value]
         if not isinstance(value, dict):

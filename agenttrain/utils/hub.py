@@ -214,10 +214,7 @@ def _status(error: BaseException) -> int | None:
 
 
 def _with_retries(request: Callable[[], T]) -> T:
-    """Return `request()`, called again after an answer 5xx or a broken connection.
-
-    huggingface_hub itself repeats only some requests.
-    """
+    """Return `request()`, called again after an answer 5xx or a broken connection."""
     from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
 
     for pause in PAUSES_S:

@@ -117,6 +117,7 @@ def _base64(text: str) -> bytes | None:
 
 
 def _from_file(data: bytes, most_pixels: int) -> Image:
+    """Make an image of a file: unchanged if it is a plain PNG or JPEG, else converted to PNG."""
     from PIL import Image as Pillow
 
     try:

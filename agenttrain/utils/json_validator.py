@@ -101,6 +101,7 @@ def matches(pattern: str, text: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def _compiled(pattern: str) -> Callable[[str], bool]:
+    """Return the matcher of a pattern; raises ValueError if it cannot match in linear time."""
     string = core_schema.str_schema(pattern=_escaped(pattern), regex_engine="rust-regex")
     try:
         return SchemaValidator(string).isinstance_python

@@ -215,6 +215,7 @@ def template_file(path: str, revision: str | None = None) -> Path:
 
 
 def _bundled(path: str, key: str) -> Path:
+    """Return the folder of ``bundled:<name>``; raises ConfigError for an unknown name."""
     names = sorted(file.parent.name for file in MODELS.glob("*/config.json"))
     name = path.removeprefix(BUNDLED)
     if name not in names:

@@ -30,6 +30,7 @@ class _Descriptor(io.RawIOBase):
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
+        """Write what the descriptor takes; on an error pretend that all was written."""
         try:
             return os.write(self._number, data)
         except BlockingIOError:  # another process made the pipe non-blocking, and it is full

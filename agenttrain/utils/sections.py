@@ -90,6 +90,7 @@ def _optional(settings: type[Any]) -> Any:
     """Return the annotation of a section that is None while none of its keys is set."""
 
     def read(section: object) -> object:
+        """Validate the section; an empty mapping is None."""
         if section is None or isinstance(section, settings):
             return section
         if not isinstance(section, Mapping):
@@ -133,10 +134,7 @@ else:
 
 @cache
 def sections_below(cls: type) -> Mapping[str, type]:
-    """Map the key of each section in a settings class to the section's class.
-
-    Sections that may be None are included.
-    """
+    """Map each section's key in a settings class to its class, also if it may be None."""
     sections: dict[str, type] = {}
     for name, hint in get_type_hints(cls, include_extras=True).items():
         optional = [part.settings for part in get_args(hint) if isinstance(part, MayBeNone)]

@@ -299,6 +299,7 @@ def nearest_rank(values: Sequence[float], percent: int) -> float:
 
 
 def _reward_report(name: str, rollouts: Sequence[Rollout]) -> RewardReport:
+    """Return a report of the reward function `name`; None means that it does not apply."""
     scored = [rollout.rewards[name] for rollout in rollouts if name in rollout.rewards]
     values = [value for value in scored if value is not None]
     return RewardReport(
@@ -336,6 +337,7 @@ class _Memory:
         self._thread.join()
 
     def _measure(self) -> None:
+        """Update the peaks every INTERVAL_S, and once at the end: the thread's body."""
         over = False
         while not over:
             over = self._over.wait(INTERVAL_S)

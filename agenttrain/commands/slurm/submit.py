@@ -78,10 +78,7 @@ class PlannedJob:
 
 
 def submit(args: Namespace, overrides: Sequence[str]) -> int:
-    """Submit a run or a sweep. Return exit code 1 if a chat template fails its certificate.
-
-    Raises ConfigError.
-    """
+    """Submit a run or sweep; exit code 1: a template fails its certificate. Raises ConfigError."""
     submission = _submission(args, overrides)
     if not submission.dry and not sbatch.present():
         raise ConfigError(sbatch.ABSENT)

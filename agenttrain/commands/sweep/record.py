@@ -177,10 +177,7 @@ def write_record(sweep: Path, record: SweepRecord) -> None:
 
 @contextmanager
 def hold_sweep(sweep: Path) -> Iterator[None]:
-    """Hold the sweep, so that no other process starts its waiting jobs.
-
-    Raises ConfigError if another process holds it.
-    """
+    """Keep other processes from starting the sweep's jobs; raises ConfigError if one has it."""
     with ExitStack() as stack:
         try:
             stack.enter_context(file_lock(sweep / RUNNING_FILE, blocking=False))
