@@ -64,12 +64,12 @@ class DryModel:
         stops = self.components.stop_tools(self.task)
         chosen = [tool for tool in tools if (tool["name"] in stops) == after_tool] or tools
         chosen = [tool for tool in tools if tool["name"] == form.tool] or chosen
-        known, words = task_texts(self.task)
-        value = partial(example, words=[*known, *words], rng=random.Random(config.seed))
+        column_texts, words = task_texts(self.task)
+        make_value = partial(example, words=[*column_texts, *words], rng=random.Random(config.seed))
         calls: tuple[ToolCall, ...] = ()
-        content = "ok" if form.schema is None else json.dumps(value(json.loads(form.schema)))
+        content = "ok" if form.schema is None else json.dumps(make_value(json.loads(form.schema)))
         if chosen and (form.call or not after_tool):
-            name, arguments = chosen[0]["name"], value(chosen[0]["parameters"])
+            name, arguments = chosen[0]["name"], make_value(chosen[0]["parameters"])
             calls, content = (ToolCall(id=f"call_{turn}_0", name=name, arguments=arguments),), ""
         reply = AssistantTurn(content=content, reasoning=None, calls=calls)
         return turn_ids(self.components.chat, reply, question.schemas, after)

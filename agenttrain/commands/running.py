@@ -114,7 +114,7 @@ def _machine_problems(command: Command, runs: Sequence[Composed]) -> list[str]:
 def _check(command: Command) -> int:
     """Check the parts of each run; return the exit code.
 
-    The ConfigError lists their problems with those of the machine and of the run folder.
+    Raises ConfigError with all problems: of the parts, the machine and the run folder.
     """
     with hydra_session(command.source):
         runs = compose_all(command)

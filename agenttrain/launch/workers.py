@@ -72,6 +72,7 @@ class Workers(LocalElasticAgent):
         self.other_node: str | None = None
         """The reason why another node stopped."""
         self.ended: dict[int, WorkerEnd] = {}
+        """All workers that have ended, by rank."""
         self._describe = describe
         self._announce = announce
         self._hears_hangup = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
@@ -82,10 +83,11 @@ class Workers(LocalElasticAgent):
         'stop without saving'."""
         self._alone = True
         self._pids: dict[int, int] = {}
-        self._stop_at: float | None = None
-        self._kill_at: float | None = None
-        self._again_at: float | None = None
-        self._check_at = 0.0
+        # Times, by time.monotonic, at which running workers are …
+        self._stop_at: float | None = None  # … asked to stop after a failure,
+        self._again_at: float | None = None  # … signalled again,
+        self._kill_at: float | None = None  # … and killed.
+        self._check_at = 0.0  # The other nodes are checked then.
 
     def listen(self) -> None:
         """Forward the signals of this process, except a SIGHUP that nohup ignores."""

@@ -280,7 +280,7 @@ def _guards(config: RunConfig) -> Iterator[str]:
 
 
 def shared_problems(config: RunConfig) -> Iterator[str]:
-    """Yield settings that contradict the way in which processes share the policy."""
+    """Yield settings that contradict `distributed`, or have no effect with it."""
     mixed = config.training.mixed_precision
     if config.training.offload_during_rollouts and config.distributed.cpu_offload:
         yield (

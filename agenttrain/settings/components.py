@@ -190,10 +190,10 @@ def _tool(config: RunConfig, key: str, section: Mapping[str, Any], target: Any) 
     yield from problems
     if problems:
         return
-    patience = section.get("reconnect_s", 5.0)
-    if check is check_mcp_server and patience >= settings.timeout_s:
+    reconnect_s = section.get("reconnect_s", 5.0)
+    if check is check_mcp_server and reconnect_s >= settings.timeout_s:
         yield (
-            f"{key}.reconnect_s={patience}: must be below {key}.timeout_s={settings.timeout_s:g}, "
+            f"{key}.reconnect_s={reconnect_s}: must be below {key}.timeout_s={settings.timeout_s:g}, "
             "or a call times out before its server counts as unreachable"
         )
 

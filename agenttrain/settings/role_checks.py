@@ -52,13 +52,13 @@ def fleets(config: RunConfig, verb: str) -> dict[str, StartedServers]:
 
     The policy's come first; an engine from outside has none.
     """
-    own: dict[str, StartedServers] = {}
+    policy_servers: dict[str, StartedServers] = {}
     engine = config.engine
     if not isinstance(engine, OutsideEngine) and spec_of(engine).fleet:
         elsewhere = config.servers.outside or config.servers.nodes
-        own = {} if elsewhere else {"servers": config.servers}
+        policy_servers = {} if elsewhere else {"servers": config.servers}
     roles = {f"roles.{name}": role for name, role in used_roles(config, verb).items()}
-    return {**own, **roles}
+    return {**policy_servers, **roles}
 
 
 def named_gpus(config: RunConfig, verb: str) -> tuple[int, ...]:

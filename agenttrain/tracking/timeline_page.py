@@ -180,12 +180,13 @@ def rows_of(intervals: Sequence[Interval]) -> list[int]:
 
     The intervals are sorted by start. Example: [(0, 4), (1, 2), (3, 5)] -> [0, 1, 1]
     """
-    rows, free, taken = [], list[int](), list[tuple[float, int]]()
+    rows, free_rows = [], list[int]()
+    occupied = list[tuple[float, int]]()  # heap of (end of the row's last interval, row)
     for start, end in intervals:
-        while taken and taken[0][0] <= start:
-            heappush(free, heappop(taken)[1])
-        row = heappop(free) if free else len(taken)
-        heappush(taken, (end, row))
+        while occupied and occupied[0][0] <= start:
+            heappush(free_rows, heappop(occupied)[1])
+        row = heappop(free_rows) if free_rows else len(occupied)
+        heappush(occupied, (end, row))
         rows.append(row)
     return rows
 
