@@ -47,8 +47,8 @@ def _print(folder: Path, status: dict[str, Any]) -> None:
     console.print(f"{folder}: {note}", soft_wrap=True)
     table = Table(box=None, pad_edge=False)
     for column in COLUMNS:
-        right = column in ("version", "in flight", "completions", "boot")
-        table.add_column(column, justify="right" if right else "left", no_wrap=True)
+        is_number = column in ("version", "in flight", "completions", "boot")
+        table.add_column(column, justify="right" if is_number else "left", no_wrap=True)
     for row in status["servers"]:
         version = "-" if row["version"] is None else str(row["version"])
         numbers = [version, *(str(row[key]) for key in ("requests", "completions", "boot"))]

@@ -92,11 +92,11 @@ def run(command: Command, composed: Composed, folder: Path, *, sweep: bool) -> i
     """
     config, plain = composed.config, composed.plain
     world = World.start(timeout_s=config.distributed.timeout_s)
-    sections = {name: value for name, value in plain.items() if name != "distributed"}
-    section = {k: v for k, v in plain["distributed"].items() if k not in OF_NODE}
+    other_sections = {name: value for name, value in plain.items() if name != "distributed"}
+    distributed = {k: v for k, v in plain["distributed"].items() if k not in OF_NODE}
     settings = {
-        **sections,
-        "distributed": section,
+        **other_sections,
+        "distributed": distributed,
         # With resume=auto the first rank decides: another node may not yet see the run folder.
         "resume": "auto" if command.auto else config.resume,
         "resume_changed": [str(part) for part in config.resume_changed],
@@ -104,12 +104,12 @@ def run(command: Command, composed: Composed, folder: Path, *, sweep: bool) -> i
         "agenttrain": version("agenttrain"),
     }
     resumes = config.resume is not None
-    first = agree(world, Proposal(settings=settings, folder=str(folder), resumes=resumes))
-    if not first.settings:
+    agreed = agree(world, Proposal(settings=settings, folder=str(folder), resumes=resumes))
+    if not agreed.settings:
         return DONE
-    config.resume = first.folder if first.resumes else None
+    config.resume = agreed.folder if agreed.resumes else None
     if not world.is_main:
-        redirect(Path(first.folder) / "logs" / f"rank-{world.rank}.log")
+        redirect(Path(agreed.folder) / "logs" / f"rank-{world.rank}.log")
         faulthandler.enable()
     from agenttrain.runs.run import Run
 
@@ -117,7 +117,7 @@ def run(command: Command, composed: Composed, folder: Path, *, sweep: bool) -> i
         verb=command.verb,
         config=config,
         plain=plain,
-        folder=Path(first.folder),
+        folder=Path(agreed.folder),
         sweep=sweep,
         words=command.words,
         experiment=tracker_project(command),

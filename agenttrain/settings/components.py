@@ -193,8 +193,9 @@ def _tool(config: RunConfig, key: str, section: Mapping[str, Any], target: Any) 
     reconnect_s = section.get("reconnect_s", 5.0)
     if check is check_mcp_server and reconnect_s >= settings.timeout_s:
         yield (
-            f"{key}.reconnect_s={reconnect_s}: must be below {key}.timeout_s={settings.timeout_s:g}, "
-            "or a call times out before its server counts as unreachable"
+            f"{key}.reconnect_s={reconnect_s}: must be below "
+            f"{key}.timeout_s={settings.timeout_s:g}, or a call times out before its server counts "
+            "as unreachable"
         )
 
 

@@ -119,12 +119,12 @@ def tracker_processes(children: Sequence[psutil.Process]) -> set[int]:
 
     They outlive a killed run, to send what is left and how it ended.
     """
-    spared = set[int]()
+    pids = set[int]()
     for child in children:
         with suppress(psutil.Error):
             if str(SCRIPT) in child.cmdline():
-                spared |= {child.pid, *(each.pid for each in child.children(recursive=True))}
-    return spared
+                pids |= {child.pid, *(c.pid for c in child.children(recursive=True))}
+    return pids
 
 
 class Followers:

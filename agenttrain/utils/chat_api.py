@@ -130,7 +130,7 @@ class ChatApi:
     def ask(
         self, messages: Sequence[Mapping[str, Any]], read: Callable[[str], T], **body: Any
     ) -> T:
-        """Return the model's reply to the messages, as `read` makes it of the text.
+        """Return the model's reply to the messages, parsed by `read`.
 
         Failures of the server, and replies for which `read` raises Transient, are tried again
         `retries` times, each time after twice the wait. Then it raises ChatUnavailable. Raises

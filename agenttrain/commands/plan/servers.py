@@ -154,6 +154,7 @@ def plan_servers(
     engine_load = server_load(config, memory, sizes, rows)
 
     def estimate_server(gpus: int) -> ServerMemory:
+        """Return the memory of a server with so many GPUs."""
         assert spec.server_memory is not None
         estimate = spec.server_memory(config.engine, engine_load, sizes, gpus)
         cache = next((item.bytes for item in estimate.items if item.name == "keys and values"), 0)

@@ -146,7 +146,7 @@ def _submission(args: Namespace, overrides: Sequence[str]) -> Submission:
 
 
 def _with_allocation(command: Command, slurm: list[str]) -> tuple[Command, list[str]]:
-    """Replace `distributed.nodes` by `slurm.nodes`, if `servers.nodes` is given too.
+    """Replace `distributed.nodes` by the job's `slurm.nodes`, if `servers.nodes` is given too.
 
     Example: `servers.nodes=2 distributed.nodes=4` becomes `servers.nodes=2 slurm.nodes=6`.
     """
