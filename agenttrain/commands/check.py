@@ -16,8 +16,8 @@ from agenttrain.utils.garbage import no_collections
 def check(verb: str, runs: Sequence[Composed]) -> int:
     """Print the runs, each template's certificate, and a dry conversation of outside agents.
 
-    Of `play` and `serve` only the settings are checked. Return exit code 1 if a certificate did
-    not pass.
+    Return exit code 1 if a certificate did not pass. For `play` and `serve` nothing more is done:
+    the settings are checked already.
     """
     if verb in ("play", "serve"):
         print(f"these settings fit agenttrain {verb}")
@@ -43,7 +43,7 @@ def check(verb: str, runs: Sequence[Composed]) -> int:
 
 
 def _converse(runs: Sequence[Composed]) -> None:
-    """Print a conversation of each outside agent once. Raises ConfigError for one that fails."""
+    """Print a dry conversation of each distinct outside agent; raises ConfigError if it fails."""
     outside = [run.config for run in runs if run.config.agent.outside]
     if not outside:
         return
@@ -82,7 +82,8 @@ CERTIFIED = (
 def certify(runs: Sequence[Composed], verb: str = "train") -> bool:
     """Print each template's certificate once; return True if all passed.
 
-    Checks the parts of every run as the run does before it loads weights. Raises ConfigError.
+    Also checks the components of every run, as the run does before it loads weights. Raises
+    ConfigError.
     """
     check_files(runs)
     # These import tokenizers and torch.
@@ -99,8 +100,8 @@ def certify(runs: Sequence[Composed], verb: str = "train") -> bool:
         others += [config.algorithm.teacher, config.roles]
         run_key = repr([key, *others, config.tasks_per_step, config.resume])
         with refusing():
-            first = key not in shown
-            if first:
+            is_first = key not in shown
+            if is_first:
                 verify_model(config)
                 shown[key] = Components(config, verb)
                 print("\n" + "\n".join(shown[key].certificate.lines()), flush=True)
@@ -109,7 +110,7 @@ def certify(runs: Sequence[Composed], verb: str = "train") -> bool:
             checked.add(run_key)
             components = shown[key].with_config(config)
             complete(components)
-            if first:
+            if is_first:
                 prompts = "; ".join(
                     f"the first {len(sizes)} of {section} have {min(sizes)} to {max(sizes)} tokens"
                     for section, sizes in components.prompt_lengths.items()

@@ -25,10 +25,9 @@ TYPES = {str: "text", bool: "true/false", int: "number", float: "number", dict: 
 
 
 def show(config: RunConfig, prompts: int) -> int:
-    """Print the rows and so many prompts; return exit code 1 if the run could not start with them.
+    """Print a summary of the rows and the first `prompts` prompts. Raises ConfigError.
 
-    A run does not start with a template that fails its certificate, or if columns of a reward are
-    missing. Raises ConfigError.
+    Return exit code 1 if the chat template fails its certificate, or a reward lacks a column.
     """
     with refusing():
         components = Components(config)
@@ -65,8 +64,7 @@ def show(config: RunConfig, prompts: int) -> int:
 
 
 async def _with_prompts(tasks: Sequence[Task], components: Components) -> list[Task]:
-    """Return the tasks with the prompts that their rollouts begin with: a part of them, or all, may
-    come from an environment's reset.
+    """Return the tasks with their complete prompts, including messages of an environment's reset.
 
     Raises ToolUnavailable if the reset fails, or if there is no prompt at all.
     """

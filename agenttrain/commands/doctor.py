@@ -142,7 +142,7 @@ def examine() -> Iterator[Finding]:
 
 
 def _python(code: str) -> tuple[str, str]:
-    """Run code in a Python of its own; return its last printed line, and the problem if any."""
+    """Run code in a new Python process; return its last printed line and the problem, or ""."""
     # -P keeps files of the current folder from hiding packages.
     try:
         done = subprocess.run(
@@ -155,11 +155,11 @@ def _python(code: str) -> tuple[str, str]:
 
 
 def _versions() -> Iterator[Finding]:
-    """Yield Python, the packages that agenttrain needs, its extras, and versions that clash."""
+    """Yield findings about Python, required packages, extras, and packages that conflict."""
     detail = f"{platform.python_version()}, {sys.executable}"
     yield Finding(part="Python", state=State.ok, detail=detail)
     try:
-        needed = [Requirement(text) for text in requires("agenttrain") or ()]
+        requirements = [Requirement(text) for text in requires("agenttrain") or ()]
     except PackageNotFoundError:
         yield Finding(
             part="packages",
@@ -168,9 +168,8 @@ def _versions() -> Iterator[Finding]:
             remedy="pip install -e . in the checkout",
         )
         return
-    extras = sorted({word for one in needed for word in _extras(one)} - {"test", "docs"})
-    base = [one for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})]
-    problems = [problem for one in base if (problem := _misfit(one))]
+    extras = sorted({extra for r in requirements for extra in _extras(r)} - {"test", "docs"})
+    problems = [problem for r in requirements if _is_required(r) and (problem := _misfit(r))]
     names = ("torch", "transformers", "accelerate", "hydra-core")
     yield Finding(
         part="packages",
@@ -179,14 +178,14 @@ def _versions() -> Iterator[Finding]:
         remedy="pip install -U agenttrain" if problems else "",
     )
     for extra in extras:
-        own = [one for one in needed if extra in _extras(one)]
-        absent = [one.name for one in own if _installed(one.name) is None]
+        packages = [r for r in requirements if extra in _extras(r)]
+        absent = [r.name for r in packages if _installed(r.name) is None]
         if extra in specs() and absent:  # an engine has a line of its own
             continue
-        problems = [problem for one in own if (problem := _misfit(one))]
+        problems = [problem for r in packages if (problem := _misfit(r))]
         remedy = f"pip install 'agenttrain[{extra}]'"
         state = State.missing if absent else State.warn if problems else State.ok
-        listed = ", ".join(f"{one.name} {_installed(one.name)}" for one in own)
+        listed = ", ".join(f"{r.name} {_installed(r.name)}" for r in packages)
         yield Finding(
             part=f"[{extra}]",
             state=state,
@@ -194,23 +193,28 @@ def _versions() -> Iterator[Finding]:
             remedy=remedy if problems else "",
         )
     # Packages that set limits on each other, as an engine does on torch.
-    for name in dict.fromkeys([*(one.name for one in needed), "trl"]):
+    for name in dict.fromkeys([*(r.name for r in requirements), "trl"]):
         if _installed(name) is None:
             continue
         for text in requires(name) or ():
             try:
-                one = Requirement(text)
+                limit = Requirement(text)
             except InvalidRequirement:
                 continue
-            if one.marker is not None and not one.marker.evaluate({"extra": ""}):
+            if not _is_required(limit) or _installed(limit.name) is None:
                 continue
-            if _installed(one.name) is not None and (problem := _misfit(one)):
+            if (problem := _misfit(limit)) is not None:
                 yield Finding(
                     part=name,
                     state=State.warn,
                     detail=f"{name} {_installed(name)} asks for another version: {problem}",
                     remedy="install one of them into an environment of its own",
                 )
+
+
+def _is_required(requirement: Requirement) -> bool:
+    """Return True if the requirement holds on this machine without any extra."""
+    return requirement.marker is None or requirement.marker.evaluate({"extra": ""})
 
 
 def _extras(requirement: Requirement) -> list[str]:
@@ -227,17 +231,17 @@ def _installed(name: str) -> str | None:
 
 
 def _misfit(requirement: Requirement) -> str | None:
-    """Return how the installed package does not fit a requirement; None: it fits."""
-    there = _installed(requirement.name)
-    if there is None:
+    """Return the problem of the package that a requirement names; None if it fits."""
+    installed = _installed(requirement.name)
+    if installed is None:
         return f"{requirement.name} is not installed"
-    if requirement.specifier.contains(there, prereleases=True):
+    if requirement.specifier.contains(installed, prereleases=True):
         return None
-    return f"{requirement.name} {there} is outside {requirement.specifier}"
+    return f"{requirement.name} {installed} is outside {requirement.specifier}"
 
 
 def _torch(facts: Mapping[str, Any], problem: str) -> Iterator[Finding]:
-    """Yield torch and its GPUs: `facts` are what TORCH prints, `problem` why it has not."""
+    """Yield findings about torch and GPUs from the output of TORCH, or from its `problem`."""
     if problem:
         remedy = "install torch again, for this machine: https://pytorch.org/get-started"
         yield Finding(part="torch", state=State.broken, detail=problem, remedy=remedy)
@@ -265,7 +269,7 @@ def _torch(facts: Mapping[str, Any], problem: str) -> Iterator[Finding]:
 
 
 def _processor() -> Finding:
-    """Return cores, vector units and memory."""
+    """Return the finding about cores, vector units and memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     info = Path("/proc/cpuinfo")
     flags = info.read_text(encoding="utf-8") if info.is_file() else ""
@@ -283,7 +287,7 @@ def _processor() -> Finding:
 
 
 def _disks() -> Iterator[Finding]:
-    """Yield the folders that are written to: free space and permission."""
+    """Yield findings about the folders that are written to: free space and permission."""
     home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
     cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
     for part, folder, change, needed in (
@@ -308,7 +312,7 @@ def _disks() -> Iterator[Finding]:
 
 
 def _sandbox() -> Finding:
-    """Return the sandbox of the tools `python` and `bash`, tried with a program."""
+    """Return the finding about the sandbox of `python` and `bash`, which runs a program."""
     from agenttrain.tools.sandbox.pool import usable_backend
 
     try:
@@ -323,7 +327,7 @@ def _sandbox() -> Finding:
 
 
 def hub() -> Finding:
-    """Return the state of the Hugging Face hub."""
+    """Return the finding about the Hugging Face hub."""
     import httpx
 
     address = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")

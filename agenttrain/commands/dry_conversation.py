@@ -46,8 +46,8 @@ FAILED = (StopReason.error, StopReason.aborted)
 class DryModel:
     """A script for `ScriptedEngine`: one call after a user's message, and an answer otherwise.
 
-    A call or JSON that a request demands is given; behind a reply that call ends the rollout, if it
-    can.
+    It also writes a call or JSON that the request demands. After a tool result such a call is of a
+    stop tool, if there is one.
     """
 
     components: Components
@@ -60,26 +60,23 @@ class DryModel:
         question, config = self.questions[session], self.components.config
         after = question.messages[-1]["role"]
         form, tools = question.form, [schema["function"] for schema in question.schemas]
-        ends = after == "tool"
+        after_tool = after == "tool"
         stops = self.components.stop_tools(self.task)
-        chosen = [tool for tool in tools if (tool["name"] in stops) == ends] or tools
+        chosen = [tool for tool in tools if (tool["name"] in stops) == after_tool] or tools
         chosen = [tool for tool in tools if tool["name"] == form.tool] or chosen
-        known, words = task_texts(self.task)
-        value = partial(example, words=[*known, *words], rng=random.Random(config.seed))
+        column_texts, words = task_texts(self.task)
+        make_value = partial(example, words=[*column_texts, *words], rng=random.Random(config.seed))
         calls: tuple[ToolCall, ...] = ()
-        content = "ok" if form.schema is None else json.dumps(value(json.loads(form.schema)))
-        if chosen and (form.call or not ends):
-            name, arguments = chosen[0]["name"], value(chosen[0]["parameters"])
+        content = "ok" if form.schema is None else json.dumps(make_value(json.loads(form.schema)))
+        if chosen and (form.call or not after_tool):
+            name, arguments = chosen[0]["name"], make_value(chosen[0]["parameters"])
             calls, content = (ToolCall(id=f"call_{turn}_0", name=name, arguments=arguments),), ""
         reply = AssistantTurn(content=content, reasoning=None, calls=calls)
         return turn_ids(self.components.chat, reply, question.schemas, after)
 
 
 def converse(config: RunConfig) -> str:
-    """Hold the conversation; return what `agenttrain check` prints of it.
-
-    Raises ConfigError with the last lines of the output of an agent that fails.
-    """
+    """Run the conversation and return its report; raises ConfigError if the agent fails."""
     agent = config.agent
     if not agent.command and agent._target_ is None:
         return "agent          is started by somebody else: no conversation to check"
@@ -117,10 +114,11 @@ def converse(config: RunConfig) -> str:
 async def _attempt(
     components: Components, task: Task, differences: list[tuple[Restart, str]]
 ) -> Rollout:
+    """Let the agent attempt the task; add its restarts, with their reasons, to `differences`."""
     config = components.config
     context = context_of(config) or CONTEXT
     model = DryModel(components, task)
-    # A turn of the script is never cut, and a failure is shown as one.
+    # No limit cuts a scripted turn, and a failure of the agent is an error.
     limits = replace(config.rollout, max_turn_tokens=context, max_completion_tokens=context)
     with TemporaryFolder() as folder:
         agents = Agents(

@@ -29,12 +29,12 @@ LOOK_S = 0.5
 def engine_server(args: Namespace, overrides: Sequence[str]) -> int:
     """Run one server until it ends; raises ConfigError.
 
-    It replaces a server of a run that has used up its restarts, or is one of those that a run with
-    `servers.nodes` waits for. With `--port` it is a server for runs elsewhere.
+    It replaces a server that has used up its restarts, or is one that a run with `servers.nodes`
+    waits for. With `--port` it is a server for runs elsewhere.
     """
     settings, trust = take_trust(overrides)
     if args.port is not None:
-        return _alone(args, settings)
+        return _serve_alone(args, settings)
     if settings:
         raise ConfigError(f"{settings[0]}: the run has its settings; {ALONE}")
     folder, host = args.folder, args.host
@@ -69,8 +69,8 @@ def engine_server(args: Namespace, overrides: Sequence[str]) -> int:
     return run_server(folder, number, args.parent, host or HOST)
 
 
-def _alone(args: Namespace, overrides: list[str]) -> int:
-    """Run a server with the settings of the command line, as `servers.admin_urls` names it."""
+def _serve_alone(args: Namespace, overrides: list[str]) -> int:
+    """Run a server for the `servers.admin_urls` of other runs, with the typed settings."""
     from agenttrain.runs.sampling import server_inputs
 
     folder, port, host = args.folder, args.port, args.host or HOST
@@ -104,7 +104,7 @@ def _alone(args: Namespace, overrides: list[str]) -> int:
 
 
 def _check_free(host: str, port: int) -> None:
-    """Raise ConfigError for an address that cannot be listened on."""
+    """Raise ConfigError if nothing can listen on the address."""
     with socket() as probe:
         probe.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)
         try:

@@ -65,7 +65,7 @@ def export_checkpoint(args: Namespace) -> int:
 
 
 def _checkpoint(source: Path, step: str | None) -> Path:
-    """Return the checkpoint that was named; raises ConfigError if it is none."""
+    """Return the checkpoint of `--step`, or `source` itself, or its newest. Raises ConfigError."""
     if step is not None:
         return checkpoint_of(source, step).resolve()
     checkpoint = source / LATEST if (source / LATEST).is_dir() else source
@@ -138,15 +138,16 @@ def export(
 
 
 def _run_config(checkpoint: Path) -> dict[str, Any]:
-    """Return the settings of the run that a checkpoint is of; empty without its run."""
+    """Return the settings of a checkpoint's run; empty if it is outside a run folder."""
     file = run_of(checkpoint) / "config.yaml"
     return yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def _describe(checkpoint: Path, folder: Path, name: str, form: str, weights: str) -> None:
-    """Write the card and the run's settings; adapters then name their base as the run did.
+    """Write the model card and the run's settings into the exported model's `folder`.
 
-    A checkpoint without its run gets none of it.
+    Adapters get the name that the run has for their base model. Without the run's settings nothing
+    is written.
     """
     from agenttrain.commands.model_card import SETTINGS, model_card, published_settings
     from agenttrain.engines.vision import PROCESSOR_FILE
@@ -163,15 +164,15 @@ def _describe(checkpoint: Path, folder: Path, name: str, form: str, weights: str
     )
     (folder / "README.md").write_text(card, encoding="utf-8")
     (folder / SETTINGS).write_text(published_settings(config), encoding="utf-8")
-    base = config.get("model", {})
-    # The checkpoint's own file names the snapshot in this machine's cache.
-    if adapter and ID.fullmatch(str(base.get("path"))) and base.get("revision"):
+    model_settings = config.get("model", {})
+    # In the checkpoint, the adapters' file names the snapshot in this machine's cache.
+    if adapter and ID.fullmatch(str(model_settings.get("path"))) and model_settings.get("revision"):
         file = folder / ADAPTER_FILES[0]
-        described = json.loads(file.read_text(encoding="utf-8"))
-        if not is_hub_id(described["base_model_name_or_path"]):
-            described["base_model_name_or_path"] = base["path"]
-            described["revision"] = base["revision"]
-            file.write_text(json.dumps(described, indent=2), encoding="utf-8")
+        adapter_config = json.loads(file.read_text(encoding="utf-8"))
+        if not is_hub_id(adapter_config["base_model_name_or_path"]):
+            adapter_config["base_model_name_or_path"] = model_settings["path"]
+            adapter_config["revision"] = model_settings["revision"]
+            file.write_text(json.dumps(adapter_config, indent=2), encoding="utf-8")
 
 
 def publish(checkpoint: Path, repo: str, dtype: str, form: str, *, public: bool) -> str:

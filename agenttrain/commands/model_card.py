@@ -32,8 +32,8 @@ def model_card(
 ) -> str:
     """Return the card of a run's model after `step` steps.
 
-    `config` is the run's config.yaml, `summary` its summary.json; both may lack anything. `weights`
-    describes files of complete weights. `sees`: the model reads images.
+    `config` is the run's config.yaml, `summary` its summary.json; any key may be missing. `weights`
+    describes complete weights. `sees`: the model reads images.
     """
     model = dict(config.get("model", {}))
     provenance = dict(config.get("provenance", {}))
@@ -156,7 +156,7 @@ def _results(summary: Mapping[str, Any], step: int) -> list[str]:
 
 
 def _license(base: str) -> str:
-    """Return the licence that the base model's own card names, else `unknown`."""
+    """Return the licence that the base model's card names, else `unknown`."""
     card = Path(base).expanduser() / "README.md"
     if base.startswith(BUNDLED):
         return "apache-2.0"  # this package's

@@ -62,7 +62,7 @@ COMMANDS = {
 
 
 def check_engine(config: RunConfig, overrides: Sequence[str]) -> None:
-    """Raise ConfigError for a typed engine with weights of its own; a run's own is replaced."""
+    """Raise ConfigError for a typed engine with weights of its own; a saved run's is replaced."""
     typed = typed_engine(overrides)
     if typed is not None and spec_of(config.engine).own_weights:
         raise ConfigError(
@@ -77,30 +77,31 @@ def play(config: RunConfig, args: Namespace, folder: Path | None) -> int:
     `folder`: the run of `run=`; None for a model without a run.
     """
     if spec_of(config.engine).own_weights and config.rollout.structured_calls:
-        # Set for an engine with grammars, in whose place engine=transformers samples here.
+        # The run's engine has grammars. engine=transformers, which replaces it here, has none.
         config = replace(config, rollout=replace(config.rollout, structured_calls=False))
     console = Console(highlight=False, soft_wrap=True)
     with asyncio.Runner() as runner:
-        table = Table(console, config, args, folder)
+        session = Session(console, config, args, folder)
         try:
             with no_collections():
-                runner.run(table.open())
+                runner.run(session.open())
             for line in _lines(console):
                 try:
-                    if not runner.run(table.take(line)):
+                    if not runner.run(session.handle(line)):
                         break
                 except KeyboardInterrupt:
-                    runner.run(table.reset())
-                    table.print("interrupted; the next message begins a new conversation", "yellow")
+                    runner.run(session.reset())
+                    text = "interrupted; the next message begins a new conversation"
+                    session.print(text, "yellow")
                 except EngineDead:
                     raise
                 except (AgenttrainError, OSError, ValueError) as error:
-                    runner.run(table.reset())
-                    table.print(f"{error}; the next message begins a new conversation", "red")
+                    runner.run(session.reset())
+                    session.print(f"{error}; the next message begins a new conversation", "red")
         except (AgenttrainError, OSError, ValueError) as error:
             raise ConfigError(str(error)) from error
         finally:
-            runner.run(table.close())
+            runner.run(session.close())
     return 0
 
 
@@ -122,7 +123,7 @@ def _lines(console: Console) -> Iterator[str]:
 
 
 class Player:
-    """One model at the table, with its conversation."""
+    """One model that answers, with its conversation."""
 
     def __init__(self, name: str, components: Components, engine: Engine, console: Console) -> None:
         from agenttrain.chat.streaming import TextStream
@@ -143,18 +144,18 @@ class Player:
         )
         self._stream = partial(TextStream, components.chat.decode)
         self._text = self._stream()
-        self._fresh = True
-        """The cursor is at the beginning of a line."""
+        self._at_line_start = True
+        """True if the cursor is at the beginning of a line."""
 
     async def ask(self, task: Task, text: str | None, number: int) -> None:
-        """Let the model answer; `task` begins conversation `number`, `text` continues one."""
+        """Let the model answer `text`, or `task` if that begins conversation `number`."""
         from agenttrain.engines.base import Streaming
         from agenttrain.rollout.config import RolloutRequest
         from agenttrain.rollout.conversation import Conversation
 
         config = self.components.config
         if self.conversation is None:
-            # The players share tools, which know a rollout by its id.
+            # Tools, which the players share, tell rollouts apart by their ids.
             session = f"play-{number}-{self.name.partition(' ')[0]}"
             seed = derive_seed(config.seed, "play", number)
             sampling = config.eval.sampling(seed)
@@ -174,8 +175,8 @@ class Player:
         self._end_line()
 
     @property
-    def over(self) -> StopReason | None:
-        """Reason why the conversation has ended; None: it goes on, or there is none."""
+    def stop_reason(self) -> StopReason | None:
+        """Reason why the conversation has ended; None while it goes on, or without one."""
         return None if self.conversation is None else self.conversation.stop_reason
 
     async def reset(self) -> None:
@@ -232,16 +233,16 @@ class Player:
     def _write(self, text: str, style: str) -> None:
         if text:
             self.console.print(Text(printable(text), style), end="")
-            self._fresh = text.endswith("\n")
+            self._at_line_start = text.endswith("\n")
 
     def _end_line(self) -> None:
-        if not self._fresh:
+        if not self._at_line_start:
             self.console.print()
-        self._fresh = True
+        self._at_line_start = True
 
 
-class Table:
-    """Everybody who takes part: the person, and one agent or, with `step=0`, two."""
+class Session:
+    """A session of `play`: one model or, with `step=0`, also the model before training."""
 
     def __init__(
         self, console: Console, config: RunConfig, args: Namespace, folder: Path | None
@@ -275,21 +276,22 @@ class Table:
             assert self.folder is not None
             path, revision, init = first_model(run_of(self.folder))
             model = replace(config.model, path=path, revision=revision, init=init)
-            first = replace(config, model=model)
-            shared = (components.toolbox, components.environments)
-            others = Components(first, "play", tools=shared)
+            untrained = replace(config, model=model)
+            tools = (components.toolbox, components.environments)
+            untrained_components = Components(untrained, "play", tools=tools)
+            engine = sampling_engine(untrained)
             self.players[0].name = "after training"
             self.players.append(
-                Player("before training", others, sampling_engine(first), self.console)
+                Player("before training", untrained_components, engine, self.console)
             )
-        tools = [*components.toolbox.names, *components.environments.tool_names]
+        tool_names = [*components.toolbox.names, *components.environments.tool_names]
         self.print(f"model  {config.model.path}")
-        self.print(f"tools  {', '.join(tools) or 'none'}")
+        self.print(f"tools  {', '.join(tool_names) or 'none'}")
         self._print_row()
         self.print("a line is a message; " + "  ".join(COMMANDS))
 
-    async def take(self, line: str) -> bool:
-        """Do what a line says; return False if it ends the program."""
+    async def handle(self, line: str) -> bool:
+        """Send a message or run a /command; return False if it ends the program."""
         command, _, argument = line.strip().partition(" ")
         if not command:
             return True
@@ -338,18 +340,18 @@ class Table:
             await player.reset()
 
     async def _say(self, text: str | None) -> None:
-        """Send a message, None for the row's own, to every player in turn."""
+        """Send a message to every player in turn; None sends the row's own question."""
         task = self._task()
         if text is not None:
             first = [m for m in task.messages[:1] if m["role"] == "system"]
             task = replace(task, messages=(*first, {"role": "user", "content": text}))
         self._conversations += 1
         for player in self.players:
-            if player.over is not None:
+            if player.stop_reason is not None:
                 await player.reset()
             self._head(player)
             await player.ask(task, text, self._conversations)
-            if (reason := player.over) is not None:
+            if (reason := player.stop_reason) is not None:
                 assert player.conversation is not None
                 rollout = player.conversation.rollout
                 error = f": {rollout.error}" if rollout is not None and rollout.error else ""
@@ -360,7 +362,7 @@ class Table:
             self.console.print(Text(f"── {player.name}", "bold magenta"))
 
     def _task(self) -> Task:
-        """Return the task of the row, without what a demonstration answers."""
+        """Return the task of the row, without a demonstration's answers. Raises ConfigError."""
         assert self._components is not None
         splits = self._components.tasks
         key, source = list(splits.by_key.items())[-1]

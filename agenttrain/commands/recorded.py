@@ -35,7 +35,7 @@ def recorded_rubric(
     records: Iterable[Mapping[str, Any]],
     tasks: Iterable[Task] = (),
 ) -> Rubric:
-    """Build the rewards of `config` for recorded rollouts of these tasks, without any tool.
+    """Build the rewards of `config` for recorded rollouts of `tasks`, without building tools.
 
     Raises ValueError for a reward on a tool that the run did not have, if its tools.json exists. An
     outside agent has tools of its own, which cannot be checked.
@@ -47,10 +47,10 @@ def recorded_rubric(
     declared = read_declared(folder)
     if declared is not None and not config.agent.outside:
         toolbox, environments = declared
-        own = [
+        row_tools = [
             tool.name for task in tasks for tool in task.tools or () if isinstance(tool, RowTool)
         ]
-        rubric.check_tools({*toolbox.names, *environments.tool_names, *own})
+        rubric.check_tools({*toolbox.names, *environments.tool_names, *row_tools})
     return rubric
 
 

@@ -35,16 +35,13 @@ def replay(args: Namespace) -> int:
     """
     folder, step, trust = args.folder, args.step, args.trust == "true"
     live = args.tools == "live"
-    whole_step = step is None and args.rollout is None and not live
-    crash = _crash_stage(folder) if whole_step else None
+    # Options that choose rollouts replay those of a crash bundle instead of its failed stage.
+    chooses_rollouts = step is not None or args.rollout is not None or live
+    crash = None if chooses_rollouts else _crash_stage(folder)
+    runs = STAGES[crash] if crash is not None else ("data", "rollout")
     # With the schemas in tools.json no code of tools has to run.
-    declared = not live and (folder / "tools.json").is_file()
-    if crash is not None:
-        runs = STAGES[crash]
-    else:
-        runs = (
-            ("data", "rollout") if declared else ("data", "rollout", "tools", "environment", "user")
-        )
+    if crash is None and (live or not (folder / "tools.json").is_file()):
+        runs = (*runs, "tools", "environment", "user")
     with hydra_session(Source()):
         config = saved_settings(f"replay {folder}", folder, Source(), runs=runs, trust=trust).config
     with refusing():
@@ -76,7 +73,10 @@ def _crash_stage(folder: Path) -> str | None:
 
 
 def rescore(args: Namespace, overrides: Sequence[str]) -> int:
-    """Score stored rollouts anew; print both means, and write every rollout's with `--to`."""
+    """Score stored rollouts with another reward; print the old and the new mean.
+
+    `--to` writes the rewards of every rollout. Returns the exit code; raises ConfigError.
+    """
     settings, trust = take_trust(overrides)
     if not any(text.startswith("reward") for text in settings):
         raise ConfigError("reward: by which one? add reward=[…]")

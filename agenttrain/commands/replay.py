@@ -31,7 +31,7 @@ from agenttrain.rollout.config import OnToolFailure, RolloutRequest
 from agenttrain.rollout.declared import read_declared
 from agenttrain.rollout.demonstration import BadDemonstration
 from agenttrain.rollout.loop import run_rollout
-from agenttrain.rollout.recorded import difference as other_rendering
+from agenttrain.rollout.recorded import difference as rendering_difference
 from agenttrain.rollout.recorded import read_again
 from agenttrain.rollout.request import RolloutContext
 from agenttrain.runs.setup import Components, context_of
@@ -76,8 +76,8 @@ UNREPEATABLE = (
     StopReason.max_delegation_depth,
     StopReason.max_delegated_tokens,
 )
-"""Stop reasons that depend on the clock, on a fault or on a sub-agent that did not begin, which no
-file records: only the tokens before the stop are compared."""
+"""Stop reasons with causes that no file records: the clock, a fault, or a sub-agent that did not
+begin. Only the tokens before the stop are compared."""
 BEFORE, AFTER = 8, 24
 """Tokens shown on either side of a difference."""
 
@@ -102,16 +102,16 @@ def replay_rollouts(
             )
         records = [record for record in records if record["rollout_id"] == rollout_id]
     components = Components(config, tools=None if live else read_declared(folder))
-    _ = components.chat  # built first: an error in it is reported before one in the data
+    _ = components.chat  # built first: its error is reported before one of the data
     if read_summary(folder).get("verb") == "sft":
-        return _print_all(records, _demonstrations(components, records), step)
+        return _print_all(records, _demonstration_differences(components, records), step)
     if config.agent.outside:
-        return _print_all(records, _attempts_of_agents(components, records), step)
+        return _print_all(records, _outside_agent_differences(components, records), step)
     tasks = recorded_tasks(config, components.tasks, records, step)
-    lost = [record["task_id"] for record in records if record["rollout_id"] not in tasks]
-    if lost:
+    missing = [record["task_id"] for record in records if record["rollout_id"] not in tasks]
+    if missing:
         raise ConfigError(
-            f"{command} step={step}: task {lost[0]} with its recorded prompt is not in the data "
+            f"{command} step={step}: task {missing[0]} with its recorded prompt is not in the data "
             "now; a replay needs the rows that the run had"
         )
     if step == EVALUATED:
@@ -125,10 +125,13 @@ def replay_rollouts(
     return _print_all(records, differences, step)
 
 
-def _attempts_of_agents(components: Components, records: Sequence[Record]) -> list[str | None]:
-    """Return what differs in each rollout of an outside agent, which is not run again.
+def _outside_agent_differences(
+    components: Components, records: Sequence[Record]
+) -> list[str | None]:
+    """Return for each rollout of an outside agent what differs, or None.
 
-    Its messages are rendered and its turns parsed again, with the tools that the agent sent.
+    The agent is not run again. Its messages are rendered and its turns parsed again, with the tools
+    that it sent.
     """
     chat = components.chat
     differences: list[str | None] = []
@@ -142,14 +145,18 @@ def _attempts_of_agents(components: Components, records: Sequence[Record]) -> li
         first = rollout.trajectories[0]
         schemas = [dict(schema) for schema in first.schemas or ()]
         differences.append(
-            other_rendering(rollout, first.messages, chat, schemas) if rollout.turns else None
+            rendering_difference(rollout, first.messages, chat, schemas) if rollout.turns else None
         )
     return differences
 
 
-def _demonstrations(components: Components, records: Sequence[Record]) -> list[str | None]:
-    """Rebuild the demonstrations of a supervised step from their rows, and return each one's
-    difference from its record."""
+def _demonstration_differences(
+    components: Components, records: Sequence[Record]
+) -> list[str | None]:
+    """Rebuild the demonstrations of a supervised step from their rows.
+
+    Returns for each record what differs from it, or None.
+    """
     source, demonstrate = components.train_tasks, components.demonstrator
     differences: list[str | None] = []
     for record in records:
@@ -176,9 +183,8 @@ def _print_all(records: Sequence[Record], differences: Sequence[str | None], ste
             print(difference)
             continue
         tokens = sum(len(trajectory["token_ids"]) for trajectory in record["trajectories"])
-        stop, note = record["stop_reason"], ""
-        if stop in UNREPEATABLE:
-            note = f" up to its end by {stop}"
+        stop = record["stop_reason"]
+        note = f" up to its end by {stop}" if stop in UNREPEATABLE else ""
         print(
             f"rollout {record['rollout_id']}: identical{note}: {tokens} ids, mask, messages, stop "
             f"reason {stop} ({len(completions(record))} turns, {len(record['tool_calls'])} calls)"
@@ -197,6 +203,7 @@ async def _replay_all(
     *,
     live: bool,
 ) -> list[str | None]:
+    """Replay the records one after the other; return for each what differs, or None."""
     try:
         return [
             difference(
@@ -217,10 +224,7 @@ async def replay(
 
     With `live` the tools run, and an environment is reset with its recorded seeds.
     """
-    engine = RecordedEngine(
-        completions(record),
-        max_context=context_of(config) or sys.maxsize,
-    )
+    engine = RecordedEngine(completions(record), max_context=context_of(config) or sys.maxsize)
     tools, environments = components.toolbox, components.environments
     user = components.user if live else recorded_user(record, task, config, environments)
     if not live:
@@ -251,15 +255,15 @@ def difference(
 ) -> str | None:
     """Describe the first difference between a replayed rollout and its record; None: there is
     none."""
-    made = json.loads(dumps(rollout_record(rollout)))
+    replayed_record = json.loads(dumps(rollout_record(rollout)))
     where = f"rollout {record['rollout_id']}: DIFFERS"
-    recorded, replayed = record["trajectories"], made["trajectories"]
+    recorded, replayed = record["trajectories"], replayed_record["trajectories"]
     for before, after in zip(recorded, replayed, strict=False):
         if before["parent"] != after["parent"]:
             return f"{where}: parent {before['parent']} was recorded, {after['parent']} replayed"
         if before["token_ids"] != after["token_ids"]:
-            return where + _token_difference(before, after, decode, made.get("error"))
-        if _mask(before) != _mask(after):
+            return where + _token_difference(before, after, decode, replayed_record.get("error"))
+        if _sampled_ranges(before) != _sampled_ranges(after):
             return f"{where}: the ids are the same, the mask is not"
         old, new = recorded_messages(before["messages"]), after["messages"]
         for index, (was, now) in enumerate(zip(old, new, strict=False)):
@@ -269,15 +273,16 @@ def difference(
             return f"{where}: {len(old)} messages were recorded, {len(new)} replayed"
     if len(recorded) != len(replayed):
         return f"{where}: {len(recorded)} trajectories were recorded, {len(replayed)} replayed"
-    stops = record["stop_reason"], made["stop_reason"]
-    if stops[0] != stops[1] and stops[0] not in UNREPEATABLE:
-        return f"{where}: stop reason {stops[0]} was recorded, {stops[1]} replayed"
+    old_stop, new_stop = record["stop_reason"], replayed_record["stop_reason"]
+    if old_stop != new_stop and old_stop not in UNREPEATABLE:
+        return f"{where}: stop reason {old_stop} was recorded, {new_stop} replayed"
     return None
 
 
 def _token_difference(
     record: Record, made: Record, decode: Callable[[Sequence[int]], str], error: str | None
 ) -> str:
+    """Describe the first position at which two trajectories have different ids."""
     old, new = record["token_ids"], made["token_ids"]
     pairs = enumerate(zip(old, new, strict=False))
     position = next((i for i, (a, b) in pairs if a != b), min(len(old), len(new)))
@@ -298,17 +303,17 @@ def _token_difference(
     )
 
 
-def _mask(record: Record) -> list[tuple[int, int]]:
+def _sampled_ranges(trajectory: Record) -> list[tuple[int, int]]:
     """Return the [start, end) ranges of sampled tokens; adjacent spans are one range."""
-    mask: list[tuple[int, int]] = []
-    for span in record["spans"]:
+    ranges: list[tuple[int, int]] = []
+    for span in trajectory["spans"]:
         if span["origin"] != Origin.sampled:
             continue
-        if mask and mask[-1][1] == span["start"]:
-            mask[-1] = (mask[-1][0], span["end"])
+        if ranges and ranges[-1][1] == span["start"]:
+            ranges[-1] = (ranges[-1][0], span["end"])
         else:
-            mask.append((span["start"], span["end"]))
-    return mask
+            ranges.append((span["start"], span["end"]))
+    return ranges
 
 
 def recorded_tools(
@@ -319,9 +324,9 @@ def recorded_tools(
     *,
     in_last_turn: Callable[[], bool],
 ) -> tuple[Toolbox, Environments]:
-    """Return doubles for a record's tools and for its environment.
+    """Return a toolbox and environments that repeat what a record holds, and run nothing.
 
-    `in_last_turn` returns whether the rollout has reached its last recorded turn.
+    `in_last_turn` returns True once the replayed rollout has reached its last recorded turn.
     """
     kind = environments.kind_of(task)
     boxes = [toolbox, *([] if kind is None else [environments.toolbox_of(kind)])]
@@ -332,7 +337,7 @@ def recorded_tools(
     ended = record["stop_reason"] in (StopReason.environment_done, StopReason.environment_truncated)
     replies = RecordedReplies(
         messages=tuple(before[len(task.messages) :]),
-        user=_asked(record)[len(task.user_turns) :],
+        user=_user_texts(record)[len(task.user_turns) :],
         reward=record.get("environment_reward"),
         done=lambda: ended and in_last_turn(),
         truncated=record["stop_reason"] == StopReason.environment_truncated,
@@ -343,19 +348,19 @@ def recorded_tools(
 def recorded_user(
     record: Record, task: Task, config: RunConfig, environments: Environments
 ) -> SimulatedUser | None:
-    """Return a double of the simulated user, which is not asked again.
+    """Return a simulated user that repeats its recorded messages.
 
-    None if there was none, or if the double of an environment repeats all of the user's messages.
+    None if the run has no simulated user, or the environment repeats the user's messages.
     """
     if not config.user or environments.kind_of(task) is not None:
         return None
-    texts = iter(_asked(record)[len(task.user_turns) :])
+    texts = iter(_user_texts(record)[len(task.user_turns) :])
     endless = UserSettings(max_turns=LARGEST - 1)
     return SimulatedUser(lambda task, spoken, seed: next(texts, None), endless)
 
 
-def _asked(record: Record) -> list[str]:
-    """Return the user's messages after the prompt."""
+def _user_texts(record: Record) -> list[str]:
+    """Return the texts of the user's messages after the prompt."""
     return [message["content"] for message in added_messages(record) if message["role"] == "user"]
 
 
@@ -370,7 +375,7 @@ class RecordedToolbox(Toolbox):
     ) -> None:
         """Index `results` by the ids of their calls, which may repeat between turns.
 
-        Calls delegate again what `trajectories` say that they delegated.
+        A call that began a sub-agent in `trajectories` begins it again.
         """
         named = [(name, toolbox) for toolbox in toolboxes for name in toolbox.names]
         super().__init__(
@@ -381,11 +386,12 @@ class RecordedToolbox(Toolbox):
         self._results: dict[str, list[ToolResult]] = {}
         for result in results:
             self._results.setdefault(result.call.id, []).append(result)
-        self._begun: dict[str, list[Record]] = {}
+        self._delegated: dict[str, list[Record]] = {}
+        """Call id -> first trajectory of each sub-agent that the call began."""
         for trajectory in trajectories:
             if "delegation" in trajectory and trajectory["parent"] is None:
                 call_id = trajectory["delegation"]["call_id"]
-                self._begun.setdefault(call_id, []).append(trajectory)
+                self._delegated.setdefault(call_id, []).append(trajectory)
 
     async def execute(
         self,
@@ -398,13 +404,13 @@ class RecordedToolbox(Toolbox):
         for call in calls:
             if not self._results.get(call.id):
                 raise ToolUnavailable(f"no result was recorded for the call {call.id} {call.name}")
-            for begun in self._begun.pop(call.id, ()):
-                delegation = begun["delegation"]
-                with suppress(ToolFailure):  # of a limit, as in the recorded rollout
+            for trajectory in self._delegated.pop(call.id, ()):
+                delegation = trajectory["delegation"]
+                with suppress(ToolFailure):  # a limit stopped the recorded sub-agent too
                     await context_of(call).delegate(
-                        prompt_messages(begun),
+                        prompt_messages(trajectory),
                         tools=[schema["function"]["name"] for schema in delegation["schemas"]],
-                        role=begun["role"],
+                        role=trajectory["role"],
                         max_turns=delegation["max_turns"],
                         max_tokens=delegation["max_tokens"],
                     )
@@ -484,7 +490,7 @@ class RecordedEnvironments(Environments):
         self._kind = kind
 
     def kind_of(self, task: Task) -> EnvironmentKind:
-        """Return the only one."""
+        """Return the only kind."""
         return self._kind
 
 
@@ -513,8 +519,10 @@ class RecordedEngine:
         parent: str | None = None,
         images: Sequence[object] = (),
     ) -> Completion:
-        """Return the next completion, whatever the ids and images; raises EngineError if none is
-        left or it is over budget."""
+        """Return the next completion, whatever the ids and images.
+
+        Raises EngineError if none is left, or if it is longer than `sampling.max_tokens`.
+        """
         if not self._left:
             raise EngineError(f"{session}: another completion is asked for; no more were recorded")
         completion = self._left.pop(0)

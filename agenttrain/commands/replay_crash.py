@@ -22,10 +22,7 @@ from agenttrain.types import Rollout, Task
 
 
 def replay_crash(config: RunConfig, bundle: Path) -> int:
-    """Repeat the stage that failed and print the outcome.
-
-    Returns exit code 0 for the same culprits, 1 for others or none.
-    """
+    """Repeat the stage that failed; return exit code 0 for the same culprits, else 1."""
     crash = json.loads((bundle / "crash.json").read_text(encoding="utf-8"))
     print(f"recorded  {crash['error']}")
     try:
@@ -47,8 +44,7 @@ def _rollouts(bundle: Path, step: int, tasks: Mapping[str, Task]) -> list[Rollou
     records = step_records(bundle, step, f"replay {bundle}")
     return [
         read_rollout(
-            record,
-            tasks.get(record["rollout_id"]) or Task(task_id=record["task_id"], messages=()),
+            record, tasks.get(record["rollout_id"]) or Task(task_id=record["task_id"], messages=())
         )
         for record in records
     ]

@@ -47,9 +47,9 @@ class Rescored:
 def rescore(config: RunConfig, folder: Path, *, step: int | None, to: Path | None) -> int:
     """Score the rollouts of a step, or of all, with `config.reward`, and print both means.
 
-    One JSON object per rollout goes to the file `to`; rollouts that failed stay unscored. Returns
-    exit code 0. Raises ConfigError for steps that were not recorded and for rows that the data no
-    longer has, RewardError if a reward function fails.
+    One JSON object per rollout goes to the file `to`; failed rollouts are not scored. Returns exit
+    code 0. Raises ConfigError for steps that were not recorded and rows that the data no longer
+    has, RewardError if a reward function fails.
     """
     command = f"rescore {folder}"
     steps = written_steps(folder, command) if step is None else [step]
@@ -58,21 +58,25 @@ def rescore(config: RunConfig, folder: Path, *, step: int | None, to: Path | Non
     tasks = {
         n: recorded_tasks(config, components.tasks, records, n) for n, records in recorded.items()
     }
-    all_tasks = chain(*(of_step.values() for of_step in tasks.values()))
+    all_tasks = chain(*(tasks_by_id.values() for tasks_by_id in tasks.values()))
     rubric = recorded_rubric(config, folder, chain(*recorded.values()), all_tasks)
-    read = [(name, column) for name, columns in rubric.columns.items() for column in columns]
+    columns_read = [
+        (name, column) for name, columns in rubric.columns.items() for column in columns
+    ]
     rows: list[Rescored] = []
     for number, records in recorded.items():
-        known = tasks[number]
-        lost = [record["task_id"] for record in records if record["rollout_id"] not in known]
-        if lost and read:
-            name, column = read[0]
+        step_tasks = tasks[number]
+        missing = [r["task_id"] for r in records if r["rollout_id"] not in step_tasks]
+        if missing and columns_read:
+            name, column = columns_read[0]
             raise ConfigError(
-                f"{command}: reward.{name} reads the column {column}, and task {lost[0]} with its "
-                "recorded prompt is not in the data now; give the data that the run had"
+                f"{command}: reward.{name} reads the column {column}, and task {missing[0]} with "
+                "its recorded prompt is not in the data now; give the data that the run had"
             )
         for record in records:
-            task = known.get(record["rollout_id"]) or Task(task_id=record["task_id"], messages=())
+            task = step_tasks.get(record["rollout_id"]) or Task(
+                task_id=record["task_id"], messages=()
+            )
             old, new = (read_rollout(record, task) for _ in range(2))
             rows.append(Rescored(step=number, old=old, new=new))
     asyncio.run(rubric.score([row.new for row in rows if may_be_scored(row.new)]))
@@ -85,7 +89,7 @@ def rescore(config: RunConfig, folder: Path, *, step: int | None, to: Path | Non
 
 
 def report(rows: Sequence[Rescored]) -> Iterator[str]:
-    """Yield a table of each reward's mean before and now, per step and over all steps.
+    """Yield a table of each reward's old and new mean, per step and over all steps.
 
     The last line has Pearson's correlation of the old and new sums, over the rollouts with both.
     """
@@ -110,11 +114,12 @@ def report(rows: Sequence[Rescored]) -> Iterator[str]:
 
 
 def _means(label: str, rows: Sequence[Rescored], names: Sequence[str]) -> list[str]:
+    """Return a row of the table: label, number of rollouts, old and new mean of each reward."""
     cells = []
     for name in names:
         for new in (False, True):
-            known = [value for value in _column(rows, name, new=new) if value is not None]
-            cells.append(f"{statistics.fmean(known):.4f}" if known else "-")
+            values = [value for value in _column(rows, name, new=new) if value is not None]
+            cells.append(f"{statistics.fmean(values):.4f}" if values else "-")
     return [label, str(len(rows)), *cells]
 
 

@@ -1,9 +1,7 @@
 """Compose, check and start the runs of `train`, `sft` and `eval`; `check` stops before the start.
 
 Settings are composed and checked before anything heavy is imported, so that a mistake costs a
-second and leaves no folder. The run's folder is made from what was composed. The checks themselves,
-and what starts a run, are imported once the settings are composed: half of the mistakes are found
-by then.
+second and leaves no folder.
 """
 
 from __future__ import annotations
@@ -55,10 +53,7 @@ def run_verb(args: Namespace, overrides: Sequence[str]) -> int:
 
 
 def check_verb_settings(args: Namespace, overrides: Sequence[str]) -> int:
-    """Check the settings of a verb; return exit code 1 if a certificate did not pass.
-
-    Raises ConfigError.
-    """
+    """Check the settings of a verb; exit code 1: a certificate did not pass. Raises ConfigError."""
     verb = CHECK if args.target in (None, *LIKE_TRAIN) else args.target
     command = command_of(verb, args, overrides, checks=True)
     return _show(command, args) if args.cfg or args.info or args.hydra_help else _check(command)
@@ -72,7 +67,7 @@ def run(command: Command) -> int:
 
             return resume(command, _compose_one)
         runs = compose_all(command)
-        if problems := _problems(command, runs):
+        if problems := _machine_problems(command, runs):
             raise ConfigError("\n".join(problems))
         from agenttrain.launch.processes import assigned_folder, is_later_node
         from agenttrain.settings.pinning import fetch
@@ -83,21 +78,24 @@ def run(command: Command) -> int:
             for composed in runs:
                 fetch(composed.config, command.verb)
             return sweeps.start(command, runs)
-        folder, composed = assigned_folder(), runs[0]
-        joins = folder is not None or is_later_node(composed.config.distributed)
-        if not joins and command.saved is None:
-            named = named_folder(command.overrides)
-            if named is not None and _holds_run(named) and not command.auto:
-                raise _taken(named)
+        assigned, composed = assigned_folder(), runs[0]
+        joins_run = assigned is not None or is_later_node(composed.config.distributed)
+        if not joins_run and command.saved is None:
+            typed_folder = named_folder(command.overrides)
+            if typed_folder is not None and _holds_run(typed_folder) and not command.auto:
+                raise _folder_is_taken(typed_folder)
             fetch(composed.config, command.verb)  # before the run folder: the download may fail
             return _launch_new(command, composed)
-    if command.saved is not None and folder is None:
+    if command.saved is not None and assigned is None:
         return _continue_run(command, command.saved, composed)
-    return _launch(command, composed, folder or Path(), announce=False)
+    return _launch(command, composed, assigned or Path(), announce=False)
 
 
-def _problems(command: Command, runs: Sequence[Composed]) -> list[str]:
-    """Check files, processes and engines; return the problems of this machine."""
+def _machine_problems(command: Command, runs: Sequence[Composed]) -> list[str]:
+    """Return what this machine lacks for the runs.
+
+    Raises ConfigError for the first problem of their files, processes or engines.
+    """
     from agenttrain.commands.check import check_files
     from agenttrain.launch.processes import check_processes, count_gpus
     from agenttrain.settings.engine_checks import admit_engine
@@ -114,14 +112,16 @@ def _problems(command: Command, runs: Sequence[Composed]) -> list[str]:
 
 
 def _check(command: Command) -> int:
-    """Check the parts of each run; raise their problems together with the machine's and those of
-    the run folder."""
+    """Check the parts of each run; return the exit code.
+
+    Raises ConfigError with all problems: of the parts, the machine and the run folder.
+    """
     with hydra_session(command.source):
         runs = compose_all(command)
-        problems = _problems(command, runs)
+        problems = _machine_problems(command, runs)
     folder = None if command.saved or command.sweep else named_folder(command.overrides)
     if folder is not None and _holds_run(folder):
-        problems.append(str(_taken(folder)))
+        problems.append(str(_folder_is_taken(folder)))
     from agenttrain.commands.check import check
 
     try:
@@ -134,24 +134,25 @@ def _check(command: Command) -> int:
 
 
 def _show(command: Command, args: Namespace) -> int:
-    """Print the composed settings (`--cfg`), or what Hydra says of itself."""
+    """Print the composed settings (`--cfg`), or Hydra's help or information about itself."""
     with hydra_session(command.source):
         if args.hydra_help or args.info:
             print_info(args.info, command.overrides, command.source)
             return 0
         raw = compose_raw(command.overrides, command.source, with_hydra=True)
+        # `--cfg hydra` prints Hydra's section alone, `--cfg job` every other one.
         sections = [str(key) for key in raw if (key == "hydra") == (args.cfg == "hydra")]
         shown = raw if args.cfg == "all" else OmegaConf.masked_copy(raw, sections)
-        package = None if args.package == "_global_" else args.package
-        part = shown if package is None else OmegaConf.select(shown, package)
+        section = None if args.package == "_global_" else args.package
+        part = shown if section is None else OmegaConf.select(shown, section)
         if part is None:
-            raise ConfigError(f"--package {package}: there is no such section")
+            raise ConfigError(f"--package {section}: there is no such section")
         if not isinstance(part, Container):
             print(hide_secrets(str(part)))
             return 0
         if args.resolve:
             OmegaConf.resolve(part)
-        head = "" if package is None else f"# @package {package}\n"
+        head = "" if section is None else f"# @package {section}\n"
         print(hide_secrets(head + OmegaConf.to_yaml(part)), end="")
     return 0
 
@@ -238,7 +239,7 @@ def _compose_one(overrides: Sequence[str], command: Command) -> Composed:
 
 
 def _continue_run(command: Command, saved: Path, composed: Composed) -> int:
-    """Resume or evaluate a run in its folder; a finished run says how it could go on."""
+    """Evaluate a saved run, or resume it; if it is finished, print how to train it further."""
     from agenttrain.settings.saved import finished_steps, run_of, stopped_when
     from agenttrain.training.config import Schedule
 
@@ -248,7 +249,7 @@ def _continue_run(command: Command, saved: Path, composed: Composed) -> int:
             if text.startswith(RUN_DIR):
                 folder = Path(text.removeprefix(RUN_DIR))
         if _holds_run(folder):
-            raise _taken(folder)
+            raise _folder_is_taken(folder)
         check_writable(folder, f"{RUN_DIR}{folder}", f"name another folder: {RUN_DIR}…")
         return _launch(command, composed, folder)
     steps, stop_when = finished_steps(saved), composed.config.stop_when
@@ -282,7 +283,7 @@ def _holds_run(folder: Path) -> bool:
     return (folder / "config.yaml").exists()
 
 
-def _taken(folder: Path) -> ConfigError:
+def _folder_is_taken(folder: Path) -> ConfigError:
     return ConfigError(
         f"{RUN_DIR}{folder}: holds a run already; resume={quote(str(folder))} goes on with it, "
         "another name starts a new one"
@@ -296,7 +297,7 @@ def _launch_new(command: Command, composed: Composed) -> int:
         if _holds_run(folder) and command.auto:  # another node has begun it in the meantime
             composed.config.resume = str(folder)
         if _holds_run(folder) and composed.config.resume is None:
-            raise _taken(folder)
+            raise _folder_is_taken(folder)
         check_writable(folder, f"{RUN_DIR}{folder}", f"name another folder: {RUN_DIR}…")
         return _launch(command, composed, folder)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from agenttrain.utils.json_schema import COMBINED, SchemaResolver
 
-DEEP = 6
-"""Depth of a schema from which the smallest value is taken."""
+MAX_DEPTH = 6
+"""Nesting of schemas from which on the smallest value is taken."""
 
 
 def example(
@@ -21,19 +21,18 @@ def example(
     resolver: SchemaResolver | None = None,
     depth: int = 0,
 ) -> Any:
-    """Return a value that fits a JSON schema, which is a part of the resolver's; texts are `words`.
+    """Return a value that fits a JSON schema (or a part of the resolver's); texts are of `words`.
 
-    Without `rng` it is the plainest one: the first of several options, no optional properties.
-
-    `depth` counts the schemas around this one: from DEEP on the smallest value is taken, so that a
-    schema that contains itself ends.
+    Without `rng` it takes the first of several options, and no optional properties. `depth` counts
+    the schemas around this one: from MAX_DEPTH on the value is the smallest, so that a schema that
+    contains itself ends.
 
     Example: ``{"type": "object", "properties": {"n": {"type": "integer", "minimum": 3}},
     "required": ["n"]}`` -> ``{"n": 7}``. Patterns and formats of texts are not followed.
     """
     resolver = SchemaResolver(schema) if resolver is None else resolver
     value = partial(example, words=words, rng=rng, resolver=resolver, depth=depth + 1)
-    deep = depth >= DEEP
+    deep = depth >= MAX_DEPTH
 
     def pick(choices: Sequence[Any]) -> Any:
         return choices[0] if rng is None else rng.choice(choices)
@@ -60,12 +59,14 @@ def example(
                 if name in required or (rng and not deep and rng.random() < 0.5)
             }
         case "array":
-            least = schema.get("minItems", 0)
+            min_items = schema.get("minItems", 0)
             if rng is None:
-                return [value(schema.get("items", {}))] * max(least, not deep)
-            most = least if deep else min(schema.get("maxItems", least + 2), least + 2)
+                return [value(schema.get("items", {}))] * max(min_items, not deep)
+            max_items = (
+                min_items if deep else min(schema.get("maxItems", min_items + 2), min_items + 2)
+            )
             items = schema.get("items", {})
-            return [value(items) for _ in range(rng.randint(least, most))]
+            return [value(items) for _ in range(rng.randint(min_items, max_items))]
         case "integer" | "number":
             # Strictly between exclusive bounds: a step of 1, or of a part of the range.
             above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")

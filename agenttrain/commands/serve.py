@@ -30,8 +30,8 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 def serve(config: RunConfig, args: Namespace, *, engine_named: bool = False) -> int:
     """Answer requests until SIGTERM or Ctrl-C; return the exit code. Raises ConfigError.
 
-    An engine with a server of its own serves by it. Where that is not installed: an error if the
-    command names the engine (`engine_named`); in the place of a run's own comes our front.
+    An engine with a server of its own serves by it. If that is not installed, the command must not
+    name the engine (`engine_named`), and our own server answers.
     """
     from agenttrain.serving.app import listen
 
@@ -74,6 +74,7 @@ def serve(config: RunConfig, args: Namespace, *, engine_named: bool = False) -> 
 
 
 def _load_chat(config: RunConfig) -> Chat:
+    """Return the chat of the model's tokenizer, once the model's folder is verified."""
     from transformers import AutoTokenizer
 
     from agenttrain.runs.sampling import verify_model
@@ -86,7 +87,7 @@ def _load_chat(config: RunConfig) -> Chat:
 
 
 def _serve_here(config: RunConfig, args: Namespace, listener: socket) -> None:
-    """Serve by our own front, whose engine samples in this process."""
+    """Serve by our own server, whose engine samples in this process."""
     from agenttrain.runs.sampling import sampling_engine
     from agenttrain.serving.answers import ChatServer
     from agenttrain.serving.app import build_app, run

@@ -35,7 +35,7 @@ def servers(args: Namespace) -> int:
 
 
 def _print(folder: Path, status: dict[str, Any]) -> None:
-    """Print a table, how those ended that do not serve, and the ends of the logs."""
+    """Print the table of servers, how they ended, and the last lines of their logs."""
     console = Console(highlight=False)
     age = max(time.time() - status["time"], 0)
     if status["ended"]:
@@ -47,8 +47,8 @@ def _print(folder: Path, status: dict[str, Any]) -> None:
     console.print(f"{folder}: {note}", soft_wrap=True)
     table = Table(box=None, pad_edge=False)
     for column in COLUMNS:
-        right = column in ("version", "in flight", "completions", "boot")
-        table.add_column(column, justify="right" if right else "left", no_wrap=True)
+        is_number = column in ("version", "in flight", "completions", "boot")
+        table.add_column(column, justify="right" if is_number else "left", no_wrap=True)
     for row in status["servers"]:
         version = "-" if row["version"] is None else str(row["version"])
         numbers = [version, *(str(row[key]) for key in ("requests", "completions", "boot"))]

@@ -136,7 +136,7 @@ def all_settings(cls: type = RunConfig, prefix: str = "") -> Iterator[Setting]:
 
 
 def _of_choices(section: str, description: str) -> Iterator[Setting]:
-    """Yield the choice itself, then the keys of all choices, one for each default of a key."""
+    """Yield the setting of the choice, then each key of all choices once for each default."""
     classes = choices()[section]
     yield Setting(
         key=f"{section}.name",
@@ -153,8 +153,8 @@ def _of_choices(section: str, description: str) -> Iterator[Setting]:
                 setting = _setting(cls, field, get_type_hints(cls)[name], f"{section}.{name}")
                 same.setdefault(setting, []).append(f"{section.replace('.', '/')}={option}")
         for setting, owners in same.items():
-            some = () if len(owners) == len(classes) else tuple(owners)
-            yield replace(setting, choices=some)
+            in_all = len(owners) == len(classes)
+            yield replace(setting, choices=() if in_all else tuple(owners))
 
 
 def _sections(cls: type) -> Iterator[type]:
@@ -165,6 +165,7 @@ def _sections(cls: type) -> Iterator[type]:
 
 
 def _setting(cls: type, field: Field[Any], hint: Any, key: str) -> Setting:
+    """Return the setting `key`, a field of the settings class `cls` with the annotation `hint`."""
     info = getattr(cls, "__pydantic_fields__", {}).get(field.name)
     made = field.default_factory() if field.default_factory is not MISSING else field.default
     default = getattr(made, "default", made)  # pydantic leaves its own description of a field
@@ -203,7 +204,7 @@ def _description(cls: type, name: str) -> str:
 
 @cache
 def _field_texts(cls: type) -> Mapping[str, str]:
-    """Return field or enum member -> the text under it, for those that a class itself declares.
+    """Map each field or enum member that a class itself declares to its docstring.
 
     pydantic's `use_attribute_docstrings` would read all sources whenever a setting is composed.
     """
@@ -269,7 +270,7 @@ def json_schema() -> dict[str, Any]:
             definition = definitions[option["$ref"].rpartition("/")[2]]
             same = definition["properties"].get("name", {}).get("enum", [])
             definition["properties"] |= {"name": {"enum": [*same, name]}}
-        # One from outside the package: its keys are its own.
+        # A choice from outside the package has other keys.
         outside = {"type": "object", "required": ["_target_"]}
         parent["properties"][key]["anyOf"] = [
             *{option["$ref"]: option for option in options}.values(),

@@ -36,7 +36,7 @@ OF_A_FOLDER = ("chat_template", "path", "response_schema", "schema_path", "no_to
 
 
 def templates(options: argparse.Namespace) -> int:
-    """Print the table, or a certificate.
+    """Print the table, or a tokenizer's certificate.
 
     Exit code: 0, 1 for a template without certificate, 2 if it cannot be read.
     """
@@ -127,8 +127,6 @@ COLUMNS = {
     "reasoning": "past reasoning",
     "certificate": "certificate",
 }
-
-
 EXAMPLE_TOOLS: tuple[dict, ...] = tuple(
     {
         "type": "function",
@@ -170,7 +168,7 @@ class TableRow:
 
 
 def rows() -> list[TableRow]:
-    """Return all known families by name: certified now, or as shipped if a template is missing."""
+    """Return a row for each known family: certified now, or as shipped if a template is missing."""
     shipped = recorded()
     return [
         shipped[name]
@@ -190,10 +188,7 @@ def recorded() -> dict[str, TableRow]:
 
 
 def record() -> None:
-    """Certify all families and write the table to be shipped.
-
-    Raises ChatError if a stock template is missing.
-    """
+    """Certify all families and write the shipped table; raises ChatError without a template."""
     for name, family in families().items():
         for source in _sources(family):
             if original(source) is None:
@@ -331,8 +326,10 @@ def originals_folder() -> Path | None:
 
 
 def original(name: str) -> str | None:
-    """Return the text of a stock template, e.g. `qwen3`, `mistral_common:v7` or `own:dbrx`; None if
-    it is not installed."""
+    """Return the text of a stock template, or None if it is not installed.
+
+    Examples of names: `qwen3`, `mistral_common:v7`, `own:dbrx`.
+    """
     if name in OWN:
         return OWN[name]
     folder = originals_folder()

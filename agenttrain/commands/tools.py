@@ -51,11 +51,8 @@ def show(
     listed = [{**tool, "environment": name} for name, box in tools.items() for tool in box]
     reports = [
         {
-            "name": result.call.name,
-            "arguments": result.call.arguments,
-            "content": result.content,
-            "error": result.error,
-            "seconds": result.seconds,
+            **{"name": result.call.name, "arguments": result.call.arguments},
+            **{"content": result.content, "error": result.error, "seconds": result.seconds},
         }
         for result in results
     ]
@@ -95,14 +92,14 @@ async def _try(
         tools_of = f"row {task.task_id}" if named else "the first row"
         results = await _call(toolbox, environments, calls, task, tools_of)
         tools = RowTools(task, toolbox, environments)
-        results = [_as_read(result, tools, components) for result in results]
+        results = [_clipped(result, tools, components) for result in results]
         return RowTools(task, toolbox, environments) if named else None, results
     finally:
         await components.aclose()
 
 
-def _as_read(result: ToolResult, tools: RowTools, components: Components) -> ToolResult:
-    """Return the result with the text that the model reads, clipped as in a rollout."""
+def _clipped(result: ToolResult, tools: RowTools, components: Components) -> ToolResult:
+    """Return the result with its text clipped as in a rollout, as the model reads it."""
     limit = tools.limits(result.call.name).max_result_tokens
     limit = limit or components.config.rollout.max_result_tokens
     if len(result.content.encode()) <= limit:  # a token has a byte or more: no tokenizer is needed
@@ -163,7 +160,7 @@ async def _call(
             for turn, call in enumerate(calls)
         }
         for call in calls:
-            results += await tools.execute([call], lambda one: contexts[one.id])
+            results += await tools.execute([call], lambda executed: contexts[executed.id])
         await toolbox.release("try")
     finally:
         await end_episode(rollout, episode)

@@ -136,7 +136,7 @@ class VerbParser(ArgumentParser):
         """Return the arguments and the settings among the words; raises ConfigError."""
         arguments, settings = self._divide(words)
         if settings and self.verb.settings is None:
-            raise ConfigError(self._unknown(settings[0]))
+            raise ConfigError(self._unknown_message(settings[0]))
         parsed = self.parse_intermixed_args(arguments)
         if misplaced := getattr(parsed, "settings", None):
             if misplaced[0] in VERBS:
@@ -149,33 +149,36 @@ class VerbParser(ArgumentParser):
         return parsed, settings
 
     def _divide(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Return the words for argparse, and the settings."""
-        options, used = self.options, set[str]()
+        """Return the words for argparse (options, their values, arguments), and the settings."""
+        options, seen = self.options, set[str]()
         arguments: list[str] = []
         settings: list[str] = []
-        left = deque(words)
-        while left:
-            word = left.popleft()
+        remaining = deque(words)
+        while remaining:
+            word = remaining.popleft()
             name, equals, value = word.partition("=")
-            spelled = name if word.startswith("-") else _option_name(name) if equals else ""
-            option = options.get(spelled)
+            option_name = name if word.startswith("-") else _option_name(name) if equals else ""
+            option = options.get(option_name)
             if option is not None and option.nargs != 0:
-                if option.dest in used and not isinstance(option, _AppendAction):
+                if option.dest in seen and not isinstance(option, _AppendAction):
                     raise ConfigError(f"{word}: {option.option_strings[0]} is there already")
-                used.add(option.dest)
+                seen.add(option.dest)
                 if equals and not value:
                     raise ConfigError(f"{word}: give {name}= a value, or leave it out")
             if option is not None and equals:  # step=3 is --step=3
-                arguments.append(f"{spelled}={value}")
+                arguments.append(f"{option_name}={value}")
             elif option is not None and option.nargs == "?":
                 # argparse would take any word that follows: a setting, a folder.
-                follows = bool(left) and _may_follow(option, left[0])
-                arguments.append(f"{word}={left.popleft() if follows else option.const}")
+                follows = bool(remaining) and _is_optional_value(option, remaining[0])
+                arguments.append(f"{word}={remaining.popleft() if follows else option.const}")
             elif option is not None:
                 number = option.nargs if isinstance(option.nargs, int) else 1
-                arguments += [word, *(left.popleft() for _ in range(min(number, len(left))))]
+                arguments += [
+                    word,
+                    *(remaining.popleft() for _ in range(min(number, len(remaining)))),
+                ]
             elif word.startswith("-") and word != "-":
-                raise ConfigError(self._unknown(word))
+                raise ConfigError(self._unknown_message(word))
             elif (equals and not self._names_folder(word)) or word.startswith(("+", "~")):
                 settings.append(word)
             else:
@@ -183,11 +186,11 @@ class VerbParser(ArgumentParser):
         return arguments, settings
 
     def _names_folder(self, word: str) -> bool:
-        """Return True for a folder as argument: a sweep's jobs may be called ``seed=1``."""
+        """Return True if `word` is a folder, not a setting: a sweep's job may be ``seed=1``."""
         return bool(self.positionals) and Path(word).is_dir()
 
-    def _unknown(self, word: str) -> str:
-        """Return what is wrong with a word that looks like an option or a setting."""
+    def _unknown_message(self, word: str) -> str:
+        """Return the error for a word that looks like an option or a setting and is none."""
         name, _, value = word.partition("=")
         if self.verb.settings is not None:
             from agenttrain.settings.messages import ELSEWHERE, REMARKS, setting_keys
@@ -211,7 +214,7 @@ class VerbParser(ArgumentParser):
         return f"{word}: is not an option of agenttrain {self.verb.name}{hint}; there are: {listed}"
 
     def error(self, message: str) -> NoReturn:
-        """Raise ConfigError with the option first: ``--rows many: expected …``."""
+        """Raise argparse's error as ConfigError, the option first: ``--rows many: expected …``."""
         name, _, problem = message.removeprefix("argument ").partition(": ")
         option = name.partition("/")[0]  # of --cfg/-c
         if not message.startswith("argument "):
@@ -232,15 +235,15 @@ def _option_name(name: str) -> str:
     return f"--{name.lstrip('-').replace('_', '-')}"
 
 
-def _may_follow(option: Action, word: str) -> bool:
-    """Return True if a word is the value of the option before it, whose value may be left out."""
+def _is_optional_value(option: Action, word: str) -> bool:
+    """Return True if `word` is the value of `option`, whose value may be left out (`--json`)."""
     if option.choices is not None:
         return word in option.choices
     return word.endswith(".json")
 
 
 def _epilog(verb: Verb) -> str:
-    """Return the help below the options: settings, examples, where there is more."""
+    """Return the end of the help: settings, examples and the page of the documentation."""
     parts = []
     examples = {f"agenttrain {words}": meaning for words, meaning in verb.examples.items()}
     for title, rows in (("settings", verb.settings or {}), ("examples", examples)):
@@ -254,9 +257,9 @@ def _epilog(verb: Verb) -> str:
 
 
 def add_settings(parser: ArgumentParser, *, shows: bool = False) -> None:
-    """Add what all verbs share that compose settings.
+    """Add the arguments of every verb that composes settings.
 
-    `shows`: with Hydra's options that print settings in the place of a run.
+    With `shows` they include Hydra's options that print settings instead of starting a run.
     """
     parser.add_argument(
         "settings", nargs="*", metavar=SETTINGS, help="settings, and options of groups"
@@ -283,7 +286,7 @@ def add_settings(parser: ArgumentParser, *, shows: bool = False) -> None:
 
 
 def option_rows(parser: VerbParser) -> dict[str, str]:
-    """Map the options of a parser, as they are written, to their meanings."""
+    """Map each option of a parser, as it is written (``--step N``), to its meaning."""
     rows = {}
     for action in dict.fromkeys(parser.options.values()):
         name = max(action.option_strings, key=lambda text: text.startswith("--"))
@@ -303,7 +306,7 @@ def add_folder(
 
 
 def add_json(parser: _ActionsContainer) -> None:
-    """Add `--json [FILE]`: None without it, STDOUT, or the file."""
+    """Add `--json [FILE]`. Its value is None without it, STDOUT without a file, or the file."""
     parser.add_argument(
         "--json",
         nargs="?",
@@ -340,13 +343,13 @@ def new_file(text: str) -> Path:
     return path
 
 
-def whole(least: int = 0, most: int | None = None) -> Callable[[str], int]:
-    """Return a type for argparse: a whole number from `least` to `most`."""
+def whole(minimum: int = 0, maximum: int | None = None) -> Callable[[str], int]:
+    """Return a type for argparse: a whole number from `minimum` to `maximum`."""
 
     def read(text: str) -> int:
         number = int(text) if text.isascii() and text.isdecimal() else -1
-        if number < least or (most is not None and number > most):
-            bounds = f"{least} or more" if most is None else f"from {least} to {most}"
+        if number < minimum or (maximum is not None and number > maximum):
+            bounds = f"{minimum} or more" if maximum is None else f"from {minimum} to {maximum}"
             raise bad_value(text, f"expected a whole number, {bounds}")
         return number
 
@@ -377,7 +380,7 @@ def one_of(*names: str) -> Callable[[str], str]:
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Raise errors of the user's settings, files and data as ConfigError, with the same text."""
+    """Raise AgenttrainError, OSError and ValueError of the block as ConfigError, same text."""
     try:
         yield
     except (AgenttrainError, OSError, ValueError) as error:
@@ -385,9 +388,9 @@ def refusing() -> Iterator[None]:
 
 
 def write_report(report: Any, file: Path | None) -> bool:
-    """Print or write the report that `--json` asks for; return True if text is to be printed too.
+    """Print or write `report` as `--json` asks; return True if the caller prints its text too.
 
-    Raises ConfigError where the file cannot be written.
+    True without `--json` and with a file. Raises ConfigError for a file that cannot be written.
     """
     text = json.dumps(report, indent=2, ensure_ascii=False)
     if file is None:

@@ -75,6 +75,7 @@ def _first_word(arguments: Sequence[str]) -> int | None:
         name, equals, _ = arguments[position].partition("=")
         if name not in BEFORE:
             return None
+        # `--cfg=job` holds its value; the values of `--cfg job` are the next arguments.
         position += 1 if equals else 1 + BEFORE[name]
     return position if position < len(arguments) else None
 
@@ -555,3 +556,4 @@ _DECLARED = (
     ),
 )
 DECLARED = {verb.name: verb for verb in _DECLARED}
+"""Name -> its verb."""

@@ -73,16 +73,16 @@ class DistributedConfig:
                         f"distributed.{key}={value}: distributed=single is one process; add "
                         "distributed=ddp or distributed=fsdp2"
                     )
-        if self.cpu_offload and self.name is not DistributedName.fsdp2:
-            yield (
-                f"distributed.cpu_offload=true: has no effect with distributed={self.name}; add "
-                "distributed=fsdp2"
-            )
-        if self.shard_within is ShardWithin.node and self.name is not DistributedName.fsdp2:
-            yield (
-                f"distributed.shard_within=node: has no effect with distributed={self.name}; add "
-                "distributed=fsdp2"
-            )
+        by_node = self.shard_within is ShardWithin.node
+        for setting, is_set in (
+            ("cpu_offload=true", self.cpu_offload),
+            ("shard_within=node", by_node),
+        ):
+            if is_set and self.name is not DistributedName.fsdp2:
+                yield (
+                    f"distributed.{setting}: has no effect with distributed={self.name}; add "
+                    "distributed=fsdp2"
+                )
         if self.restarts and self.name is DistributedName.single:
             yield (
                 f"distributed.restarts={self.restarts}: distributed=single has no launcher that "

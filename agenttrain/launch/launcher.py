@@ -1,10 +1,10 @@
 """A run in several processes: one worker per device, on one node or several.
 
-Elastic's agent starts the workers, so that these have no keeper: they call `end_with_parent`. Nor
-could a keeper know which servers outlive a worker (`distributed.restarts`).
-
 The launcher composes and checks the settings, as each worker does again. From then on it only
-watches the workers, passes signals on, and reports which worker stopped first.
+watches the workers, forwards signals, and reports which worker stopped first.
+
+The workers have no keeper, because torch elastic's agent starts them: they call `end_with_parent`.
+Nor could a keeper know which servers outlive a worker (`distributed.restarts`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from agenttrain.utils.temporary import TemporaryFolder
 ELASTIC = (signal.SIGQUIT,)
 """Signals that elastic's agent handles by itself: it stops."""
 ORPHANS_S = 5.0
-"""Seconds for what dead workers have left behind to end."""
+"""Seconds for the orphaned processes of dead workers to end."""
 UNFINISHED = ("running", "interrupted", "failed", None)
 """Statuses that summary.json may hold when a process of the run has died."""
 PEER_GONE = (
@@ -76,10 +76,7 @@ WHY = {
 
 
 def run_workers(command: Command, composed: Composed, folder: Path, program: str) -> int:
-    """Run a command in as many processes as the settings say; return the exit code.
-
-    Raises ConfigError if this machine cannot run as many.
-    """
+    """Run a command in the processes of `distributed`; return the exit code. Raises ConfigError."""
     section = composed.config.distributed
     processes, node = resolve(section), node_rank(section)
     # The launcher has asked the user already whether a saved run's code may run.
@@ -100,8 +97,8 @@ def run_workers(command: Command, composed: Composed, folder: Path, program: str
                     stack.callback(spec.end_servers, folder.resolve())
             stack.callback(os.environ.pop, SERVERS_OWNER)
             adopt_orphans()
-        for left in range(restarts, -1, -1):
-            started = WorkerCommand(
+        for restarts_left in range(restarts, -1, -1):
+            worker_args = WorkerCommand(
                 arguments=arguments,
                 program=program,
                 verb=command.verb,
@@ -110,69 +107,73 @@ def run_workers(command: Command, composed: Composed, folder: Path, program: str
             )
             with TemporaryFolder() as exchange:
                 try:
-                    workers = _run_once(started, section, processes, node, exchange, received)
+                    workers = _run_once(worker_args, section, processes, node, exchange, received)
                 except (NotMet, DistNetworkError, DistStoreError) as error:
                     print(f"agenttrain: {error}", file=sys.stderr)
                     return FAILED
                 finished = _finished(folder) and not had_finished
-                if not left or finished or not _restartable(workers, exchange):
-                    return _verdict(workers, exchange, command.verb, folder, first_node=node == 0)
-                first = _first(workers, exchange)
+                if not restarts_left or finished or not _is_restartable(workers, exchange):
+                    return _report(workers, exchange, command.verb, folder, first_node=node == 0)
+                first = _first_failure(workers, exchange)
             assert first is not None
             saved = newest_first(folder / "checkpoints")
             print(
                 f"agenttrain: {_named(first)} {_how(first, folder)}; the run is restarted from "
                 f"{f'checkpoints/{saved[0].name}' if saved else 'its beginning'} "
-                f"(distributed.restarts={restarts}, {left - 1} left)",
+                f"(distributed.restarts={restarts}, {restarts_left - 1} left)",
                 file=sys.stderr,
             )
             _end_orphans(folder)
             if command.saved is None and (folder / "config.yaml").exists():
                 words = resuming(command.verb).split()
                 arguments = [*words, f"resume={folder.resolve()}", TRUSTED]
-    raise AssertionError("the last start has a verdict")
+    raise AssertionError("unreachable: the last start returns")
 
 
 def _finished(folder: Path) -> bool:
     return read_summary(folder).get("status") == "finished"
 
 
-def _restartable(workers: Workers, exchange: Path) -> bool:
-    """Return True if a worker was killed by a signal or ended by the watchdog, nobody asked it to
-    end, and no other worker had an error of its own, which it would have again."""
-    first = _first(workers, exchange)
+def _is_restartable(workers: Workers, exchange: Path) -> bool:
+    """Return True if a signal or the watchdog ended the first worker, and a restart can help.
+
+    It cannot help if the run was asked to stop, or a worker had an error that it would have again.
+    """
+    first = _first_failure(workers, exchange)
     if first is None or workers.received:
         return False
     crashes = filter(None, (read_crash(exchange, ended.rank) for ended in workers.early))
-    own = any(not (c["of_peer"] or re.search(PEER_GONE, c["error"])) for c in crashes)
-    return not own and (first.code < 0 or first.code == STALLED)
+    has_own_error = any(not (c["of_peer"] or re.search(PEER_GONE, c["error"])) for c in crashes)
+    return not has_own_error and (first.code < 0 or first.code == STALLED)
 
 
 def _end_orphans(folder: Path) -> None:
-    """Kill what dead workers have left behind, their rollout process above all: it would write the
-    journal, and use the GPU, beside the next one. Servers stay."""
-    ways = [spec.server_wrappers for spec in specs().values() if spec.server_wrappers is not None]
-    kept = {number for wrappers in ways for number in wrappers(folder)}
-    end_children(spared=kept, limit_s=ORPHANS_S)
+    """Kill the orphaned processes of dead workers, such as a rollout process, except servers."""
+    list_wrappers = [s.server_wrappers for s in specs().values() if s.server_wrappers is not None]
+    server_pids = {pid for wrappers in list_wrappers for pid in wrappers(folder)}
+    end_children(spared=server_pids, limit_s=ORPHANS_S)
 
 
 def _run_once(
-    started: WorkerCommand,
+    command: WorkerCommand,
     section: DistributedConfig,
     processes: int,
     node: int,
     exchange: Path,
     received: list[signal.Signals],
 ) -> Workers:
-    """Run the workers to their end; raises NotMet. Those that start after a signal of `received`
-    get it."""
-    share = max(len(os.sched_getaffinity(0)) // processes, 1)
-    wanted = {"OMP_NUM_THREADS": str(share), **QUIET}
+    """Start the workers and wait for their end; raises NotMet.
+
+    `received` are the signals of this launcher so far; new ones are added. Workers that start after
+    a signal get it.
+    """
+    threads = max(len(os.sched_getaffinity(0)) // processes, 1)
+    defaults = {"OMP_NUM_THREADS": str(threads), **QUIET}
     if section.name is DistributedName.fsdp2:
-        wanted |= MAPPED_FROM_THE_START
+        defaults |= MAPPED_FROM_THE_START
     if section.nodes == 1:
-        wanted["GLOO_SOCKET_IFNAME"] = "lo"  # a host's own name may lead nowhere
-    added = {name: value for name, value in wanted.items() if name not in os.environ}
+        defaults["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name may not resolve
+    added = {name: value for name, value in defaults.items() if name not in os.environ}
     added[EXCHANGE] = str(exchange)
     os.environ.update(added)  # the workers inherit them
     try:
@@ -180,7 +181,7 @@ def _run_once(
             role="worker",
             local_world_size=processes,
             entrypoint=sys.executable,
-            args=("-u", "-m", "agenttrain.launch.worker", json.dumps(asdict(started))),
+            args=("-u", "-m", "agenttrain.launch.worker", json.dumps(asdict(command))),
             rdzv_handler=meet(section, node),
             max_restarts=0,
             monitor_interval=0.1,
@@ -192,7 +193,7 @@ def _run_once(
             logs_specs=DefaultLogsSpecs(log_dir=str(exchange)),
         )
         workers.received = received
-        # Elastic's own report of a failed worker; `_verdict` prints ours.
+        # Silence elastic's report of a failed worker: `_report` prints ours.
         logging.getLogger(MultiprocessContext.__module__).setLevel(logging.CRITICAL)
         try:
             workers.listen()
@@ -205,27 +206,33 @@ def _run_once(
     return workers
 
 
-def _first(workers: Workers, exchange: Path) -> WorkerEnd | None:
-    """Return the worker that made the others end, of those that ended together the first one that
-    did not end for a peer's sake; None: they finished, or were asked to stop."""
+def _first_failure(workers: Workers, exchange: Path) -> WorkerEnd | None:
+    """Return the worker whose end made the others stop; None if no worker ended early.
 
-    def when(ended: WorkerEnd) -> tuple[bool, bool, float]:
+    Of workers that ended together it is one killed by a signal, else one whose error no peer
+    caused, else the first.
+    """
+
+    def blame(ended: WorkerEnd) -> tuple[bool, bool, float]:
         crash = read_crash(exchange, ended.rank)
         return ended.code >= 0, crash.get("of_peer", False), crash.get("time", time.time())
 
-    return min(workers.early, key=when, default=None)
+    return min(workers.early, key=blame, default=None)
 
 
-def _verdict(workers: Workers, exchange: Path, verb: str, folder: Path, *, first_node: bool) -> int:
-    """Return the run's exit code; print and record what the first rank could not report itself."""
-    first = _first(workers, exchange)
+def _report(workers: Workers, exchange: Path, verb: str, folder: Path, *, first_node: bool) -> int:
+    """Return the run's exit code; print and record what the first rank could not report itself.
+
+    Raises ConfigError if a worker refused to start.
+    """
+    first = _first_failure(workers, exchange)
     if first is None and workers.other_node is None:  # they finished, or were asked to stop
         lowest = min(workers.ended, default=None)
         code = workers.ended[lowest].code if lowest is not None else INTERRUPTED
         if code in (INTERRUPTED, TERMINATED) or code < 0:
             code = INTERRUPTED if signal.SIGINT in workers.received else TERMINATED
         if code != DONE and first_node:
-            _record(folder, {"running": "interrupted"})
+            _set_status(folder, {"running": "interrupted"})
         return code
     crash: dict[str, Any] = {}
     if first is None:
@@ -246,7 +253,7 @@ def _verdict(workers: Workers, exchange: Path, verb: str, folder: Path, *, first
         remedy = "" if verb == "eval" else f". To go on: {again}"
         print(f"agenttrain: {message}; the other processes were stopped{remedy}", file=sys.stderr)
         if first_node:
-            _record(folder, dict.fromkeys(UNFINISHED, "failed"), message)
+            _set_status(folder, dict.fromkeys(UNFINISHED, "failed"), message)
     return first.code if first is not None and first.code > 0 else FAILED
 
 
@@ -262,8 +269,8 @@ def _how(ended: WorkerEnd, folder: Path | None = None, error: str | None = None)
     return how
 
 
-def _record(folder: Path, statuses: dict[str | None, str], error: str | None = None) -> None:
-    """Change the status in summary.json that the first rank had no time to change."""
+def _set_status(folder: Path, statuses: dict[str | None, str], error: str | None = None) -> None:
+    """Replace the status in summary.json by `statuses[status]`, if it is there, and the error."""
     status = read_summary(folder).get("status")
     if status in statuses:
         with suppress(OSError):

@@ -1,8 +1,8 @@
 """The processes of a run: their number, the program that started them, and their crash files.
 
-They are started by `launcher.py`, or by torchrun and similar programs, which describe them in the
-environment (RANK, WORLD_SIZE, MASTER_ADDR, …). A launcher and its workers share a folder, the
-exchange. A rank that fails writes the reason into a crash file there.
+`launcher.py` starts them, or torchrun or a similar program, which describes them in the environment
+(RANK, WORLD_SIZE, MASTER_ADDR, …). A launcher and its workers share a folder, the exchange. A rank
+that fails writes the reason into a crash file there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CRASH = "crash-{rank}.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerCommand:
-    """The launcher's own command line, which each of its workers composes again."""
+    """The launcher's own command line, whose settings each worker composes again."""
 
     arguments: list[str]
     program: str
@@ -65,8 +65,10 @@ def write_crash(exchange: Path, rank: str, error: BaseException) -> None:
 
 
 def read_crash(exchange: Path, rank: int) -> dict[str, Any]:
-    """Return the crash that a rank recorded: `time`, `error` in a line, `trace`, and `of_peer`,
-    True if another rank caused it. Empty if the rank recorded nothing."""
+    """Return the crash that a rank recorded; empty if it recorded none.
+
+    Its keys: `time`, `error` (one line), `trace`, and `of_peer`, True if another rank caused it.
+    """
     try:
         crash: dict[str, Any] = json.loads((exchange / CRASH.format(rank=rank)).read_text())
     except (OSError, ValueError):
@@ -75,10 +77,10 @@ def read_crash(exchange: Path, rank: int) -> dict[str, Any]:
 
 
 def described(error: BaseException) -> tuple[str, str]:
-    """Return an error in a line, and its traceback.
+    """Return an error as one line, and its traceback.
 
     The line is ``ValueError: message``, or only the message of a ConfigError. The traceback is
-    empty for errors of the user's settings, files or data: it would only point into this package.
+    empty for errors of the user's settings, files or data: it would only show this package's code.
     """
     line = f"{type(error).__name__}: {error}".rstrip(": ")
     if isinstance(error, ConfigError):
@@ -121,9 +123,10 @@ def is_rank() -> bool:
 
 
 def assigned_folder() -> Path | None:
-    """Return the folder of a rank's run if another process has made it, else None.
+    """Return the run folder of a rank; None if this process has to make the folder itself.
 
-    Ranks after the first get the current folder: the first one sends them the name later.
+    The first rank gets the launcher's folder. Later ranks get the current folder as placeholder:
+    the first rank sends them the name.
     """
     if not is_rank():
         return None
@@ -133,8 +136,10 @@ def assigned_folder() -> Path | None:
 
 
 def check_processes(command: Command, runs: Sequence[Composed]) -> None:
-    """Raise ConfigError for a run whose processes cannot be started, or differ from those that were
-    started already."""
+    """Raise ConfigError for a run whose processes cannot be started.
+
+    With torchrun, fits the settings to the processes that it has started (`adopt`), or raises too.
+    """
     if started_by_others() and command.sweep:
         raise ConfigError(
             "-m: torchrun starts its processes once, and a sweep needs new ones for each run; "
@@ -154,9 +159,9 @@ def check_processes(command: Command, runs: Sequence[Composed]) -> None:
         section = run.config.distributed
         if command.verb in (*RUNS, CHECK):
             problems += foreign_problems(run.config.training.mixed_precision)
-            alone = section.name is DistributedName.single and not is_rank()
-            if alone and (text := lone_process_problem()):
-                problems.append(text)
+            is_alone = section.name is DistributedName.single and not is_rank()
+            if is_alone and (problem := lone_process_problem()):
+                problems.append(problem)
         if problems:
             raise ConfigError("\n".join(problems))
         if section.nodes > 1 and command.sweep:
@@ -166,30 +171,30 @@ def check_processes(command: Command, runs: Sequence[Composed]) -> None:
             )
         distributed = section.name is not DistributedName.single
         if distributed and command.verb in RUNS and not started_by_others():
-            node_rank(section)
+            node_rank(section)  # raises ConfigError for a node without a number
 
 
 def adopt(composed: Composed, typed: Sequence[str]) -> None:
-    """Fit the settings to the processes that were started; raises ConfigError for a contradiction.
+    """Set `distributed` to the processes that torchrun has started.
 
-    `typed` are the user's overrides. Settings that come from a saved run may differ.
+    Raises ConfigError if one of the `typed` overrides contradicts them. Settings that come from a
+    saved run may differ.
     """
     section = composed.config.distributed
     world = int(os.environ["WORLD_SIZE"])
-    contradicting = [text for text in typed if text.lstrip("+").partition("=")[0] in OWN]
+    typed_settings = [text for text in typed if text.lstrip("+").partition("=")[0] in DECIDED]
     local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
     nodes = max(world // local, 1)
-    other = section.processes not in (None, local) or section.nodes not in (1, nodes)
-    if contradicting and (section.name is DistributedName.single or other):
+    differs = section.processes not in (None, local) or section.nodes not in (1, nodes)
+    if typed_settings and (section.name is DistributedName.single or differs):
         raise ConfigError(
-            f"{' '.join(contradicting)}: {world} processes were started (WORLD_SIZE), {local} on "
+            f"{' '.join(typed_settings)}: {world} processes were started (WORLD_SIZE), {local} on "
             f"each of {nodes} node{'s' if nodes > 1 else ''}; leave it out, or start as many as it "
             "says"
         )
     if section.name is DistributedName.single:
         section.name = DistributedName.ddp
-    # Record what `agenttrain resume=` needs to start the run by itself: torchrun's nodes are left
-    # out.
+    # Record settings with which `agenttrain resume=` can start the run itself, on one node.
     section.processes, section.nodes = local, 1
     section.rendezvous = section.node_rank = None
     composed.plain["distributed"].update(
@@ -202,8 +207,7 @@ MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def lone_process_problem(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return what is wrong if a launcher was to start several processes that share a run, and this
-    one would train alone."""
+    """Return the problem of a process that a launcher should have started with others, or None."""
     remedy = "start agenttrain itself with distributed=ddp distributed.processes=N, or by torchrun"
     if "WORLD_SIZE" in environment:
         return None
@@ -222,8 +226,7 @@ def lone_process_problem(environment: Mapping[str, str] = os.environ) -> str | N
 
 
 def foreign_problems(mixed_precision: str) -> Iterator[str]:
-    """Yield settings of accelerate's launcher that contradict the run's, with the settings to use
-    instead."""
+    """Yield problems of accelerate's environment variables that contradict the run's settings."""
     for variable in FOREIGN:
         if os.environ.get(variable, "false").lower() in ("1", "true"):
             yield f"{variable}={os.environ[variable]}: set distributed=fsdp2 instead"
@@ -239,7 +242,7 @@ def foreign_problems(mixed_precision: str) -> Iterator[str]:
         yield f"ACCELERATE_DYNAMO_BACKEND={backend}: nothing is compiled here; leave it out"
 
 
-OWN = ("distributed", "distributed.name", "distributed.processes", "distributed.nodes")
+DECIDED = ("distributed", "distributed.name", "distributed.processes", "distributed.nodes")
 """Settings that are decided once torchrun or a similar program has started the processes."""
 
 
@@ -252,8 +255,10 @@ def resolve(section: DistributedConfig) -> int:
 
 
 def count_gpus() -> int:
-    """Count this machine's GPUs. torch, which takes seconds to import, is only imported if there is
-    a driver: CUDA's or AMD's."""
+    """Return the number of this machine's GPUs.
+
+    Imports torch, which takes seconds, only if there is a driver of CUDA's or AMD's.
+    """
     if "torch" not in sys.modules:
         try:
             ctypes.CDLL("libcuda.so.1")
@@ -285,7 +290,7 @@ def node_rank(section: DistributedConfig) -> int:
 
 
 def is_later_node(section: DistributedConfig) -> bool:
-    """Return True if another node has the run folder and the terminal."""
-    if started_by_others():  # then the first rank has both, whichever machine it is on
+    """Return True if this launcher is not on the first node, which makes the run folder."""
+    if started_by_others():  # the first rank makes it, whichever machine it is on
         return False
     return section.name is not DistributedName.single and node_rank(section) > 0

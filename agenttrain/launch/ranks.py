@@ -30,8 +30,8 @@ OF_NODE = ("processes", "rendezvous", "node_rank")
 SHOWN = 3
 """Differences that an error lists; one cause may have many."""
 _agreed = Event()
-"""Set once this process has met the other ranks. Not `dist.is_initialized()`: vLLM destroys the
-process group when it closes, and the ranks would meet again after their run, or wait for ever."""
+"""Set once this process has compared settings with the other ranks. `dist.is_initialized()` would
+not do: vLLM destroys the process group when it closes, and the ranks would compare again."""
 
 
 class Disagreement(ConfigError):
@@ -52,11 +52,10 @@ class Proposal:
 
 
 def agree(world: World, own: Proposal) -> Proposal:
-    """Return the first rank's proposal.
+    """Exchange proposals with all ranks, and return the first rank's.
 
-    Raises Disagreement on every rank unless all can run the same.
-
-    Its message: ``optimizer.lr=0.1: the first rank has optimizer.lr=0.2; start every rank with …``
+    Raises Disagreement on every rank if settings differ or a rank has a problem, with a message
+    such as ``optimizer.lr=0.1: the first rank has optimizer.lr=0.2; start every rank with …``.
     """
     _agreed.set()
     first = world.broadcast(own, "the settings")
@@ -66,16 +65,16 @@ def agree(world: World, own: Proposal) -> Proposal:
         if different:
             more = f" and {len(different) - SHOWN} more" if len(different) > SHOWN else ""
             ours = " ".join(f"{key}={value}" for key, _, value in different[:SHOWN])
-            theirs = " ".join(f"{key}={value}" for key, value, _ in different[:SHOWN])
+            first_ranks = " ".join(f"{key}={value}" for key, value, _ in different[:SHOWN])
             problem = (
-                f"{ours}{more}: the first rank has {theirs}; start every rank with the same "
+                f"{ours}{more}: the first rank has {first_ranks}; start every rank with the same "
                 "command line, the same files and the same version of agenttrain"
             )
     problems = world.gather([(problem, socket.gethostname())], "the settings")
     distinct = {text for text, _ in problems if text is not None}
     if not distinct:
         return first
-    if distinct == {first.problem}:  # every rank has it, or it is about the first one's folder
+    if distinct == {first.problem}:  # no other rank has another problem: name no ranks
         raise Disagreement(str(first.problem))
     raise Disagreement(
         "\n".join(
@@ -87,31 +86,30 @@ def agree(world: World, own: Proposal) -> Proposal:
 
 
 def run(command: Command, composed: Composed, folder: Path, *, sweep: bool) -> int:
-    """Do this rank's share of a command and return its exit code.
+    """Agree with the other ranks on the run, and execute it; return the exit code.
 
-    Raises the error that stops it, except for errors of the run on the first rank.
+    Raises the error that stops this rank, except that the first rank's `Run` reports its own.
     """
     config, plain = composed.config, composed.plain
     world = World.start(timeout_s=config.distributed.timeout_s)
-    sections = {name: value for name, value in plain.items() if name != "distributed"}
-    section = {k: v for k, v in plain["distributed"].items() if k not in OF_NODE}
+    other_sections = {name: value for name, value in plain.items() if name != "distributed"}
+    distributed = {k: v for k, v in plain["distributed"].items() if k not in OF_NODE}
     settings = {
-        **sections,
-        "distributed": section,
-        # With resume=auto the first rank's folder counts: another node may not see yet that it
-        # holds a run.
+        **other_sections,
+        "distributed": distributed,
+        # With resume=auto the first rank decides: another node may not yet see the run folder.
         "resume": "auto" if command.auto else config.resume,
         "resume_changed": [str(part) for part in config.resume_changed],
         "verb": command.verb,
         "agenttrain": version("agenttrain"),
     }
     resumes = config.resume is not None
-    first = agree(world, Proposal(settings=settings, folder=str(folder), resumes=resumes))
-    if not first.settings:
+    agreed = agree(world, Proposal(settings=settings, folder=str(folder), resumes=resumes))
+    if not agreed.settings:
         return DONE
-    config.resume = first.folder if first.resumes else None
+    config.resume = agreed.folder if agreed.resumes else None
     if not world.is_main:
-        redirect(Path(first.folder) / "logs" / f"rank-{world.rank}.log")
+        redirect(Path(agreed.folder) / "logs" / f"rank-{world.rank}.log")
         faulthandler.enable()
     from agenttrain.runs.run import Run
 
@@ -119,7 +117,7 @@ def run(command: Command, composed: Composed, folder: Path, *, sweep: bool) -> i
         verb=command.verb,
         config=config,
         plain=plain,
-        folder=Path(first.folder),
+        folder=Path(agreed.folder),
         sweep=sweep,
         words=command.words,
         experiment=tracker_project(command),
@@ -130,7 +128,7 @@ def run(command: Command, composed: Composed, folder: Path, *, sweep: bool) -> i
 def share(command: Callable[[], int]) -> int:
     """Run a command that composes settings and calls `run`; return its exit code.
 
-    If it ends before it calls `run`, the other ranks, which wait for this one, get its error.
+    If it ends without calling `run`, it tells the other ranks, which wait in `agree`.
     """
     if os.environ["RANK"] != "0":
         redirect(Path(os.devnull))  # the first rank prints for all of them
@@ -146,7 +144,7 @@ def share(command: Callable[[], int]) -> int:
 
 
 def redirect(path: Path) -> None:
-    """Append the output of this process from now on to a file, that of C libraries included."""
+    """Redirect standard output and error to the end of a file, also those of C libraries."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -22,11 +22,11 @@ PRINT_S = 30.0
 
 
 class NotMet(AgenttrainError):
-    """Not every node came in time; the message names the missing ones."""
+    """A node did not reach the rendezvous in time; the message names the missing ones."""
 
 
 class Meeting(StaticTCPRendezvous):
-    """Rendezvous for elastic's agent, which starts this node's workers: all nodes have come."""
+    """Completed rendezvous of all nodes, in the form that torch elastic's agent takes."""
 
     def __init__(self, store: TCPStore, host: str, node: int, nodes: int) -> None:
         """Take the first node's store and name, and the numbers of this node and of all."""
@@ -35,21 +35,21 @@ class Meeting(StaticTCPRendezvous):
 
 
 def meet(section: DistributedConfig, node: int) -> Meeting:
-    """Wait for all nodes and return their meeting; a single node takes a free port.
+    """Wait until all nodes have come to `rendezvous`; raises NotMet after `timeout_s`.
 
-    Raises NotMet after `timeout_s`.
+    A single node does not wait, and takes a free port.
     """
     if section.rendezvous is None:
         return Meeting(TCPStore(LOCALHOST, 0, 1, True, multi_tenant=True), LOCALHOST, node, 1)
     host, _, text = section.rendezvous.rpartition(":")
     port = int(text)
     deadline = time.monotonic() + section.timeout_s
-    reachable = node == 0
+    is_reachable = node == 0
     # Wait until the first node listens: torch's own wait ignores signals, and prints a lot.
-    while not reachable:
+    while not is_reachable:
         try:
             socket.create_connection((host, port), timeout=TRY_S).close()
-            reachable = True
+            is_reachable = True
         except OSError as error:
             if time.monotonic() > deadline:
                 raise NotMet(

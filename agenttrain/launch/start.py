@@ -75,13 +75,14 @@ def start(
 
 
 def as_rank(command: Callable[[], int], verb: str) -> int:
-    """Run a command in one of the processes that torchrun started; return the exit code.
+    """Run a command as one of the ranks that torchrun started; return the exit code.
 
-    Raises ConfigError on the first rank. Another rank prints an error that only it has.
+    The first rank raises ConfigError. Other ranks print their errors, except a Disagreement, which
+    the first rank prints.
     """
     rank = int(os.environ["RANK"])
     os.environ.update(QUIET)
-    terminal = unfailing(os.dup(2), hides=True)  # stderr is redirected later
+    terminal = unfailing(os.dup(2), hides=True)  # duplicated, because `redirect` replaces stderr
     with listening() as stop:
         try:
             from agenttrain.launch.ranks import Disagreement, share

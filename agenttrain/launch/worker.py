@@ -28,7 +28,7 @@ the store with it."""
 
 
 def main() -> int:
-    """Run a worker from start to end; return its exit code."""
+    """Run the launcher's command as one rank; return the exit code."""
     protect()
     exchange = Path(os.environ["AGENTTRAIN_EXCHANGE"])
 
@@ -40,16 +40,16 @@ def main() -> int:
 
     launcher = os.getppid()
 
-    def clear() -> None:
-        """Remove the exchange if the launcher, which would, is gone."""
+    def remove_exchange() -> None:
+        """Remove the exchange if the launcher is gone, which would do it otherwise."""
         if os.getppid() != launcher:
             shutil.rmtree(exchange, ignore_errors=True)
 
-    # Without the launcher nothing passes signals on or notices a dead rank.
+    # Without the launcher nobody forwards signals or notices a dead rank.
     end_with_parent(
-        "the launcher of this process is gone: it stops", after_s=RECORD_S, at_end=clear
+        "the launcher of this process is gone: it stops", after_s=RECORD_S, at_end=remove_exchange
     )
-    atexit.register(clear)
+    atexit.register(remove_exchange)
     hear_interrupts()
     with listening() as stop:  # before the slow imports
         stop.passed_on = received_signal
@@ -76,11 +76,8 @@ def main() -> int:
 
 
 def leave(code: int) -> None:
-    """End the process at once, so that nothing changes its exit code.
-
-    Threads of a process group whose other members are gone may abort the interpreter's shutdown.
-    """
-    # With another code, a signal may have interrupted the import of torch, and it fails here.
+    """Exit at once: torch's threads may abort the interpreter's shutdown after a peer's crash."""
+    # After an error torch may be half imported (a signal interrupted it), and importing it fails.
     if code == DONE:
         import torch.distributed as dist
 

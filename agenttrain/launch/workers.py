@@ -1,5 +1,6 @@
-"""The workers of one node under torch elastic's agent: signals reach all of them, and the first one
-that ends too early stops the others.
+"""The workers of one node under torch elastic's agent.
+
+Signals are forwarded to all of them. The first worker that ends early makes the others stop.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 STOP_S = 15.0
 """Seconds until workers that were asked to stop are killed."""
 AGAIN_S = 3.0
-"""Seconds until a worker that still runs when another has stopped is signalled again: it may wait
-for the other one, and asyncio only stops a waiting task at the second Ctrl-C."""
+"""Seconds until running workers are signalled again once another one has stopped. They may wait for
+it, and asyncio only stops a waiting task at the second Ctrl-C."""
 SETTLE_S = 120.0
 """Seconds for the others once a worker has saved and left: one may still be writing."""
 REPORT_S = 3.0
@@ -56,21 +57,22 @@ class Workers(LocalElasticAgent):
         announce: Callable[[str], object],
         **arguments: Any,
     ) -> None:
-        """`describe` returns the text for other nodes about how a worker of this one ended.
+        """`describe` returns the message for other nodes about the end of a worker of this node.
 
-        `announce` gets the name of the signal that the launcher received, before the workers are
-        sent another. The other arguments are elastic's.
+        `announce` gets the name of the signal that the launcher received, before another one is
+        forwarded to the workers. The other arguments are elastic's.
         """
         super().__init__(**arguments)
         self.received: list[signal.Signals] = []
         """Signals that the launcher received."""
         self.early: list[WorkerEnd] = []
-        """Workers that ended unasked, without having finished."""
+        """Workers that ended by themselves before they had finished."""
         self.killed: list[int] = []
         """Ranks that did not end when they were asked to, and were killed."""
         self.other_node: str | None = None
         """The reason why another node stopped."""
         self.ended: dict[int, WorkerEnd] = {}
+        """All workers that have ended, by rank."""
         self._describe = describe
         self._announce = announce
         self._hears_hangup = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
@@ -81,20 +83,21 @@ class Workers(LocalElasticAgent):
         'stop without saving'."""
         self._alone = True
         self._pids: dict[int, int] = {}
-        self._stop_at: float | None = None
-        self._kill_at: float | None = None
-        self._again_at: float | None = None
-        self._check_at = 0.0
+        # Times, by time.monotonic, at which running workers are …
+        self._stop_at: float | None = None  # … asked to stop after a failure,
+        self._again_at: float | None = None  # … signalled again,
+        self._kill_at: float | None = None  # … and killed.
+        self._check_at = 0.0  # The other nodes are checked then.
 
     def listen(self) -> None:
-        """Pass on the signals of this process, except a SIGHUP that nohup ignores."""
+        """Forward the signals of this process, except a SIGHUP that nohup ignores."""
         for number in PASSED_ON:
             ignored = number == signal.SIGHUP and not self._hears_hangup
             with suppress(ValueError):  # only the main thread may handle signals
                 signal.signal(number, signal.SIG_IGN if ignored else self.pass_on)
 
     def pass_on(self, number: int, frame: FrameType | None = None) -> None:
-        """Signal every worker; after Ctrl-C or a second SIGTERM they have to be quick."""
+        """Forward a signal to every worker; Ctrl-C and a second SIGTERM set a time limit."""
         received = signal.Signals(number)
         self.received.append(received)
         insists = received is signal.SIGTERM and self._terms.arrive()
@@ -108,6 +111,7 @@ class Workers(LocalElasticAgent):
         self._signal(self._forwarded)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Start the workers (elastic's hook), and send them a signal that came before."""
         pids = super()._start_workers(worker_group)
         self._alone = worker_group.group_world_size == 1
         self._pids = {w.global_rank: pids[w.local_rank] for w in worker_group.workers}
@@ -117,6 +121,7 @@ class Workers(LocalElasticAgent):
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Check the workers (elastic's hook, every 0.1 s), and send the signals that are due."""
         self._reap()
         self._exchange_failures(worker_group.store)
         now = time.monotonic()
@@ -147,26 +152,26 @@ class Workers(LocalElasticAgent):
                 code = status.si_status if exited else -status.si_status
                 self.ended[rank] = WorkerEnd(rank=rank, pid=pid, code=code)
                 new.append(self.ended[rank])
-        # Not those that finished, or saved their work and left.
+        # Workers that neither finished nor saved their work.
         early = [ended for ended in new if ended.code not in (DONE, PREEMPTED)]
         if self._stop_at is not None or self._kill_at is not None:
-            if self._stop_at is not None:  # none has been signalled yet: they ended by themselves
+            if self._stop_at is not None:  # they were not signalled yet, so ended by themselves
                 self.early += early
             return
-        # Exit codes of workers that obeyed the launcher's signal at once.
-        by_signal = (INTERRUPTED, TERMINATED, *(-number for number in PASSED_ON))
-        if early and not (self.received and all(ended.code in by_signal for ended in early)):
+        signal_codes = (INTERRUPTED, TERMINATED, *(-number for number in PASSED_ON))
+        obeyed = bool(self.received) and all(ended.code in signal_codes for ended in early)
+        if early and not obeyed:
             self.early += early
             killed = any(ended.code < 0 for ended in early)
             self._stop_at = time.monotonic() + (0 if killed else REPORT_S)
-        elif early:  # the others would wait for it in vain
+        elif early:  # the other workers would wait for them in vain
             self._stop_soon()
         elif any(ended.code == PREEMPTED for ended in new):
             at = time.monotonic() + SETTLE_S
             self._kill_at = at if self._kill_at is None else min(self._kill_at, at)
 
     def _exchange_failures(self, store: Any) -> None:
-        """Publish this node's failure to the other nodes, and stop for one of theirs."""
+        """Publish this node's failure to the other nodes, or stop for a failure of another node."""
         now = time.monotonic()
         if self._alone or now < self._check_at or self.other_node:
             return
@@ -183,13 +188,13 @@ class Workers(LocalElasticAgent):
             self._stop_at = now
 
     def _stop_soon(self) -> None:
-        """Set the times at which the running workers are signalled again, and killed."""
+        """Schedule the times at which running workers are signalled again, and killed."""
         now = time.monotonic()
         self._again_at = now + AGAIN_S
         self._kill_at = now + STOP_S if self._kill_at is None else min(now + STOP_S, self._kill_at)
 
     def _signal(self, number: signal.Signals) -> None:
-        """Signal every running worker; SIGKILL also goes to the processes of its session."""
+        """Send every running worker a signal; SIGKILL goes to its whole process group."""
         send = os.killpg if number is signal.SIGKILL else os.kill
         for rank, pid in self._pids.items():
             if rank not in self.ended:

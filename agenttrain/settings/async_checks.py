@@ -12,7 +12,7 @@ from agenttrain.training.config import WeightSyncMode
 
 
 def async_problems(config: RunConfig) -> Iterator[str]:
-    """Yield settings that have no meaning where rollouts are older than the policy."""
+    """Yield settings that do not go with rollouts of an older policy (max_staleness > 0)."""
     ahead = config.async_training.max_staleness
     if not ahead:
         return
@@ -57,7 +57,7 @@ def async_problems(config: RunConfig) -> Iterator[str]:
 
 
 def async_note(config: RunConfig) -> str | None:
-    """Return a warning of a setting that undoes what asynchronous training is for."""
+    """Return a warning about a weight sync that makes asynchronous training wait, or None."""
     ahead, mode = config.async_training.max_staleness, config.weight_sync.mode
     if not ahead or mode is not WeightSyncMode.drain or not run_spec(config).own_weights:
         return None

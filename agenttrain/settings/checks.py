@@ -13,11 +13,7 @@ from dataclasses import dataclass
 from math import isqrt
 from pathlib import Path
 
-from agenttrain.algorithms.config import (
-    CorrectionLevel,
-    CorrectionMode,
-    load_objective,
-)
+from agenttrain.algorithms.config import CorrectionLevel, CorrectionMode, load_objective
 from agenttrain.data.config import HOLD_OUT, ROLLOUT_ROWS, has_test_rows
 from agenttrain.health.config import StopWhenConfig
 from agenttrain.launch.config import DistributedName
@@ -54,10 +50,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class VerbCheck:
-    """A check of settings that are fine by themselves, but not for each verb.
-
-    One that `imports` modules of the user's comes after all others have passed.
-    """
+    """A check of settings that are fine by themselves, but not for each verb."""
 
     problems: Callable[[RunConfig, str, Sequence[str]], Iterator[str]]
     """Called with the settings, the verb, and the overrides that were typed."""
@@ -65,6 +58,7 @@ class VerbCheck:
     skips: tuple[str, ...] = ()
     """Verbs to which the settings do not matter."""
     imports: bool = False
+    """True: it imports modules of the user's, so it runs after all others have passed."""
 
 
 def validate(
@@ -76,7 +70,7 @@ def validate(
     """Raise ConfigError with every problem, one per line.
 
     The model's folder must have the `model_parts`. Once all else is valid, the modules that the
-    sections `code` name are imported, and their parameters checked: leave out sections of a
+    sections `code` name are imported and their parameters checked. Leave out the sections of a
     recorded run whose code the user does not trust.
     """
     checks = (check for check in CHECKS if isinstance(check, Check))
@@ -118,23 +112,23 @@ def _sizes(config: RunConfig) -> Iterator[str]:
 
 
 def _compaction(config: RunConfig) -> Iterator[str]:
-    """Check that a compacted context fits; the length of the request depends on the template."""
+    """Check that a compacted context fits; the tokens of the request itself are not known."""
     rollout, context = config.rollout, config.engine.max_context
     if rollout.compact_at is None or context is None:
         return
     summary = rollout.summary_tokens if rollout.compaction == "summary" else 0
     needed = rollout.compact_at + rollout.max_turn_tokens + summary
     if needed > context:
-        asked = f" and rollout.summary_tokens={summary}" if summary else ""
+        also = f" and rollout.summary_tokens={summary}" if summary else ""
         yield (
             f"rollout.compact_at={rollout.compact_at}: with rollout.max_turn_tokens="
-            f"{rollout.max_turn_tokens}{asked} that is {needed} tokens, and engine.max_context="
+            f"{rollout.max_turn_tokens}{also} that is {needed} tokens, and engine.max_context="
             f"{context}; lower one of them, or raise engine.max_context"
         )
 
 
 def _agent(config: RunConfig) -> Iterator[str]:
-    """Check settings that only the run's own loop reads, and rollouts that wait for one another."""
+    """With an outside agent, check settings that have no effect with it, and its concurrency."""
     agent, rollout = config.agent, config.rollout
     if not agent.outside:
         return
@@ -185,7 +179,7 @@ def _reference(config: RunConfig) -> Iterator[str]:
 
 
 def _texts_and_files(config: RunConfig) -> Iterator[str]:
-    """Check the texts of `data` that other libraries parse, and the names of files."""
+    """Check expressions and templates of `data`, and that the files that settings name exist."""
     expressions = {f"data.map.{name}": text for name, text in config.data.map.items()}
     if config.data.where is not None:
         expressions["data.where"] = config.data.where
@@ -194,15 +188,13 @@ def _texts_and_files(config: RunConfig) -> Iterator[str]:
             compiled(text, key)
         except ValueError as error:
             yield str(error)
-    if config.data.prompt is not None:
-        try:
-            TextTemplate(config.data.prompt, "data.prompt")
-        except ValueError as error:
-            yield str(error)
     teacher = config.algorithm.teacher
-    if teacher is not None and teacher.prompt is not None:
+    prompts = {"data.prompt": config.data.prompt}
+    prompts["algorithm.teacher.prompt"] = None if teacher is None else teacher.prompt
+    for key, prompt in prompts.items():
         try:
-            TextTemplate(teacher.prompt, "algorithm.teacher.prompt")
+            if prompt is not None:
+                TextTemplate(prompt, key)
         except ValueError as error:
             yield str(error)
     template = config.chat_template
@@ -219,7 +211,7 @@ def _texts_and_files(config: RunConfig) -> Iterator[str]:
 
 
 def _updates(config: RunConfig) -> Iterator[str]:
-    """Check the schedule against the steps, formats against each other, and saved adapters."""
+    """Check the schedule against the steps, dtype against mixed precision, and saved adapters."""
     optimizer, model, mixed = config.optimizer, config.model, config.training.mixed_precision
     warmup, steps = optimizer.warmup_steps, config.steps
     if steps <= warmup:
@@ -288,7 +280,7 @@ def _guards(config: RunConfig) -> Iterator[str]:
 
 
 def shared_problems(config: RunConfig) -> Iterator[str]:
-    """Yield settings that contradict the way in which processes share the policy."""
+    """Yield settings that contradict `distributed`, or have no effect with it."""
     mixed = config.training.mixed_precision
     if config.training.offload_during_rollouts and config.distributed.cpu_offload:
         yield (
@@ -309,41 +301,42 @@ def shared_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _environments(config: RunConfig) -> Iterator[str]:
-    """Check that some reward reads the turns' rewards of adapters that give them to turns."""
+    """Check that some reward reads the rewards of an environment with `rewards=turns`."""
     if config.algorithm.turn_credit is not None:
-        return  # the credit of a turn is its reward
-    sections = config.reward.values()
-    targets = [str(one.get("_target_")) for one in sections if isinstance(one, Mapping)]
+        return  # the algorithm reads them
+    rewards = [section for section in config.reward.values() if isinstance(section, Mapping)]
+    targets = [str(section.get("_target_")) for section in rewards]
     if not all(target.startswith(BUNDLED_REWARDS) for target in targets):
         return  # a function of the user's may read them
     for name, section in config.environment.items():
         by_turn = isinstance(section, Mapping) and section.get("rewards") == "turns"
-        ours = by_turn and str(section.get("_target_")).startswith(ADAPTERS)
-        if ours and not any(target.endswith(".turn_rewards") for target in targets):
+        is_adapter = by_turn and str(section.get("_target_")).startswith(ADAPTERS)
+        if is_adapter and not any(target.endswith(".turn_rewards") for target in targets):
             yield (
                 f"environment.{name}.rewards=turns: no reward reads the rewards of turns; add "
                 "reward=[turn_rewards], or leave it out"
             )
 
 
-def _trackers(config: RunConfig) -> Iterator[str]:
-    yield from tracker_problems(config.tracker)
-
-
 def check_for_verb(verb: str, config: RunConfig, overrides: Sequence[str] = ()) -> None:
-    """Raise ConfigError for settings that are fine by themselves, but not for this verb.
+    """Raise ConfigError for settings that do not go with this verb; `overrides` are the typed ones.
 
-    `overrides`: those that were typed.
+    Checks that import the user's modules come last: only if no other check has a problem.
     """
     checks = [c for c in CHECKS if isinstance(c, VerbCheck) and verb not in c.skips]
     for imports in (False, True):
-        chosen = (check for check in checks if check.imports is imports)
-        if lines := [line for c in chosen for line in c.problems(config, verb, overrides)]:
-            raise ConfigError("\n".join(lines))
+        problems = [
+            problem
+            for check in checks
+            if check.imports is imports
+            for problem in check.problems(config, verb, overrides)
+        ]
+        if problems:
+            raise ConfigError("\n".join(problems))
 
 
 def _answers(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterator[str]:
-    """Check that tasks are no demonstrations, and that an evaluation has rows."""
+    """Check that tasks come without answers, and that an evaluation has rows."""
     for split in ("train", "test") if verb in ("train", "eval") else ():
         if getattr(config.data, split).get("_target_") == ROLLOUT_ROWS:
             yield (
@@ -374,7 +367,7 @@ def _folder_problem(path: str, revision: str | None, key: str) -> Iterator[str]:
 
 
 def _own_objective(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterator[str]:
-    """Check an objective of the user's, which is imported and called once."""
+    """Import an objective of the user's, check its metrics, and call it once."""
     objective = config.algorithm.objective
     if not objective.is_own:
         return
@@ -403,65 +396,62 @@ SUPERVISED = ("Training", "Time", "Supervised")
 def _stop_when(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterator[str]:
     """Check that the verb writes the metric of `stop_when`.
 
-    The reward of an experiment that is shared with reinforcement learning has no effect on
-    supervised learning, unless `overrides` ask for it.
+    Supervised learning has no reward and ignores the default metric, unless `overrides` set it.
     """
     name, objective = config.stop_when.metric, config.algorithm.objective
     if not config.stop_when.enabled:
         return
-    typed = any(key_of(override).startswith("stop_when") for override in overrides)
-    if verb == "sft" and name == StopWhenConfig.metric and not typed:
+    is_typed = any(key_of(override).startswith("stop_when") for override in overrides)
+    if verb == "sft" and name == StopWhenConfig.metric and not is_typed:
         return
     sections = SUPERVISED if verb == "sft" else tuple(METRICS)
     rows = [row for section in sections for row in METRICS[section]]
-    own = () if verb == "sft" or objective.is_own else objective.registered.metrics
-    known = metric_row(name) in rows or name in own
+    own_metrics = () if verb == "sft" or objective.is_own else objective.registered.metrics
+    known = metric_row(name) in rows or name in own_metrics
     if known or (objective.is_own and verb != "sft"):
         return
-    problem = f"is no metric{did_you_mean(name, [*(row.pattern for row in rows), *own])}"
+    problem = f"is no metric{did_you_mean(name, [*(row.pattern for row in rows), *own_metrics])}"
     if verb == "sft" and metric_row(name) is not None:
         problem = "supervised learning has no such metric; set stop_when.metric=loss, say"
     yield f"stop_when.metric={name}: {problem}; docs/reference/metrics.md lists them"
 
 
-KEY = "rollout.structured_calls=true"
-
-
 def _structured(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterator[str]:
-    """Check that training does not take a grammar's samples for the policy's own."""
+    """Check settings that would treat tokens sampled under a grammar as the policy's own."""
     if not config.rollout.structured_calls:
         return
-    a = config.algorithm
-    correction, kl = a.correction, a.kl_in_loss
+    key = "rollout.structured_calls=true"
+    correction, kl = config.algorithm.correction, config.algorithm.kl_in_loss
     if correction is None or correction.level is CorrectionLevel.geometric:
         setting = f"correction.level={correction.level}" if correction else "correction=null"
         yield (
-            f"algorithm.{setting}: with {KEY} completions are sampled from the policy renormalised "
+            f"algorithm.{setting}: with {key} completions are sampled from the policy renormalised "
             "over what the grammar allows, and only the ratio of both makes the gradient the "
             "policy's; set algorithm.correction.level=token or sequence, with "
             "algorithm.behaviour=recomputed, or leave structured_calls out"
         )
     elif correction.min is not None and correction.mode is CorrectionMode.truncate:
         yield (
-            f"algorithm.correction.min={correction.min}: with {KEY} it would raise the weight of "
+            f"algorithm.correction.min={correction.min}: with {key} it would raise the weight of "
             "tokens that the policy would hardly have written; leave it out, or set "
             "algorithm.correction.mode=mask"
         )
     if kl is not None:
         yield (
-            f"algorithm.kl.beta={kl.beta}: with {KEY} tokens are not the policy's own, and nothing "
+            f"algorithm.kl.beta={kl.beta}: with {key} tokens are not the policy's own, and nothing "
             "weighs their KL; set algorithm.kl.place=reward, whose KL is weighed with the reward, "
             "or leave algorithm.kl out"
         )
-    if a.off_policy_threshold is not None:
+    threshold = config.algorithm.off_policy_threshold
+    if threshold is not None:
         yield (
-            f"algorithm.off_policy_threshold={a.off_policy_threshold}: with {KEY} it would take "
+            f"algorithm.off_policy_threshold={threshold}: with {key} it would take "
             "what the grammar rules out for a policy that has moved; leave it out"
         )
     limit = config.guards.logprob_gap.limit
     if limit is not None:
         yield (
-            f"guards.logprob_gap.limit={limit}: with {KEY} the gap of a token holds what the "
+            f"guards.logprob_gap.limit={limit}: with {key} the gap of a token holds what the "
             "grammar ruled out before it, without a bound; add guards.logprob_gap.limit=null"
         )
 
@@ -533,13 +523,7 @@ CHECKS: tuple[Check | VerbCheck, ...] = (
     Check(
         role_problems,
         (
-            "roles",
-            "reward",
-            "user",
-            "algorithm",
-            "rollout",
-            "distributed",
-            "async_training",
+            *("roles", "reward", "user", "algorithm", "rollout", "distributed", "async_training"),
             "engine",
         ),
     ),
@@ -549,7 +533,7 @@ CHECKS: tuple[Check | VerbCheck, ...] = (
     Check(_evaluation, ("eval", "data", "checkpoint")),
     Check(_guards, ("guards", "algorithm")),
     Check(shared_problems, ("training", "distributed")),
-    Check(_trackers, ("tracker",)),
+    Check(lambda config: tracker_problems(config.tracker), ("tracker",)),
     Check(_environments, ("algorithm", "reward", "environment")),
     VerbCheck(_unread, ()),
     VerbCheck(_answers, ("data",)),

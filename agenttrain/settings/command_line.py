@@ -27,7 +27,6 @@ EVAL_FOLDERS = (
     f"hydra.sweep.dir=outputs/${{hydra.job.name}}/sweep_${{now:{TIMESTAMP}}}_eval",
 )
 """Folders of `agenttrain eval`; an override of the user's comes later and wins."""
-
 OF_A_RUN = ("eval", "play", "serve")
 """Verbs that take a saved run by `run=`; the others take it by `resume=`."""
 
@@ -119,7 +118,7 @@ def command_of(
 
 
 def source_of(args: Namespace) -> Source:
-    """Return the places of YAML files that a command names."""
+    """Return the places of YAML files that --config-dir and --config-name give."""
     extra = None if args.config_dir is None else str(args.config_dir)
     return Source(extra=extra, name=args.config_name or "train")
 
@@ -133,7 +132,7 @@ def take_trust(words: Sequence[str]) -> tuple[list[str], bool]:
 
 
 def _take_saved(overrides: Sequence[str], verb: str) -> tuple[list[str], Path | None]:
-    """Return the overrides without `resume=` or, for a verb in `OF_A_RUN`, `run=`; its folder."""
+    """Return the overrides without `resume=` (`run=` for a verb in `OF_A_RUN`), and its folder."""
     expected, other = ("run", "resume") if verb in OF_A_RUN else ("resume", "run")
     settings, saved = [], None
     for text in overrides:

@@ -59,11 +59,7 @@ SETTINGS_BESIDE: Mapping[str, type[Any]] = {
 }
 ONE_BESIDE: Mapping[str, type[Any]] = {"user": UserSettings}
 """The same, of sections that are one component."""
-BESIDE: Mapping[str, type[Any]] = {
-    **SETTINGS_BESIDE,
-    **ONE_BESIDE,
-    "tracker": OwnTrackerSettings,
-}
+BESIDE: Mapping[str, type[Any]] = {**SETTINGS_BESIDE, **ONE_BESIDE, "tracker": OwnTrackerSettings}
 """All of them, with sections that are not at the top."""
 REWARD = "environment"
 """Name of the reward function that environments share."""
@@ -92,7 +88,7 @@ def section_problems(config: RunConfig) -> Iterator[str]:
             "algorithm/credit=gigpo: compares turns that began in equal states of an environment, "
             "and the run has none; add one with a state(), or set algorithm/credit=turn_baseline"
         )
-    for key, section, others in _components(config):
+    for key, section, siblings in _components(config):
         kind, name = key.partition(".")[0], key.rpartition(".")[2]
         if not isinstance(section, Mapping) or "_target_" not in section:
             if name == "_target_" and isinstance(section, str):
@@ -101,7 +97,7 @@ def section_problems(config: RunConfig) -> Iterator[str]:
                     f"`# @package {kind}.<name>`, and a setting is written {kind}.<name>._target_=…"
                 )
                 continue
-            built = [n for n, s in others.items() if isinstance(s, Mapping) and "_target_" in s]
+            built = [n for n, s in siblings.items() if isinstance(s, Mapping) and "_target_" in s]
             hint = did_you_mean(name, built)
             yield (
                 f"{key}={shown(section)}: has no _target_{hint}; add one: "
@@ -115,15 +111,15 @@ def section_problems(config: RunConfig) -> Iterator[str]:
             else:
                 limits = TOTAL_LIMITS if isinstance(settings, ToolLimits) else {}
                 for limit, total in limits.items():
-                    value, most = getattr(settings, limit), getattr(config.rollout, total)
-                    if None not in (value, most) and value > most:
+                    value, maximum = getattr(settings, limit), getattr(config.rollout, total)
+                    if None not in (value, maximum) and value > maximum:
                         yield (
                             f"{key}.{limit}={value}: has no effect, the whole rollout is limited "
-                            f"to rollout.{total}={most}; lower one or raise the other"
+                            f"to rollout.{total}={maximum}; lower one or raise the other"
                         )
     for name, section in config.reward.items():
-        ours = isinstance(section, Mapping) and section.get("_target_") == REWARD_TARGET
-        if ours and not config.environment:
+        is_shared = isinstance(section, Mapping) and section.get("_target_") == REWARD_TARGET
+        if is_shared and not config.environment:
             yield (
                 f"reward.{name}: is the reward of an environment, and the run has none; add "
                 "+environment.<name>._target_=<class>, or leave it out"
@@ -133,12 +129,12 @@ def section_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _components(config: RunConfig) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
-    """Yield each component's key and section, and all sections of its kind."""
+    """Yield (key, section, all sections of its kind) of each component."""
     for kind in SETTINGS_BESIDE:
-        others = getattr(config, kind)
-        sections = reward_sections(config) if kind == "reward" else others
+        siblings = getattr(config, kind)
+        sections = reward_sections(config) if kind == "reward" else siblings
         for name, section in sections.items():
-            yield f"{kind}.{name}", section, others
+            yield f"{kind}.{name}", section, siblings
     if config.user:
         yield "user", config.user, {}
     for name, section in config.tracker.own.items():
@@ -180,6 +176,7 @@ def code_problems(config: RunConfig, sections: Collection[str] = SECTIONS) -> It
 
 
 def _tool(config: RunConfig, key: str, section: Mapping[str, Any], target: Any) -> Iterator[str]:
+    """Yield the problems of a tool's section; entries of CODE_CHECKS share this signature."""
     settings, bound = beside(ToolSettings, section, key)
     yield from _errors_to_retry(key, settings)
     if section["_target_"] == INTERPRETER:
@@ -193,17 +190,19 @@ def _tool(config: RunConfig, key: str, section: Mapping[str, Any], target: Any) 
     yield from problems
     if problems:
         return
-    patience = section.get("reconnect_s", 5.0)
-    if check is check_mcp_server and patience >= settings.timeout_s:
+    reconnect_s = section.get("reconnect_s", 5.0)
+    if check is check_mcp_server and reconnect_s >= settings.timeout_s:
         yield (
-            f"{key}.reconnect_s={patience}: must be below {key}.timeout_s={settings.timeout_s:g}, "
-            "or a call times out before its server counts as unreachable"
+            f"{key}.reconnect_s={reconnect_s}: must be below "
+            f"{key}.timeout_s={settings.timeout_s:g}, or a call times out before its server counts "
+            "as unreachable"
         )
 
 
 def _environment(
     config: RunConfig, key: str, section: Mapping[str, Any], target: Any
 ) -> Iterator[str]:
+    """Yield the problems of an environment's section and class."""
     yield from _errors_to_retry(key, beside(EnvironmentSettings, section, key)[0])
     by_state = config.algorithm.credit.name is Credit.gigpo
     if by_state and not callable(getattr(target, "state", None)):
@@ -231,6 +230,7 @@ def _user(config: RunConfig, key: str, section: Mapping[str, Any], target: Any) 
 
 
 def _errors_to_retry(key: str, limits: ToolLimits) -> Iterator[str]:
+    """Yield the entries of `retry_on` that name no exception."""
     for path in limits.retry_on:
         try:
             error = locate(path, key=f"{key}.retry_on")
@@ -242,6 +242,7 @@ def _errors_to_retry(key: str, limits: ToolLimits) -> Iterator[str]:
 
 
 def _reward(config: RunConfig, key: str, section: Mapping[str, Any], target: Any) -> Iterator[str]:
+    """Yield the problems of a reward's section and signature."""
     path = section["_target_"]
     if call_parameters(target) == 0:
         yield (
@@ -254,7 +255,7 @@ def _reward(config: RunConfig, key: str, section: Mapping[str, Any], target: Any
     except (TypeError, ValueError):  # compiled code may have no signature
         known = (*settings, "_target_")
     for name in section:
-        # `**columns` of a function would take a misspelled setting.
+        # A reward with `**columns` would accept a misspelled setting.
         if name not in known and (hint := did_you_mean(name, settings)):
             yield (
                 f"{key}.{name}={shown(section[name])}: is neither a setting of a reward{hint} nor "
@@ -311,7 +312,7 @@ CODE_CHECKS: Mapping[str, Callable[..., Iterator[str]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolNames:
-    """Names of tools, as far as classes and functions show them."""
+    """Names of tools that classes and functions show without being built."""
 
     names: tuple[str, ...]
     complete: bool
@@ -324,7 +325,7 @@ def tool_names(config: RunConfig) -> ToolNames:
     Example: `tools.add` of a function and an environment with a method `move` are ``("add",
     "move")``.
     """
-    parts = [_of_tool(name, section) for name, section in config.tools.items()]
+    parts = [_tool_names(name, section) for name, section in config.tools.items()]
     for name, section in config.environment.items():
         target = locate(section["_target_"], key=f"environment.{name}._target_")
         names = _methods(target, HOOKS) if isclass(target) else ()
@@ -334,7 +335,8 @@ def tool_names(config: RunConfig) -> ToolNames:
     return ToolNames(names=tuple(every), complete=all(part.complete for part in parts))
 
 
-def _of_tool(name: str, section: Mapping[str, Any]) -> ToolNames:
+def _tool_names(name: str, section: Mapping[str, Any]) -> ToolNames:
+    """Return the names of the tools that the section `tools.<name>` makes."""
     target = locate(section["_target_"], key=f"tools.{name}._target_")
     if not isclass(target) or any("__call__" in vars(base) for base in target.__mro__[:-1]):
         return ToolNames(names=(name,), complete=True)
@@ -357,8 +359,8 @@ def stop_tools(config: RunConfig) -> tuple[str, ...]:
     """
     names = dict.fromkeys(config.stop_tools)
     for name in _stop_sections(config):
-        made = _of_tool(name, config.tools[name])
-        names.update(dict.fromkeys(made.names if made.complete else (f"{name} …",)))
+        tool = _tool_names(name, config.tools[name])
+        names.update(dict.fromkeys(tool.names if tool.complete else (f"{name} …",)))
     return tuple(names)
 
 
@@ -396,10 +398,10 @@ def rewarding(config: RunConfig) -> bool:
 
 
 def reward_sections(config: RunConfig, *, rewarding: bool = False) -> dict[str, Any]:
-    """Return the reward functions of a run, with that of its environments.
+    """Return the reward functions of a run, with the one that its environments share.
 
-    The section of the latter needs no `_target_`: ``+reward.environment.weight=0.5`` is enough.
-    With `rewarding` (some environment has a `reward`) the section itself may be missing.
+    That one's section needs no `_target_`: ``+reward.environment.weight=0.5`` is enough. With
+    `rewarding` (some environment has a `reward`) the section itself may be missing.
     """
     sections = dict(config.reward)
     section = sections.get(REWARD, {} if rewarding else None)

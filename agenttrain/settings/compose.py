@@ -79,12 +79,12 @@ class Source:
 def schema() -> DictConfig:
     """Return the defaults of every setting, with names and types that OmegaConf checks.
 
-    In a section of CHOICES it checks the settings that all choices have, and takes any other key.
-    The chosen engine and objective check all of theirs, and pydantic those of a section that may be
-    None. Do not change the returned node: OmegaConf.merge and Hydra copy it.
+    In a section of CHOICES it checks the settings that all choices share, and takes any other key:
+    the chosen engine or objective checks those itself. Pydantic checks a section that may be None.
+    Do not change the returned node: OmegaConf.merge and Hydra copy it.
     """
-    # An instance: OmegaConf would not see pydantic's defaults in the class. Made of empty sections,
-    # so that pydantic builds one validator, and not one for each section.
+    # An instance, because OmegaConf does not see pydantic's defaults in the class. Empty sections
+    # make pydantic build one validator instead of one for each section.
     config = validated(RunConfig, _empty_sections(RunConfig))
     config.algorithm.objective = {}  # type: ignore[assignment]
     node = cast(DictConfig, OmegaConf.structured(config))
@@ -97,14 +97,14 @@ def schema() -> DictConfig:
 
 
 def _empty_sections(cls: type) -> dict[str, Any]:
-    """Return ``{"model": {"lora": {}}, …}``: the sections whose default is that of their class."""
+    """Return empty sections for all defaults that are sections: ``{"model": {"lora": {}}, …}``."""
     hints = get_type_hints(cls, include_extras=True)
     names = [field.name for field in fields(cls) if field.default_factory is hints[field.name]]
     return {name: _empty_sections(hints[name]) for name in names}
 
 
 def _open_optional(node: DictConfig, cls: type) -> None:
-    """Make a mapping of each section below `cls` that is None, so that keys can be set in it."""
+    """Replace each section of `cls` that is None by an empty mapping that takes any key."""
     for name, section in sections_below(cls).items():
         if node[name] is None:
             node[name] = {}
@@ -115,7 +115,7 @@ def _open_optional(node: DictConfig, cls: type) -> None:
 
 @cache
 def register() -> None:
-    """Make the typed settings known to Hydra as `run_config`, once a process."""
+    """Register the typed settings with Hydra as `run_config`; only the first call does it."""
     ConfigStore.instance().store(name="run_config", node=schema())
 
 
@@ -145,20 +145,22 @@ def compose_raw(
     overrides: Sequence[str], source: Source, *, with_hydra: bool = False
 ) -> DictConfig:
     """Compose settings without conversion; raises ConfigError. Needs a `hydra_session`."""
-    problems, left = list[str](), list(overrides)
+    problems, remaining = list[str](), list(overrides)
     while True:
         try:
-            with explained(left, source.groups):
-                parsed = OverridesParser.create().parse_overrides(left)
+            with explained(remaining, source.groups):
+                parsed = OverridesParser.create().parse_overrides(remaining)
                 check_values(parsed, source.groups)
-                raw = compose(source.name, left, return_hydra_config=with_hydra)
+                raw = compose(source.name, remaining, return_hydra_config=with_hydra)
             break
         except ConfigError as error:
             problems.append(str(error))
-            # Hydra stops at the first unknown key: the others are found without it.
-            unknown = [text for text in left if problems[-1].startswith(f"{text}: unknown key")]
-            left = [text for text in left if text not in unknown]
-            if not unknown or not left:
+            # Hydra stops at the first unknown key. Without that key it reports the next one.
+            unknown = [
+                text for text in remaining if problems[-1].startswith(f"{text}: unknown key")
+            ]
+            remaining = [text for text in remaining if text not in unknown]
+            if not unknown or not remaining:
                 break
     if problems:
         raise ConfigError("\n".join(problems))
@@ -173,10 +175,10 @@ def compose_run(overrides: Sequence[str], source: Source, *, with_hydra: bool = 
     raw = compose_raw(overrides, source, with_hydra=with_hydra)
     with explained(overrides, source.groups):
         sections = {str(key): _to_plain(raw[key]) for key in raw if key != "hydra"}
-        # Hydra has merged the schema, but does not complain of `+algorithm.typo=1` and `~steps`.
-        is_open = any(text.startswith(("+", "~")) for text in overrides)
+        # Hydra has merged the schema, but accepts `+algorithm.typo=1` and `~steps`: merge again.
+        adds_or_deletes = any(text.startswith(("+", "~")) for text in overrides)
         try:
-            composed = convert(sections) if is_open else _validate(sections)
+            composed = convert(sections) if adds_or_deletes else _validate(sections)
         except ConfigError as error:
             raise ConfigError(with_files(str(error), overrides, source.name)) from error
     _check_emptied(overrides, composed)
@@ -186,20 +188,22 @@ def compose_run(overrides: Sequence[str], source: Source, *, with_hydra: bool = 
 def compose_new(overrides: Sequence[str], source: Source, *, starts: bool) -> Composed:
     """Return the settings of a new run, as `compose_run`.
 
-    Only the bundled agent takes the default experiment, whose learning rate and limits are made for
-    it. For another model a run that `starts` has to name one (ConfigError), and a command that
-    shows settings shows those of experiment=none.
+    The default experiment, with its learning rate and limits, is for the bundled agent. For another
+    model, a run that `starts` has to name an experiment (ConfigError), and a command that only
+    shows settings uses experiment=none.
     """
-    named = source.name != "train" or any(text.startswith("experiment=") for text in overrides)
-    neutral = [*overrides, "experiment=none"]
-    typed = [
+    names_experiment = source.name != "train" or any(
+        text.startswith("experiment=") for text in overrides
+    )
+    neutral_overrides = [*overrides, "experiment=none"]
+    paths = [
         text.removeprefix("model.path=") for text in overrides if text.startswith("model.path=")
     ]
-    if not (named or starts) and typed and is_foreign(typed[-1]):
-        return replace(compose_run(neutral, source), neutral=True)  # composed once, not twice
+    if not (names_experiment or starts) and paths and is_foreign(paths[-1]):
+        return replace(compose_run(neutral_overrides, source), neutral=True)  # composed only once
     composed = compose_run(overrides, source, with_hydra=starts)
     model, settings = composed.config.model, composed.config
-    if named or not is_foreign(model.path):
+    if names_experiment or not is_foreign(model.path):
         return composed
     if starts:
         raise ConfigError(
@@ -208,43 +212,43 @@ def compose_new(overrides: Sequence[str], source: Source, *, starts: bool) -> Co
             f"{settings.steps}, …); add experiment=none, and data, tools and rewards of your own, "
             "or experiment=shop to train it on these"
         )
-    return replace(compose_run(neutral, source), neutral=True)
+    return replace(compose_run(neutral_overrides, source), neutral=True)
 
 
 def _check_emptied(overrides: Sequence[str], composed: Composed) -> None:
     """Raise ConfigError if `tools=[]`, `reward=[]` or a `{}` does not empty its section.
 
-    The first two only empty the list of the group's options: Hydra merges the body of a YAML file
-    after it. An empty mapping changes nothing.
+    `tools=[]` and `reward=[]` only empty the list of the group's options: Hydra merges the body of
+    a YAML file after it. An empty mapping changes nothing.
     """
-    problems = list(unchanged(overrides, composed.plain))
-    typed = [text.lstrip("+").partition("=")[0] for text in overrides]
+    problems = list(empty_mapping_problems(overrides, composed.plain))
+    typed_keys = [text.lstrip("+").partition("=")[0] for text in overrides]
     for section in ("tools", "reward"):
         if f"{section}=[]" not in overrides:
             continue
-        left = [
+        remaining = [
             name
-            for name, part in getattr(composed.config, section).items()
+            for name, settings in getattr(composed.config, section).items()
             # Typed keys may stay: reward=[] +reward.environment.weight=2
-            if isinstance(part, Mapping)  # `section_problems` reports other types
-            and f"{section}.{name}._target_" not in typed
-            and not {f"{section}.{name}.{key}" for key in part} <= set(typed)
+            if isinstance(settings, Mapping)  # `section_problems` reports other types
+            and f"{section}.{name}._target_" not in typed_keys
+            and not {f"{section}.{name}.{key}" for key in settings} <= set(typed_keys)
         ]
-        if left:
+        if remaining:
             chosen = [text for text in overrides if text.startswith("experiment=")]
             body = f"the body of {chosen[-1] if chosen else 'a YAML file'}"
-            names, out = (
-                " ".join(f"{mark}{section}.{name}" for name in left) for mark in ("", "~")
-            )
+            keys = [f"{section}.{name}" for name in remaining]
+            deletions = " ".join(f"~{key}" for key in keys)
             problems.append(
-                f"{section}=[]: {body} has {names}, which stays; to leave it out too add {out}"
+                f"{section}=[]: {body} has {' '.join(keys)}, which stays; to leave it out too add "
+                f"{deletions}"
             )
     if problems:
         raise ConfigError("\n".join(problems))
 
 
-def unchanged(overrides: Sequence[str], plain: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the problem of each `section={}` whose keys stay: it is merged, and changes nothing."""
+def empty_mapping_problems(overrides: Sequence[str], plain: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a problem for each `section={}` of a section with keys: merging it removes none."""
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         key = override.key_or_group
         if override.is_delete() or override.value() != {}:
@@ -260,7 +264,7 @@ def unchanged(overrides: Sequence[str], plain: Mapping[str, Any]) -> Iterator[st
 
 
 def _to_plain(value: Any) -> Any:
-    """Return a value of a node as plain data; raises OmegaConf's error for one that is missing."""
+    """Convert a value of a node to plain data; raises OmegaConf's error if a value is missing."""
     if not OmegaConf.is_config(value):
         return value
     return OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
@@ -294,7 +298,7 @@ def _validate(sections: Mapping[str, Any]) -> Composed:
 
 
 def complete_objective(composed: Composed) -> None:
-    """Put all settings of the objective into `plain`; this imports an objective of the user's."""
+    """Write all settings of the objective into `plain`. Imports an objective of the user's."""
     objective = composed.config.algorithm.objective
     composed.plain["algorithm"]["objective"] = objective.plain()
 
@@ -307,7 +311,7 @@ def open_keys(overrides: Sequence[str]) -> list[str]:
 def check_writable(folder: Path, setting: str, remedy: str) -> None:
     """Raise ConfigError, ``<setting>: …; <remedy>``, unless files can be written into the folder.
 
-    A folder that does not exist must be one that can be made.
+    For a folder that does not exist, its nearest existing parent must be writable.
     """
     nearest = next((p for p in (folder, *folder.absolute().parents) if p.exists()), Path("/"))
     if not nearest.is_dir():
@@ -317,31 +321,31 @@ def check_writable(folder: Path, setting: str, remedy: str) -> None:
 
 
 def in_run_folder(composed: Composed, job: Callable[[Path], int]) -> int:
-    """Make the folder of a new run as Hydra would, and return what the job in it returns.
+    """Make the folder of a new run as Hydra would, call `job` with it, and return its exit code.
 
-    Hydra's job settings hold: chdir, env_set, logging, callbacks. Raises ConfigError for a folder
-    that cannot be made. Needs a `hydra_session`.
+    Hydra's job settings apply: chdir, env_set, logging, callbacks. Raises ConfigError if the folder
+    cannot be made. Needs a `hydra_session`.
     """
     raw, hydra = composed.raw, cast(Hydra, GlobalHydra.instance().hydra)
     assert raw is not None, "compose_run(with_hydra=True) keeps it"
     with read_write(raw.hydra), open_dict(raw.hydra):
         raw.hydra.mode = RunMode.RUN
-    begun, refusal = False, None
+    job_started, config_error = False, None
 
     def task(_: DictConfig) -> int | None:
-        nonlocal begun, refusal
-        begun = True
+        nonlocal job_started, config_error
+        job_started = True
         try:
             return job(Path(HydraConfig.get().runtime.output_dir))
         except ConfigError as error:
-            refusal = error  # raised below: Hydra would print a message of its own
+            config_error = error  # raised below: Hydra would print a message of its own
             return None
 
     callbacks = Callbacks(raw)
     callbacks.on_run_start(config=raw, config_name=raw.hydra.job.config_name)
     context = HydraContext(config_loader=hydra.config_loader, callbacks=callbacks)
     try:
-        end = run_job(
+        job_return = run_job(
             task_function=task,
             config=raw,
             job_dir_key="hydra.run.dir",
@@ -349,24 +353,21 @@ def in_run_folder(composed: Composed, job: Callable[[Path], int]) -> int:
             hydra_context=context,
         )
     except OSError as error:
-        if begun:
+        if job_started:
             raise
         raise ConfigError(
             f"hydra.run.dir={error.filename}: the run's folder cannot be made: {error.strerror}; "
             "name another one: hydra.run.dir=…"
         ) from error
-    callbacks.on_run_end(config=raw, config_name=raw.hydra.job.config_name, job_return=end)
-    code = end.return_value  # raises what the job raised
-    if refusal is not None:
-        raise refusal
+    callbacks.on_run_end(config=raw, config_name=raw.hydra.job.config_name, job_return=job_return)
+    code = job_return.return_value  # raises what the job raised
+    if config_error is not None:
+        raise config_error
     return int(code)
 
 
 def print_info(info: str | None, overrides: Sequence[str], source: Source) -> None:
-    """Print what Hydra says of its configuration, plugins or defaults; None: its help.
-
-    Needs a `hydra_session`.
-    """
+    """Print Hydra's information about `info`, or its help for None. Needs a `hydra_session`."""
     hydra, words = cast(Hydra, GlobalHydra.instance().hydra), list(overrides)
     with redirect_stdout(StringIO()) as printed:
         if info is None:

@@ -22,7 +22,7 @@ SERVERS = plain_settings(ServersConfig())
 
 
 def typed_engine(overrides: Sequence[str]) -> str | None:
-    """Return the override that chooses the engine; None: it is a preset's, or the run's own."""
+    """Return the typed override that chooses the engine, or None."""
     named = ("engine=", "engine._target_=")
     return next((text for text in overrides if text.startswith(named)), None)
 
@@ -36,13 +36,13 @@ def has_rollout_process(config: RunConfig) -> bool:
 
 
 def run_spec(config: RunConfig) -> EngineSpec[Any]:
-    """Return the engine of the run; in a process of its own it may need weights of its own."""
+    """Return the spec of the run's engine: `apart`, if any, if rollouts have their own process."""
     spec = spec_of(config.engine)
     return (spec.apart or spec) if has_rollout_process(config) else spec
 
 
 def policy_gpus(config: RunConfig, trainers: int) -> int:
-    """Return the GPUs of so many training processes, and of a copy of the policy that samples."""
+    """Return the number of GPUs of the trainers and, if there is one, of the policy's copy."""
     return trainers + (run_spec(config) is not spec_of(config.engine))
 
 
@@ -106,7 +106,7 @@ def engine_problems(config: RunConfig, *, several: bool | None = None) -> Iterat
 
 
 def broadcast_note(config: RunConfig) -> str | None:
-    """Return a note on a way of weights that nobody has tried."""
+    """Return a note about weight_sync.transport=nccl, which was never run, or None."""
     if config.weight_sync.transport is not Transport.nccl:
         return None
     return (

@@ -37,7 +37,7 @@ class FollowUp:
 
 
 def after_sft(words: Sequence[str], checkpoint: str) -> FollowUp:
-    """Return the commands behind `agenttrain sft`, which was called with `words`.
+    """Return the commands to go on with the model of `agenttrain sft <words>`.
 
     Example: after ``--config-dir conf experiment=mine data.path=demos.jsonl steps=90`` the first is
     ``agenttrain eval --config-dir conf experiment=mine model.path=<checkpoint>``.
@@ -62,11 +62,11 @@ def after_sft(words: Sequence[str], checkpoint: str) -> FollowUp:
         missing = any(_of(text, AGENT) for text in settings)
     kept = [text for text in settings if not _of(text, (*OF_SFT, "data"))]
     kept += [*(PLACEHOLDERS if missing else ()), f"model.path={checkpoint}"]
-    typed = [word for pair in options.items() for word in pair]
+    option_words = [word for pair in options.items() for word in pair]
 
     def command(verb: str) -> str:
         taken = [text for text in kept if not has_no_effect(text, verb)]
-        return shell_command([*([verb] if verb != "train" else ()), *typed, *taken])
+        return shell_command([*([verb] if verb != "train" else ()), *option_words, *taken])
 
     return FollowUp(evaluate=command("eval"), train=command("train"), tasks_missing=missing)
 

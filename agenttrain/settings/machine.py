@@ -72,7 +72,7 @@ def machine_problems(verb: str, configs: Sequence[RunConfig], machine: Machine) 
 
 
 def broadcast_problems(config: RunConfig, machine: Machine) -> list[str]:
-    """Return the problem of weights that go from GPU to GPU, if there is one."""
+    """Return the problems of weight_sync.transport=nccl on this machine."""
     key = "weight_sync.transport=nccl"
     if config.weight_sync.transport is not Transport.nccl:
         return []
@@ -97,7 +97,7 @@ def process_count_problem(section: DistributedConfig, gpus: int) -> str | None:
 
 
 def float32_on_gpu(config: RunConfig) -> str | None:
-    """Name the parts of a run that a GPU would compute in float32, and the remedy."""
+    """Return a note about parts of a run that a GPU would compute in float32, or None."""
     notes = []
     if config.model.dtype is Dtype.float32 and config.training.mixed_precision is MixedPrecision.no:
         notes.append(

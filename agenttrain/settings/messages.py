@@ -41,7 +41,6 @@ from agenttrain.utils.sections import field_names, sections_below, shown
 EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 SEVERAL = ("tools", "reward", "environment", "tracker")
 """Groups whose options are combined; the other groups of a section take one option."""
-
 REPLACED = {
     "launcher": "agenttrain starts the jobs itself; sweep.parallel=2 runs two at a time, and "
     "agenttrain submit -m makes them an array of SLURM's",
@@ -162,14 +161,17 @@ def explained(
 def _explain(
     error: Exception, overrides: Sequence[str], groups: Mapping[str, Sequence[str]]
 ) -> str:
+    """Return the message for an error, by its kind: YAML, an override, an option, a key, other."""
     # A mistake in a file is the error's context and not its cause.
     chain = (error, error.__cause__, error.__context__)
-    broken = next((e for e in chain if isinstance(e, MarkedYAMLError)), None)
-    cause = next((e for e in chain if isinstance(e, OmegaConfBaseException) and e.full_key), None)
-    if broken is not None:
-        mark = broken.problem_mark or broken.context_mark
+    yaml_error = next((e for e in chain if isinstance(e, MarkedYAMLError)), None)
+    key_error = next(
+        (e for e in chain if isinstance(e, OmegaConfBaseException) and e.full_key), None
+    )
+    if yaml_error is not None:
+        mark = yaml_error.problem_mark or yaml_error.context_mark
         where = f"{mark.name}, line {mark.line + 1}" if mark else "a YAML file"
-        return f"{where}: is no YAML: {broken.problem or broken.context}"
+        return f"{where}: is no YAML: {yaml_error.problem or yaml_error.context}"
     if isinstance(error, OverrideParseException):
         if "=" not in error.override and not error.override.startswith("~"):
             return f"{error.override}: settings are written key=value"
@@ -180,15 +182,15 @@ def _explain(
         )
     if isinstance(error, MissingConfigException):
         return _unknown_option(error, groups)
-    if cause is not None:
-        return _about_key(cause, str(error), overrides, groups)
-    return _other(error, overrides, groups)
+    if key_error is not None:
+        return _explain_key_error(key_error, str(error), overrides, groups)
+    return _explain_other(error, overrides, groups)
 
 
 def check_values(
     overrides: Sequence[Override], groups: Callable[[], Mapping[str, Sequence[str]]]
 ) -> None:
-    """Raise ConfigError for values of the wrong kind that Hydra takes, or refuses without a key."""
+    """Raise ConfigError for values of a wrong type that Hydra accepts or does not explain."""
     options = groups()
     for override in overrides:
         key, value = override.key_or_group, override.value()
@@ -199,10 +201,9 @@ def check_values(
             continue
         group = key.replace(".", "/")
         if group != key and group in options and not isinstance(value, str | dict):
-            one = "|".join(options[group])
+            choose = f"choose one with {group}={'|'.join(options[group])}"
             raise ConfigError(
-                f"{line}: is a section; choose one with {group}={one}, and set its keys with "
-                f"{key}.<key>=…"
+                f"{line}: is a section; {choose}, and set its keys with {key}.<key>=…"
             )
         known = f"the options are: {', '.join(options.get(key, ()))}"
         section = key.replace("/", ".")
@@ -215,8 +216,8 @@ def check_values(
                 raise ConfigError(f"{line}: takes one option; {known}")
             if others := [shown(name) for name in value if not isinstance(name, str)]:
                 raise ConfigError(f"{line}: {others[0]} is no option; {known}")
-        hint = _hint(key)
-        is_flag = bool in (hint, *get_args(hint))
+        annotation = _annotation(key)
+        is_flag = bool in (annotation, *get_args(annotation))
         if is_flag and isinstance(value, int) and value not in (0, 1):
             raise ConfigError(f"{line}: expected true or false")
 
@@ -235,23 +236,25 @@ def setting_keys(cls: type = RunConfig, prefix: str = "") -> Iterator[str]:
 
 
 def suggest_key(key: str, groups: Iterable[str] = ()) -> str:
-    """Suggest the setting that was probably meant.
+    """Return a hint at the setting that was probably meant; empty if there is none.
 
-    For TRL's and verl's names that is ours; for others a key of the same name in another section,
-    or of similar spelling. Example: ``suggest_key("lr") == " (did you mean 'optimizer.lr'?)"``
+    The candidates, in this order: our setting for a name of TRL or verl, a key of the same name in
+    another section, a key of similar spelling.
+
+    Example: ``suggest_key("lr") == " (did you mean 'optimizer.lr'?)"``
     """
     # A name alone may have been typed below a section: optimizer.learning_rate.
-    theirs = next((name for name in (key, _split(key)[1]) if name in ELSEWHERE), None)
-    if theirs is not None and key not in setting_keys():
-        remark = f" ({REMARKS[theirs]})" if theirs in REMARKS else ""
-        return f"; it is {ELSEWHERE[theirs]} here{remark}"
+    foreign = next((name for name in (key, _split(key)[1]) if name in ELSEWHERE), None)
+    if foreign is not None and key not in setting_keys():
+        remark = f" ({REMARKS[foreign]})" if foreign in REMARKS else ""
+        return f"; it is {ELSEWHERE[foreign]} here{remark}"
     if key.partition(".")[0] in SECTIONS_ELSEWHERE:
         return "; that is verl's; `agenttrain settings` prints ours"
     known = [*setting_keys(), *groups]
     section, leaf = _split(key)
     beside = {_split(name)[1]: name for name in known if _split(name)[0] == section}
     anywhere = {_split(name)[1]: name for name in known}
-    # In another section a similar name is a coincidence more often than a slip.
+    # A similar name in another section is more often a coincidence than a typing error.
     for names, cutoff in ((anywhere, 1.0), (beside, 0.6), (anywhere, 0.8)):
         near = get_close_matches(leaf, names, n=1, cutoff=cutoff)
         if near:
@@ -264,14 +267,15 @@ def _split(key: str) -> tuple[str, str]:
     return section, leaf
 
 
-def _about_key(
+def _explain_key_error(
     cause: OmegaConfBaseException,
     text: str,
     overrides: Sequence[str],
     groups: Mapping[str, Sequence[str]],
 ) -> str:
+    """Return the message for OmegaConf's error about a key; `text` is that of Hydra's error."""
     key = str(cause.full_key)
-    # The override with the mistake, else the key and the file that Hydra names.
+    # The message begins with the override that has the mistake, or with the key and Hydra's file.
     setting = key.partition("[")[0]
     file = re.match(r"In '([^']+)'", text)
     where = f"{setting} (in {file[1]}.yaml)" if file else setting
@@ -291,9 +295,8 @@ def _about_key(
     if isinstance(cause, MissingMandatoryValue):
         section = key.rpartition(".")[0].replace(".", "/")
         section = section if section in groups else key.partition(".")[0]
-        # The options `file`, `folder` and `own` need a path themselves.
-        paths = ("file", "folder", "own")
-        options = [name for name in groups.get(section, ()) if name not in paths]
+        needs_path = ("file", "folder", "own")
+        options = [name for name in groups.get(section, ()) if name not in needs_path]
         remedy = f"set it: {key}=…"
         if options and section != "reward":  # another reward would leave the key as it is
             remedy += f", or choose {section}={'|'.join(options)}"
@@ -330,8 +333,8 @@ def _about_key(
     return f"{where}: {_expected(setting, getattr(cause, 'value', None)) or first_line}"
 
 
-def _hint(key: str) -> Any:
-    """Return the annotation of a setting; None: unknown."""
+def _annotation(key: str) -> Any:
+    """Return the type annotation of a setting; None for an unknown key."""
     cls: Any = RunConfig
     for part in key.split("."):
         if not is_dataclass(cls):
@@ -342,8 +345,8 @@ def _hint(key: str) -> Any:
 
 
 def _expected(key: str, value: object) -> str | None:
-    """Return the key's type, e.g. "expected one of: group, leave_one_out"; None: unknown."""
-    cls = _hint(key)
+    """Return what a key expects, e.g. "expected one of: group, leave_one_out", or None."""
+    cls = _annotation(key)
     if is_dataclass(cls) or get_origin(cls) is dict or key in choices():
         return f"is a section; set its keys with {key}.<key>=…"
     optional = NoneType in get_args(cls)
@@ -395,20 +398,22 @@ ROW_FILES = (".jsonl", ".json", ".csv", ".parquet")
 
 
 def _unknown_option(error: MissingConfigException, groups: Mapping[str, Sequence[str]]) -> str:
+    """Return the message for a group's option, or a --config-name, that has no YAML file."""
     missing = error.missing_cfg_file or ""
     missing = missing if isinstance(missing, str) else missing[0]
     group, _, option = missing.rpartition("/")
-    # Folders beside the user that have the file: "; my_conf/experiment/mine.yaml is found with
-    # --config-dir my_conf"
+    # "; my_conf/experiment/mine.yaml is found with --config-dir my_conf"
     files = [Path(f"{missing}.yaml"), *sorted(Path().glob(f"*/{missing}.yaml"))]
     depth = len(Path(missing).parts)
-    others = "".join(
+    local_files = "".join(
         f"; {file} is found with --config-dir {quote(str(file.parents[depth - 1]))}"
         for file in files
         if file.is_file()
     )
     if not group:
-        remedy = others or "; name one of conf/, or the folder that has it: --config-dir <folder>"
+        remedy = (
+            local_files or "; name one of conf/, or the folder that has it: --config-dir <folder>"
+        )
         return f"--config-name {option}: there is no {option}.yaml where it is looked for{remedy}"
     if group in ("hydra/launcher", "hydra/sweeper"):
         return f"{group}={option}: {REPLACED[group.removeprefix('hydra/')]}"
@@ -416,14 +421,14 @@ def _unknown_option(error: MissingConfigException, groups: Mapping[str, Sequence
         group, _, option = missing.partition("/")
     if group not in groups:
         return str(error).partition("\n")[0]
-    meant = _meant(group, option)
-    hint = "" if others else did_you_mean(option.rpartition("/")[2].lower(), groups[group])
+    meant = _probable_settings(group, option)
+    hint = "" if local_files else did_you_mean(option.rpartition("/")[2].lower(), groups[group])
     known = ", ".join(groups[group])
-    return f"{group}={option}: no such option{hint}{others}{meant}; the options are: {known}"
+    return f"{group}={option}: no such option{hint}{local_files}{meant}; the options are: {known}"
 
 
-def _meant(group: str, option: str) -> str:
-    """Return the settings for a path, an id of the hub or a dotted name that stands as an option.
+def _probable_settings(group: str, option: str) -> str:
+    """Return a hint if an option is a path, a hub id or a dotted name; empty if it is none.
 
     Example: ``"; for this one: model=folder model.path=org/name"``.
     """
@@ -443,13 +448,16 @@ def _meant(group: str, option: str) -> str:
     return f"; for this one: {settings}" if settings else ""
 
 
-def _other(error: Exception, overrides: Sequence[str], groups: Mapping[str, Sequence[str]]) -> str:
+def _explain_other(
+    error: Exception, overrides: Sequence[str], groups: Mapping[str, Sequence[str]]
+) -> str:
+    """Return the message for an error that names no key: it is recognized by its text."""
     if "Unexpected type for root" in str(error):
         if any("hydra.sweeper" in text for text in overrides):  # +hydra.sweeper.params.seed=…
             remedy = "is for files of the group sweep; type the values: -m seed=1,2"
             return f"hydra.sweeper.params: {remedy}"
-        below = [text for text in overrides if text.count(".") > 1]
-        return f"{' '.join(below)}: is below a section that is null; leave the null out"
+        nested = [text for text in overrides if text.count(".") > 1]
+        return f"{' '.join(nested)}: is below a section that is null; leave the null out"
     present = re.match(r"Could not append to config\. An item is already at '([^']+)'", str(error))
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")

@@ -45,7 +45,7 @@ class HubModel:
     loaded: bool
     """True if the run needs its weights."""
     part: str = ""
-    """`base_` for the model that adapters in the section's path are for."""
+    """Prefix of its keys: `base_` for the base model of the adapters in the section's path."""
     name: str = "path"
     """Key of the path in its section."""
 
@@ -61,19 +61,23 @@ class HubModel:
 
 
 def hub_models(config: RunConfig, verb: str) -> Iterator[HubModel]:
-    """Yield the models of the hub that a verb reads of those that the settings name."""
+    """Yield the hub models in those settings that the verb reads; raises ConfigError."""
     template, policy = config.chat_template, config.model
-    named: list[tuple[tuple[str, ...], Any, Any, bool]] = [
+    # (keys of the section, path, revision, whether the weights are loaded)
+    candidates: list[tuple[tuple[str, ...], Any, Any, bool]] = [
         (("model",), policy.path, policy.revision, policy.init is not Init.random),
         (("chat_template",), template.path, template.revision, False),
     ]
-    for name, section in {} if verb == "sft" else config.reward.items():
+    rewards = {} if verb == "sft" else config.reward
+    for name, section in rewards.items():
         if isinstance(section, Mapping) and section.get("_target_") == REWARD_MODEL:
-            named.append((("reward", name), section.get("path"), section.get("revision"), True))
+            candidates.append(
+                (("reward", name), section.get("path"), section.get("revision"), True)
+            )
     teacher = config.algorithm.loaded_teacher
     if teacher is not None and verb not in WITHOUT_TEACHER:
-        named.append((("algorithm", "teacher"), teacher.path, teacher.revision, True))
-    for section_keys, path, revision, loaded in named:
+        candidates.append((("algorithm", "teacher"), teacher.path, teacher.revision, True))
+    for section_keys, path, revision, loaded in candidates:
         if isinstance(path, str) and is_hub_id(path):
             yield HubModel(section=section_keys, path=path, revision=revision, loaded=loaded)
     for name, role in used_roles(config, verb).items():
@@ -85,9 +89,9 @@ def hub_models(config: RunConfig, verb: str) -> Iterator[HubModel]:
                 loaded=True,
                 name="model",
             )
-    base, saved = base_model(policy.path, policy.revision) or (None, None)
+    base, saved_revision = base_model(policy.path, policy.revision) or (None, None)
     if base is not None and is_hub_id(base):
-        revision = policy.base_revision or saved
+        revision = policy.base_revision or saved_revision
         yield HubModel(section=("model",), path=base, revision=revision, loaded=True, part="base_")
     elif policy.base_revision is not None:
         raise ConfigError(
@@ -97,7 +101,9 @@ def hub_models(config: RunConfig, verb: str) -> Iterator[HubModel]:
 
 
 def hub_rows(config: RunConfig, verb: str) -> Iterator[HubModel]:
-    """Yield the data sets of the hub that a verb reads, by each section that names one."""
+    """Yield the hub data sets that a verb reads, once for each section that names one."""
+    if verb in WITHOUT_DATA:
+        return
     data = config.data
     sections = {("data", "train"): data.train, ("data", "test"): data.test}
     named: dict[tuple[str, ...], tuple[Any, Any]] = {
@@ -107,15 +113,15 @@ def hub_rows(config: RunConfig, verb: str) -> Iterator[HubModel]:
     }
     if data.path in [path for path, _ in named.values()]:
         named["data",] = (data.path, data.revision)
-    for section_keys, (path, revision) in () if verb in WITHOUT_DATA else named.items():
+    for section_keys, (path, revision) in named.items():
         if isinstance(path, str) and not Path(path).exists():
             yield HubModel(section=section_keys, path=path, revision=revision, loaded=False)
 
 
 def pin(composed: Composed, verb: str) -> None:
-    """Replace every revision by its commit, in the settings and in those for config.yaml.
+    """Replace every revision by its commit, in `composed.config` and `composed.plain`.
 
-    The hub need not answer for a data set, whose rows may be in the cache.
+    A data set keeps its revision if the hub does not answer: its rows may be in the cache.
     """
     for rows in hub_rows(composed.config, verb):
         key = "data.path" if rows.path == composed.config.data.path else rows.key
@@ -128,20 +134,23 @@ def pin(composed: Composed, verb: str) -> None:
 
 
 def adopt_pins(composed: Composed, started: Composed) -> None:
-    """Give models the commits that a run was started with, unless the command names others."""
-    begun = {model.key: model for model in _named(started.config, "train")}
-    for model in _named(composed.config, "train"):
-        earlier = begun.get(model.key)
-        if earlier and earlier.path == model.path and not COMMIT.fullmatch(model.revision or ""):
-            _set_revision(composed, model, earlier.revision)
+    """Copy the commits of `started` to the same models in `composed`, except typed commits."""
+    started_models = {model.key: model for model in _models_and_rows(started.config, "train")}
+    for model in _models_and_rows(composed.config, "train"):
+        started_model = started_models.get(model.key)
+        if started_model is None or started_model.path != model.path:
+            continue
+        if not COMMIT.fullmatch(model.revision or ""):
+            _set_revision(composed, model, started_model.revision)
 
 
-def _named(config: RunConfig, verb: str) -> Iterator[HubModel]:
+def _models_and_rows(config: RunConfig, verb: str) -> Iterator[HubModel]:
     yield from hub_models(config, verb)
     yield from hub_rows(config, verb)
 
 
 def _set_revision(composed: Composed, model: HubModel, revision: str | None) -> None:
+    """Set a model's revision in `composed.config` and in `composed.plain`."""
     section: Any = composed.config
     plain: Any = composed.plain
     for name in model.section:
@@ -158,9 +167,9 @@ def _set_revision(composed: Composed, model: HubModel, revision: str | None) -> 
 def pins(config: RunConfig, verb: str) -> list[str]:
     """Return the pinned revisions as overrides, for other processes that compose the same run."""
     return [
-        f'++{named.revision_key}="{named.revision}"'
-        for named in _named(config, verb)
-        if named.revision is not None  # the hub did not answer for a data set
+        f'++{model.revision_key}="{model.revision}"'
+        for model in _models_and_rows(config, verb)
+        if model.revision is not None  # None: the hub did not answer for a data set
     ]
 
 

@@ -52,13 +52,13 @@ def fleets(config: RunConfig, verb: str) -> dict[str, StartedServers]:
 
     The policy's come first; an engine from outside has none.
     """
-    own: dict[str, StartedServers] = {}
+    policy_servers: dict[str, StartedServers] = {}
     engine = config.engine
     if not isinstance(engine, OutsideEngine) and spec_of(engine).fleet:
         elsewhere = config.servers.outside or config.servers.nodes
-        own = {} if elsewhere else {"servers": config.servers}
-    roles = {f"roles.{name}": one for name, one in used_roles(config, verb).items()}
-    return {**own, **roles}
+        policy_servers = {} if elsewhere else {"servers": config.servers}
+    roles = {f"roles.{name}": role for name, role in used_roles(config, verb).items()}
+    return {**policy_servers, **roles}
 
 
 def named_gpus(config: RunConfig, verb: str) -> tuple[int, ...]:
@@ -67,7 +67,7 @@ def named_gpus(config: RunConfig, verb: str) -> tuple[int, ...]:
 
 
 def role_problems(config: RunConfig) -> Iterator[str]:
-    """Yield roles that are named and have no servers, or the other way round."""
+    """Yield named roles without servers, roles that nothing names, and reserved arguments."""
     named = roles_named(config)
     for key, role in named.items():
         if role not in ROLES:
@@ -108,7 +108,7 @@ def role_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _node_problems(config: RunConfig, named: Mapping[str, str]) -> Iterator[str]:
-    """Yield roles that processes of other nodes than the first would ask."""
+    """Yield roles whose servers, on the first node, processes of other nodes cannot reach."""
     nodes = config.distributed.nodes
     if nodes == 1:
         return
@@ -125,7 +125,7 @@ def _node_problems(config: RunConfig, named: Mapping[str, str]) -> Iterator[str]
 
 
 def _owner(role: str, name: str) -> str | None:
-    """Return the setting that has a flag of agenttrain's, "" if none has; None: it is free."""
+    """Return the setting that writes a vLLM flag, "" if agenttrain sets it itself, else None."""
     owner = OWNED.get(name.strip("-").replace("-", "_"))
     if owner is None:
         return None

@@ -23,8 +23,8 @@ from agenttrain.settings.compose import (
     compose_raw,
     compose_run,
     convert,
+    empty_mapping_problems,
     schema,
-    unchanged,
 )
 from agenttrain.settings.messages import check_values, explained
 from agenttrain.settings.overrides import as_typed, key_of
@@ -60,7 +60,6 @@ USED = {
 }
 """Sections that a verb uses besides training and evaluation: nothing is scored, a server's clients
 run the tools, and a plan starts nothing."""
-
 BEST = "best"
 """Name of the best checkpoint in a run's folder."""
 
@@ -91,20 +90,20 @@ def settings_for_resume(
 ) -> Composed:
     """Return the settings of `resume=<folder>`; raises ConfigError. Needs a `hydra_session`.
 
-    `trust`: what the folder's config.yaml names may run. Without it the sections that the verb
-    `runs` have to be data (`untrusted.py`), or the user's own.
+    With `trust`, code that the folder's config.yaml names may run. Without it, the sections that
+    the verb `runs` have to hold data only (`untrusted.py`), or be signed by this user.
     """
     argument = f"resume={folder}"
     composed = saved_settings(
         argument, folder, source, overrides=overrides, allowed=RESUMABLE, runs=runs, trust=trust
     )
-    return _going_on(argument, folder, composed)
+    return _prepare_resume(argument, folder, composed)
 
 
 def settings_for_auto_resume(
     folder: Path, overrides: Sequence[str], source: Source, *, trust: bool = False
 ) -> Composed:
-    """Return the settings of `resume=auto` for the run in `folder`: those under `overrides`.
+    """Return the settings of `resume=auto` for the run in `folder`, composed from `overrides`.
 
     Raises ConfigError if the run was started with other settings. Needs a `hydra_session`.
     """
@@ -114,18 +113,18 @@ def settings_for_auto_resume(
     started = convert(_read(argument, folder, trust=trust)[0])
     adopt_pins(composed, started)
     problems = [
-        f"{key}={shown(now)}: the run in {folder} was started with {key}={shown(before)}; leave it "
+        f"{key}={shown(now)}: the run in {folder} was started with {key}={shown(saved)}; leave it "
         "so, or name another folder"
-        for key, before, now in differences(started.plain, composed.plain)
+        for key, saved, now in differences(started.plain, composed.plain)
         if key.partition(".")[0] not in (*RESUMABLE, "resume")
     ]
     if problems:
         raise ConfigError("\n".join(problems))
-    return _going_on(argument, folder, composed)
+    return _prepare_resume(argument, folder, composed)
 
 
-def _going_on(argument: str, folder: Path, composed: Composed) -> Composed:
-    """Prepare `composed` for the run in `folder`; raises ConfigError if that run cannot go on."""
+def _prepare_resume(argument: str, folder: Path, composed: Composed) -> Composed:
+    """Set `resume` in `composed` to `folder`; raises ConfigError if its run cannot be resumed."""
     if _summary(folder).get("verb") == "eval":
         raise ConfigError(
             f"{argument}: holds an evaluation, which cannot go on; name a run's folder"
@@ -137,7 +136,7 @@ def _going_on(argument: str, folder: Path, composed: Composed) -> Composed:
             f"or raise it above {done}"
         )
     composed.config.resume = str(folder)
-    composed.plain["resume_changed"] = []  # it holds for this start only
+    composed.plain["resume_changed"] = []  # the setting applies to this start only
     return composed
 
 
@@ -163,28 +162,18 @@ def settings_for_eval(
 ) -> Composed:
     """Return the settings of `eval run=<folder>`, with the checkpoint as the model.
 
-    `folder` is a run's, for its newest checkpoint, or a checkpoint's. `runs` as for
+    `folder` is that of a checkpoint, or of a run, for its newest checkpoint. `runs` as for
     `settings_for_resume`. Raises ConfigError. Needs a `hydra_session`.
     """
     run = run_of(folder)
     composed = saved_settings(
-        f"run={run}",
-        run,
-        source,
-        overrides=overrides,
-        allowed=EVALUABLE,
-        runs=runs,
-        trust=trust,
+        f"run={run}", run, source, overrides=overrides, allowed=EVALUABLE, runs=runs, trust=trust
     )
     checkpoint = run / "checkpoints" / "latest" if run == folder else folder
     if not checkpoint.is_dir():
         raise ConfigError(f"run={folder}: has no checkpoint yet")
-    scores = "reward" in runs
-    if (
-        scores
-        and _summary(run).get("verb") == "sft"
-        and not any(re.match(r"data\b", o) for o in overrides)
-    ):
+    changes_data = any(re.match(r"data\b", text) for text in overrides)
+    if "reward" in runs and _summary(run).get("verb") == "sft" and not changes_data:
         raise ConfigError(
             f"run={folder}: its data are demonstrations, which hold the answers; name the tasks to "
             "evaluate on, e.g. data=shop"
@@ -198,15 +187,15 @@ def settings_for_eval(
 
 
 def first_model(folder: Path) -> tuple[str, str | None, Init]:
-    """Return the path, revision and init of the model that a run's training began with."""
+    """Return path, revision and init of the model that was trained in the run of `folder`."""
     node, _ = _read(f"run={folder}", folder)
     return str(node.model.path), node.model.get("revision"), Init(node.model.init)
 
 
 def run_of(folder: Path) -> Path:
     """Return the folder of the run, given that folder or one of its checkpoints."""
-    inside = folder.resolve().parent
-    is_checkpoint = inside.name == "checkpoints" and not (folder / "config.yaml").exists()
+    is_inside = folder.resolve().parent.name == "checkpoints"
+    is_checkpoint = is_inside and not (folder / "config.yaml").exists()
     return folder.parent.parent if is_checkpoint else folder
 
 
@@ -218,9 +207,8 @@ def checkpoint_of(folder: Path, step: str) -> Path:
         raise ConfigError(f"--step {step}: expected a step's number or {BEST}{hint}")
     path = checkpoints / (BEST if step == BEST else f"step-{int(step):06d}")
     if not path.is_dir():
-        names = sorted(file.name for file in checkpoints.glob("step-*"))
-        numbers = [str(int(name[5:])) for name in names if name[5:].isdecimal()]
-        kept = f"those of the steps {', '.join(numbers)}" if numbers else "none"
+        steps = ", ".join(map(str, _checkpoint_steps(checkpoints)))
+        kept = f"those of the steps {steps}" if steps else "none"
         raise ConfigError(f"--step {step}: {folder} has no such checkpoint; it has {kept}")
     return path
 
@@ -228,9 +216,10 @@ def checkpoint_of(folder: Path, step: str) -> Path:
 def at_step(
     overrides: Sequence[str], step: str | None, typed: str | None = None
 ) -> tuple[Path | None, list[str]]:
-    """Return the folder of `run=`, and the overrides in which it names the checkpoint of a step.
+    """Return the folder of `run=` (or None), and overrides whose `run=` names its checkpoint.
 
-    `typed`: the step as typed, if it is not the checkpoint's. Raises ConfigError.
+    `step` is the step of the checkpoint; None leaves `run=` as it is. `typed` is the typed
+    `--step`, if that is not a checkpoint's. Raises ConfigError for a step without a run.
     """
     words = list(overrides)
     folder = next((Path(text[4:]) for text in words if text.startswith("run=")), None)
@@ -243,22 +232,25 @@ def at_step(
 
 
 def finished_steps(folder: Path) -> int | None:
-    """Return the steps of a finished run; None for one that is not finished."""
+    """Return the number of steps of a finished run; None if it is not finished."""
     summary = _summary(folder)
     return int(summary.get("steps", 0)) if summary.get("status") == "finished" else None
 
 
-def stopped_when(folder: Path, end: StopWhenConfig) -> bool:
-    """Return True if this end has ended the run in `folder` before its last step."""
+def stopped_when(folder: Path, stop_when: StopWhenConfig) -> bool:
+    """Return True if the condition `stop_when` ended the run in `folder` before its last step."""
     record = _summary(folder).get("stopped_when") or {}
-    return bool(record) and asdict(end).items() <= record.items()
+    return bool(record) and asdict(stop_when).items() <= record.items()
 
 
 def done_steps(folder: Path) -> int:
     """Return the steps up to the newest checkpoint, which a resumed run does not repeat."""
-    names = [path.name for path in (folder / "checkpoints").glob("step-*")]
-    numbers = [int(name.removeprefix("step-")) for name in names if name[5:].isdecimal()]
-    return max([finished_steps(folder) or 0, *numbers])
+    return max([finished_steps(folder) or 0, *_checkpoint_steps(folder / "checkpoints")])
+
+
+def _checkpoint_steps(checkpoints: Path) -> list[int]:
+    numbers = (path.name.removeprefix("step-") for path in checkpoints.glob("step-*"))
+    return sorted(int(number) for number in numbers if number.isdecimal())
 
 
 def _summary(folder: Path) -> dict[str, Any]:
@@ -271,10 +263,10 @@ def _summary(folder: Path) -> dict[str, Any]:
 
 
 def tracker_project(command: Command) -> str | None:
-    """Return the name of a run's experiment; None if its folder is in that of the experiment.
+    """Return the trackers' project for a run; None: the folder that holds the run folder names it.
 
-    `hydra.run.dir` may put runs of several experiments into one folder, which must not make them
-    one project of the trackers. A run that goes on, or is evaluated, keeps its name.
+    With `hydra.run.dir` runs of several experiments may lie in one folder, so the experiment names
+    the project. A run that is resumed or evaluated keeps the name of its project.
     """
     if command.saved is not None:
         return _summary(run_of(command.saved)).get("project")
@@ -296,10 +288,11 @@ def saved_settings(
     runs: Sequence[str] = (),
     trust: bool = False,
 ) -> Composed:
-    """Return the settings of the run in `folder` under overrides, of `allowed` sections only.
+    """Return the settings of the run in `folder`, changed by overrides of `allowed` sections.
 
-    `argument` is the typed argument with the folder, e.g. ``resume=outputs/a``. `check_trusted`
-    checks what config.yaml names in the sections `runs`, unless an override replaced it.
+    `argument` is the typed argument with the folder, e.g. ``resume=outputs/a``. Code that
+    config.yaml names in the sections `runs` is checked by `check_trusted`, unless an override
+    replaced it.
     """
     parsed: list[Override] = []
     for text in overrides:
@@ -317,7 +310,7 @@ def saved_settings(
             )
     node, signed = _read(argument, folder, trust=trust)
     plain = cast(dict[str, Any], OmegaConf.to_container(node, enum_to_str=True))
-    if problems := list(unchanged(overrides, plain)):
+    if problems := list(empty_mapping_problems(overrides, plain)):
         raise ConfigError("\n".join(problems))
     with explained(overrides, source.groups):
         # First the groups with a new choice, then the single values, as Hydra does.
@@ -332,7 +325,7 @@ def saved_settings(
         if node.engine.get("name") != engine:
             _forget_servers(node, fresh)
             if allowed is EVALUABLE and "async_training" in node:
-                # It trains nothing, so that any engine will do.
+                # An evaluation trains nothing: these settings must not rule out the new engine.
                 node.async_training = fresh.async_training
         for override in parsed:
             if override not in chosen:
@@ -340,7 +333,7 @@ def saved_settings(
         try:
             composed = convert(node)
         except ConfigError as error:
-            # A problem of a setting that was not typed is one of the file.
+            # Name config.yaml in the problem of a setting that was not typed.
             lines = []
             for line in str(error).splitlines():
                 setting, colon, problem = line.partition(": ")
@@ -349,22 +342,22 @@ def saved_settings(
                 place = "" if is_typed else f" (in {folder / 'config.yaml'})"
                 lines.append(f"{setting}{place}{colon}{problem}")
             raise ConfigError("\n".join(lines)) from error
-    # A typed mapping is merged: only the values in it are the user's.
-    typed = [tuple(o.key_or_group.replace("/", ".").split(".")) for o in chosen]
+    # A typed mapping is merged into the saved one: only its own values are the user's.
+    typed_paths = [tuple(o.key_or_group.replace("/", ".").split(".")) for o in chosen]
     for override in parsed:
         if override not in chosen:
-            typed += _value_paths(override.value(), tuple(override.key_or_group.split(".")))
-    theirs = [
+            typed_paths += _value_paths(override.value(), tuple(override.key_or_group.split(".")))
+    unsigned = [
         value
         for value in untrusted_values(composed.plain, runs)
-        if not _is_within(value.path, (*signed, *typed))
+        if not _is_within(value.path, (*signed, *typed_paths))
     ]
-    check_trusted(argument, theirs, trust=trust)
+    check_trusted(argument, unsigned, trust=trust)
     return composed
 
 
 def _value_paths(value: Any, path: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return the path of every single value in a typed one.
+    """Return the path of every single value in the typed `value` at `path`.
 
     Example: ``{a: {b: 1}}`` at ``("tools",)`` -> ``[("tools", "a", "b")]``.
     """
@@ -374,11 +367,12 @@ def _value_paths(value: Any, path: tuple[str, ...]) -> list[tuple[str, ...]]:
 
 
 def _is_within(path: tuple[str, ...], sections: Sequence[tuple[str, ...]]) -> bool:
+    """Return True if `path` begins with one of the sections' paths."""
     return any(path[: len(section)] == section for section in sections)
 
 
 def _forget_servers(node: DictConfig, fresh: DictConfig) -> None:
-    """Reset the settings of the servers of another engine, which would be refused with this one."""
+    """Reset the settings of the previous engine's servers, which the new engine may refuse."""
     node.servers = fresh.servers
     for key in ("folder", "transport"):
         if key in node.get("weight_sync", {}):
@@ -388,15 +382,15 @@ def _forget_servers(node: DictConfig, fresh: DictConfig) -> None:
 def _read(
     argument: str, folder: Path, *, trust: bool = False
 ) -> tuple[DictConfig, list[tuple[str, ...]]]:
-    """Return the settings in a folder's config.yaml, and the sections that this user signed.
+    """Return the settings in a folder's config.yaml, and the paths of sections this user signed.
 
-    Resolvers (``${oc.env:HOME}``) read more than the file: those of others need `trust` before
-    anything is resolved.
+    Resolvers (``${oc.env:HOME}``) read more than the file. Those in sections that this user did not
+    sign need `trust` before anything is resolved.
     """
     file = folder / "config.yaml"
     if not file.is_file():
         raise ConfigError(f"{argument}: is no run folder: there is no config.yaml in it")
-    theirs: list[UntrustedValue] = []
+    unsigned: list[UntrustedValue] = []
     try:
         plain = OmegaConf.load(file)
         if not plain:
@@ -406,12 +400,12 @@ def _read(
         raw = cast(dict[str, Any], OmegaConf.to_container(plain))
         signed = own_sections(raw)
         raw.pop("provenance", None)
-        theirs = [value for value in resolvers(raw) if not _is_within(value.path, signed)]
+        unsigned = [value for value in resolvers(raw) if not _is_within(value.path, signed)]
         # After `own_sections`: the signature covers the names that the run wrote.
         settings = in_this_layout(raw)
         with explained([], dict):
             typed = OmegaConf.merge(schema(), settings)
-        if trust or not theirs:
+        if trust or not unsigned:
             OmegaConf.resolve(typed)
             return cast(DictConfig, typed), signed
     except UnicodeDecodeError as error:
@@ -421,7 +415,7 @@ def _read(
     except Exception as error:
         problem = str(error).partition("\n")[0]
     else:
-        check_trusted(argument, theirs, trust=trust)
+        check_trusted(argument, unsigned, trust=trust)
         return _read(argument, folder, trust=True)
     raise ConfigError(
         f"{argument}: its config.yaml does not fit: {problem}; put back the file that the run wrote"

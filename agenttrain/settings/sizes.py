@@ -156,7 +156,7 @@ def describe(config: RunConfig) -> str:
         "optimizer": f"lr {optimizer.lr:g}, {optimizer.schedule} after {optimizer.warmup_steps} "
         f"warm-up steps, gradient norm at most {optimizer.max_grad_norm:g}",
         "engine": config.engine.name,
-        "tracker": ", ".join(one.name for one in config.tracker.sections()) or "none",
+        "tracker": ", ".join(tracker.name for tracker in config.tracker.sections()) or "none",
     }
     if processes.name is not DistributedName.single:
         nodes = f" on each of {processes.nodes} nodes" if processes.nodes > 1 else ""

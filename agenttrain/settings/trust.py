@@ -37,19 +37,19 @@ ALWAYS_SIGNED = ("tools", "environment", "reward", "data")
 SOMETIMES_SIGNED = (
     *("algorithm.objective", "engine", "rollout.compaction", "agent", "user", "tracker"),
 )
-"""Sections that signatures without a list of them cover: all of the first, and of these the ones
-that named code by the rules of their time."""
+"""Sections that a signature without a list of sections covers: ALWAYS_SIGNED, and those of
+SOMETIMES_SIGNED that the version that signed took for code."""
 
 
-def _is_ours(path: str) -> bool:
-    """Return True if a module of this package defines the name; nothing is imported."""
+def _exists_in_package(path: str) -> bool:
+    """Return True if this package has the module, or a module with the name; imports nothing."""
     parts = path.split(".")[1:]
-    for used in range(len(parts), -1, -1):
-        module = PACKAGE.joinpath(*parts[:used])
+    for depth in range(len(parts), -1, -1):
+        module = PACKAGE.joinpath(*parts[:depth])
         for file in (module.with_suffix(".py"), module / "__init__.py"):
             if file.is_file():
                 text = file.read_text(encoding="utf-8")
-                return used == len(parts) or re.search(rf"\b{parts[used]}\b", text) is not None
+                return depth == len(parts) or re.search(rf"\b{parts[depth]}\b", text) is not None
     return False
 
 
@@ -60,14 +60,15 @@ def check_trusted(
     trust: bool,
     what: str = "its config.yaml",
 ) -> None:
-    """Raise ConfigError with the values, unless there are none or the user lets them be used.
+    """Raise ConfigError with the values, unless there are none or the user allows them.
 
-    `argument` is the typed argument that leads to them, `what` the file or section they are in.
-    Raises it at once for a path inside agenttrain that this version does not have.
+    The user allows them with `trust`, or by answering yes on a terminal. `argument` is the typed
+    argument that leads to them, `what` the file or section they are in. Also raises ConfigError for
+    a path inside agenttrain that this version does not have.
     """
     for value in values:
         if isinstance(value, UntrustedValue):
-            _check_ours(argument, value, what)
+            _check_bundled_path(argument, value, what)
     if trust or not values:
         return
     listed = "\n".join(f"  {_shown(value)}" for value in values)
@@ -88,12 +89,12 @@ def check_trusted(
     )
 
 
-def _check_ours(argument: str, value: UntrustedValue, what: str) -> None:
+def _check_bundled_path(argument: str, value: UntrustedValue, what: str) -> None:
     """Raise ConfigError for a dotted path inside agenttrain that this version does not have."""
     path = value.value
     if not isinstance(path, str) or not re.fullmatch(r"agenttrain(\.[A-Za-z_]\w*)+", path):
         return
-    if path not in RENAMED and not _is_ours(path):
+    if path not in RENAMED and not _exists_in_package(path):
         bundled = [*bundled_targets(), *(v for args in bundled_targets().values() for v in args)]
         raise ConfigError(
             f"{argument}: {value.key}={path}: is no name of this version of agenttrain"
@@ -103,7 +104,7 @@ def _check_ours(argument: str, value: UntrustedValue, what: str) -> None:
 
 
 def _shown(value: UntrustedValue | str) -> str:
-    """Return a value in a line, without secrets: ``tools.mcp.command=[npx, server]``."""
+    """Return a value as one line without secrets: ``tools.mcp.command=[npx, server]``."""
     if isinstance(value, str):
         return hide_in_settings(value)
     section, name = value.path[-2:] if len(value.path) > 1 else ("", value.path[-1])
@@ -115,10 +116,10 @@ def _shown(value: UntrustedValue | str) -> str:
 
 
 def signature(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of `provenance` that say whose settings these are.
+    """Return the entries of `provenance` with which this user signs the settings.
 
-    Example: ``{"signed": ["tools", "servers"], "signature": "5a…"}``. The signature is None where
-    all values are data, or the user's key can be neither read nor made.
+    Example: ``{"signed": ["tools", "servers"], "signature": "5a…"}``. The signature is None if all
+    values are data, or the user's key can be neither read nor made.
     """
     untrusted = (value.path[0] for value in chain(untrusted_values(plain), resolvers(plain)))
     sections = list(dict.fromkeys(untrusted))
@@ -126,7 +127,7 @@ def signature(plain: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def own_sections(plain: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Return the paths of the sections that a run of this user wrote.
+    """Return the paths of the sections that this user signed; empty without a valid signature.
 
     `plain` is a config.yaml with its `provenance`. Example: ``[("tools",), ("servers",)]``.
     """
@@ -138,6 +139,7 @@ def own_sections(plain: Mapping[str, Any]) -> list[tuple[str, ...]]:
         if verifies(_covered(plain, sections), written):
             return [(str(name),) for name in sections]
         return []
+    # The signature names no sections: find the set that it covers.
     for count in range(len(SOMETIMES_SIGNED) + 1):
         for extra in combinations(SOMETIMES_SIGNED, count):
             covered = (*ALWAYS_SIGNED, *extra)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from inspect import Parameter, isclass, signature
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 from agenttrain.engines.config import EngineSettings
 from agenttrain.settings.components import ONE_BESIDE, REWARD, REWARD_TARGET, SETTINGS_BESIDE
@@ -25,11 +25,7 @@ from agenttrain.utils.sections import field_names, plain, sections_below
 
 SECTIONS = field_names(RunConfig)
 """All of a run's sections."""
-COMPONENTS: Mapping[str, type[Any] | None] = {
-    **ONE_BESIDE,
-    "data.train": None,
-    "data.test": None,
-}
+COMPONENTS: Mapping[str, type[Any] | None] = {**ONE_BESIDE, "data.train": None, "data.test": None}
 """Section that is one component -> the settings beside its `_target_`."""
 NAMED_COMPONENTS: Mapping[str, type[Any]] = {**SETTINGS_BESIDE, "tracker.own": OwnTrackerSettings}
 """Section of components by name -> the settings beside their `_target_`."""
@@ -60,66 +56,69 @@ def untrusted_values(
     at ``("tools", "lookup", "_target_")``.
     """
     chosen = {name: value for name, value in settings.items() if name in sections}
-    return list(_of_class(RunConfig, chosen, ()))
+    return list(_values_of_class(RunConfig, chosen, ()))
 
 
-def _of_class(
+def _values_of_class(
     cls: type, section: Mapping[str, Any], path: tuple[str, ...]
 ) -> Iterator[UntrustedValue]:
+    """Yield the untrusted values of a section with the settings class `cls` at `path`."""
     hints, defaults = get_type_hints(cls, include_extras=True), _defaults(cls)
     sections = sections_below(cls)
     for name, value in section.items():
         place = (*path, str(name))
         key, is_section = ".".join(place), isinstance(value, Mapping)
         if is_section and key in COMPONENTS:
-            yield from _of_component(COMPONENTS[key], value, place)
+            yield from _values_of_component(COMPONENTS[key], value, place)
         elif is_section and key in NAMED_COMPONENTS:
-            yield from _of_components(NAMED_COMPONENTS[key], value, place)
+            yield from _values_of_components(NAMED_COMPONENTS[key], value, place)
         elif is_section and key in choices():
-            yield from _of_choice(choices()[key], value, place)
+            yield from _values_of_choice(choices()[key], value, place)
         elif is_section and name in sections:
-            yield from _of_class(sections[name], value, place)
+            yield from _values_of_class(sections[name], value, place)
         elif name in defaults and value == defaults[name]:
             continue
         elif name not in hints or not is_data(hints[name], value):
             yield from _leaves(value, place)
 
 
-def _of_choice(
+def _values_of_choice(
     classes: Mapping[str, type], section: Mapping[str, Any], path: tuple[str, ...]
 ) -> Iterator[UntrustedValue]:
-    """Yield those of a section whose keys depend on its `name`."""
+    """Yield the untrusted values of a section whose keys depend on its `name`."""
     cls = classes.get(str(section.get("name")))
     if cls is None or "_target_" in section:
-        yield from _of_component(BESIDE_CHOICES.get(path), section, path)
+        yield from _values_of_component(BESIDE_CHOICES.get(path), section, path)
         return
-    yield from _of_class(cls, {n: v for n, v in section.items() if n != "name"}, path)
+    yield from _values_of_class(cls, {n: v for n, v in section.items() if n != "name"}, path)
 
 
-def _of_components(
+def _values_of_components(
     beside: type[Any], section: Mapping[str, Any], path: tuple[str, ...]
 ) -> Iterator[UntrustedValue]:
+    """Yield the untrusted values of a section that maps names to components."""
     for name, component in section.items():
         place = (*path, str(name))
         if isinstance(component, Mapping):
             if place == ("reward", REWARD):
                 component = {"_target_": REWARD_TARGET, **component}
-            yield from _of_component(beside, component, place)
+            yield from _values_of_component(beside, component, place)
         else:
             yield from _leaves(component, place)
 
 
-def _of_component(
+def _values_of_component(
     beside: type[Any] | None, component: Mapping[str, Any], path: tuple[str, ...]
 ) -> Iterator[UntrustedValue]:
+    """Yield the untrusted values of a component; `beside` are the settings beside its arguments."""
     target = str(component.get("_target_") or "")
     is_bundled = target in bundled_targets()
-    ours = {n: v for n, v in component.items() if beside and n in field_names(beside)}
+    settings = {n: v for n, v in component.items() if beside and n in field_names(beside)}
     if beside is not None:
-        yield from _of_class(beside, ours, path)
+        yield from _values_of_class(beside, settings, path)
     hints, defaults = _parameters(target) if is_bundled else ({}, {})
     for name, value in component.items():
-        if name in ours or (name == "_target_" and (is_bundled or not target)):
+        if name in settings or (name == "_target_" and (is_bundled or not target)):
             continue
         if is_bundled and (
             is_data(hints.get(name), value)
@@ -131,11 +130,11 @@ def _of_component(
 
 
 def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[UntrustedValue]:
-    """Yield every value of a mapping by itself, so that each is judged and overridden by itself."""
+    """Yield each single value of a nested mapping, without None, "" and []."""
     if isinstance(value, Mapping):
         for name, part in value.items():
             yield from _leaves(part, (*path, str(name)))
-    elif value not in (None, "", []):  # nothing names no code
+    elif value not in (None, "", []):
         yield UntrustedValue(path=path, value=value)
 
 
@@ -144,12 +143,12 @@ def _defaults(cls: type) -> Mapping[str, Any]:
     """Return the defaults of a settings class as plain data, without keys that have to be set."""
     infos = getattr(cls, "__pydantic_fields__", {})
     required = {name for name, info in infos.items() if info.is_required()}
-    made = None if required else cls()
+    if not required:
+        return cast(Mapping[str, Any], plain(cls()))
     return {
-        name: plain(infos[name].get_default(call_default_factory=True) if required else value)
+        name: plain(infos[name].get_default(call_default_factory=True))
         for name in field_names(cls)
         if name not in required
-        for value in (getattr(made, name, None),)
     }
 
 
@@ -191,8 +190,7 @@ _NODE = re.compile(r"\$\{[\w.\[\]-]+\}")
 
 
 def resolvers(part: Any, path: tuple[str, ...] = ()) -> Iterator[UntrustedValue]:
-    """Yield the texts that name a resolver, such as ``${oc.env:HOME}``, which reads more than the
-    settings themselves."""
+    """Yield the texts with a resolver such as ``${oc.env:HOME}``: it reads outside the settings."""
     if isinstance(part, Mapping):
         for name, inner in part.items():
             yield from resolvers(inner, (*path, str(name)))

@@ -156,29 +156,26 @@ class TrackerConfig:
             if settings.enabled:
                 common = field_names(TrackerSettings)
                 arguments = {n: v for n, v in plain(settings).items() if n not in common}
-                sections.append(
-                    TrackerSection(
-                        name=name,
-                        key=f"tracker.{name}",
-                        target=bundled.target,
-                        settings=arguments,
-                        system=settings.system,
-                        finish_s=settings.finish_s,
-                    )
-                )
+                key, target = f"tracker.{name}", bundled.target
+                sections.append(_section(name, key, target, arguments, settings))
         for name, section in self.own.items():
-            own, arguments = beside(OwnTrackerSettings, section, f"tracker.own.{name}")
-            sections.append(
-                TrackerSection(
-                    name=f"own-{name}",
-                    key=f"tracker.own.{name}",
-                    target=section["_target_"],
-                    settings=arguments,
-                    system=own.system,
-                    finish_s=own.finish_s,
-                )
-            )
+            key, target = f"tracker.own.{name}", section["_target_"]
+            own_settings, arguments = beside(OwnTrackerSettings, section, key)
+            sections.append(_section(f"own-{name}", key, target, arguments, own_settings))
         return sections
+
+
+def _section(
+    name: str, key: str, target: str, arguments: dict[str, Any], settings: OwnTrackerSettings
+) -> TrackerSection:
+    return TrackerSection(
+        name=name,
+        key=key,
+        target=target,
+        settings=arguments,
+        system=settings.system,
+        finish_s=settings.finish_s,
+    )
 
 
 def missing_libraries(config: TrackerConfig) -> Iterator[str]:
@@ -196,7 +193,7 @@ def missing_libraries(config: TrackerConfig) -> Iterator[str]:
 
 
 def tracker_problems(config: TrackerConfig) -> Iterator[str]:
-    """Yield settings of trackers that are not used, and addresses that do not go together."""
+    """Yield settings of trackers that are not enabled, and addresses with secrets or conflicts."""
     for name in BUNDLED:
         settings: TrackerSettings = getattr(config, name)
         for part in fields(settings):

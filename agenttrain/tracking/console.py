@@ -16,12 +16,10 @@ from rich.text import Text
 
 PLAIN_EVERY = 10
 """Plain mode prints the first step, the last one, and every 10th; more in short runs."""
-
 COUNTED_AFTER_S = 5.0
 """In a phase longer than this, the live line shows finished rollouts instead of metrics."""
 COUNTED_EVERY_S = 15.0
 """Seconds between two lines about finished rollouts in plain mode."""
-
 _SHOWN = (
     ("reward", "reward", "{:.2f}"),
     ("success", "success", "{:.2f}"),
@@ -149,12 +147,12 @@ _UNSAFE = re.compile(
 def printable(text: str) -> str:
     """Remove the characters that could move the cursor, change colours or hide text.
 
-    Does not remove rich's markup: put the result into a `rich.text.Text`, which does not read it.
+    Rich's markup stays: put the result into a `rich.text.Text`, which does not interpret it.
     """
     return _UNSAFE.sub("", text)
 
 
-def one_line(text: str, most: int) -> str:
-    """Return printable text on one line of at most `most` characters, cut with an ellipsis."""
-    flat = " ".join(printable(text).split())
-    return flat if len(flat) <= most else flat[: most - 1] + "…"
+def one_line(text: str, max_length: int) -> str:
+    """Return printable text on one line, cut with an ellipsis after `max_length` characters."""
+    line = " ".join(printable(text).split())
+    return line if len(line) <= max_length else line[: max_length - 1] + "…"

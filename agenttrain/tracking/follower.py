@@ -1,9 +1,10 @@
-"""The process of a run's trackers: one that raises, hangs or crashes cannot touch the run.
+"""The process of a run's trackers: a tracker that raises, hangs or crashes cannot touch the run.
 
 Started as a script with a JSON file of arguments. Each tracker has a thread, which follows the
-run's files: one that hangs holds no other, and is left behind at the end when its time is over. The
-run writes a line into the input at its end, which says how it ended; a run that is killed closes
-the input. A line on the output, a `TrackerReport`, says how a tracker fares.
+run's files: a hanging tracker does not delay the others, and is abandoned `finish_s` after the
+run's end. At its end the run writes a line to this process's standard input that says how it ended;
+if the run is killed, the input is closed. This process writes `TrackerReport` lines to its standard
+output.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ class TrackerReport:
 
 
 def pause_after(failures: int) -> float:
-    """Return the seconds before another attempt, after so many that brought nothing forward.
+    """Return the seconds before the next attempt, after so many failures without progress.
 
-    None the first time: what was killed did nothing wrong.
+    The first failure needs no pause: a killed process did nothing wrong.
     """
     return 0.0 if failures == 1 else min(2.0 ** (failures - 2), LONGEST_PAUSE_S)
 
 
 class RunSignal:
-    """The end of the run, for which the main thread waits."""
+    """The end of the run: `event` is set at the end, `message` is the run's last line."""
 
     def __init__(self) -> None:
         self.event = Event()
@@ -60,8 +61,8 @@ def main() -> None:
     for stream in (1, 2):
         os.dup2(null, stream)
 
-    def report(news: TrackerReport) -> None:
-        output.write(json.dumps(asdict(news)) + "\n")
+    def send_report(report: TrackerReport) -> None:
+        output.write(json.dumps(asdict(report)) + "\n")
         output.flush()
 
     arguments = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
@@ -71,7 +72,7 @@ def main() -> None:
     threads = {}
     for tracker in arguments["trackers"]:
         common = (arguments["run"], arguments["config"])
-        thread = Thread(target=send_all, args=(tracker, *common, end, report), daemon=True)
+        thread = Thread(target=send_all, args=(tracker, *common, end, send_report), daemon=True)
         thread.start()
         threads[tracker["name"]] = (thread, tracker["finish_s"])
     end.message = sys.stdin.readline()
@@ -80,8 +81,8 @@ def main() -> None:
     for name, (thread, finish_s) in threads.items():
         thread.join(max(ended_at + finish_s - time.monotonic(), 0))
         if thread.is_alive():
-            report(TrackerReport(tracker=name, is_late=True))
-    # Not through the interpreter's end: threads of a library may hang there.
+            send_report(TrackerReport(tracker=name, is_late=True))
+    # Skip the interpreter's shutdown: threads of a library may hang there.
     os._exit(0)
 
 
@@ -90,9 +91,12 @@ def send_all(
     run: dict[str, Any],
     config: dict[str, Any],
     end: RunSignal,
-    report: Callable[[TrackerReport], None],
+    send_report: Callable[[TrackerReport], None],
 ) -> None:
-    """Have one tracker follow the run to its end; make it again, after a pause, where it fails."""
+    """Have one tracker follow the run to its end: a thread's body.
+
+    A tracker that fails is constructed again after a pause, unless it would fail again (`is_off`).
+    """
     from agenttrain.tracking.backends.base import TrackedRun
     from agenttrain.tracking.following import Cursor, cursor_path, follow, run_end
     from agenttrain.tracking.machine import MachineLoad
@@ -106,13 +110,13 @@ def send_all(
     failures = 0
     while True:
         cursor = Cursor.read(cursor_path(tracked.folder, name))
-        step = 0 if cursor is None else cursor.step
-        is_made = False
+        step_before = 0 if cursor is None else cursor.step
+        is_constructed = False
         try:
             target = locate(arguments["target"], key=f"tracker.{name}")
             tracker = target(**arguments["settings"])
-            is_made = True
-            # The process of a killed run may still be at work, and a resume starts this one.
+            is_constructed = True
+            # After a resume the tracker process of the killed run may still be at work.
             with file_lock(cursor_path(tracked.folder, name).with_suffix(".lock")):
                 follow(
                     tracked,
@@ -125,15 +129,15 @@ def send_all(
                 )
         except BaseException as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            is_off = not is_made or isinstance(error, ImportError)
-            report(TrackerReport(tracker=name, reason=reason, is_off=is_off))
+            is_off = not is_constructed or isinstance(error, ImportError)
+            send_report(TrackerReport(tracker=name, reason=reason, is_off=is_off))
             if is_off:
                 return
         else:
-            report(TrackerReport(tracker=name))
+            send_report(TrackerReport(tracker=name))
             return
         cursor = Cursor.read(cursor_path(tracked.folder, name))
-        failures = 1 if cursor is not None and cursor.step > step else failures + 1
+        failures = 1 if cursor is not None and cursor.step > step_before else failures + 1
         pause_s = pause_after(failures)
         if not end.event.wait(pause_s):
             continue

@@ -32,7 +32,7 @@ SCRIPT = Path(__file__).with_name("follower.py")
 EXIT_S = 1.0
 """Seconds that the process has to end after the longest `finish_s`."""
 LAST_S = 5.0
-"""Seconds that it lives beyond that time where the run is killed."""
+"""Seconds that it lives beyond that time if the run is killed."""
 
 
 class FollowedTracker:
@@ -41,13 +41,13 @@ class FollowedTracker:
     def __init__(
         self, section: TrackerSection, run: TrackedRun, warn: Callable[[str], None]
     ) -> None:
-        """Describe it; `warn` is called with one line for each kind of trouble."""
+        """Construct the tracker to describe it; `warn` is called with one line per problem."""
         self.section = section
         self._warn = warn
         self._warned: set[str] = set()
         self._path = cursor_path(run.folder, section.name)
         self.reason = ""
-        """The last trouble, in words; empty without any."""
+        """The last problem; empty without one."""
         self.is_off = False
         """True if the tracker cannot work."""
         self.is_done = False
@@ -75,8 +75,8 @@ class FollowedTracker:
         """True while there may be something to send."""
         return not (self.is_off or self.is_done)
 
-    def take(self, report: TrackerReport) -> None:
-        """Record what its process says of it."""
+    def record(self, report: TrackerReport) -> None:
+        """Record a report of the tracker's process."""
         if report.is_off:
             self.turn_off(report.reason)
         elif report.reason:
@@ -88,7 +88,7 @@ class FollowedTracker:
             self.is_done, self.reason = True, ""
 
     def fail(self, reason: str) -> None:
-        """Record an error after which it is started again; warn of each the first time."""
+        """Record an error after which the tracker is started again; warn of each error once."""
         self.reason = reason
         if reason not in self._warned:
             self._warned.add(reason)
@@ -115,20 +115,20 @@ class FollowedTracker:
 
 
 def tracker_processes(children: Sequence[psutil.Process]) -> set[int]:
-    """Return the processes of trackers among a run's descendants, and those that they started.
+    """Return the pids of tracker processes among a run's descendants, with their descendants.
 
-    They outlive a run that is ended from outside, to send what is left and how it ended.
+    They outlive a killed run, to send what is left and how it ended.
     """
-    spared = set[int]()
+    pids = set[int]()
     for child in children:
         with suppress(psutil.Error):
             if str(SCRIPT) in child.cmdline():
-                spared |= {child.pid, *(each.pid for each in child.children(recursive=True))}
-    return spared
+                pids |= {child.pid, *(c.pid for c in child.children(recursive=True))}
+    return pids
 
 
 class Followers:
-    """All trackers of a run. `check` starts their process again after it ended early."""
+    """All trackers of a run and their process, which `check` restarts if it ended early."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class Followers:
         config: Mapping[str, Any],
         warn: Callable[[str], None],
     ) -> None:
-        """Start their process, if there are any."""
+        """Start the process of the trackers, if there are any."""
         self._trackers = [FollowedTracker(section, run, warn) for section in sections]
         self._longest_s = max((section.finish_s for section in sections), default=0.0)
         self._folder = run.folder
@@ -151,8 +151,8 @@ class Followers:
         self._process: ChildProcess | None = None
         self._failures = 0
         self._steps_before: list[int] = []
-        self._again_at: float | None = None
-        """Time of the next start; None: there is none."""
+        self._restart_at: float | None = None
+        """Time of the next start; None if no start is due."""
         self._is_closed = False
         self._start()
 
@@ -161,36 +161,35 @@ class Followers:
         self._read_reports()
         if self._process is not None and not self._process.alive:
             self._ended_early(self._process)
-        if self._again_at is not None and time.monotonic() >= self._again_at:
+        if self._restart_at is not None and time.monotonic() >= self._restart_at:
             self._start()
 
     def close(self, last_step: int, how: RunEnd = RunEnd.finished) -> None:
-        """Wait until every tracker has everything, at most its `finish_s`; a second call does
-        nothing.
+        """Wait until every tracker has everything, at most its `finish_s`; then end the process.
 
-        `how` is the end of the run, for the pages of the trackers.
+        `how` is the end of the run, for the pages of the trackers. A second call does nothing.
         """
         if self._is_closed:
             return
         self._is_closed = True
         self.check()
-        if self._again_at is not None:
+        if self._restart_at is not None:
             self._start()
         deadline = time.monotonic() + self._longest_s
         while self._process is not None:
-            # A process forked from this one may hold the pipe open: closing it is not enough.
+            # Closing the pipe is not enough: a process forked from this one may hold it open.
             with suppress(ChildGone):
                 self._process.send(f"end {how}")
             in_time = self._process.ended(max(deadline + EXIT_S - time.monotonic(), 0.01))
             if not in_time or self._process.code == 0:
-                self._process.printed()  # waits for the last reports
+                self._process.printed()  # waits until the last reports are read
                 self._process.kill()
                 self._process = None
                 self._read_reports()
                 break
             self._ended_early(self._process)
-            if self._again_at is not None and time.monotonic() < deadline - 1:
-                time.sleep(min(LAST_PAUSE_S, max(self._again_at - time.monotonic(), 0)))
+            if self._restart_at is not None and time.monotonic() < deadline - 1:
+                time.sleep(min(LAST_PAUSE_S, max(self._restart_at - time.monotonic(), 0)))
                 self._start()
         for tracker in self._trackers:
             tracker.warn_of_missing(last_step)
@@ -204,18 +203,15 @@ class Followers:
         return [tracker for tracker in self._trackers if tracker.is_active]
 
     def _start(self) -> None:
-        self._again_at = None
+        """Start the process for the active trackers; turn them off if it cannot be started."""
+        self._restart_at = None
         if not self._active():
             return
         self._steps_before = [tracker.step for tracker in self._trackers]
-        sections = [(tracker.id, tracker.section) for tracker in self._active()]
+        fields = ("name", "target", "settings", "system", "finish_s")
         trackers = [
-            {
-                **{"id": id, "name": section.name, "target": section.target},
-                **{"settings": section.settings, "system": section.system},
-                "finish_s": section.finish_s,
-            }
-            for id, section in sections
+            {"id": tracker.id, **{name: getattr(tracker.section, name) for name in fields}}
+            for tracker in self._active()
         ]
         start_file = self._folder / "trackers" / "follower.start"
         try:
@@ -235,7 +231,7 @@ class Followers:
     def _ended_early(self, process: ChildProcess) -> None:
         """Record why the process ended early, and when to start it again."""
         code = process.code or 0
-        process.printed()  # waits for the last reports
+        process.printed()  # waits until the last reports are read
         process.kill()  # closes the pipe
         self._process = None
         self._read_reports()
@@ -244,12 +240,12 @@ class Followers:
         for tracker in self._active():
             tracker.fail(f"its process {how_ended(code)}")
         if self._active():
-            self._again_at = time.monotonic() + pause_after(self._failures)
+            self._restart_at = time.monotonic() + pause_after(self._failures)
 
     def _read_reports(self) -> None:
         while self._reports:
-            with suppress(ValueError):  # a library's own words
+            with suppress(ValueError):  # a line that a library printed
                 report = TrackerReport(**json.loads(self._reports.popleft()))
                 for tracker in self._trackers:
                     if tracker.section.name == report.tracker:
-                        tracker.take(report)
+                        tracker.record(report)

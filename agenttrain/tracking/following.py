@@ -35,7 +35,7 @@ TABLE_ROWS = 4
 MOST_ROWS = 200
 """Steps that are sent before they are acknowledged together."""
 HTTP_CLIENTS = {"httpx", "httpx2", "httpcore", "httpcore2", "urllib3", "requests"}
-"""Packages whose errors without an answer are of the network."""
+"""Packages whose errors without an answer are network errors."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,9 +105,10 @@ def follow(
     load: MachineLoad | None = None,
     how: Callable[[], RunEnd] = lambda: RunEnd.finished,
 ) -> None:
-    """Send everything that the tracker does not have, until `ended` is set and nothing is left.
+    """Send the run to the tracker until `ended` is set and the files have nothing new.
 
-    `how` returns the run's end once there is one.
+    The order of each round: machine load, metrics, rollout tables, evaluations. `how` returns how
+    the run ended.
     """
     path = cursor_path(run.folder, name)
     cursor = Cursor.read(path) or Cursor(id=run.id)
@@ -116,7 +117,7 @@ def follow(
     cursor.write(path)
     held = tracker.start(run, config)
     if held is not None and held != cursor.step:
-        # Killed before an acknowledgement, or the tracker's data are gone or elsewhere.
+        # The process was killed before an acknowledgement, or the tracker lost its data.
         if held < cursor.step:
             cursor.table = min(cursor.table, held)
             cursor.evaluated, cursor.sections = min(cursor.evaluated, held - 1), []
@@ -124,12 +125,12 @@ def follow(
     metrics, evaluations = Lines(run.folder / "metrics.jsonl"), Lines(evaluations_path(run.folder))
     waiting: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
-    sampled = -math.inf
+    sampled_at = -math.inf
     while True:
-        if load is not None and time.monotonic() - sampled >= SAMPLE_S:
+        if load is not None and time.monotonic() - sampled_at >= SAMPLE_S:
             load.sample()
-            sampled = time.monotonic()
-        is_last = ended.is_set()  # before the files are read
+            sampled_at = time.monotonic()
+        is_last = ended.is_set()  # asked before the files are read, so that nothing is missed
         rows += (row for row in metrics.added() if row["step"] > cursor.step)
         waiting += evaluations.added()
         while rows:
@@ -140,7 +141,7 @@ def follow(
             tracker.flush()
             cursor.step = part[-1]["step"]
             cursor.write(path)
-        # Also those of a process that was killed before it came to them.
+        # Includes tables that a killed process had not sent yet.
         for step in range(cursor.table + 1, cursor.step + 1):
             _send_table(run.folder, step, tracker, cursor, path)
         # An evaluation whose step is not there yet was read between two writes of the run.
@@ -148,8 +149,8 @@ def follow(
         waiting = [row for row in waiting if row not in ready]
         for row in ready:
             section = str(row["label"]).rpartition("/")[2]
-            known = row["step"] < cursor.evaluated
-            if known or (row["step"] == cursor.evaluated and section in cursor.sections):
+            is_sent = row["step"] == cursor.evaluated and section in cursor.sections
+            if row["step"] < cursor.evaluated or is_sent:
                 continue
             values = {f"eval/{section}/{metric}": value for metric, value in points(row).items()}
             tracker.log(row["step"], values)
@@ -167,10 +168,10 @@ def follow(
 
 
 def run_end(folder: Path, message: str) -> RunEnd:
-    """Return how a run ended, from the last line that it sent to a tracker's process.
+    """Return how a run ended, from its last line to the tracker process.
 
-    Without one its process is gone. The watchdog, which ends it, has no time to send any, and
-    leaves its word in summary.json.
+    Without that line the run was killed, or ended by the watchdog, which only leaves a note in
+    summary.json.
     """
     word = message.strip().partition(" ")[2]
     if word in list(RunEnd):
@@ -181,7 +182,7 @@ def run_end(folder: Path, message: str) -> RunEnd:
 def _send_table(
     folder: Path, step: int, tracker: ExperimentTracker, cursor: Cursor, path: Path
 ) -> None:
-    """Send the first rollouts of a step, if it is one of those that are shown."""
+    """Send the first rollouts of a step if it is the first or a later TABLE_EVERY-th one."""
     if (step - 1) % TABLE_EVERY:
         return
     try:
@@ -198,10 +199,9 @@ def _send_table(
 
 
 def is_passing(error: BaseException) -> bool:
-    """Return True for an error of the network or the disk: the next process tries again.
+    """Return True for an error of the network or the disk, after which it is worth trying again.
 
-    Errors of httpx are no OSError, and some have none for their cause. An answer with a status
-    below 500 is a refusal, except 429 (too many requests).
+    An answer with a status below 500 is a refusal, except 429 (too many requests).
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -213,8 +213,7 @@ def is_passing(error: BaseException) -> bool:
         modules = {kind.__module__.partition(".")[0] for kind in type(cause).__mro__}
         if isinstance(cause, OSError) or modules & HTTP_CLIENTS:
             return True
-        # An error that a client raises while it handles another is about that one; any other
-        # error in such a place may have nothing to do with it.
+        # A client's error is about the error that it was handling; a builtin error may not be.
         hidden = cause.__suppress_context__ or type(cause).__module__ == "builtins"
         cause = cause.__cause__ or (None if hidden else cause.__context__)
     return False

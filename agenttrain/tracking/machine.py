@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import psutil
@@ -13,7 +14,7 @@ GB = 1e9
 
 
 class MachineLoad:
-    """Means of samples: of the machine, of a process with its children, and of each GPU.
+    """Mean load of the machine, of a process with its children, and of each GPU.
 
     Example: ``{"system/cpu_percent": 91.5, "system/memory_gb": 11.2, "system/run_memory_gb": 2.1,
     "system/gpu0/percent": 87.0, "system/gpu0/memory_gb": 61.3}``.
@@ -35,7 +36,7 @@ class MachineLoad:
         with suppress(psutil.Error):
             process = psutil.Process(self._pid)
             family = [process, *process.children(recursive=True)]
-            values["system/run_memory_gb"] = sum(_resident(one) for one in family) / GB
+            values["system/run_memory_gb"] = sum(map(_resident_bytes, family)) / GB
         for read in self._gpus:
             values |= read()
         for name, value in values.items():
@@ -49,7 +50,7 @@ class MachineLoad:
         return {name: value / count for name, value in sums.items()}
 
 
-def _resident(process: psutil.Process) -> int:
+def _resident_bytes(process: psutil.Process) -> int:
     with suppress(psutil.Error):
         return int(process.memory_info().rss)
     return 0
@@ -73,15 +74,12 @@ def _gpus() -> list[Callable[[], dict[str, float]]]:
     except Exception:  # no library, no driver, a device of another kind
         return []
 
-    def reader(index: int, handle: Any) -> Callable[[], dict[str, float]]:
-        def read() -> dict[str, float]:
-            with suppress(pynvml.NVMLError):
-                busy = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
-                used = pynvml.nvmlDeviceGetMemoryInfo(handle).used
-                prefix = f"system/gpu{index}"
-                return {f"{prefix}/percent": float(busy), f"{prefix}/memory_gb": used / GB}
-            return {}
+    def read(index: int, handle: Any) -> dict[str, float]:
+        with suppress(pynvml.NVMLError):
+            busy = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
+            used = pynvml.nvmlDeviceGetMemoryInfo(handle).used
+            prefix = f"system/gpu{index}"
+            return {f"{prefix}/percent": float(busy), f"{prefix}/memory_gb": used / GB}
+        return {}
 
-        return read
-
-    return [reader(index, handle) for index, handle in enumerate(handles)]
+    return [partial(read, index, handle) for index, handle in enumerate(handles)]

@@ -25,9 +25,9 @@ def solved(reward: float) -> bool:
 def rollout_metrics(
     groups: Sequence[Sequence[Rollout]], *, tools: Iterable[str] = (), rewards: Iterable[str] = ()
 ) -> dict[str, float]:
-    """Return the metrics of a step's groups, always the same names in the same order.
+    """Return the metrics of a step's groups.
 
-    `tools` and `rewards` are the run's, so that a step that does not use one has the same metrics.
+    The run's `tools` and `rewards` have metrics in every step, also in one that uses none of them.
     An average over nothing is NaN.
 
     Example: three rollouts, two of which call a tool once, one of them with an error, give
@@ -52,8 +52,8 @@ def rollout_metrics(
 def agent_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Return the metrics of rollouts that outside agents made.
 
-    Example: 10 turns in 3 trajectories of 2 rollouts: of the 8 turns that could have continued a
-    trajectory 7 did, ``agent/merged_share`` is 7/8.
+    Example: 10 turns in 3 trajectories of 2 rollouts. Of the 8 turns that could have continued a
+    trajectory, 7 did: ``agent/merged_share`` is 7/8.
     """
     names: tuple[str, ...] = ("requests", "ambiguous", "overridden")
     names += tuple(f"restarts/{kind}" for kind in ("system", "tools", "edited", "dropped"))
@@ -74,8 +74,7 @@ def _reward_metrics(
     """Return the metrics of rewards, overall and by reward function.
 
     `reward_std` is the mean over groups of the group's sample standard deviation, as in TRL.
-    Rollouts without a reward do not count. A group of one has no spread and counts in neither
-    metric of spread.
+    Rollouts without a reward do not count. A group of one counts in neither metric of spread.
     """
     scored = [[r.reward for r in group if r.reward is not None] for group in groups]
     values = [reward for group in scored for reward in group]
@@ -87,7 +86,7 @@ def _reward_metrics(
         "success": _mean([solved(reward) for reward in values]),
     }
     by_function = [rollout.rewards for group in groups for rollout in group]
-    for name in _union(declared, (name for rewards in by_function for name in rewards)):
+    for name in _declared_first(declared, (name for rewards in by_function for name in rewards)):
         values = [value for rewards in by_function if (value := rewards.get(name)) is not None]
         metrics[f"rewards/{name}/mean"] = _mean(values)
         metrics[f"rewards/{name}/std"] = _std(values)
@@ -95,6 +94,7 @@ def _reward_metrics(
 
 
 def _tool_metrics(rollouts: Sequence[Rollout], declared: Iterable[str]) -> dict[str, float]:
+    """Return the metrics of tool calls, overall and by tool."""
     results = [result for rollout in rollouts for result in rollout.tool_results]
     failed = sum(result.error is not None for result in results)
     metrics = {
@@ -105,8 +105,8 @@ def _tool_metrics(rollouts: Sequence[Rollout], declared: Iterable[str]) -> dict[
         "tools/lenient_calls": float(sum(r.call.lenient for r in results)),
         "tools/rollout_share": _mean([bool(rollout.tool_results) for rollout in rollouts]),
     }
-    # A call counts for its executor, since rows may bring any number of names. Names that the model
-    # made up get no metric: there is no limit to them.
+    # A call counts for its executor: rows may bring any number of names. Names that the model made
+    # up get no metric, for the same reason.
     by_tool: dict[str, list[ToolResult]] = {}
     known: list[str] = []
     for result in results:
@@ -114,11 +114,11 @@ def _tool_metrics(rollouts: Sequence[Rollout], declared: Iterable[str]) -> dict[
         by_tool.setdefault(tool, []).append(result)
         if result.error not in _NO_SUCH_TOOL:
             known.append(tool)
-    for name in _union(declared, known):
-        own = by_tool.get(name, [])
-        metrics[f"tools/{name}/calls"] = float(len(own))
-        metrics[f"tools/{name}/failures"] = float(sum(r.error is not None for r in own))
-        metrics[f"tools/{name}/latency_s"] = _mean([r.seconds for r in own if r.error in _RAN])
+    for name in _declared_first(declared, known):
+        calls = by_tool.get(name, [])
+        metrics[f"tools/{name}/calls"] = float(len(calls))
+        metrics[f"tools/{name}/failures"] = float(sum(r.error is not None for r in calls))
+        metrics[f"tools/{name}/latency_s"] = _mean([r.seconds for r in calls if r.error in _RAN])
     return metrics
 
 
@@ -127,10 +127,10 @@ _RAN = (None, ToolError.exception, ToolError.timeout)
 """Outcomes of calls in which the tool ran."""
 
 
-def _union(first: Iterable[str], second: Iterable[str]) -> list[str]:
-    """Return the first names in their order, then the others alphabetically."""
-    declared = list(dict.fromkeys(first))
-    return declared + sorted(set(second) - set(declared) - {""})
+def _declared_first(declared: Iterable[str], used: Iterable[str]) -> list[str]:
+    """Return the declared names in their order, then the other used names alphabetically."""
+    names = list(dict.fromkeys(declared))
+    return names + sorted(set(used) - set(names) - {""})
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -174,20 +174,19 @@ def wilson(successes: int, n: int) -> Estimate:
     z2 = Z_95 * Z_95
     centre = (p + z2 / (2 * n)) / (1 + z2 / n)
     half = Z_95 / (1 + z2 / n) * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
-    # At the ends the interval reaches 0 or 1 exactly; rounding must not say 1e-18.
+    # At 0 and at n successes the bound is exactly 0 or 1, which rounding would miss.
     low = 0.0 if successes == 0 else centre - half
     high = 1.0 if successes == n else centre + half
     return Estimate(mean=p, low=low, high=high, n=n)
 
 
 def mean_estimate(values: Sequence[float]) -> Estimate:
-    """Return the mean of independent values with its interval: Wilson's for 0 and 1, else normal.
+    """Return the mean of independent values with a 95 % interval.
 
-    Several rollouts of one question are not independent: pass their mean as one value. A single
-    value that is neither 0 nor 1 has an unknown spread: its interval is NaN. No values: all NaN.
-
-    If all values are in [0, 1], so is the interval. Example: [0.5, 1, 1, 1] gives 0.875 [0.63, 1];
-    the normal interval would end at 1.12.
+    The interval is Wilson's if all values are 0 or 1, else the normal one, cut to [0, 1] if all
+    values are in it: [0.5, 1, 1, 1] gives 0.875 [0.63, 1], not 1.12. It is NaN for a single value
+    that is neither 0 nor 1, and everything is NaN without values. Several rollouts of one question
+    are not independent: pass their mean as one value.
     """
     if not values:
         return Estimate(mean=math.nan, low=math.nan, high=math.nan, n=0)
@@ -197,7 +196,7 @@ def mean_estimate(values: Sequence[float]) -> Estimate:
     spread = statistics.stdev(values) if len(values) > 1 else math.nan
     half = Z_95 * spread / math.sqrt(len(values))
     low, high = mean - half, mean + half
-    if half == half and all(0 <= value <= 1 for value in values):
+    if not math.isnan(half) and all(0 <= value <= 1 for value in values):
         low, high = max(low, 0.0), min(high, 1.0)
     return Estimate(mean=mean, low=low, high=high, n=len(values))
 
@@ -205,8 +204,7 @@ def mean_estimate(values: Sequence[float]) -> Estimate:
 def pass_at_k(n: int, correct: int, k: int) -> float:
     """Estimate, without bias, the probability that one of `k` rollouts succeeds.
 
-    `correct` of `n` rollouts succeeded.
-
+    Of the `n` rollouts of a question `correct` succeeded. The estimate is
     1 - C(n - c, k) / C(n, k), Chen et al. 2021, https://arxiv.org/abs/2107.03374 , section 2.1.
     Raises ValueError unless 0 <= correct <= n and 1 <= k <= n.
 

@@ -30,9 +30,14 @@ class PictureMissing(AgenttrainError):
 
 
 def recorded_messages(messages: Sequence[Message]) -> list[Message]:
-    """Return messages with an image's hash, size and file in its place."""
+    """Return messages in which each image is replaced by its hash, size and file."""
+    return _with_parts(messages, _recorded)
+
+
+def _with_parts(messages: Sequence[Message], convert: Callable[[Any], Any]) -> list[Message]:
+    """Return messages with the parts of their content converted; a text is left as it is."""
     return [
-        {**message, "content": [_recorded(part) for part in message["content"]]}
+        {**message, "content": [convert(part) for part in message["content"]]}
         if isinstance(message.get("content"), list)
         else message
         for message in messages
@@ -40,6 +45,7 @@ def recorded_messages(messages: Sequence[Message]) -> list[Message]:
 
 
 def _recorded(part: Any) -> Any:
+    """Return a part of a message's content as it is recorded."""
     image = part.get("image") if isinstance(part, Mapping) else None
     if not isinstance(image, Image):
         return part
@@ -53,7 +59,7 @@ def _recorded(part: Any) -> Any:
 
 
 def shown_text(content: Any) -> str:
-    """Return a message's content as a text, with ``[image of 640x480 pixels (9f2b0c11)]``."""
+    """Return a message's content as text: an image is ``[image of 640x480 pixels (9f2b0c11)]``."""
     if not isinstance(content, list):
         return str(content or "")
     shown = []
@@ -69,19 +75,20 @@ def shown_text(content: Any) -> str:
 
 
 def decoded(decode: Decode, ids: Sequence[int], images: Iterable[PlacedImage]) -> str:
-    """Decode ids, with ``[image of 64x96 pixels (9f2b0c11), 6 tokens]`` for an image's
-    placeholders."""
-    return _decoded(decode, ids, [(one.start, one.tokens, str(one.image)) for one in images])
+    """Decode ids; an image's placeholders are ``[image of 64x96 pixels (9f2b0c11), 6 tokens]``."""
+    return _decoded(
+        decode, ids, [(image.start, image.tokens, str(image.image)) for image in images]
+    )
 
 
 def decoded_span(decode: Decode, ids: Sequence[int], images: Iterable[Mapping[str, Any]]) -> str:
-    """Decode the ids of a recorded span, with ``[image 9f2b0c11, 6 tokens]`` for each of its
-    `images`."""
-    places = [(one["start"], prod(one["grid"]), f"image {one['sha256'][:8]}") for one in images]
+    """Decode the ids of a recorded span; each of its `images` is ``[image 9f2b0c11, 6 tokens]``."""
+    places = [(i["start"], prod(i["grid"]), f"image {i['sha256'][:8]}") for i in images]
     return _decoded(decode, ids, places)
 
 
 def _decoded(decode: Decode, ids: Sequence[int], places: Iterable[tuple[int, int, str]]) -> str:
+    """Decode ids; `places` are the first position, the tokens and the name of each image."""
     texts, position = [], 0
     for start, tokens, name in places:
         texts += [decode(ids[position:start]), f"[{name}, {tokens} tokens]"]
@@ -104,12 +111,9 @@ def blocks(image: Image, columns: int = 32) -> Text:
 
 
 def with_data(messages: Sequence[Message], folder: Path) -> list[Message]:
-    """Return recorded messages whose images have their files as ``data:…`` addresses, for a page.
+    """Return recorded messages with each image's file, if it exists, as a ``data:…`` address."""
 
-    An image whose file is gone stays without one.
-    """
-
-    def shown(part: Any) -> Any:
+    def add_data(part: Any) -> Any:
         path = folder / str(part.get("file")) if isinstance(part, Mapping) else None
         if path is None or "sha256" not in part or not path.is_file():
             return part
@@ -117,19 +121,14 @@ def with_data(messages: Sequence[Message], folder: Path) -> list[Message]:
         data = base64.b64encode(path.read_bytes()).decode()
         return {**part, "data": f"data:image/{kind};base64,{data}"}
 
-    return [
-        {**message, "content": [shown(part) for part in message["content"]]}
-        if isinstance(message.get("content"), list)
-        else message
-        for message in messages
-    ]
+    return _with_parts(messages, add_data)
 
 
 def write_images(folder: Path, rollouts: Iterable[Rollout]) -> None:
     """Write the images of rollouts that `folder`/images lacks."""
     for rollout in rollouts:
         for trajectory in rollout.trajectories:
-            for image in (one.image for one in trajectory.images):
+            for image in (placed.image for placed in trajectory.images):
                 path = folder / FOLDER / f"{image.sha256}{image.suffix}"
                 if not path.exists():
                     path.parent.mkdir(parents=True, exist_ok=True)
@@ -141,16 +140,17 @@ def write_images(folder: Path, rollouts: Iterable[Rollout]) -> None:
 def with_pictures(record: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return a rollout's object with the images of `folder`/images in its messages.
 
-    Raises PictureMissing for one that is not there, or is not what was written.
+    Raises PictureMissing if an image's file is missing or was changed.
     """
     for trajectory in record["trajectories"]:
         for message in trajectory["messages"]:
             if isinstance(message.get("content"), list):
-                message["content"] = [_read(part, folder) for part in message["content"]]
+                message["content"] = [_read_part(part, folder) for part in message["content"]]
     return record
 
 
-def _read(part: Any, folder: Path) -> Any:
+def _read_part(part: Any, folder: Path) -> Any:
+    """Return a recorded part of a message with its image read from `folder`/images."""
     if not isinstance(part, Mapping) or "sha256" not in part:
         return part
     path = folder / FOLDER / Path(str(part["file"])).name
@@ -166,7 +166,7 @@ def _read(part: Any, folder: Path) -> Any:
 def placed_images(
     span: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]
 ) -> tuple[PlacedImage, ...]:
-    """Return the images of a recorded span, which its trajectory's messages hold."""
+    """Return the images of a recorded span, taken from its trajectory's messages."""
     if not span.get("images"):
         return ()
     known = {
@@ -178,8 +178,8 @@ def placed_images(
     }
     try:
         return tuple(
-            PlacedImage(known[one["sha256"]], one["start"], (one["grid"][0], one["grid"][1]))
-            for one in span["images"]
+            PlacedImage(known[i["sha256"]], i["start"], (i["grid"][0], i["grid"][1]))
+            for i in span["images"]
         )
     except KeyError as error:
         raise PictureMissing(f"the messages of a rollout lack its image {error}") from error

@@ -32,22 +32,18 @@ class Measured(Protocol):
     @property
     def label(self) -> str:
         """Decoding: `sampled` or `greedy`."""
-        ...
 
     @property
     def reward(self) -> Estimate:
         """Mean reward over all questions."""
-        ...
 
     @property
     def pass_at(self) -> Mapping[int, Estimate]:
         """k -> share of questions that one of k rollouts solves."""
-        ...
 
     @property
     def by_group(self) -> Mapping[str, Estimate]:
         """Mean reward by the values of a column, e.g. a question's family; may be empty."""
-        ...
 
 
 def before_after(before: Sequence[Measured], after: Sequence[Measured]) -> Table:
@@ -77,9 +73,9 @@ def before_after(before: Sequence[Measured], after: Sequence[Measured]) -> Table
 
 
 def _add_row(table: Table, label: str, group: str, cells: Sequence[Estimate | None]) -> None:
-    size = max(cell.n for cell in cells if cell is not None)
+    n = max(cell.n for cell in cells if cell is not None)
     values = [Text("" if cell is None else str(cell)) for cell in cells]
-    table.add_row(Text(label), Text(one_line(group, 20)), str(size), *values)
+    table.add_row(Text(label), Text(one_line(group, 20)), str(n), *values)
 
 
 def rollout_text(record: Mapping[str, Any], decode: Decode) -> Text:

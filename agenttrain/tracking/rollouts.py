@@ -67,13 +67,13 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
     because it was clipped or the rollout ended before it. `done` means that it ended the episode,
     `stop` that it called a stop tool.
     """
-    shown = replies([m for trajectory in rollout.trajectories for m in trajectory.added_messages])
+    texts = replies([m for trajectory in rollout.trajectories for m in trajectory.added_messages])
     record: dict[str, Any] = {
         "task_id": rollout.task.task_id,
         "group_id": rollout.group_id,
         "rollout_id": rollout.rollout_id,
         "stop_reason": rollout.stop_reason,
-        "tool_calls": [_tool_call(result, shown) for result in rollout.tool_results],
+        "tool_calls": [_tool_call(result, texts) for result in rollout.tool_results],
         "rewards": rollout.rewards,
         "reward": rollout.reward,
         "columns": _plain(rollout.task.columns),
@@ -97,13 +97,10 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
         if trajectory.states:
             written["states"] = trajectory.states
         if trajectory.trainer_logprobs is not None and trajectory.entropies is not None:
-            scores = {
-                "trainer_logprobs": trajectory.trainer_logprobs,
-                "entropies": trajectory.entropies,
-            }
-            for name, values in scores.items():
+            for name in ("trainer_logprobs", "entropies"):
                 # Drop the digits that single precision does not have.
-                written[name] = np.asarray(values, dtype=np.float64).round(6).tolist()
+                scores = np.asarray(getattr(trajectory, name), dtype=np.float64)
+                written[name] = scores.round(6).tolist()
         record["trajectories"].append(written)
     if rollout.task.tools is not None:
         record["tools"] = [
@@ -121,6 +118,7 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    """Return a value as JSON data; one of another type becomes a text."""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, Mapping):
@@ -131,7 +129,7 @@ def _plain(value: Any) -> Any:
 
 
 def replies(messages: Sequence[Message]) -> dict[str, list[str]]:
-    """Return the texts of the tool replies by call id; several turns may repeat an id."""
+    """Map each call id to the texts of its tool results; several turns may repeat an id."""
     texts: dict[str, list[str]] = {}
     for message in messages:
         if "tool_call_id" in message:
@@ -142,6 +140,7 @@ def replies(messages: Sequence[Message]) -> dict[str, list[str]]:
 
 
 def _span_records(trajectory: Trajectory) -> list[dict[str, Any]]:
+    """Return the spans of a trajectory as `rollout_record` describes them."""
     records: list[dict[str, Any]] = []
     start = sampled = 0
     for span in trajectory.spans:
@@ -149,8 +148,9 @@ def _span_records(trajectory: Trajectory) -> list[dict[str, Any]]:
         advantage: float | list[float] | None = None
         if span.origin is Origin.sampled:
             if trajectory.advantages is not None:
-                each = trajectory.advantages[sampled : sampled + len(span.token_ids)].tolist()
-                advantage = each if len(set(map(repr, each))) > 1 else each[0]  # all may be NaN
+                values = trajectory.advantages[sampled : sampled + len(span.token_ids)].tolist()
+                # By `repr`, because NaN does not equal NaN.
+                advantage = values if len(set(map(repr, values))) > 1 else values[0]
             sampled += len(span.token_ids)
         record = {
             "origin": span.origin,
@@ -164,15 +164,16 @@ def _span_records(trajectory: Trajectory) -> list[dict[str, Any]]:
             record["finish"] = span.finish
         if span.images:
             record["images"] = [
-                {"start": one.start, "grid": one.grid, "sha256": one.image.sha256}
-                for one in span.images
+                {"start": placed.start, "grid": placed.grid, "sha256": placed.image.sha256}
+                for placed in span.images
             ]
         records.append(record)
         start = end
     return records
 
 
-def _tool_call(result: ToolResult, shown: Mapping[str, list[str]]) -> dict[str, Any]:
+def _tool_call(result: ToolResult, texts_by_id: Mapping[str, list[str]]) -> dict[str, Any]:
+    """Return the record of a call; takes its text out of `texts_by_id` (see `replies`)."""
     record: dict[str, Any] = {
         "id": result.call.id,
         "name": result.call.name,
@@ -180,13 +181,10 @@ def _tool_call(result: ToolResult, shown: Mapping[str, list[str]]) -> dict[str, 
         "error": result.error,
         "seconds": result.seconds,
     }
-    texts = shown.get(result.call.id)
+    texts = texts_by_id.get(result.call.id)
     if not texts or texts.pop(0) != result.content:
         record["content"] = result.content
-    if result.done:
-        record["done"] = True
-    if result.stop:
-        record["stop"] = True
+    record |= {key: True for key in ("done", "stop") if getattr(result, key)}
     if result.reward is not None:
         record["reward"] = result.reward
     return record
@@ -243,9 +241,9 @@ def write_step(
 
 
 def staleness(rollout: Rollout, step: int) -> int | None:
-    """Return the updates between the oldest weights that sampled a rollout and those it trains.
+    """Return the number of updates between a rollout's oldest weights and those of its step.
 
-    Step n trains version n - 1. None: no token of it has a version.
+    Step n trains version n - 1. None if no token of the rollout has a version.
     """
     versions = policy_versions([rollout])
     return step - 1 - min(versions) if versions else None
@@ -287,16 +285,12 @@ def _delegation(written: Record) -> Delegation | None:
     recorded = written.get("delegation")
     if recorded is None:
         return None
-    return Delegation(
-        **{
-            **recorded,
-            "caller": tuple(recorded["caller"]),
-            "schemas": tuple(recorded["schemas"]),
-        }
-    )
+    caller, schemas = tuple(recorded["caller"]), tuple(recorded["schemas"])
+    return Delegation(**{**recorded, "caller": caller, "schemas": schemas})
 
 
 def _completions(trajectory: Record) -> list[Completion]:
+    """Return the completion of each turn of a recorded trajectory."""
     result = []
     for _, group in groupby(_sampled(trajectory), key=lambda span: span["turn"]):
         spans = list(group)
@@ -325,8 +319,9 @@ def prompt_messages(trajectory: Record) -> list[Message]:
     """Return the messages before the first sampled one: the row's and those of a reset."""
     turns = len({span["turn"] for span in _sampled(trajectory)})
     messages: list[Message] = trajectory["messages"]
-    spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    return messages[: spoken[-turns]] if turns and len(spoken) >= turns else messages
+    # Of the assistant's messages only the last `turns` are sampled: others may be in the prompt.
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    return messages[: answers[-turns]] if turns and len(answers) >= turns else messages
 
 
 def added_messages(record: Record) -> list[Message]:
@@ -338,37 +333,37 @@ def added_messages(record: Record) -> list[Message]:
 def tool_results(record: Record) -> list[ToolResult]:
     """Return the results of a record's calls, in their order."""
     added = added_messages(record)
-    shown = replies(added)
+    texts = replies(added)
     pictures = {
         message["tool_call_id"]: tuple(parts(message["content"]))
         for message in added
         if "tool_call_id" in message and any(images_in([message]))
     }
-    written: dict[str, list[Mapping[str, Any]]] = {}
+    functions: dict[str, list[Mapping[str, Any]]] = {}
     for message in added:
         for call in message.get("tool_calls", ()):
-            written.setdefault(call["id"], []).append(call["function"])
+            functions.setdefault(call["id"], []).append(call["function"])
     results = []
-    for made in record["tool_calls"]:
-        # In order: several turns may repeat an id.
-        text = (shown.get(made["id"]) or [""]).pop(0)
-        function = (written.get(made["id"]) or [{}]).pop(0)
+    for call_record in record["tool_calls"]:
+        # Several turns may repeat an id: take its texts and functions in order.
+        text = (texts.get(call_record["id"]) or [""]).pop(0)
+        function = (functions.get(call_record["id"]) or [{}]).pop(0)
         results.append(
             ToolResult(
                 call=ToolCall(
-                    id=made["id"],
-                    name=made["name"],
-                    arguments=made["arguments"],
+                    id=call_record["id"],
+                    name=call_record["name"],
+                    arguments=call_record["arguments"],
                     malformed=function.get("malformed"),
                     text=function.get("text", ""),
                 ),
-                content=made.get("content", text),
-                error=None if made["error"] is None else ToolError(made["error"]),
-                seconds=made["seconds"],
-                done=made.get("done", False),
-                stop=made.get("stop", False),
-                reward=made.get("reward"),
-                parts=pictures.get(made["id"], ()),
+                content=call_record.get("content", text),
+                error=None if call_record["error"] is None else ToolError(call_record["error"]),
+                seconds=call_record["seconds"],
+                done=call_record.get("done", False),
+                stop=call_record.get("stop", False),
+                reward=call_record.get("reward"),
+                parts=pictures.get(call_record["id"], ()),
             )
         )
     return results
@@ -406,6 +401,7 @@ def read_rollout(record: Record, task: Task) -> Rollout:
 
 
 def _trajectory(record: Record, index: int, before: Sequence[Trajectory]) -> Trajectory:
+    """Rebuild trajectory `index` of a record; `before` are the rollout's earlier trajectories."""
     written = record["trajectories"][index]
     scores = {
         name: array("f", map(_number, written[name]))
@@ -438,8 +434,8 @@ def _trajectory(record: Record, index: int, before: Sequence[Trajectory]) -> Tra
             trajectory.append_context(ids, Origin(span["origin"]), images)
     advantages: list[float] = []
     for span in _sampled(written):
-        each, length = span["advantage"], span["end"] - span["start"]
-        advantages += each if isinstance(each, list) else [each] * length
+        advantage, length = span["advantage"], span["end"] - span["start"]
+        advantages += advantage if isinstance(advantage, list) else [advantage] * length
     if advantages and None not in advantages:
         trajectory.advantages = array("d", advantages)
     return trajectory

@@ -69,7 +69,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """Read summary.json; empty if there is none, and, with a warning, if it is not readable."""
+    """Read summary.json; empty if there is none, or, with a warning, if it cannot be read."""
     path = folder / "summary.json"
     if not path.exists():
         return {}
@@ -84,7 +84,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def update_summary(folder: Path, **changes: Any) -> None:
-    """Merge `changes` into summary.json; None removes an entry, and an error loses its secrets."""
+    """Merge `changes`, without secrets, into summary.json; None removes an entry."""
     merged = {**read_summary(folder), **hide_in_settings(changes)}
     summary = {name: value for name, value in merged.items() if value is not None}
     write_atomically(folder / "summary.json", json.dumps(finite(summary), indent=2) + "\n")

@@ -50,7 +50,7 @@ class Timeline:
         self._file: IO[str] | None = None
         self._process = process
         self._began = time.monotonic()
-        # Of one clock, so that a correction of the machine's time moves nothing.
+        # All times are of the monotonic clock: a correction of the machine's time moves nothing.
         self._epoch = time.time() - self._began
 
     @contextmanager
@@ -94,6 +94,7 @@ class Timeline:
             self._file.close()
 
     def _add(self, since: float, until: float, facts: dict[str, Any]) -> None:
+        """Append a line; the first one also writes the line about the process."""
         if self._path is None:
             return
         try:

@@ -91,13 +91,13 @@ def read_processes(run_folder: Path) -> list[Process]:
                     )
                 )
         processes.append(process)
-    apart = any(process.name == ROLLOUTS for process in processes)
+    has_rollout_process = any(process.name == ROLLOUTS for process in processes)
     for process in processes:
         if process.name != ROLLOUTS:
             process.phases = [
                 *_loading(process),
                 *(
-                    replace(p, name=WAIT) if apart and p.name == "rollout" else p
+                    replace(p, name=WAIT) if has_rollout_process and p.name == "rollout" else p
                     for p in process.phases
                 ),
             ]
@@ -119,8 +119,10 @@ def _loading(process: Process) -> Iterator[RecordedPhase]:
 
 
 def sessions(processes: Sequence[Process]) -> list[Interval]:
-    """Return the times in which the run existed: from each start of its main process to the last
-    thing that was recorded before the next one.
+    """Return the times in which the run existed.
+
+    A session begins with a start of the main process, and ends with the last record before the next
+    start.
 
     Example: starts at 100 and 900, with phases until 250 and 1000: [(100, 250), (900, 1000)]
     """
@@ -134,19 +136,15 @@ def sessions(processes: Sequence[Process]) -> list[Interval]:
 
 
 def windows_of(processes: Sequence[Process], first: int, last: int) -> list[Interval]:
-    """Return the parts of the sessions in which the main process did these steps.
-
-    Raises NoTimes if there is none.
-    """
+    """Return the time that steps `first` to `last` took in each session; raises NoTimes."""
     windows = []
-    phases = [one for one in processes[0].phases if one.step is not None]
+    phases = [(phase.step, phase) for phase in processes[0].phases if phase.step is not None]
     for start, end in sessions(processes):
-        own = [one for one in phases if start <= one.start <= end]
-        chosen = [one for one in own if first <= one.step <= last]  # type: ignore[operator]
+        chosen = [p for step, p in phases if start <= p.start <= end and first <= step <= last]
         if chosen:
-            windows.append((min(one.start for one in chosen), max(one.end for one in chosen)))
+            windows.append((min(p.start for p in chosen), max(p.end for p in chosen)))
     if not windows:
-        steps = [one.step for one in phases if one.step is not None]
+        steps = [step for step, _ in phases]
         raise NoTimes(
             f"steps={first}-{last}: the times of the run are those of the steps {min(steps)} to "
             f"{max(steps)}"
@@ -165,8 +163,8 @@ def busy(intervals: Iterable[Interval]) -> list[Interval]:
     return merged
 
 
-def common(left: Sequence[Interval], right: Sequence[Interval]) -> float:
-    """Return the seconds that are in both of two lists of merged intervals."""
+def overlap_s(left: Sequence[Interval], right: Sequence[Interval]) -> float:
+    """Return the seconds that two lists of merged intervals share."""
     shared, i, j = 0.0, 0, 0
     while i < len(left) and j < len(right):
         shared += max(0.0, min(left[i][1], right[j][1]) - max(left[i][0], right[j][0]))
@@ -178,16 +176,17 @@ def common(left: Sequence[Interval], right: Sequence[Interval]) -> float:
 
 
 def rows_of(intervals: Sequence[Interval]) -> list[int]:
-    """Return a row for each interval, by start, so that none overlaps another in its row.
+    """Return a row for each interval, so that the intervals of a row do not overlap.
 
-    Example: [(0, 4), (1, 2), (3, 5)] -> [0, 1, 1]
+    The intervals are sorted by start. Example: [(0, 4), (1, 2), (3, 5)] -> [0, 1, 1]
     """
-    rows, free, taken = [], list[int](), list[tuple[float, int]]()
+    rows, free_rows = [], list[int]()
+    occupied = list[tuple[float, int]]()  # heap of (end of the row's last interval, row)
     for start, end in intervals:
-        while taken and taken[0][0] <= start:
-            heappush(free, heappop(taken)[1])
-        row = heappop(free) if free else len(taken)
-        heappush(taken, (end, row))
+        while occupied and occupied[0][0] <= start:
+            heappush(free_rows, heappop(occupied)[1])
+        row = heappop(free_rows) if free_rows else len(occupied)
+        heappush(occupied, (end, row))
         rows.append(row)
     return rows
 
@@ -198,7 +197,7 @@ class Page:
     def __init__(self, processes: Sequence[Process], windows: Sequence[Interval]) -> None:
         self._windows = windows
         self._begins = [0.0]
-        """Place of each window on the page."""
+        """Second on the page at which each window begins."""
         for start, end in windows:
             self._begins.append(self._begins[-1] + end - start)
         self.total = max(self._begins[-1], 1e-9)
@@ -208,22 +207,22 @@ class Page:
             for process in processes
         }
         self._last: dict[int | None, float] = {}
-        """Last time at which each step was worked on."""
+        """Step -> last start of a phase that worked on it."""
         for phase in self._phases[self._main]:
             if phase.name in TRAINING:
                 self._last[phase.step] = max(phase.start, self._last.get(phase.step, 0.0))
         self._rollouts: dict[str, list[dict[str, Any]]] = {}
         self.left_out = 0
-        """Rollouts that are too many for the page: the oldest."""
-        room = MOST_PARTS
+        """Number of the oldest rollouts, which the page has no space for."""
+        remaining_parts = MOST_PARTS
         for process in processes:
-            rollouts = sorted(process.rollouts, key=lambda one: -float(one["time"]))
+            rollouts = sorted(process.rollouts, key=lambda rollout: -float(rollout["time"]))
             shown = []
             for rollout in rollouts:
                 if self._window(rollout["time"]) is None:
                     continue
-                room -= 1 + len(rollout["turns"]) + len(rollout["calls"])
-                if room < 0:
+                remaining_parts -= 1 + len(rollout["turns"]) + len(rollout["calls"])
+                if remaining_parts < 0:
                     self.left_out += 1
                 else:
                     shown.append(rollout)
@@ -236,21 +235,20 @@ class Page:
         return None
 
     def _place(self, at: float) -> float:
-        """Return the place of a time on the page."""
+        """Return the second on the page of a time: windows follow each other without gaps."""
         index = self._window(at)
         assert index is not None
         return round(self._begins[index] + at - self._windows[index][0], 4)
 
     def lost(self, phase: RecordedPhase) -> bool:
-        """Return True for the work on a step that a later session did again."""
+        """Return True if a later session worked on the phase's step again."""
         last = self._last.get(phase.step, 0.0)
         if phase.step is None or last <= phase.start:
             return False
         return self._window(last) != self._window(phase.start)
 
     def data(self) -> dict[str, Any]:
-        """Return what the page's script draws."""
-        lost = {id(one) for phases in self._phases.values() for one in phases if self.lost(one)}
+        """Return the data that the page's script draws."""
         return {
             "total": round(self.total, 4),
             "breaks": [
@@ -264,14 +262,10 @@ class Page:
             "phases": {
                 name: [
                     [
-                        self._place(one.start),
-                        round(one.end - one.start, 4),
-                        one.name,
-                        one.step,
-                        one.label,
-                        id(one) in lost,
+                        *(self._place(phase.start), round(phase.end - phase.start, 4)),
+                        *(phase.name, phase.step, phase.label, self.lost(phase)),
                     ]
-                    for one in phases
+                    for phase in phases
                 ]
                 for name, phases in self._phases.items()
                 if phases
@@ -282,17 +276,11 @@ class Page:
         }
 
     def _bars(self, rollouts: Sequence[dict[str, Any]]) -> list[list[Any]]:
-        rows = rows_of([(one["time"], one["time"] + one["seconds"]) for one in rollouts])
+        """Return the bar of each rollout: start, seconds, row, id, turns and calls."""
+        rows = rows_of([(r["time"], r["time"] + r["seconds"]) for r in rollouts])
         return [
-            [
-                self._place(one["time"]),
-                one["seconds"],
-                row,
-                one["rollout"],
-                one["turns"],
-                one["calls"],
-            ]
-            for row, one in zip(rows, rollouts, strict=True)
+            [self._place(r["time"]), r["seconds"], row, r["rollout"], r["turns"], r["calls"]]
+            for row, r in zip(rows, rollouts, strict=True)
         ]
 
     def steps(self) -> list[tuple[int, float, float]]:
@@ -342,7 +330,7 @@ class Page:
             }
             if name == ROLLOUTS or not phases:
                 continue
-            seconds.pop("reward", None)  # a part of others
+            seconds.pop("reward", None)  # other phases include it
             rest = max(self.total - sum(seconds.values()), 0.0)
             parts = [(kind, value) for kind, value in [*seconds.items(), ("other", rest)] if value]
             shares = (f"{kind} {self._share(value)}" for kind, value in parts)
@@ -350,25 +338,27 @@ class Page:
         turns: dict[str, list[Interval]] = {}
         calls: list[Interval] = []
         for rollouts in self._rollouts.values():
-            for one in rollouts:
-                for start, seconds, *server in one["turns"]:
-                    begin = one["time"] + start
+            for rollout in rollouts:
+                for offset, duration, *server in rollout["turns"]:
+                    start = rollout["time"] + offset
                     name = f"server {server[0]}" if server else "engine"
-                    turns.setdefault(name, []).append((begin, begin + seconds))
-                for _, start, seconds in one["calls"]:
-                    calls.append((one["time"] + start, one["time"] + start + seconds))
+                    turns.setdefault(name, []).append((start, start + duration))
+                for _, offset, duration in rollout["calls"]:
+                    start = rollout["time"] + offset
+                    calls.append((start, start + duration))
         for name in sorted(turns):
             items.append(self._use(name, turns[name], "requests"))
         if calls:
             items.append(self._use("tools", calls, "calls"))
         training = [p for p in self._phases[self._main] if p.name == "train"]
         sampled = busy(one for intervals in turns.values() for one in intervals)
-        overlap = common(sampled, busy((phase.start, phase.end) for phase in training))
+        overlap = overlap_s(sampled, busy((phase.start, phase.end) for phase in training))
         if overlap:
             items.append(f"sampling while training: {self._share(overlap)}")
         return "".join(f"<li>{html.escape(item)}" for item in items)
 
     def _use(self, name: str, intervals: Sequence[Interval], what: str) -> str:
+        """Return the share of time in which `name` was used, and its mean concurrency then."""
         used = sum(end - start for start, end in busy(intervals))
         mean = sum(end - start for start, end in intervals) / max(used, 1e-9)
         return f"{name}: busy {self._share(used)}, then {mean:.1f} {what} at a time"

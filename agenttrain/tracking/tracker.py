@@ -35,7 +35,6 @@ from agenttrain.utils.signals import Preempted
 
 ENDS = ("_low", "_high")
 """Suffixes of metrics that are the ends of a confidence interval."""
-
 ONCE = {
     "data/overlong": "left out {:.0f} tasks, whose prompts fill the context (engine.max_context)",
     "tools/unavailable": "{:.0f} tool calls failed because what the tool needs is broken",
@@ -73,10 +72,10 @@ class Tracker:
     ) -> None:
         """Open the files in `run_folder` and start the trackers.
 
-        `project` is the name of the experiment, `name` that of the run. `resume_step` cuts
-        metrics.jsonl after that step and continues it. The runs of an experiment share the folder
-        `shared` (default: the one around the run's); those of a sweep have its name as `group`. The
-        trackers get `run_config`.
+        `project` is the name of the experiment, `name` that of the run, `group` that of its sweep.
+        `resume_step` cuts metrics.jsonl after that step and continues it. The runs of an experiment
+        share the folder `shared` (default: the parent of the run folder). The trackers get the
+        settings `run_config`.
         """
         self._most = rollouts_file.rollout_limit(config.rollouts)
         self._folder = run_folder
@@ -104,7 +103,7 @@ class Tracker:
             pid=os.getpid(),
         )
         settings, sections = hide_in_settings(run_config or {}), config.sections()
-        if resume_step is None:  # what an earlier run has left in this folder
+        if resume_step is None:  # an earlier run may have left cursors in this folder
             for section in sections:
                 cursor_path(run_folder, section.name).unlink(missing_ok=True)
         self._followers = Followers(sections, run, settings, self.progress.log)
@@ -127,7 +126,7 @@ class Tracker:
         The rollouts have their rewards and advantages.
         """
         self.check_folder()
-        # The line last: a step with a line is complete on disk.
+        # The line is written last: a step that has one is complete on disk.
         rollouts_file.write_step(self._folder, step, rollouts, self._most)
         self._metrics.write(step, metrics)
         self._last_step = step
@@ -149,10 +148,10 @@ class Tracker:
         """Raise FolderGone if the run folder was replaced, moved or deleted since the run began."""
         try:
             status = self._folder.stat()
-            same = (status.st_dev, status.st_ino) == self._inode
+            is_in_place = (status.st_dev, status.st_ino) == self._inode
         except OSError:
-            same = False
-        if not same:
+            is_in_place = False
+        if not is_in_place:
             raise FolderGone(
                 f"{self._folder}: the run's folder was moved or deleted while the run was in it. "
                 f"Put it back, and the run goes on from its newest checkpoint with resume="
@@ -165,8 +164,8 @@ class Tracker:
     def evaluation(self, label: str, step: int, metrics: Mapping[str, float]) -> None:
         """Log an evaluation after `step` steps to the console and to evaluations.jsonl.
 
-        The last part of the label names the section at the trackers, so that evaluations before,
-        during and after training are one curve: ``before/sampled`` goes to ``eval/sampled/<name>``.
+        Trackers name its metrics by the last part of the label, so that evaluations before, during
+        and after training are one curve: ``before/sampled`` goes to ``eval/sampled/<name>``.
         """
         if self._evaluations is None:
             self._evaluations = MetricsFile(evaluations_path(self._folder))
@@ -174,8 +173,8 @@ class Tracker:
         self._followers.check()
         values = []
         for name, value in metrics.items():
-            shown = value != 0 or name == "reward" or name.startswith("pass@")
-            if not shown or name.endswith(ENDS):
+            is_zero = value == 0 and name != "reward" and not name.startswith("pass@")
+            if is_zero or name.endswith(ENDS):
                 continue
             ends = [metrics.get(f"{name}{end}") for end in ENDS]
             interval = f" [{ends[0]:.3g}, {ends[1]:.3g}]" if None not in ends else ""
@@ -198,10 +197,7 @@ class Tracker:
         self.progress.phase(name)
 
     def close(self, how: RunEnd = RunEnd.finished) -> None:
-        """Restore the terminal and close the files; closing twice is fine.
-
-        `how` is the end of the run, which trackers show.
-        """
+        """Restore the terminal, and close files and trackers (`how` the run ended); idempotent."""
         self.progress.__exit__()
         self._metrics.close()
         if self._evaluations is not None:
@@ -210,12 +206,12 @@ class Tracker:
 
 
 def _end_of(error: BaseException | None) -> RunEnd:
-    """Return the end of a run that this error, or none, ended."""
+    """Return how a run ended that raised `error`, or nothing."""
     if error is None:
         return RunEnd.finished
     if isinstance(error, Preempted):
         return RunEnd.preempted
-    # asyncio makes a cancellation of Ctrl-C.
+    # asyncio turns Ctrl-C into a cancellation.
     stopped = isinstance(error, KeyboardInterrupt | CancelledError | SystemExit)
     return RunEnd.interrupted if stopped else RunEnd.failed
 
@@ -262,8 +258,8 @@ class MetricsFile:
 def cut(path: Path, step: int) -> None:
     """Cut a metrics.jsonl after the line of `step`, atomically, to resume from there.
 
-    The remaining lines are unchanged; anything may follow them. Does nothing without a file. Raises
-    ValueError, with file and line, for an earlier line that is no step's.
+    Does nothing without a file. Raises ValueError, with file and line, for a line before the cut
+    that is not the row of a step.
     """
     if not path.exists():
         return

@@ -30,9 +30,9 @@ def render(
     title: str = "agenttrain rollouts",
     folder: Path | None = None,
 ) -> str:
-    """Return the page of rollout records, as `rollouts.read_step` yields them.
+    """Return the HTML page of rollout records, as `rollouts.read_step` yields them.
 
-    `folder` has their images; without it they are shown by size and hash.
+    `folder` has their images. Without it, images are shown by size and hash.
 
     Example: ``render(read_step(Path("outputs/shop/run"), 10), tokenizer.decode)``
     """
@@ -64,8 +64,8 @@ def render(
 def token_texts(token_ids: Sequence[int], decode: Decode, known: dict[int, str]) -> list[str]:
     """Return the text of each token; `known` caches the texts of single ids.
 
-    A character spread over several tokens is shown at the first; the others are dots. Bytes that
-    are no character are U+FFFD.
+    The first of several tokens that make one character has the character, the others a dot. Bytes
+    that are no character are U+FFFD.
     """
     texts: list[str] = []
     while len(texts) < len(token_ids):

@@ -1,7 +1,7 @@
 """Alarms (SIGALRM) of users' functions: how math-verify and timeout_decorator limit time.
 
-Python handles signals in the main thread. In any other one `signal.signal` raises ValueError, which
-the function may swallow, and an alarm would interrupt what the main thread does.
+Python handles signals in the main thread. In another thread `signal.signal` raises ValueError,
+which the function may swallow, and an alarm would interrupt the main thread.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _thread = threading.local()
 
 @contextmanager
 def alarms_refused() -> Iterator[list[str]]:
-    """Refuse alarms in the block, unless this is the main thread; yields what was tried.
+    """Refuse alarms in the block, unless this is the main thread; yields the refused calls.
 
-    Without this, only `signal.signal` is refused, and an alarm that is set kills the process. A
-    function that swallows the ValueError is found out all the same.
+    The list also reveals a function that swallows the ValueError. Without this, only
+    `signal.signal` is refused, and an alarm kills the process.
     """
     tried: list[str] = []
     outer: list[str] | None = getattr(_thread, "tried", None)
@@ -54,17 +54,15 @@ def alarms_refused() -> Iterator[list[str]]:
 
 @functools.cache
 def _patch() -> None:
-    """Put a check before the functions of `signal`, once in a process."""
-    # `signal.signal` calls that of `_signal`, also where it was imported by name.
-    for module, name in (
-        (sys.modules["_signal"], "signal"),
-        (signal, "alarm"),
-        (signal, "setitimer"),
-    ):
-        _check_before(module, name)
+    """Make the functions of `signal` check for refused alarms, once in a process."""
+    # `signal.signal` calls `_signal.signal`, also where `signal.signal` was imported by name.
+    _check_before(sys.modules["_signal"], "signal")
+    for name in ("alarm", "setitimer"):
+        _check_before(signal, name)
 
 
 def _check_before(module: ModuleType, name: str) -> None:
+    """Replace a function of `module` by one that raises ValueError where alarms are refused."""
     original = getattr(module, name)
 
     @functools.wraps(original)

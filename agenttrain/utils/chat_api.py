@@ -1,7 +1,7 @@
 """A client of OpenAI's chat completions, as vLLM, llama.cpp and others serve them too.
 
-It retries what passes, and tells apart failures of the server, of one conversation, and of the
-settings.
+It retries transient failures, and distinguishes failures of the server, of one conversation, and of
+the settings.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ class ChatBackend(Protocol):
 
         Raises Transient, and ChatUnavailable where another try would not help.
         """
-        ...
 
 
 class ChatApi:
@@ -131,12 +130,11 @@ class ChatApi:
     def ask(
         self, messages: Sequence[Mapping[str, Any]], read: Callable[[str], T], **body: Any
     ) -> T:
-        """Return the model's reply to the messages, as `read` makes it of the text.
+        """Return the model's reply to the messages, parsed by `read`.
 
         Failures of the server, and replies for which `read` raises Transient, are tried again
         `retries` times, each time after twice the wait. Then it raises ChatUnavailable. Raises
-        ValueError for a key or an address that the server refuses, because another try would not
-        help.
+        ValueError at once for a key or an address that the server refuses.
         """
         request = {**self._body, **body, "messages": messages}
         for attempt in range(self._retries + 1):

@@ -8,10 +8,10 @@
 A child that hangs or ends instead raises, e.g. ``ChildGone: ended with exit code 1; it printed:
 ModuleNotFoundError: No module named 'numpy'``.
 
-A child ends with this process, even if that is killed, and so does everything that it has started,
-also in groups and sessions of their own: between the two stands a keeper (`keeper.py`). Without
-one are our own processes that end their children themselves and have to outlive this process for a
-moment, to save or to clean up: they call `end_with_parent`.
+A child is killed when this process ends, even if that is killed, and so is everything that the
+child has started, also in groups and sessions of their own: a keeper (`keeper.py`) runs between the
+two. Only our own processes run without a keeper: they end their children themselves, outlive this
+process for a moment to save or to clean up, and call `end_with_parent`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ def how_ended(code: int) -> str:
 
 
 class _Lifeline:
-    """This process's connection to a keeper. Forked processes have it too: it is never awaited."""
+    """This process's socket to a keeper, which kills its processes if this process ends.
+
+    Forked processes inherit the socket: its end of file alone does not show that this one ended.
+    """
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -68,32 +71,32 @@ class _Lifeline:
     def command(
         self, command: Sequence[str], files: Sequence[int], grace_s: float, *, deaf: bool
     ) -> list[str]:
-        """Return the command that runs another one below a keeper."""
-        of_program = "".join(f"{file}," for file in files)
-        words = [self.theirs, os.getpid(), grace_s, "deaf" if deaf else "", of_program]
+        """Return the command line of a keeper that runs `command`; see `keeper.py`."""
+        program_files = "".join(f"{file}," for file in files)
+        words = [self.theirs, os.getpid(), grace_s, "deaf" if deaf else "", program_files]
         return [sys.executable, "-I", "-S", KEEPER, *map(str, words), *command]
 
     def program(self) -> int | None:
-        """Return the program's process number; None if its keeper ended before it was started."""
-        number = b""
-        while not number.endswith(b"\n"):
-            piece = b""
+        """Return the program's pid; None if its keeper ended before it started the program."""
+        line = b""
+        while not line.endswith(b"\n"):
+            byte = b""
             with suppress(OSError):
-                piece = os.read(self._ours, 1)
-            if not piece:
+                byte = os.read(self._ours, 1)
+            if not byte:
                 return None
-            number += piece
-        return int(number)
+            line += byte
+        return int(line)
 
     def signal(self, number: int) -> None:
-        """Send the program a signal unless it has ended; SIGKILL is for all of its processes."""
+        """Have the keeper send the program a signal; SIGKILL ends all of the keeper's processes."""
         if self._is_open:
             with suppress(OSError):
                 os.write(self._ours, bytes([number]))
 
     def close(self) -> None:
-        """Have the keeper end everything."""
-        self.signal(signal.SIGKILL)  # closing is not enough where a forked process has it too
+        """Have the keeper end all of its processes, and close the socket."""
+        self.signal(signal.SIGKILL)  # a forked process may still hold the socket open
         if self._is_open:
             self._is_open = False
             os.close(self._ours)
@@ -125,14 +128,14 @@ class ChildProcess:
         """Start the command; raises OSError.
 
         `requests`: `send` writes to its standard input, which is otherwise empty. `replies`:
-        `receive` reads its standard output, which otherwise counts as printed. Of what it prints
-        the last `tail_bytes` are kept, and each line is given to `print_line`, in a thread; or all
-        of it goes to the file `output`, which can be read, and no thread is started. `show`: its
-        standard output is this process's, and its standard error, which alone counts as printed,
-        is copied to this process's.
+        `receive` reads its standard output, and only its standard error counts as printed. A thread
+        keeps the last `tail_bytes` of the printed output and calls `print_line` with each line.
+        With a readable file `output`, everything printed goes there, and no thread is started.
+        `show`: the child writes to this process's standard output. Its standard error, which alone
+        counts as printed, is copied to this process's.
 
-        Its `keeper` ends it with all that it has started, `grace_s` after the end of this process.
-        A `deaf` child ignores the signals that ask this process to stop.
+        The `keeper` kills the child with all that it has started, `grace_s` after the end of this
+        process. A `deaf` child ignores the signals that ask this process to stop.
         """
         path = (os.environ if env is None else env).get("PATH")
         if shutil.which(command[0], path=path) is None:
@@ -174,12 +177,12 @@ class ChildProcess:
         self._reader: Thread | None = None
         if output is None:
             printed = self._process.stderr if replies or show else self._process.stdout
-            self._reader = Thread(target=self._collect, args=(printed,), daemon=True)
+            self._reader = Thread(target=self._read_output, args=(printed,), daemon=True)
             self._reader.start()
 
     @cached_property
     def pid(self) -> int:
-        """Its process number, also that of its group; its keeper's if it was never started."""
+        """Its pid and process group id; the keeper's pid if the program was never started."""
         program = None if self._lifeline is None else self._lifeline.program()
         return self._process.pid if program is None else program
 
@@ -194,30 +197,30 @@ class ChildProcess:
         return self._process.poll()
 
     def send(self, line: str) -> None:
-        """Send a line; raises ChildGone."""
+        """Write a line to its standard input; raises ChildGone."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(line.encode() + b"\n")
             self._process.stdin.flush()
-        except (OSError, ValueError) as error:  # its end is closed, or ours
+        except (OSError, ValueError) as error:  # one end of the pipe is closed
             raise self.gone() from error
 
     def receive(self, *, limit_s: float) -> Any:
-        """Return the next line of its standard output, which is JSON; raises ChildGone."""
+        """Wait for the next line of its standard output; return its JSON. Raises ChildGone."""
         assert self._process.stdout is not None
-        end = time.monotonic() + limit_s
+        deadline = time.monotonic() + limit_s
         while b"\n" not in self._unread:
-            left = max(end - time.monotonic(), 0)
-            ready, _, _ = select.select([self._process.stdout], [], [], left)
-            piece = os.read(self._process.stdout.fileno(), 65536) if ready else b""
-            if not piece:
+            remaining_s = max(deadline - time.monotonic(), 0)
+            ready, _, _ = select.select([self._process.stdout], [], [], remaining_s)
+            chunk = os.read(self._process.stdout.fileno(), 65536) if ready else b""
+            if not chunk:
                 raise self.gone()
-            self._unread += piece
+            self._unread += chunk
         line, _, self._unread = self._unread.partition(b"\n")
         return json.loads(line)
 
     def ended(self, timeout_s: float) -> bool:
-        """Wait for its end; return False if it still runs."""
+        """Wait up to `timeout_s` for the child to end; return False if it still runs."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -225,7 +228,7 @@ class ChildProcess:
         return True
 
     def gone(self) -> ChildGone:
-        """Return an error with its end and last output, after at most two `LAST_WORDS_S`."""
+        """Return an error with how it ended, or that it hangs, and its last output; waits 2 s."""
         self.ended(LAST_WORDS_S)
         code = self.code
         printed = self.printed()
@@ -233,7 +236,7 @@ class ChildProcess:
         return ChildGone(how + (f"; it printed: {printed}" if printed else ""))
 
     def printed(self) -> str:
-        """Return the end of its output."""
+        """Return the last `tail_bytes` that it printed; waits for the reader of an ended child."""
         if self._reader is not None and not self.alive:
             self._reader.join(LAST_WORDS_S)
         if self._output is not None:
@@ -242,24 +245,24 @@ class ChildProcess:
         return self._tail.decode("utf-8", "replace").strip()
 
     def signal(self, number: signal.Signals, *, to_group: bool = False) -> None:
-        """Send it a signal, or its whole group, unless it has ended; SIGKILL ends all of it.
+        """Send a signal to the child, or to its process group, unless it has ended.
 
-        SIGKILL does not wait for the end, as `kill` does.
+        With a keeper, SIGKILL ends all that the child has started. `kill` also waits for the end.
         """
         if self._lifeline is not None:
             self._lifeline.signal(number | TO_GROUP if to_group else number)
             if number == signal.SIGKILL:
-                self._process.send_signal(signal.SIGCONT)  # a program may have stopped its keeper
+                self._process.send_signal(signal.SIGCONT)  # the program may have stopped its keeper
         elif not to_group:
             self._process.send_signal(number)
         elif self.alive:
             os.killpg(self._process.pid, number)
 
     def kill(self) -> None:
-        """End it, and all that it has started; harmless when it has ended.
+        """Kill the child with all that it has started, and wait for its end; harmless if it ended.
 
-        Without a keeper only its session's group is ended, and nothing if it ended by itself and
-        was collected (`alive`, `ended`): the group's number may be another's.
+        Without a keeper only its process group is killed. If the child has been reaped (`alive`,
+        `ended`), nothing is: its process group id may have been reused.
         """
         if self._lifeline is not None:
             self.signal(signal.SIGKILL)
@@ -279,21 +282,22 @@ class ChildProcess:
                 with suppress(OSError):  # unsent requests
                     pipe.close()
 
-    def _collect(self, pipe: IO[bytes]) -> None:
-        unprinted = b""
+    def _read_output(self, pipe: IO[bytes]) -> None:
+        """Read `pipe` to its end: keep its tail, copy it, pass on its lines. A thread's body."""
+        unfinished_line = b""
         with pipe:
-            while piece := os.read(pipe.fileno(), 65536):
-                self._tail = (self._tail + piece)[-self._tail_bytes :]
+            while chunk := os.read(pipe.fileno(), 65536):
+                self._tail = (self._tail + chunk)[-self._tail_bytes :]
                 if self._show:
                     with suppress(OSError, ValueError):
-                        sys.stderr.buffer.write(piece)
+                        sys.stderr.buffer.write(chunk)
                         sys.stderr.buffer.flush()
                 if self._print_line is not None:
-                    *lines, unprinted = (unprinted + piece).split(b"\n")
+                    *lines, unfinished_line = (unfinished_line + chunk).split(b"\n")
                     for line in lines:
                         self._print_line(line.decode("utf-8", "replace"))
-        if unprinted and self._print_line is not None:
-            self._print_line(unprinted.decode("utf-8", "replace"))
+        if unfinished_line and self._print_line is not None:
+            self._print_line(unfinished_line.decode("utf-8", "replace"))
 
 
 class AsyncChildProcess:
@@ -308,9 +312,9 @@ class AsyncChildProcess:
     async def start(
         cls, command: Sequence[str], *, env: Mapping[str, str], line_limit: int = 2**16
     ) -> Self:
-        """Start a command; raises OSError and ValueError. One that is missing ends with code 127.
+        """Start a command; raises OSError and ValueError. A missing program exits with code 127.
 
-        A line of its output that is read as a line has at most `line_limit` bytes.
+        `line_limit` is the maximum of bytes that `stdout.readline` returns.
         """
         lifeline = _Lifeline()
         try:
@@ -332,7 +336,7 @@ class AsyncChildProcess:
         return cls(process, lifeline)
 
     async def send(self, line: str) -> None:
-        """Write a line to its standard input; a child that does not read it misses nothing."""
+        """Write a line to its standard input; ignored if the child has ended."""
         with suppress(OSError):
             self.stdin.write(line.encode() + b"\n")
             await self.stdin.drain()
@@ -342,7 +346,7 @@ class AsyncChildProcess:
         return await self._process.wait()
 
     async def end(self) -> None:
-        """End it with all that it has started."""
+        """Kill it with all that it has started, and wait for its end."""
         self._lifeline.close()
         self.stdin.close()
         try:
@@ -356,7 +360,7 @@ class AsyncChildProcess:
 
 @contextmanager
 def _blocked(signals: Sequence[signal.Signals]) -> Iterator[None]:
-    """Block signals in this thread: a process that it starts has none that is not for itself."""
+    """Block signals in this thread, so that a process started in the block inherits the mask."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
@@ -373,19 +377,19 @@ def end_with_parent(
 ) -> None:
     """Kill this process's group `after_s` seconds after its parent has ended in any way.
 
-    `at_end` is called just before. Name the `parent` if it may have ended already.
+    `at_end` is called just before. Pass the pid `parent` if the parent may have ended already.
 
-    Call it first in a child without a keeper. The kernel's PR_SET_PDEATHSIG would also act at the
-    end of the thread that started the child.
+    A child without a keeper calls this first. The kernel's PR_SET_PDEATHSIG would also kill it at
+    the end of the thread that started it.
     """
-    number = os.getppid() if parent is None else parent
+    parent_pid = os.getppid() if parent is None else parent
 
     def watch() -> None:
         with suppress(AttributeError, OSError):  # no Linux, or the parent has ended already
             poller = select.poll()
-            poller.register(os.pidfd_open(number), select.POLLIN)
+            poller.register(os.pidfd_open(parent_pid), select.POLLIN)
             poller.poll()
-        while os.getppid() == number:
+        while os.getppid() == parent_pid:
             time.sleep(WATCH_S)
         time.sleep(after_s)
         if message:

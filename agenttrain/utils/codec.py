@@ -34,12 +34,12 @@ class Codec:
 
         The classes are enums and dataclasses, whose names differ.
         """
-        self._classes = {one.__name__: one for one in classes}
+        self._classes = {cls.__name__: cls for cls in classes}
         assert len(self._classes) == len(classes), "two classes have the same name"
         self._fields = {
-            one: tuple(part.name for part in fields(one) if part.init)
-            for one in classes
-            if is_dataclass(one)
+            cls: tuple(field.name for field in fields(cls) if field.init)
+            for cls in classes
+            if is_dataclass(cls)
         }
         self._other = other
 
@@ -47,7 +47,7 @@ class Codec:
         """Return a value as bytes. Raises TypeError for a value that it does not know."""
         arrays: list[array[Any]] = []
         packed = self._pack(value, arrays)
-        sizes = [[one.typecode, len(one)] for one in arrays]
+        sizes = [[numbers.typecode, len(numbers)] for numbers in arrays]
         text = json.dumps({"value": packed, "arrays": sizes}, separators=(",", ":")).encode()
         return b"".join([len(text).to_bytes(LENGTH, "little"), text, *map(bytes, arrays)])
 
@@ -65,6 +65,7 @@ class Codec:
         return self._unpack(message["value"], arrays)
 
     def _pack(self, value: Any, arrays: list[array[Any]]) -> Any:
+        """Return `value` as JSON data, which has the index of each array added to `arrays`."""
         kind = type(value)
         if value is None or kind in (str, bool, int, float):
             return value
@@ -96,6 +97,7 @@ class Codec:
         return self._pack(self._other(value), arrays)
 
     def _pack_tuple(self, value: tuple[Any, ...], arrays: list[array[Any]]) -> Any:
+        """Return a tuple as JSON data: as an array if all items are integers, or all floats."""
         kinds = {*map(type, value)}
         for name, numbers in (("ints", int), ("floats", float)):
             if kinds == {numbers}:
@@ -107,6 +109,7 @@ class Codec:
         return {"tuple": [self._pack(item, arrays) for item in value]}
 
     def _unpack(self, value: Any, arrays: Sequence[array[Any]]) -> Any:
+        """Return the value that `_pack` packed."""
         if isinstance(value, list):
             return [self._unpack(item, arrays) for item in value]
         if not isinstance(value, dict):
@@ -125,8 +128,8 @@ class Codec:
         if kind == "path":
             return Path(content)
         name, content = content
-        known = self._classes[name]
+        cls = self._classes[name]
         if kind == "enum":
-            return known(content)
+            return cls(content)
         values = (self._unpack(item, arrays) for item in content)
-        return known(**dict(zip(self._fields[known], values, strict=True)))
+        return cls(**dict(zip(self._fields[cls], values, strict=True)))

@@ -27,9 +27,9 @@ def no_collections() -> Iterator[None]:
     try:
         yield
     finally:
-        if not gc.get_freeze_count():  # else another owner's objects would be thawed
+        if not gc.get_freeze_count():  # unfreezing would also thaw objects that others froze
             gc.freeze()
-            gc.unfreeze()  # into the oldest generation
+            gc.unfreeze()  # moves all objects into the oldest generation
         gc.enable()
 
 

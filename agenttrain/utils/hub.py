@@ -1,9 +1,8 @@
 """Models of the Hugging Face hub: `org/name` and a revision -> a folder of the local cache.
 
-Of its data sets, which `datasets` downloads, only the commits are asked for here.
-
-`snapshot` brings every file but the weights, `fetch_weights` the weights too. A snapshot's folder
-is named by its commit, so all files in it are of one revision. huggingface_hub reads
+`snapshot` downloads every file but the weights, `fetch_weights` the weights too. A snapshot's
+folder is named by its commit, so all files in it are of one revision. For data sets, which
+`datasets` downloads, `data_commit` only asks for the commit. huggingface_hub reads
 `HF_HUB_OFFLINE`, `HF_HOME`, `HF_ENDPOINT` and `HF_TOKEN`; no token passes through this module.
 """
 
@@ -97,7 +96,7 @@ def snapshot(name: str, revision: str | None, key: str) -> Path:
     disable_progress_bars()  # small files, and a bar would stand between the lines of `check`
     try:
         with explained(name, revision, key):
-            return Path(_retried(download))
+            return Path(_with_retries(download))
     finally:
         if shows_bars:
             enable_progress_bars()
@@ -105,10 +104,9 @@ def snapshot(name: str, revision: str | None, key: str) -> Path:
 
 @cache
 def data_commit(name: str, revision: str | None, key: str) -> str | None:
-    """Return the commit of a data set's revision; None where the hub cannot be reached.
+    """Return the commit of a data set's revision; None if the hub cannot be reached.
 
-    Its rows may be in the cache all the same. Raises ConfigError, which begins with `key`, for any
-    other answer.
+    Raises ConfigError, which begins with `key`, if the hub refuses.
     """
     if revision is not None and COMMIT.fullmatch(revision):
         return revision
@@ -123,7 +121,7 @@ def data_commit(name: str, revision: str | None, key: str) -> str | None:
 
     try:
         with explained(name, revision, key, DATA):
-            return _retried(ask)
+            return _with_retries(ask)
     except (HTTPError, OSError):  # no answer
         return None
 
@@ -140,10 +138,10 @@ def has_weights(folder: Path) -> bool:
 
 
 def fetch_weights(name: str, revision: str | None, key: str) -> Path:
-    """Return the folder of a model's snapshot with its weights; the first process downloads them.
+    """Return the folder of a model's snapshot with its weights, downloaded if the cache lacks them.
 
-    Other processes of this machine wait for it. Files that an earlier try has completed are not
-    downloaded again. Raises ConfigError that begins with `key`.
+    One process downloads; others of this machine wait for it. Files that an earlier attempt has
+    completed are not downloaded again. Raises ConfigError that begins with `key`.
     """
     folder = snapshot(name, revision, key)
     if has_weights(folder):
@@ -158,11 +156,11 @@ def fetch_weights(name: str, revision: str | None, key: str) -> Path:
         with WeakFileLock(lock):
             if has_weights(folder):
                 return folder
-            information = _retried(
+            information = _with_retries(
                 lambda: HfApi().model_info(name, revision=folder.name, files_metadata=True)
             )
             sizes = {file.rfilename: file.size or 0 for file in information.siblings or ()}
-            for patterns in WEIGHTS:
+            for patterns in WEIGHTS:  # take the first kind of weights that the model has
                 files = [
                     file
                     for file in sizes
@@ -184,7 +182,7 @@ def fetch_weights(name: str, revision: str | None, key: str) -> Path:
             )
             if needed > free:
                 raise OSError(errno.ENOSPC, f"{_size(needed)} are needed")
-            _retried(
+            _with_retries(
                 lambda: snapshot_download(name, revision=folder.name, allow_patterns=list(files))
             )
     return folder
@@ -200,14 +198,14 @@ def download_command(name: str, revision: str | None) -> str:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and those that it was raised for."""
+    """Yield an error, its cause, the cause's cause, and so on."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def _status(error: BaseException) -> int | None:
-    """Return the HTTP status of the answer that caused an error; None: there was no answer."""
+    """Return the HTTP status of the answer that caused an error; None without an answer."""
     for cause in _causes(error):
         response = getattr(cause, "response", None)
         if response is not None:
@@ -215,26 +213,24 @@ def _status(error: BaseException) -> int | None:
     return None
 
 
-def _retried(download: Callable[[], T]) -> T:
-    """Call `download` again after an answer 5xx or a broken connection.
-
-    huggingface_hub itself repeats some requests only.
-    """
+def _with_retries(request: Callable[[], T]) -> T:
+    """Return `request()`, called again after an answer 5xx or a broken connection."""
     from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
 
     for pause in PAUSES_S:
         try:
-            return download()
+            return request()
         except Exception as error:
             causes = list(_causes(error))
             status = _status(error)
-            broken = status is None and any(isinstance(cause, HTTPError) for cause in causes)
             if any(isinstance(cause, OfflineModeIsEnabled) for cause in causes):
                 raise
-            if not broken and (status is None or status < HTTPStatus.INTERNAL_SERVER_ERROR):
+            connection_broke = status is None and any(isinstance(c, HTTPError) for c in causes)
+            server_failed = status is not None and status >= HTTPStatus.INTERNAL_SERVER_ERROR
+            if not (connection_broke or server_failed):
                 raise
         time.sleep(pause)
-    return download()
+    return request()
 
 
 @contextmanager
@@ -263,7 +259,7 @@ def revision_key(key: str) -> str:
 def _problem(
     error: Exception, name: str, revision: str | None, key: str, kind: RepoKind
 ) -> str | None:
-    """Return the problem and its remedy; None for an error that is not about the hub."""
+    """Return an error's problem and remedy; None if it is not about the hub."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -320,7 +316,7 @@ def _problem(
     if is_a(OfflineModeIsEnabled) or (constants.HF_HUB_OFFLINE and is_a(LocalEntryNotFoundError)):
         snapshots = (store / f"models--{name.replace('/', '--')}" / "snapshots").glob("*")
         complete = [folder.name for folder in snapshots if has_weights(folder)]
-        if complete:  # weights of one revision and a tokenizer of another are no model
+        if complete:  # weights and tokenizer have to be of one revision
             return (
                 f"the cache has no weights of revision {revision or 'main'}, and HF_HUB_OFFLINE is "
                 f"set; it has those of {', '.join(complete)}: set {setting} to that, or "

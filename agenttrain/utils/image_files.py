@@ -22,8 +22,7 @@ MOST_ASPECT = 200
 """Longest side of an image relative to its shortest: image processors refuse more."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MAGIC = (b"\x89PNG\r\n", b"\xff\xd8\xff", b"GIF8", b"II*\x00", b"MM\x00*")
-"""First bytes of these formats. WEBP is recognised apart, and BMP, whose two are a common text, is
-not."""
+"""First bytes of these formats, without WEBP (`is_file`) and BMP, whose two may begin a text."""
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 KEPT = ("PNG", "JPEG")
 """Formats whose files are kept as they are, where nothing about them has to change."""
@@ -118,6 +117,7 @@ def _base64(text: str) -> bytes | None:
 
 
 def _from_file(data: bytes, most_pixels: int) -> Image:
+    """Make an image of a file: unchanged if it is a plain PNG or JPEG, else converted to PNG."""
     from PIL import Image as Pillow
 
     try:

@@ -53,9 +53,10 @@ def read_json(text: str | bytes) -> Any:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSON-lines file. A last line without its newline was cut by a crash
-    and is left out. Raises ValueError, with file and line, for any other line that is not an
-    object."""
+    """Yield the objects of a JSON-lines file, without a last line that a crash has cut.
+
+    Raises ValueError, with file and line, for any other line that is not an object.
+    """
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):

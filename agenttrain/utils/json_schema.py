@@ -248,7 +248,7 @@ def _references_in_place(schema: Any) -> Iterator[str]:
 
 
 def _merge(merged: dict[str, Any], part: Schema) -> None:
-    """Add the keywords of a schema that must hold too."""
+    """Merge into `merged` the keywords of `part`: values have to fit both schemas."""
     for key, value in part.items():
         if key not in merged:
             merged[key] = value
@@ -264,6 +264,7 @@ def _merge(merged: dict[str, Any], part: Schema) -> None:
             merged[key] = [member for member in merged[key] if member in value]
         elif key == "type":
             types, allowed = schema_types(merged), schema_types(part)
+            # "integer" is within "number".
             narrower = [
                 t for t in types if t in allowed or (t == "integer" and "number" in allowed)
             ]

@@ -33,7 +33,7 @@ _TOKEN_INSIDE = re.compile(r"\\.|.", re.DOTALL)
 
 
 def schema_problem(schema: Any) -> str | None:
-    """Return why a value is no JSON schema that can be checked here; None: it is one."""
+    """Return why a value is no JSON schema, or one that cannot be checked here, or None."""
     kind: Any = validator_for(schema, default=Draft202012Validator)
     try:
         kind.check_schema(schema, format_checker=NO_FORMATS)
@@ -90,7 +90,7 @@ def _pattern_problem(schemas: Sequence[Schema]) -> str | None:
 
 
 def matches(pattern: str, text: str) -> bool:
-    """Return True if a pattern occurs in a text, of which lone surrogates match as U+FFFD.
+    """Return True if a pattern occurs in a text. Lone surrogates of the text count as U+FFFD.
 
     Raises ValueError for a pattern that cannot be matched in linear time.
     """
@@ -101,6 +101,7 @@ def matches(pattern: str, text: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def _compiled(pattern: str) -> Callable[[str], bool]:
+    """Return the matcher of a pattern; raises ValueError if it cannot match in linear time."""
     string = core_schema.str_schema(pattern=_escaped(pattern), regex_engine="rust-regex")
     try:
         return SchemaValidator(string).isinstance_python

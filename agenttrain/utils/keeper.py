@@ -1,8 +1,8 @@
 """The keeper of a child process: its parent, which ends it with everything that it has started.
 
 A process can leave its group and its session (``start_new_session=True``, ``setpgid``, a double
-fork), but on Linux it cannot leave the tree below a *subreaper*: whoever loses its parent becomes
-the subreaper's child. So once the keeper has no child left, no descendant is left either::
+fork), but on Linux it cannot leave the tree below a *subreaper*: a process whose parent ends
+becomes the subreaper's child. So once the keeper has no child left, no descendant is left either::
 
     run ── keeper ── program ── shell ── make     the shell ends: make becomes the keeper's child
 
@@ -12,11 +12,11 @@ Elsewhere only the program's process group is ended.
 
     python -I -S keeper.py <lifeline> <parent> <grace_s> <deaf> <files> program argument …
 
-`lifeline` is a socket. The program's process number is written into it, as a line. The keeper reads
-signals for the program from it, a byte each: SIGKILL ends everything, and `TO_GROUP` is added for
-the program's whole group. Its end, as that of the process `parent`, gives the program `grace_s` to
-end by itself. The keeper ends as the program did. `files` are those that only the program uses,
-``5,7,``; a `deaf` program ignores `HEARD`.
+`lifeline` is a socket. The program writes its pid into it, as a line. The keeper reads signals for
+the program from it, a byte each: SIGKILL ends everything, and `TO_GROUP` is added for the program's
+whole group. When the socket or the process `parent` ends, the program has `grace_s` to end by
+itself. The keeper exits as the program did. `files` are descriptors that only the program uses,
+``5,7,``. A `deaf` program ignores `HEARD`.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from typing import NoReturn
 ADOPTS = sys.platform == "linux" and os.path.exists("/proc/self/stat")
 """True where the system has subreapers, and shows a process its children."""
 HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-"""Signals that ask to stop. A scheduler sends them to all processes of a job, and the keeper leaves
-the answer to its parent and to the program: they are blocked in it."""
+"""Signals that ask to stop. A scheduler sends them to all processes of a job. The keeper blocks
+them: its parent and the program decide what to do."""
 TO_GROUP = 0x80
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-MOST_PAUSE_S = 0.5
-"""Longest pause between two attempts to end what does not end."""
+MAX_PAUSE_S = 0.5
+"""Longest pause between two attempts to kill children that have not ended."""
 
 
 def adopt_orphans() -> None:
@@ -51,29 +51,30 @@ def adopt_orphans() -> None:
 
 
 def main() -> NoReturn:
-    """Start the program, keep it, and end as it did."""
-    number, parent, grace_s, deaf, files, *command = sys.argv[1:]
-    lifeline = int(number)
+    """Start the program, wait for its end or a reason to end it, and exit as it did."""
+    lifeline_fd, parent, grace_s, deaf, files, *command = sys.argv[1:]
+    lifeline = int(lifeline_fd)
     signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
     adopt_orphans()
-    woken, wake = os.pipe()
-    for end in (woken, wake):
+    wakeup_reader, wakeup_writer = os.pipe()
+    for end in (wakeup_reader, wakeup_writer):
         os.set_blocking(end, False)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)  # its number is in the pipe
+    signal.set_wakeup_fd(wakeup_writer, warn_on_full_buffer=False)
+    # Without a handler Python writes no SIGCHLD into the pipe, and `_watch` would not wake up.
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
     keeper = os.getpid()
     program = os.fork()
     if not program:
-        _become(command, keeper, lifeline, is_deaf=deaf == "deaf")
+        _exec_program(command, keeper, lifeline, is_deaf=deaf == "deaf")
     null = os.open(os.devnull, os.O_RDWR)
-    for stream in range(3):  # a pipe that the parent reads ends with the program
+    for stream in range(3):  # or the pipes to the parent would stay open after the program's end
         os.dup2(null, stream)
     for file in files.split(",")[:-1]:
         os.close(int(file))
-    status = _watch(program, lifeline, woken, int(parent), float(grace_s))
+    status = _watch(program, lifeline, wakeup_reader, int(parent), float(grace_s))
     end_children(program)
     code = -signal.SIGKILL if status is None else os.waitstatus_to_exitcode(status)
-    if code < 0:  # a signal ended the program
+    if code < 0:  # a signal ended the program: die by the same one, without a core dump
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
         if -code not in (signal.SIGKILL, signal.SIGSTOP):
@@ -82,15 +83,15 @@ def main() -> NoReturn:
     os._exit(code)
 
 
-def _become(command: list[str], keeper: int, lifeline: int, *, is_deaf: bool) -> NoReturn:
-    """Become the program, in a session of its own, which the kernel ends with the keeper."""
+def _exec_program(command: list[str], keeper: int, lifeline: int, *, is_deaf: bool) -> NoReturn:
+    """Replace this forked process by the program, in a new session; it dies with the keeper."""
     os.setsid()
     with suppress(OSError):  # the parent has ended
         os.write(lifeline, f"{os.getpid()}\n".encode())
     os.close(lifeline)
     if ADOPTS:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != keeper:  # it was killed before that took effect
+        if os.getppid() != keeper:  # the keeper was killed before prctl took effect
             os._exit(1)
     for name in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and they stay ignored
         signal.signal(name, signal.SIG_DFL)
@@ -105,13 +106,18 @@ def _become(command: list[str], keeper: int, lifeline: int, *, is_deaf: bool) ->
         os._exit(127)
 
 
-def _watch(program: int, lifeline: int, woken: int, parent: int, grace_s: float) -> int | None:
-    """Wait until there is a reason to end everything; return the program's status if it ended."""
+def _watch(
+    program: int, lifeline: int, wakeup_reader: int, parent: int, grace_s: float
+) -> int | None:
+    """Wait until all processes have to end; return the program's wait status, None if it runs.
+
+    The reasons: the program ended, SIGKILL was requested, or `grace_s` passed after the parent.
+    """
     poller = select.poll()
-    poller.register(woken, select.POLLIN)
+    poller.register(wakeup_reader, select.POLLIN)
     poller.register(lifeline, select.POLLIN)
     with suppress(AttributeError, OSError):
-        # Processes that the parent forked hold the other end of its lifelines too.
+        # Processes that the parent forked keep the socket open after its end.
         poller.register(os.pidfd_open(parent), select.POLLIN)
     deadline = inf if os.getppid() == parent else time.monotonic() + grace_s
     while True:
@@ -120,11 +126,11 @@ def _watch(program: int, lifeline: int, woken: int, parent: int, grace_s: float)
         if status is not None or wait_s <= 0:
             return status
         for file, _ in poller.poll(None if wait_s == inf else 1000 * wait_s):
-            if file == woken:
-                os.read(woken, 4096)
+            if file == wakeup_reader:
+                os.read(wakeup_reader, 4096)
                 continue
             requests = b""
-            with suppress(OSError):  # a reset: the parent has ended
+            with suppress(OSError):  # connection reset: the parent has ended
                 requests = os.read(lifeline, 64) if file == lifeline else b""
             for request in requests:
                 if request == signal.SIGKILL:
@@ -132,31 +138,31 @@ def _watch(program: int, lifeline: int, woken: int, parent: int, grace_s: float)
                 send = os.killpg if request & TO_GROUP else os.kill
                 with suppress(ProcessLookupError, PermissionError):
                     send(program, request & ~TO_GROUP)
-            if not requests:
+            if not requests:  # end of file, or the parent's pidfd
                 poller.unregister(file)
                 deadline = min(deadline, time.monotonic() + grace_s)
 
 
 def _reap(program: int) -> int | None:
-    """Collect children that have ended; return the program's status if it was among them."""
+    """Reap all ended children; return the program's wait status if it was one of them, or None."""
     program_status = None
     with suppress(ChildProcessError):
         while True:
-            number, status = os.waitpid(-1, os.WNOHANG)
-            if number == 0:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
                 break
-            if number == program:
+            if pid == program:
                 program_status = status
     return program_status
 
 
 def end_children(group: int = 0, *, spared: Collection[int] = (), limit_s: float = inf) -> None:
-    """Kill the children of this process and their groups until there are none but those `spared`.
+    """Kill this process's children and their groups until only the pids `spared` are left.
 
-    What a child started becomes ours when it ends; processes of another user (sudo) stay. A child's
-    number is its own until it is reaped here, and its group lies in a session that a descendant
-    made: no stranger can be hit. Without subreapers the process `group` is ended. After `limit_s`
-    what does not end is left.
+    When a child ends, the processes that it started become children of this one. Processes of
+    another user (sudo) and, after `limit_s`, those that do not end are left. No stranger can be
+    hit: a pid is not reused before it is reaped here, and the group of a child is in a session that
+    a descendant made. Without subreapers only the process group `group` is killed.
     """
     if not ADOPTS:
         with suppress(ProcessLookupError, PermissionError):
@@ -179,9 +185,10 @@ def end_children(group: int = 0, *, spared: Collection[int] = (), limit_s: float
             ended, _ = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
             return
+        # Only processes that may not be killed, or are spared, are left.
         if not ended and (children or spared) and refusals == len(children):
             return
-        pause = 0.0 if ended else min(2 * pause + 0.0005, MOST_PAUSE_S)
+        pause = 0.0 if ended else min(2 * pause + 0.0005, MAX_PAUSE_S)
         time.sleep(pause)
 
 

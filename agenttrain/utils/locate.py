@@ -77,9 +77,9 @@ def locate_section(section: object, *, key: str) -> Located:
 
 
 def class_method(cls: type, name: str) -> Callable[..., Any] | None:
-    """Return the class's method of that name if it is a class method; an instance's is none."""
-    is_one = isinstance(inspect.getattr_static(cls, name, None), classmethod)
-    return getattr(cls, name) if is_one else None
+    """Return the class method of that name, bound to the class; None if there is none."""
+    is_class_method = isinstance(inspect.getattr_static(cls, name, None), classmethod)
+    return getattr(cls, name) if is_class_method else None
 
 
 def about_argument(error: ValueError, key: str, bound: Mapping[str, Any]) -> str:
@@ -125,8 +125,8 @@ def locate(path: object, *, key: str) -> Any:
         raise ValueError(f"{key}={path}: is {RENAMED[path]} now")
     parts = path.split(".")
     # The longest part of the path that is a module; the others are attributes.
-    for used in range(len(parts), 0, -1):
-        name = ".".join(parts[:used])
+    for module_depth in range(len(parts), 0, -1):
+        name = ".".join(parts[:module_depth])
         try:
             value: Any = import_module(name)
             break
@@ -149,7 +149,7 @@ def locate(path: object, *, key: str) -> Any:
             f"{key}={path}: there is no module {parts[0]!r}; install the package, or put its "
             "folder on PYTHONPATH"
         )
-    for position in range(used, len(parts)):
+    for position in range(module_depth, len(parts)):
         if not hasattr(value, parts[position]):
             where = ".".join(parts[:position])
             hint = did_you_mean(parts[position], (n for n in dir(value) if not n.startswith("_")))

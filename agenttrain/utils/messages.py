@@ -9,7 +9,6 @@ from agenttrain.utils.json_lines import read_json
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys under which messages hold an assistant's reasoning; ours is the first."""
-
 ARGUMENT_KEYS = ("arguments", "parameters", "args")
 """Keys under which calls hold their arguments; ours is the first."""
 

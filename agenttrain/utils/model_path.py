@@ -130,10 +130,9 @@ def base_folder(
 
 
 def why_merged(folder: Path) -> str | None:
-    """Return why engines get the adapters in a folder merged into the weights.
+    """Return why engines need the adapters in a folder merged into the weights; None: they do not.
 
-    None: they get them as they are. The description that is sent with adapters has one rank and
-    one scale.
+    Adapters that are sent as they are have one rank and one scale.
     """
     described = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     several = (f"{key}={shown(described[key])}" for key in SENT_MERGED if described.get(key))
@@ -141,7 +140,7 @@ def why_merged(folder: Path) -> str | None:
 
 
 def packed_experts(folder: Path) -> str | None:
-    """Return what shows that adapters in a folder are of packed experts; None: they are not.
+    """Return the setting or weight that shows adapters of packed experts; None without them.
 
     vLLM reads such adapters for few models, and wrongly for others.
     """
@@ -162,7 +161,7 @@ def _adapter_names(folder: Path) -> list[str]:
 
 
 def why_not_sent(folder: Path) -> str | None:
-    """Return what the adapters in a folder have that is not merged; None: nothing."""
+    """Return the setting of adapters that cannot be merged, ``use_dora=true``; None without one."""
     described = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     for key in NOT_MERGED:
         value = described.get(key)
@@ -172,9 +171,9 @@ def why_not_sent(folder: Path) -> str | None:
 
 
 def is_foreign(path: str) -> bool:
-    """Return True for a model that is no bundled one, nor a checkpoint of one: its sizes differ.
+    """Return True for a model that is neither bundled nor a checkpoint of a bundled one, by size.
 
-    A folder of adapters is what its base model is. False where there is no model.
+    Adapters count as their base model. False if there is no model.
     """
     if path.startswith(BUNDLED):
         return False
@@ -216,6 +215,7 @@ def template_file(path: str, revision: str | None = None) -> Path:
 
 
 def _bundled(path: str, key: str) -> Path:
+    """Return the folder of ``bundled:<name>``; raises ConfigError for an unknown name."""
     names = sorted(file.parent.name for file in MODELS.glob("*/config.json"))
     name = path.removeprefix(BUNDLED)
     if name not in names:

@@ -120,14 +120,14 @@ def overrides_in_this_layout(overrides: Iterable[str]) -> list[str]:
     "algorithm.correction=null"]``.
     """
     words = list(overrides)
-    mixed = any("algorithm.ref_sync_steps=" in word for word in words)
+    has_sync_steps = any("algorithm.ref_sync_steps=" in word for word in words)
     result = []
     for word in words:
-        mark = word[: len(word) - len(word.lstrip("+~"))]
-        key, equals, value = word.removeprefix(mark).partition("=")
-        if mixed and word == "algorithm.reference=synced":
-            continue  # ref_sync_steps says how often
-        new = moved_key(f"{key}={value}") or key
-        new = new if "=" in new else f"{new}{equals}{RENAMED.get(value, value)}"
-        result.append(f"{mark}{new}")
+        prefix = word[: len(word) - len(word.lstrip("+~"))]
+        key, equals, value = word.removeprefix(prefix).partition("=")
+        if has_sync_steps and word == "algorithm.reference=synced":
+            continue  # algorithm.ref_sync_steps implies it
+        today = moved_key(f"{key}={value}") or key
+        today = today if "=" in today else f"{today}{equals}{RENAMED.get(value, value)}"
+        result.append(f"{prefix}{today}")
     return result

@@ -23,13 +23,14 @@ NO_READER = (errno.EPIPE, errno.EIO, errno.ENXIO)
 
 
 class _Descriptor(io.RawIOBase):
-    """A file descriptor whose writes always succeed; `error` is the first that was suppressed."""
+    """A file descriptor whose writes never fail; `error` is the first suppressed error."""
 
     def __init__(self, number: int) -> None:
         self._number = number
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
+        """Write what the descriptor takes; on an error pretend that all was written."""
         try:
             return os.write(self._number, data)
         except BlockingIOError:  # another process made the pipe non-blocking, and it is full
@@ -83,7 +84,7 @@ def unfailing(number: int, *, like: io.TextIOWrapper | None = None, hides: bool 
         io.BufferedWriter(_Descriptor(number)),
         encoding=getattr(like, "encoding", None),
         errors="backslashreplace",
-        # Unbuffered as under PYTHONUNBUFFERED, where `like` writes through to no buffer below it.
+        # Under PYTHONUNBUFFERED `like` writes through; this stream has a buffer, so it flushes.
         line_buffering=like is not None and (like.line_buffering or like.write_through),
         write_through=getattr(like, "write_through", False),
     )

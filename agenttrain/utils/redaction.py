@@ -33,11 +33,11 @@ _SECTION = re.compile(r"\b(env|headers)\b")
 _SECTION_TEXT = re.compile(r"(\b(?:env|headers)[\"']?\s*:\s*)(\{[^{}]*\})")
 _ITEM = re.compile(r"""([{,]\s*[^:,{}]+:\s*)("[^"]*"|'[^']*'|[^,}]*)""")
 _PUNCTUATION = ":.,;!)]}"
-"""May stand behind an address in the text around it."""
+"""Characters that may follow an address in a text."""
 
 
 def hide_secrets(text: str) -> str:
-    """Hide passwords, tokens and keys in the addresses of a text, unless they are variables' names.
+    """Hide passwords, tokens and keys in the addresses of a text, except ``$NAME`` of variables.
 
     Examples: ``http://me:s3cret@host/mcp`` -> ``http://***@host/mcp``; ``https://host/mcp?token=abc``
     -> ``https://host/mcp?token=***``; ``http://me:$SECRET@host`` and ``?api_key=${KEY}`` stay.
@@ -82,6 +82,7 @@ def hide_in_words(arguments: Sequence[str]) -> list[str]:
 
 
 def _hide_in_word(word: str) -> str:
+    """Hide the values of `env` and `headers` in an argument ``key=value``."""
     key, equals, value = word.partition("=")
     path = key.split(".")[2:]  # behind section and name: an environment may be called env
     if not equals or not _SECTION.search(word):

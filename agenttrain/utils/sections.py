@@ -7,14 +7,14 @@ A capability's `config.py` declares them:
         lr: Number = Field(default=1e-6, gt=0)
         warmup_steps: Whole = Field(default=0, ge=0)
 
-Bounds stand on the fields, and so does the word that a field is data: `Data[str]`, where `Whole`
-and `Number` have it already. Without it the field of somebody else's run needs trust. A check of
-several fields of one section is a validator that yields lines through `raise_problems`, or raises
-ValueError (``name=value: …``) if its section is used at several keys. It reads no file and imports
-nothing, because commands such as `view` read the settings of runs whose files are elsewhere.
-OmegaConf checks names and types before pydantic sees a section of `RunConfig`. A section whose keys
-depend on its `name` is annotated with the base class of its choices, which OmegaConf checks, and a
-validator that calls `choose`.
+Bounds stand on the fields, and so does the mark that a field is data: `Data[str]`; `Whole` and
+`Number` have it. Without the mark, the field needs trust in a run of somebody else. A check of
+several fields of one section is a validator that calls `raise_problems`, or raises ValueError
+(``name=value: …``) if the section is used at several keys. It reads no file and imports nothing,
+because commands such as `view` read the settings of runs whose files are elsewhere. OmegaConf
+checks names and types before pydantic sees a section of `RunConfig`. A section whose keys depend on
+its `name` is annotated with the base class of its choices, which OmegaConf checks, and a validator
+that calls `choose`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,10 @@ class MayBeNone:
 
 
 def _optional(settings: type[Any]) -> Any:
+    """Return the annotation of a section that is None while none of its keys is set."""
+
     def read(section: object) -> object:
+        """Validate the section; an empty mapping is None."""
         if section is None or isinstance(section, settings):
             return section
         if not isinstance(section, Mapping):
@@ -131,10 +134,7 @@ else:
 
 @cache
 def sections_below(cls: type) -> Mapping[str, type]:
-    """Return the settings class of each section in a settings class, by its key.
-
-    A section that may be None is among them.
-    """
+    """Map each section's key in a settings class to its class, also if it may be None."""
     sections: dict[str, type] = {}
     for name, hint in get_type_hints(cls, include_extras=True).items():
         optional = [part.settings for part in get_args(hint) if isinstance(part, MayBeNone)]
@@ -147,8 +147,8 @@ def sections_below(cls: type) -> Mapping[str, type]:
 def choose(key: str, section: Any, choices: Mapping[str, type[T]]) -> T:
     """Return the section at `key` as the settings that its `name` chooses; raises InvalidSettings.
 
-    An object of a settings class is returned unchanged. The message on a key that only another
-    choice has names that choice.
+    An object of a choice's class is returned unchanged. The message about an unknown key names the
+    choices that have it.
     """
     for settings in choices.values():
         if isinstance(section, settings):
@@ -165,15 +165,15 @@ def choose(key: str, section: Any, choices: Mapping[str, type[T]]) -> T:
         raise InvalidSettings(f"{group}={name}: expected one of: {', '.join(choices)}{hint}")
     known = field_names(choices[name])
 
-    def unknown(other: str, value: Any) -> Iterator[str]:
-        line = f"{key}.{other}={shown(value)}: unknown key of {group}={name}"
-        if owners := [f"{group}={owner}" for owner in owners_of(other, choices)]:
+    def unknown_key(leaf: str, value: Any) -> Iterator[str]:
+        line = f"{key}.{leaf}={shown(value)}: unknown key of {group}={name}"
+        if owners := [f"{group}={owner}" for owner in owners_of(leaf, choices)]:
             yield f"{line}; {' and '.join(owners)} {'has' if len(owners) == 1 else 'have'} it"
         else:
             keys = f"; its keys are: {', '.join(known)}"
-            yield f"{line}{did_you_mean(other, known) or keys}"
+            yield f"{line}{did_you_mean(leaf, known) or keys}"
 
-    return with_known_keys(choices[name], section, key, unknown)
+    return with_known_keys(choices[name], section, key, unknown_key)
 
 
 def with_known_keys(
@@ -184,7 +184,7 @@ def with_known_keys(
 ) -> T:
     """Return the section at `key` as its settings; raises InvalidSettings with all its problems.
 
-    `unknown` returns the message on a key, and its value, that the settings do not have.
+    `unknown` returns the messages about a key (with its value) that the settings do not have.
     """
     known = field_names(settings)
     lines = [line for n, v in section.items() if n not in known for line in unknown(str(n), v)]
@@ -210,7 +210,7 @@ def field_names(settings: Any) -> tuple[str, ...]:
 def beside(
     settings: type[T], section: Mapping[str, Any], key: str = ""
 ) -> tuple[T, dict[str, Any]]:
-    """Split a component's section into its settings and the arguments of its `_target_`.
+    """Split a component's section into agenttrain's settings and the arguments of its `_target_`.
 
     Example: ``{"_target_": "my.find", "timeout_s": 2.0, "table": "a.csv"}`` of ToolSettings ->
     ``(ToolSettings(timeout_s=2.0), {"table": "a.csv"})``. Raises ConfigError as `validated` does.
@@ -252,7 +252,7 @@ def problem_lines(error: ValidationError, key: str = "") -> Iterator[str]:
             continue
         names = [part for part in (key, *map(str, detail["loc"])) if part]
         place = ".".join(names)
-        if detail["type"] == "value_error" and not detail["loc"]:  # the section has no key
+        if detail["type"] == "value_error" and not detail["loc"]:  # a check of the whole section
             yield f"{place}.{cause}" if place else str(cause)
             continue
         if detail["type"] in ("missing", "missing_argument"):
@@ -281,6 +281,7 @@ def shown(value: Any) -> str:
 
 
 def _problem(detail: Mapping[str, Any], place: str) -> str:
+    """Return the problem, and perhaps remedy, of one of pydantic's errors about the key `place`."""
     kind, bounds = detail["type"], detail.get("ctx") or {}
     for name, words in BOUNDS.items():
         if name in bounds:
@@ -299,7 +300,7 @@ def _problem(detail: Mapping[str, Any], place: str) -> str:
     if kind == "section":
         return f"is a section; set its keys with {place}.<key>=…"
     if kind == "string_type" and isinstance(detail["input"], int | float):
-        # 12e4 has become 120000.0: only a whole number is still as it was written.
+        # YAML has read 12e4 as 120000.0: only a whole number still has its written form.
         text = detail["input"] if isinstance(detail["input"], int) else "…"
         return f"""expected a text; quote it: {place}='"{text}"'"""
     for prefix, expected in EXPECTED.items():

@@ -39,8 +39,7 @@ Result = TypeVar("Result")
 
 
 def signal_name(number: int) -> str:
-    """Return a signal's name, e.g. ``SIGKILL``, or ``SIGRTMIN+1`` for one of the real-time signals,
-    of which Python names the first and the last."""
+    """Return a signal's name: ``SIGKILL``, ``SIGRTMIN+1`` for a real-time signal."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -86,8 +85,10 @@ class StopRequest:
     _cancel: Callable[[], object] | None = field(default=None, repr=False)
 
     def arrive(self, number: int, frame: FrameType | None = None) -> None:
-        """Handle a signal. To end the run at once, raise KeyboardInterrupt, or have asyncio cancel
-        its main task."""
+        """Handle a signal: request a stop or, if nothing would be lost, interrupt at once.
+
+        Raises KeyboardInterrupt to interrupt, or has asyncio cancel its main task.
+        """
         first = self.name is None
         self.name = self.name or self.passed_on() or signal.Signals(number).name
         leave_terminal()
@@ -98,13 +99,13 @@ class StopRequest:
             return
         if not self._deferred:
             self.at_once = True
-            # As Ctrl-C: while asyncio runs, its handler cancels the main task in good order. A
-            # process that a shell put into the background inherits SIGINT as ignored.
+            # Interrupt as Ctrl-C does: asyncio's handler cancels the main task. The handler is not
+            # callable where a shell's background process has inherited SIGINT as ignored.
             handler = signal.getsignal(signal.SIGINT)
             (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, None)
             return
         with suppress(OSError):  # its reader may be gone
-            # Not through sys.stderr: the interrupted code may hold its lock.
+            # Bypass sys.stderr, whose lock the interrupted code may hold.
             os.write(2, NOTICE.format(self.name).encode())
         if self._cancel is not None:
             self._cancel()
@@ -112,7 +113,7 @@ class StopRequest:
 
     @contextmanager
     def deferred(self, save: Callable[[], object]) -> Iterator[None]:
-        """Only record the first signal within the context; call `save` before Preempted passes."""
+        """Only record the first signal in the block; call `save` if the block raises Preempted."""
         self._deferred = True
         try:
             yield
@@ -125,7 +126,7 @@ class StopRequest:
     async def cut_short(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Return the result of `work`, which a signal cancels; then raise Preempted as `check`.
 
-        `work` is this process's alone: it waits for no other process.
+        `work` must not wait for another process of the run.
         """
         try:
             results = await self.until_stopped(work)
@@ -153,8 +154,7 @@ class StopRequest:
             if self.name is None or (outer is not None and outer.cancelling()):
                 raise
         except Exception:
-            # A signal to a process group ends the processes of tools and engines too: such an
-            # error is not the work's own.
+            # A signal to the process group also ends tools and engines, which causes errors here.
             if self.name is None:
                 raise
         finally:
@@ -168,10 +168,9 @@ class StopRequest:
 
 
 def hear_interrupts() -> None:
-    """Handle SIGINT in a process whose parent sends it on.
+    """Handle SIGINT in a process whose parent forwards it, even if it is inherited as ignored.
 
-    A shell without job control starts its background with SIGINT ignored. The parent handles it all
-    the same, and its children would inherit to ignore it.
+    A shell without job control starts background processes with SIGINT ignored.
     """
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -193,9 +192,9 @@ _active: StopRequest | None = None
 
 @contextmanager
 def listening() -> Iterator[StopRequest]:
-    """Give a request that handles `SIGNALS` within the context; nested contexts share one.
+    """Yield a request that handles `SIGNALS` in the block; nested blocks share one.
 
-    Only the main thread gets signals: elsewhere the request stays empty. A SIGHUP that nohup
+    Outside the main thread, which gets the signals, the request stays empty. A SIGHUP that nohup
     ignores stays ignored.
     """
     global _active

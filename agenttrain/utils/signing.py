@@ -33,7 +33,7 @@ def verifies(value: Any, written: object) -> bool:
 
 
 def _key(*, make: bool) -> bytes | None:
-    """Return the user's key; None if there is none that only the user can write."""
+    """Return the user's key, made if need be; None without one that only the user can write."""
     named = os.environ.get(KEY_FILE)
     home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     path = Path(named) if named else Path(home) / "agenttrain" / "key"

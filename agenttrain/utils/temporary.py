@@ -23,7 +23,7 @@ NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class TemporaryFolder:
-    """A new folder, until `remove`, the end of the context, or the death of this process.
+    """A new folder that exists until `remove`, the end of the block, or the death of this process.
 
     Example::
 

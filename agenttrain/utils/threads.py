@@ -53,7 +53,7 @@ def attempt(function: Callable[[], object]) -> Outcome:
 def attempt_with_alarms(function: Callable[[], object]) -> Outcome:
     """Call `function` as `attempt` does, in the main thread, where it can set alarms.
 
-    The KeyboardInterrupt of a signal passes. Raises RuntimeError in another thread.
+    A KeyboardInterrupt by a signal is raised again. Raises RuntimeError in another thread.
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("alarms work in the main thread only")
@@ -71,13 +71,13 @@ async def attempt_async(
     label: str = "",
     deadline: float = 0.0,
 ) -> Outcome:
-    """Await a user's `awaitable` as `attempt` calls a function; a cancellation passes, and so does
-    the KeyboardInterrupt of a signal.
+    """Await a user's `awaitable`; return its value or its error, as `attempt` does for a function.
 
-    If a user's code computes the text of the error, it does so in one of `threads`.
+    A cancellation of this task and a KeyboardInterrupt by a signal are raised again. If user code
+    computes the error's text, it does so in one of `threads`.
     """
     _contain_tasks(asyncio.get_running_loop())
-    token = _contained.set(True)
+    token = _in_user_code.set(True)
     try:
         return Outcome(value=await awaitable)
     except asyncio.CancelledError as error:
@@ -91,14 +91,14 @@ async def attempt_async(
         raised = error.stopped if isinstance(error, _Stopped) else error
     finally:
         with suppress(ValueError):  # a generator that is closed elsewhere
-            _contained.reset(token)
+            _in_user_code.reset(token)
     if _has_plain_text(raised):
         return Outcome(error=raised)
-    made = await (threads or _texts).run(
+    fixed = await (threads or _text_threads).run(
         lambda: with_fixed_text(raised), label=label, deadline=deadline
     )
-    assert isinstance(made.value, BaseException)
-    return Outcome(error=made.value)
+    assert isinstance(fixed.value, BaseException)
+    return Outcome(error=fixed.value)
 
 
 PLAIN = (str, int, float, bool, bytes, type(None))
@@ -106,10 +106,10 @@ PLAIN = (str, int, float, bool, bytes, type(None))
 
 
 def with_fixed_text(error: BaseException) -> BaseException:
-    """Return `error`, or, if a user's code computes its text, a copy of its type with that text.
+    """Return `error`, or a copy whose text is a constant if user code computes the text.
 
-    A `__str__` may hang, or raise SystemExit. So it runs once, where its owner's code runs, and
-    never on an event loop or where an error is reported. If it raises, the text is empty.
+    A user's `__str__` may hang, or raise SystemExit. So it runs once, here, and never on an event
+    loop or where an error is reported. If it raises, the text is empty.
     """
     if _has_plain_text(error):
         return error
@@ -125,9 +125,8 @@ def with_fixed_text(error: BaseException) -> BaseException:
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
     }
-    # The copy of a class that cannot be subclassed (pydantic's ValidationError) has its name, and
-    # Python's own class (ValueError) as base. A group of errors cannot be made without its errors:
-    # its copy has only its name.
+    # A class that cannot be subclassed (pydantic's ValidationError) is replaced by its builtin base
+    # (ValueError) under its name, and an exception group, which needs its errors, by Exception.
     fixed: Any
     for base, maker in ((kind, native), (native, native), (Exception, Exception)):
         with suppress(BaseException):
@@ -142,6 +141,7 @@ def with_fixed_text(error: BaseException) -> BaseException:
 
 
 def _has_plain_text(error: BaseException) -> bool:
+    """Return True if no user code runs in ``str(error)`` and ``repr(error)``."""
     kind = type(error)
     makers = (next(c for c in kind.__mro__ if name in vars(c)) for name in ("__str__", "__repr__"))
     # The text of a group is its message and the number of its errors.
@@ -152,13 +152,13 @@ def _has_plain_text(error: BaseException) -> bool:
 
 
 def _of_signal(error: BaseException) -> bool:
-    """Return True if a signal's handler raised this KeyboardInterrupt, and not a user's code."""
+    """Return True if a signal handler raised this KeyboardInterrupt, False if user code did."""
     if not isinstance(error, KeyboardInterrupt):
         return False
     if threading.current_thread() is not threading.main_thread():
         return False
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        return True  # it leaves no trace: better ended by a tool than deaf to Ctrl-C
+        return True  # Python's own handler is in no traceback; a Ctrl-C must never be swallowed
     codes: set[CodeType | None] = set()
     for number in signal.Signals:
         handler: Any = signal.getsignal(number)
@@ -171,12 +171,12 @@ def _of_signal(error: BaseException) -> bool:
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
-_contained: contextvars.ContextVar[bool] = contextvars.ContextVar("_contained", default=False)
+_in_user_code: contextvars.ContextVar[bool] = contextvars.ContextVar("_in_user_code", default=False)
 """True in `attempt_async`, and so in every task that is created there."""
 
 
 class _Stopped(Exception):
-    """A task of a user's raised SystemExit or KeyboardInterrupt, which would end the event loop."""
+    """Carries a SystemExit or KeyboardInterrupt of a user's task, which would stop the loop."""
 
     def __init__(self, stopped: BaseException) -> None:
         super().__init__(type(stopped).__name__)
@@ -184,10 +184,10 @@ class _Stopped(Exception):
 
 
 class _Contained(Coroutine[Any, Any, Any]):
-    """A coroutine that raises _Stopped where its inner one would end the event loop.
+    """Wraps a coroutine; its SystemExit or KeyboardInterrupt is raised as _Stopped.
 
     Its state (``cr_running``, ``cr_frame``), which anyio and printed stacks of tasks read, is that
-    of the inner one.
+    of the inner coroutine.
     """
 
     def __init__(self, inner: Coroutine[Any, Any, Any]) -> None:
@@ -218,18 +218,16 @@ class _Contained(Coroutine[Any, Any, Any]):
 
 
 def _contain_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    """Make the tasks that users' code creates (asyncio.wait_for, gather) _Contained."""
+    """Install a task factory that wraps the tasks of user code (asyncio.wait_for) in _Contained."""
     before: Any = loop.get_task_factory()
-    if getattr(before, "contains", False):
+    if getattr(before, "contains", False):  # it is installed
         return
 
     def make(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> Any:
-        work = _Contained(work) if _contained.get() else work
-        return (
-            asyncio.Task(work, loop=loop, **options)
-            if before is None
-            else before(loop, work, **options)
-        )
+        work = _Contained(work) if _in_user_code.get() else work
+        if before is None:
+            return asyncio.Task(work, loop=loop, **options)
+        return before(loop, work, **options)
 
     make.contains = True  # type: ignore[attr-defined]
     loop.set_task_factory(make)
@@ -255,7 +253,7 @@ def use_gpu(index: int | None) -> None:
 
 
 def blocks(function: Callable[..., object]) -> bool:
-    """Return True if a call occupies its thread: function and `__call__` are not async."""
+    """Return True if a call blocks its thread: neither `function` nor its `__call__` is async."""
     routines = (function, getattr(function, "__call__", None))  # noqa: B004
     return not any(inspect.iscoroutinefunction(routine) for routine in routines)
 
@@ -273,7 +271,7 @@ class _Job:
 
 
 def settle(future: asyncio.Future[Any], result: object) -> None:
-    """Give a future its result, or the exception that is its result, unless its caller gave up."""
+    """Set the future's result, or its exception if `result` is one, unless the future is done."""
     if future.done():
         return
     if isinstance(result, BaseException):
@@ -283,10 +281,10 @@ def settle(future: asyncio.Future[Any], result: object) -> None:
 
 
 class DaemonThreads:
-    """Daemon threads, as many as there are calls at once; the caller bounds their number.
+    """Pool of daemon threads that grows with the concurrent calls, which the caller bounds.
 
-    A thread whose caller gave up is left alone and replaced. When its function returns after all,
-    the result is discarded and the thread is free again.
+    A call whose caller was cancelled keeps its thread. When its function returns after all, the
+    result is discarded and the thread is idle again.
 
     Example: ``(await DaemonThreads().run(lambda: 2 + 2)).value == 4``
     """
@@ -314,10 +312,10 @@ class DaemonThreads:
     async def run(
         self, function: Callable[[], object], *, label: str = "", deadline: float = 0.0
     ) -> Outcome:
-        """Run `function` in a thread of its own, on the caller's GPU; cancelling the caller
-        abandons it there.
+        """Run `function` in an idle or new thread, on the caller's GPU, and return its outcome.
 
-        `deadline`, on the clock of time.monotonic, is the time at which it should have ended.
+        If the caller is cancelled, the function goes on in its thread (`stuck`). `deadline` is the
+        time.monotonic at which it should have ended (`overdue`).
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Outcome] = loop.create_future()
@@ -358,7 +356,7 @@ class DaemonThreads:
                 return
             use_gpu(job.gpu)
             outcome = job.context.run(attempt, job.function)
-            with self._lock:  # idle before the result is out, so that the next call finds it
+            with self._lock:  # idle before the caller gets the result: its next call reuses it
                 job.finished = True
                 if job in self._stuck:
                     self._stuck.remove(job)
@@ -368,5 +366,5 @@ class DaemonThreads:
             del job, outcome  # an idle thread must not keep a result alive
 
 
-_texts = DaemonThreads()
+_text_threads = DaemonThreads()
 """Threads that compute the texts of errors raised on an event loop."""

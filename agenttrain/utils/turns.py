@@ -16,13 +16,14 @@ def turns_in_time(
     earlier trajectory.
     """
 
-    def place(index: int, turn: int) -> tuple[tuple[int, int], ...]:
+    def call_path(index: int, turn: int) -> tuple[tuple[int, int], ...]:
+        """Return the turns from the first agent's down to this one: their order is that of time."""
         caller = trajectories[index][0]
         if caller is None:
             return ((index, turn),)
         if not 0 <= caller[0] < index:
             raise ValueError(f"trajectory {index}: its caller {caller} is no earlier trajectory")
-        return (*place(*caller), (index, turn))
+        return (*call_path(*caller), (index, turn))
 
     turns = [(i, turn) for i, (_, count) in enumerate(trajectories) for turn in range(count)]
-    return sorted(turns, key=lambda one: place(*one))
+    return sorted(turns, key=lambda turn: call_path(*turn))

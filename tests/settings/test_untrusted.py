@@ -124,7 +124,9 @@ def test_a_new_field_is_untrusted_until_its_class_says_otherwise() -> None:
         note: Data[str] = ""
 
     Settings.__annotations__ = {"plugin": str, "note": Data[str]}
-    values = untrusted._of_class(Settings, {"plugin": "evil", "note": "a", "other": 1}, ("s",))
+    values = untrusted._values_of_class(
+        Settings, {"plugin": "evil", "note": "a", "other": 1}, ("s",)
+    )
     assert [value.key for value in values] == ["s.plugin", "s.other"]
 
 

@@ -24,7 +24,7 @@ from agenttrain.tracking.timeline_page import (
     NoTimes,
     Page,
     busy,
-    common,
+    overlap_s,
     read_processes,
     render_timeline,
     rows_of,
@@ -178,7 +178,7 @@ def test_a_run_in_progress_and_a_torn_line(tmp_path):
 
 def test_intervals():
     assert busy([(5, 6), (0, 2), (1, 3)]) == [(0, 3), (5, 6)]
-    assert common([(0, 3), (5, 6)], [(2, 5.5)]) == 1.5
+    assert overlap_s([(0, 3), (5, 6)], [(2, 5.5)]) == 1.5
     assert rows_of([(0, 4), (1, 2), (3, 5), (3.5, 6)]) == [0, 1, 1, 2]
 
 

@@ -23,11 +23,7 @@ NAMED = ("tools", "reward")
 """Sections of components, whose names are those of the group's options."""
 OPTIONS = ("--help", "--version")
 """Options of every verb."""
-WORDS = {
-    "bash|zsh|install": (*SHELLS, "install"),
-    "SHELL": SHELLS,
-    "VERB": ("train", "sft"),
-}
+WORDS = {"bash|zsh|install": (*SHELLS, "install"), "SHELL": SHELLS, "VERB": ("train", "sft")}
 """Values of arguments, by their placeholders."""
 LOADERS = {
     "bash": 'eval "$(agenttrain completion bash)"\n',
@@ -65,7 +61,7 @@ def install(shell: str) -> None:
         file = (Path(user) if user else data / "bash-completion") / "completions" / "agenttrain"
     else:
         file = data / "zsh" / "site-functions" / "_agenttrain"
-    there = file.is_file() and file.read_text(encoding="utf-8") == LOADERS[shell]
+    is_written = file.is_file() and file.read_text(encoding="utf-8") == LOADERS[shell]
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(LOADERS[shell], encoding="utf-8")
@@ -74,7 +70,7 @@ def install(shell: str) -> None:
             f"completion install {shell}: {error.filename}: {error.strerror}; make it writable, or "
             f"load the script in your shell's startup file: {LOADERS['bash'].strip()}"
         ) from error
-    print(f"{file}: {'is there already' if there else 'written'}")
+    print(f"{file}: {'is there already' if is_written else 'written'}")
     if shell == "bash":
         print(
             "New shells complete agenttrain if the package bash-completion is installed and "
@@ -90,7 +86,7 @@ def install(shell: str) -> None:
 
 
 def script(shell: str) -> str:
-    """Return the script for a shell: candidates, the code that both share, and the shell's own."""
+    """Return the script for a shell: candidates, the code of all shells, the code of this one."""
     folder = Path(__file__).parent
     data = "\n".join(" ".join(line) for line in candidates())
     text = (folder / "core.sh").read_text(encoding="utf-8")
@@ -139,17 +135,17 @@ def candidates() -> Iterator[tuple[str, str]]:
         sections[f"{group}="] = None
         yield from ((f"value:{group}", option) for option in options)
     for setting in all_settings():
-        section, _, rest = setting.key.partition(".")
+        section, _, subkey = setting.key.partition(".")
         names = [setting.key]
-        if section in NAMED and rest.startswith("<name>."):
+        if section in NAMED and subkey.startswith("<name>."):
             names = [setting.key.replace("<name>", name) for name in groups[section]]
         elif "<" in setting.key:
             continue
-        of_section = bool(rest) or setting.type == "keys and values"
-        sections[f"{section}{'.' if of_section else '='}"] = None
-        yield from (("own:settings", name) for name in (section,) if rest)
+        has_keys = bool(subkey) or setting.type == "keys and values"
+        sections[f"{section}{'.' if has_keys else '='}"] = None
+        yield from (("own:settings", name) for name in (section,) if subkey)
         for name in names:
-            if rest:
+            if subkey:
                 yield "key", f"{name}="
             yield from ((f"value:{name}", value) for value in setting.values)
     yield from (("section", name) for name in sections)

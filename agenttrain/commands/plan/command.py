@@ -44,33 +44,33 @@ class PlanOptions:
 
 
 def planned(args: argparse.Namespace) -> PlanOptions:
-    """Return the machine and speeds of the verb's arguments; raises ConfigError."""
+    """Return the options for the verb's arguments and this machine; raises ConfigError."""
     if args.cpu and args.gpu_memory_gb is not None:
         raise ConfigError(
             "--gpu-memory-gb: has no effect with --cpu; give --host-memory-gb, or leave it out for "
             "this machine's"
         )
-    gpus = []  # bytes of each of this machine's GPUs
+    gpu_bytes = []  # memory of each of this machine's GPUs
     if not args.cpu:
         import torch
 
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        gpus = [int(torch.cuda.get_device_properties(i).total_memory) for i in range(count)]
+        gpu_bytes = [int(torch.cuda.get_device_properties(i).total_memory) for i in range(count)]
     gpu_memory = None if args.gpu_memory_gb is None else int(args.gpu_memory_gb * GIB)
     host = None if args.host_memory_gb is None else int(args.host_memory_gb * GIB)
-    devices = args.devices or len(gpus) or 1
+    devices = args.devices or len(gpu_bytes) or 1
     if args.cpu:
         machine = PlannedHardware(devices=devices, memory=host or _host_memory(), kind="cpu")
     else:
         # With --gpu-memory-gb the run is for another machine: this one's memory says nothing.
-        if host is None and gpus and gpu_memory is None:
+        if host is None and gpu_bytes and gpu_memory is None:
             host = _host_memory()
-        memory = min(gpus, default=None) if gpu_memory is None else gpu_memory
+        memory = min(gpu_bytes, default=None) if gpu_memory is None else gpu_memory
         machine = PlannedHardware(devices=devices, memory=memory, host=host)
     return PlanOptions(
         machine=machine,
         devices=args.devices,
-        all_gpus=args.devices or (len(gpus) if gpu_memory is None else 0) or None,
+        all_gpus=args.devices or (len(gpu_bytes) if gpu_memory is None else 0) or None,
         prompt_tokens=args.prompt_tokens,
         json=args.json,
         speeds=Speeds(server=args.server_tokens_per_s, trainer=args.trainer_tokens_per_s),
@@ -118,7 +118,7 @@ def show(config: RunConfig, options: PlanOptions) -> int:
         )
     processes = plan_other_gpus(config, planner, memory)
     remedies = planner.remedies() if memory.excess else []
-    fits = None if machine.memory is None else True
+    fits = None if machine.memory is None else True  # None: the GPUs' memory is not known
     if (
         memory.excess
         or any(part.fits is False for part in processes)
@@ -135,7 +135,10 @@ def show(config: RunConfig, options: PlanOptions) -> int:
 
 
 def _planned_machine(config: RunConfig, options: PlanOptions) -> PlannedHardware:
-    """Return the planned machine with the trainer's GPUs alone. Raises ConfigError."""
+    """Return the planned machine, reduced to the trainer's GPUs.
+
+    Raises ConfigError if `--devices` contradicts the settings of `distributed`.
+    """
     distributed, machine = config.distributed, options.machine
     devices = trainers_of(config, options.devices, on_gpu=machine.kind != "cpu")
     is_single = distributed.name is DistributedName.single
@@ -145,11 +148,11 @@ def _planned_machine(config: RunConfig, options: PlanOptions) -> PlannedHardware
             "distributed=fsdp2"
         )
     processes = distributed.processes
-    count = None if processes is None else processes * distributed.nodes
-    if devices is not None and count not in (None, devices):
+    process_count = None if processes is None else processes * distributed.nodes
+    if devices is not None and process_count not in (None, devices):
         raise ConfigError(
             f"--devices {devices}: distributed.processes={processes} and "
-            f"distributed.nodes={distributed.nodes} are {count} of them; leave one out"
+            f"distributed.nodes={distributed.nodes} are {process_count} of them; leave one out"
         )
     shared = is_single and options.all_gpus == 1 and has_policy_copy(config)
     return replace(machine, devices=devices or machine.devices, shared=shared)
@@ -245,9 +248,9 @@ MOMENTS = {
 
 
 def _row(part: MemoryItem) -> str:
-    """Return a part's line, with its moments unless it is held all the time."""
+    """Return the table's line for a part, with its moments unless it is held all the time."""
     absent, notes = [when for when in When if when not in part.when], []
-    if len(part.when) <= len(absent):
+    if len(part.when) <= len(absent):  # name the moments of whichever list is shorter
         notes = [f"{', '.join(part.when)} only"]
     elif absent:
         notes = [f"not: {', '.join(absent)}"]

@@ -199,7 +199,7 @@ def estimate(
 
 
 def has_policy_copy(config: RunConfig) -> bool:
-    """Return True if the rollout process has a copy of the policy."""
+    """Return True if the engine samples in a process of its own with a copy of the weights."""
     spec = run_spec(config)
     return spec is not spec_of(config.engine) and spec.server_memory is not None
 
@@ -244,7 +244,7 @@ def _load(config: RunConfig, sizes: Sizes, machine: PlannedHardware, prompt_toke
     in_flight = max(in_training, in_evaluation)
     rows = config.engine.max_rows
     in_lockstep = config.rollout.deterministic is not False and not staleness
-    # In lockstep all rollouts of a step are in flight, whatever rollout.concurrency.
+    # In lockstep all rollouts of a step are in flight: rollout.concurrency has no effect.
     if not (spec_of(config.engine).deterministic and in_lockstep):
         rows = min(rows, config.rollout.concurrency)
         if has_rollout_process(config):
@@ -337,11 +337,10 @@ def _gathered_parts(config: RunConfig, sizes: Sizes) -> Iterator[MemoryItem]:
         size, why = size * BFLOAT16 // sizes.itemsize, f"{why}, in bfloat16"
     teacher = config.algorithm.loaded_teacher
     if teacher is not None:
-        # The teacher scores before the policy's forward pass: only one of them is gathered.
+        # The teacher scores before the policy's forward pass: only the larger one counts.
         teacher_size = _gathered_bytes(_model_of(teacher))
-        size, why = max(
-            (size, why), (teacher_size, "the teacher's embeddings, head and two layers")
-        )
+        teacher_why = "the teacher's embeddings, head and two layers"
+        size, why = max((size, why), (teacher_size, teacher_why))
     yield MemoryItem(name="gathered", bytes=size, why=why, when=(When.update,))
     if has_rollout_process(config) and run_spec(config).own_weights:
         why = "a layer, gathered to be sent"
@@ -374,7 +373,7 @@ def _gathered_bytes(model: PreTrainedModel) -> int:
 
 
 def _model_of(teacher: TeacherConfig) -> PreTrainedModel:
-    """Return the teacher without its weights."""
+    """Return the teacher on the meta device, without its weights."""
     return _teacher_of(teacher.path, teacher.revision, teacher.dtype)
 
 
@@ -488,7 +487,7 @@ MIXED_PRECISIONS = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Sizes:
-    """A model without weights, and its traced sizes. Each is computed once.
+    """A model on the meta device, and its traced sizes. Each is computed once.
 
     Raises ConfigError for a model that transformers cannot build from its config.json, or run.
     """
@@ -579,7 +578,7 @@ class Sizes:
         return self._traced(lambda: self._saved[mixed_precision](tokens))
 
     def _traced(self, make: Callable[[], Value]) -> Value:
-        """Return `make()`. Raises ConfigError if it fails."""
+        """Return `make()`; raises its error as a ConfigError about the model's setting."""
         try:
             return make()
         except Exception as error:

@@ -58,7 +58,7 @@ def plan_other_gpus(config: RunConfig, planner: Planner, memory: MemoryEstimate)
 
 
 def _plan_copy(config: RunConfig, planner: Planner, memory: MemoryEstimate) -> OtherGpus:
-    """Plan the rollout process's copy. Fewer rows, halved again and again, are its remedies."""
+    """Plan the rollout process's copy of the policy. Its remedies halve engine.max_rows."""
     load, estimate = memory.load, run_spec(config).server_memory
     assert estimate is not None
     sizes = planner.sizes(config.model)
@@ -78,7 +78,7 @@ def _plan_copy(config: RunConfig, planner: Planner, memory: MemoryEstimate) -> O
 
 
 def _plan_role(key: str, role: RoleConfig, planner: Planner, memory: MemoryEstimate) -> OtherGpus:
-    """Plan the servers of a role. More GPUs for each server are its remedies."""
+    """Plan the servers of a role. Its remedies give each server more GPUs."""
     assert role.model is not None
     model = ModelConfig(path=role.model, revision=role.revision)
     sizes = planner.sizes(model, f"{key}.model")
@@ -124,9 +124,9 @@ def _plan_part(
 
     `remedies` are settings and the estimates with them. The first one that fits is taken.
     """
-    is_enough = fits(estimate, limit)
+    fits_gpu = fits(estimate, limit)
     remedy = None
-    if is_enough is False:
+    if fits_gpu is False:
         remedy = next((text for text, smaller in remedies.items() if fits(smaller, limit)), None)
     return OtherGpus(
         key=key,
@@ -134,7 +134,7 @@ def _plan_part(
         count=count,
         gpus=gpus,
         bytes=peak_bytes(estimate),
-        fits=is_enough,
+        fits=fits_gpu,
         remedy=remedy,
     )
 

@@ -71,9 +71,9 @@ class Planner:
         return estimate(config, self.sizes(config.model), self.machine, self.prompt_tokens)
 
     def remedies(self) -> list[Remedy]:
-        """Return remedies: each setting that alone is enough, then the fewest GPUs that are.
+        """Return each setting that alone makes the run fit, then the fewest GPUs that do.
 
-        If no setting alone is enough, the first remedy has several of them. If even that is too
+        If no setting alone is enough, the first remedy combines several. If even these are too
         little (`fits` is False), no known setting helps.
         """
         settings = list(self._settings())
@@ -108,7 +108,7 @@ class Planner:
         return remedies
 
     def _combine(self, settings: list[Choices]) -> Remedy:
-        """Change one setting after the other until the run fits, then undo needless changes."""
+        """Return a remedy of several settings: add them until the run fits, drop needless ones."""
         chosen: dict[str, Any] = {}
         for changes in chain.from_iterable(settings):
             # Keep a change only if it saves memory.

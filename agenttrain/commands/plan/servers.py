@@ -85,23 +85,23 @@ class Speeds:
 
 
 def trainers_of(config: RunConfig, devices: int | None, *, on_gpu: bool = True) -> int | None:
-    """Return how many of `devices` GPUs servers and a copy of the policy leave to the trainers.
+    """Return how many of `devices` GPUs are left to the trainers, after servers and policy copy.
 
     None if `devices` is None. Raises ConfigError if no GPU is left.
     """
-    started, copy = fleets(config, "train"), on_gpu and has_policy_copy(config)
-    if devices is None or not (started or copy):
+    fleet_by_key, copy = fleets(config, "train"), on_gpu and has_policy_copy(config)
+    if devices is None or not (fleet_by_key or copy):
         return devices
     is_single = config.distributed.name is DistributedName.single
-    if copy and is_single and devices == 1 and not started:
+    if copy and is_single and devices == 1 and not fleet_by_key:
         return 1  # the trainer and the copy share it
-    used = sum(servers.gpu_count for servers in started.values()) + copy
+    used = sum(servers.gpu_count for servers in fleet_by_key.values()) + copy
     if used >= devices:
         parts = " + ".join(
             [
                 f"{key}.count={servers.count} x "
                 f"{key}.tensor_parallel_size={servers.tensor_parallel_size}"
-                for key, servers in started.items()
+                for key, servers in fleet_by_key.items()
             ]
             + ["the copy of the policy in the rollout process"] * copy
         )
@@ -113,7 +113,7 @@ def trainers_of(config: RunConfig, devices: int | None, *, on_gpu: bool = True) 
 
 
 def peak_bytes(memory: EngineMemory) -> int:
-    """Return the bytes of a GPU that only this engine uses, at the moment that takes most."""
+    """Return the peak bytes of a GPU that only this engine uses."""
     items = [item for item in memory.items if not item.on_host]
     return max(sum(item.bytes for item in items if when in item.when) for when in When) + RESERVE
 
@@ -154,6 +154,7 @@ def plan_servers(
     engine_load = server_load(config, memory, sizes, rows)
 
     def estimate_server(gpus: int) -> ServerMemory:
+        """Return the memory of a server with so many GPUs."""
         assert spec.server_memory is not None
         estimate = spec.server_memory(config.engine, engine_load, sizes, gpus)
         cache = next((item.bytes for item in estimate.items if item.name == "keys and values"), 0)

@@ -1,7 +1,6 @@
 """`agenttrain rehearse`: rollouts with the run's tools, environments and rewards, and no model.
 
-Everything but the model is the run's own: rows, chat template, parser, loop, ledger, limits, tools,
-environments and rewards. A stub takes the place of the model (`stub.py`).
+Everything but the model, which `stub.py` replaces, is the run's own: rows, template, tools, ….
 """
 
 from __future__ import annotations
@@ -93,9 +92,9 @@ class Report:
     tools: list[ToolReport]
     rewards: list[RewardReport]
     prompt_tokens: list[int]
-    """Least, middle and most."""
+    """Minimum, median and maximum."""
     sampled_tokens: list[int]
-    """Least, middle and most of a rollout."""
+    """Minimum, median and maximum of a rollout."""
     context: int
     seconds: float
     """Wall time of all rollouts, rewards included."""
@@ -133,6 +132,7 @@ def rehearse(config: RunConfig, args: Namespace, overrides: Sequence[str]) -> in
 
 
 async def _rehearse(components: Components, args: Namespace, overrides: Sequence[str]) -> Report:
+    """Collect the rollouts of the stub, score them, and return their report."""
     config = components.config
     samples = min(config.algorithm.group_size, args.rollouts)
     tasks = components.train_tasks.tasks(0, -(-args.rollouts // samples))
@@ -167,7 +167,9 @@ async def _rehearse(components: Components, args: Namespace, overrides: Sequence
     per_step = config.tasks_per_step * config.algorithm.group_size
     sampled = [rollout.sampled_length for rollout in rollouts]
     prompts = [r.trajectories[0].prompt_length for r in rollouts if r.length]
-    most = min(limits.max_turns * limits.max_turn_tokens, limits.max_completion_tokens, context)
+    max_tokens = min(
+        limits.max_turns * limits.max_turn_tokens, limits.max_completion_tokens, context
+    )
     tokens = round(per_step * mean(sampled)) if sampled else 0
     speed = args.tokens_per_s
     report = Report(
@@ -178,8 +180,8 @@ async def _rehearse(components: Components, args: Namespace, overrides: Sequence
         stop_reasons=dict(Counter(str(rollout.stop_reason) for rollout in rollouts)),
         tools=tools,
         rewards=rewards,
-        prompt_tokens=_spread(prompts),
-        sampled_tokens=_spread(sampled),
+        prompt_tokens=_min_median_max(prompts),
+        sampled_tokens=_min_median_max(sampled),
         context=context,
         seconds=seconds,
         reward_s=collected.reward_s,
@@ -187,19 +189,19 @@ async def _rehearse(components: Components, args: Namespace, overrides: Sequence
         children_mib=memory.children / MIB,
         step_rollouts=per_step,
         step_tokens=tokens,
-        step_tokens_most=per_step * most,
-        step_s=None if speed is None else [tokens / speed, per_step * most / speed],
+        step_tokens_most=per_step * max_tokens,
+        step_s=None if speed is None else [tokens / speed, per_step * max_tokens / speed],
         problems=problems,
         warnings=[],
     )
-    _judge(report, collected, components, overrides)
+    _add_findings(report, collected, components, overrides)
     return report
 
 
-def _judge(
+def _add_findings(
     report: Report, collected: Collected, components: Components, settings: Sequence[str]
 ) -> None:
-    """Add problems and warnings to the report."""
+    """Add the problems and warnings that the rollouts, tools and rewards show to the report."""
     problems, warnings = report.problems, report.warnings
     for rollout in collected.rollouts:
         if rollout.stop_reason in (StopReason.error, StopReason.aborted, StopReason.timeout):
@@ -223,17 +225,17 @@ def _judge(
                 f"has {tool.reply_tokens_max} tokens; raise tools.{tool.tool}.max_result_tokens"
             )
     called = {tool.tool for tool in report.tools}
-    if missing := [name for name in _names(components, collected) if name not in called]:
+    if missing := [name for name in _tool_names(components, collected) if name not in called]:
         warnings.append(f"not called: {', '.join(missing)}; make more rollouts: rollouts=…")
     if collected.overlong:
         warnings.append(
             f"data.train: {collected.overlong} prompts fill the context of {report.context} tokens"
         )
     warnings += components.rubric.alarms()
-    failed = {text.partition(":")[0] for text in problems}
+    stops = any(text.startswith("the run would stop:") for text in problems)
     for reward in report.rewards:
         if reward.low is None:
-            if "the run would stop" not in failed:
+            if not stops:
                 problems.append(f"reward.{reward.reward}: gave no rollout a value")
         elif reward.low == reward.high and reward.rollouts > 1:
             warnings.append(
@@ -250,7 +252,7 @@ def _tools_command(name: str, collected: Collected, settings: Sequence[str]) -> 
     return shell_command(["tools", *settings, "--call", name, arguments])
 
 
-def _names(components: Components, collected: Collected) -> list[str]:
+def _tool_names(components: Components, collected: Collected) -> list[str]:
     """Return the names of all tools that the rollouts' tasks have."""
     names: dict[str, None] = {}
     for rollout in collected.rollouts:
@@ -289,7 +291,7 @@ def _tool_reports(collector: Collector, rollouts: Sequence[Rollout]) -> Iterator
 
 
 def nearest_rank(values: Sequence[float], percent: int) -> float:
-    """Return the smallest value that at least `percent` of 100 values do not exceed.
+    """Return a percentile: the smallest value with at least `percent` % of the values up to it.
 
     Example: the 50th of 3, 1, 2 and 4 is 2, and the 95th is 4.
     """
@@ -297,26 +299,27 @@ def nearest_rank(values: Sequence[float], percent: int) -> float:
 
 
 def _reward_report(name: str, rollouts: Sequence[Rollout]) -> RewardReport:
-    given = [rollout.rewards[name] for rollout in rollouts if name in rollout.rewards]
-    values = [value for value in given if value is not None]
+    """Return a report of the reward function `name`; None means that it does not apply."""
+    scored = [rollout.rewards[name] for rollout in rollouts if name in rollout.rewards]
+    values = [value for value in scored if value is not None]
     return RewardReport(
         reward=name,
         rollouts=len(values),
-        none=len(given) - len(values),
+        none=len(scored) - len(values),
         low=min(values, default=None),
         mean=mean(values) if values else None,
         high=max(values, default=None),
     )
 
 
-def _spread(values: Sequence[int]) -> list[int]:
-    """Return least, middle and most; nothing for no values."""
+def _min_median_max(values: Sequence[int]) -> list[int]:
+    """Return minimum, median and maximum; an empty list for no values."""
     ordered = sorted(values)
     return [ordered[0], ordered[len(ordered) // 2], ordered[-1]] if ordered else []
 
 
 class _Memory:
-    """Peak of this process above its start, and of its children, while the block runs."""
+    """Measures peak bytes in the block: this process's growth (`own`), its `children` in sum."""
 
     own = 0
     children = 0
@@ -334,6 +337,7 @@ class _Memory:
         self._thread.join()
 
     def _measure(self) -> None:
+        """Update the peaks every INTERVAL_S, and once at the end: the thread's body."""
         over = False
         while not over:
             over = self._over.wait(INTERVAL_S)
@@ -348,7 +352,7 @@ class _Memory:
 
 
 def show(report: Report, tokens_per_s: float | None) -> None:
-    """Print a report; `tokens_per_s` is the speed of its `step_s`."""
+    """Print the report; `tokens_per_s` is the speed that `step_s` assumes."""
     console = Console()
     written = ", ".join(f"{kind} {count}" for kind, count in report.turns.items())
     ended = ", ".join(f"{reason} {count}" for reason, count in report.stop_reasons.items())

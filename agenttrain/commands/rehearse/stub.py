@@ -61,7 +61,7 @@ class Stub:
     """Tasks by the place that the session names: ``rehearse-<place>-<sample>``."""
     written: Counter[Kind] = field(default_factory=Counter)
     _after: dict[str, str] = field(default_factory=dict)
-    """Role of the message that a session's next turn answers, where it is not a user's."""
+    """Session -> role of the message that its next turn answers, if not a user's."""
 
     def __call__(self, token_ids: Sequence[int], session: str, turn: int) -> list[int]:
         """Return the ids of a turn of this session."""
@@ -70,8 +70,8 @@ class Stub:
         schemas = self.components.schemas(task)
         rng = random.Random(f"{self.components.config.seed}-{session}-{turn}")
         # Samples of one task differ in their kind, and so do the first samples of the tasks.
-        number = int(place) + int(sample)
-        kind = FIRST[number % len(FIRST)]
+        rotation = int(place) + int(sample)
+        kind = FIRST[rotation % len(FIRST)]
         if turn:
             kind = rng.choices(list(LATER), list(LATER.values()))[0]
         stops = self.components.stop_tools(task)
@@ -87,9 +87,9 @@ class Stub:
         self.written[kind] += 1
 
         after = self._after.get(session, "user")
-        known, words = task_texts(task)
+        column_texts, words = task_texts(task)
         if kind in (Kind.answer, Kind.endless):
-            text = rng.choice(known if known and rng.random() < 0.5 else words)
+            text = rng.choice(column_texts if column_texts and rng.random() < 0.5 else words)
             answer = AssistantTurn(content=text, reasoning=None, calls=())
             ids = turn_ids(chat, answer, schemas, after)
             if kind is Kind.endless:
@@ -98,16 +98,14 @@ class Stub:
             self._after[session] = "user"
             return ids
         # One tool after the other, so that each is called.
-        first = (stop_tools if kind is Kind.stop else callable_tools)[
-            (number + turn) % len(stop_tools if kind is Kind.stop else callable_tools)
-        ]
-        chosen = [first]
+        candidates = stop_tools if kind is Kind.stop else callable_tools
+        chosen = [candidates[(rotation + turn) % len(candidates)]]
         if kind is Kind.two_calls:
             chosen.append(rng.choice(callable_tools))
         calls = []
         for index, tool in enumerate(chosen):
             schema = tool.get("parameters", {})
-            arguments = example(schema, [*known, *words], rng)
+            arguments = example(schema, [*column_texts, *words], rng)
             if kind is Kind.stop and rng.random() < 0.5:
                 # The right answer, where argument and column have one name: rewards then differ.
                 columns = task.columns
@@ -130,14 +128,14 @@ class Stub:
 
 
 def turn_ids(chat: Chat, turn: AssistantTurn, schemas: Sequence[dict], after: str) -> list[int]:
-    """Return the ids of a turn behind a short conversation that ends with the role `after`.
+    """Return the ids of a turn behind a message with the role `after`, with the end of the turn.
 
-    The ids of a turn depend on the role of the message before it alone, where a template opens the
-    reasoning after a user's message.
+    The turn is rendered behind a short conversation: of the messages before it, only the last one's
+    role changes the ids, where a template opens the reasoning after a user's message.
     """
     messages = [QUESTION]
     if chat.opens_reasoning(after):
-        # The prompt has begun the reasoning; in a turn that does not end it no call is read.
+        # The prompt has opened the reasoning: a turn has to close it before its calls are read.
         turn = replace(turn, reasoning="…")
     if after == "tool" and schemas:
         call = ToolCall(id="call_0_0", name=schemas[0]["function"]["name"], arguments={})
@@ -154,7 +152,7 @@ def turn_ids(chat: Chat, turn: AssistantTurn, schemas: Sequence[dict], after: st
 
 
 def task_texts(task: Task) -> tuple[list[str], list[str]]:
-    """Return the short values of a row's columns, and words of its messages."""
+    """Return the short values of a row's columns, and the last words of its messages."""
     columns = [str(value) for value in task.columns.values() if isinstance(value, str | int)]
     content = " ".join(str(message.get("content") or "") for message in task.messages)
     words = [word.strip(".,:;?!\"'()") for word in content.split()[-WORDS:]]

@@ -103,10 +103,10 @@ class SlurmConfig:
 
 
 def wall_seconds(time: str) -> int | None:
-    """Return the seconds of SLURM's days-hours:minutes:seconds. None: the unit is not clear.
+    """Return the seconds of SLURM's days-hours:minutes:seconds; None if its unit is ambiguous.
 
-    Example: ``"1-12:30:00"`` -> 131400, ``"04:00:00"`` -> 14400. ``"90"`` -> None: it is minutes to
-    SLURM, and may be seconds to a reader.
+    Example: ``"1-12:30:00"`` -> 131400, ``"04:00:00"`` -> 14400. ``"90"`` -> None: SLURM takes it
+    for minutes, a reader perhaps for seconds.
     """
     match = TIME.fullmatch(time)
     if match is None:

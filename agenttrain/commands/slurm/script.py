@@ -136,7 +136,7 @@ def present() -> bool:
 
 
 def lint(script: str) -> str:
-    """Return SLURM's forecast: "Job 7 to start at … on nodes n1 in partition low".
+    """Have SLURM check a script; return its forecast, "Job 7 to start at … on nodes n1 …".
 
     Raises ConfigError with SLURM's message if it would refuse the script, and ClusterUnreachable if
     no controller answers.

@@ -78,10 +78,7 @@ class PlannedJob:
 
 
 def submit(args: Namespace, overrides: Sequence[str]) -> int:
-    """Submit a run or a sweep. Return exit code 1 if a chat template fails its certificate.
-
-    Raises ConfigError.
-    """
+    """Submit a run or sweep; exit code 1: a template fails its certificate. Raises ConfigError."""
     submission = _submission(args, overrides)
     if not submission.dry and not sbatch.present():
         raise ConfigError(sbatch.ABSENT)
@@ -133,7 +130,7 @@ def _print_script(text: str) -> None:
 
 
 def _submission(args: Namespace, overrides: Sequence[str]) -> Submission:
-    """Divide the settings. Raises ConfigError for a command that cannot be submitted."""
+    """Divide the settings into those of the run and of the job. Raises ConfigError."""
     slurm = [text for text in overrides if key_of(text).partition(".")[0] == "slurm"]
     command = command_of(args.target, args, [text for text in overrides if text not in slurm])
     if command.auto:
@@ -145,16 +142,11 @@ def _submission(args: Namespace, overrides: Sequence[str]) -> Submission:
         key = text.lstrip("+").partition("=")[0]
         if key in NODES:
             raise ConfigError(f"{text}: the job sets it; give slurm.nodes=…")
-    return Submission(
-        command=command,
-        slurm=slurm,
-        dry=args.dry_run,
-        check=not args.no_check,
-    )
+    return Submission(command=command, slurm=slurm, dry=args.dry_run, check=not args.no_check)
 
 
 def _with_allocation(command: Command, slurm: list[str]) -> tuple[Command, list[str]]:
-    """Replace `distributed.nodes` by `slurm.nodes`, if `servers.nodes` is given too.
+    """Replace `distributed.nodes` by the job's `slurm.nodes`, if `servers.nodes` is given too.
 
     Example: `servers.nodes=2 distributed.nodes=4` becomes `servers.nodes=2 slurm.nodes=6`.
     """
@@ -211,7 +203,7 @@ def _plan(submission: Submission) -> PlannedJob:
     # resume=auto: a job that is put back into the queue goes on in the same folder.
     resume = ["resume=auto", f"{RUN_DIR}{quote_path(folder)}"]
     arguments = [command.verb, *command.options, *settings, *commits, *resume]
-    script = _script(folder, name, [arguments], runs[0])
+    script = _job_script(folder, name, [arguments], runs[0])
     return PlannedJob(settings=first.slurm, runs=runs, script=script, record=None, resumes=False)
 
 
@@ -223,7 +215,7 @@ def _plan_resumed(submission: Submission, folder: Path) -> PlannedJob:
     check_submission(runs[0].config, settings)
     trust = [TRUSTED] if command.trust else []
     arguments = [command.verb, *command.options, f"resume={folder}", *command.overrides, *trust]
-    script = _script(folder, job_name([], source), [arguments], runs[0])
+    script = _job_script(folder, job_name([], source), [arguments], runs[0])
     return PlannedJob(settings=settings, runs=runs, script=script, record=None, resumes=True)
 
 
@@ -238,7 +230,7 @@ def _plan_sweep(command: Command, name: str, first: RunConfig, runs: list[Compos
             f"servers.nodes={first.servers.nodes}: the jobs of an array have no nodes for "
             "servers; submit the runs one by one, or leave it out"
         )
-    script = _script(folder, name, jobs, runs[0], array=True)
+    script = _job_script(folder, name, jobs, runs[0], array=True)
     return PlannedJob(settings=first.slurm, runs=runs, script=script, record=record, resumes=False)
 
 
@@ -262,13 +254,8 @@ def _check_sweep(settings: SweepConfig) -> None:
         )
 
 
-def _script(
-    folder: Path,
-    name: str,
-    jobs: Sequence[Sequence[str]],
-    first: Composed,
-    *,
-    array: bool = False,
+def _job_script(
+    folder: Path, name: str, jobs: Sequence[Sequence[str]], first: Composed, *, array: bool = False
 ) -> JobScript:
     """Return the script of these jobs. Raises ConfigError for a folder that SLURM cannot name."""
     if not f"{folder}{Path.cwd()}".isprintable():  # a line break would end an #SBATCH line
@@ -286,7 +273,7 @@ def _script(
 
 @contextmanager
 def _offline(offline: bool) -> Iterator[None]:
-    """Keep the block offline, as the compute nodes are: missing data sets are noticed now."""
+    """If `offline`, keep the block off the network, so that missing data sets are noticed now."""
     before = {name: os.environ.get(name) for name in OFFLINE}
     if offline:
         os.environ.update(dict.fromkeys(OFFLINE, "1"))

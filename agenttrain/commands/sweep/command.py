@@ -57,7 +57,7 @@ def start(command: Command, runs: Sequence[Composed]) -> int:
 
 
 def new_sweep(command: Command, runs: Sequence[Composed]) -> tuple[Path, SweepRecord]:
-    """Return folder and record of a sweep of checked runs. Nothing is written.
+    """Return folder and record of a new sweep of checked runs; writes nothing.
 
     Raises ConfigError. Needs a `hydra_session`.
     """
@@ -65,7 +65,7 @@ def new_sweep(command: Command, runs: Sequence[Composed]) -> tuple[Path, SweepRe
     expansion = expand(command.overrides, source)
     with explained(command.overrides, source.groups):
         parsed = OverridesParser.create().parse_overrides(command.overrides)
-    # Includes Hydra's own settings.
+    # They include Hydra's own settings.
     fixed = [o.input_line or "" for o in parsed if not o.is_sweep_override()]
     raw = compose_raw(fixed, source, with_hydra=True)
     folder = Path(raw.hydra.sweep.dir)
@@ -87,9 +87,9 @@ def new_sweep(command: Command, runs: Sequence[Composed]) -> tuple[Path, SweepRe
     elif subdir != NUMBERED:
         raise ConfigError(f"hydra.sweep.subdir={subdir}: a search numbers its jobs; leave it out")
     else:
-        # The models that every trial has: a search may vary others.
+        # Pin only the models that all runs share: a search may vary the model.
         shared = sorted(set.intersection(*map(set, commits)))
-        repeats = [[*_of_job(repeat), *shared] for repeat in search.repeats]
+        repeats = [[*_job_overrides(repeat), *shared] for repeat in search.repeats]
         search = replace(search, repeats=repeats)
     record = SweepRecord(
         verb=command.verb,
@@ -118,39 +118,40 @@ def _resume_held(
     command: Command,
     compose: Callable[[Sequence[str], Command], Composed],
 ) -> int:
-    """Run the unfinished jobs while no other process can."""
-    named = [shell_command(record.arguments(folder, job)) for job in record.jobs] + record.shared
+    """Run the unfinished jobs of the sweep, which this process holds (`hold_sweep`)."""
+    texts = [shell_command(record.arguments(folder, job)) for job in record.jobs] + record.shared
     if record.search is not None:
-        named += [*record.search.space, *(text for one in record.search.repeats for text in one)]
-    code = [] if record.own else named
-    check_trusted(f"resume={folder}", code, trust=command.trust, what="its sweep.json")
-    of_sweep = [text for text in command.overrides if key_of(text) in CHANGEABLE]
-    changes = [text for text in command.overrides if text not in of_sweep]
+        repeats = record.search.repeats
+        texts += [*record.search.space, *(text for repeat in repeats for text in repeat)]
+    untrusted = [] if record.own else texts
+    check_trusted(f"resume={folder}", untrusted, trust=command.trust, what="its sweep.json")
+    sweep_changes = [text for text in command.overrides if key_of(text) in CHANGEABLE]
+    changes = [text for text in command.overrides if text not in sweep_changes]
     for text in changes:
         if key_of(text).partition(".")[0] not in RESUMABLE:
             raise ConfigError(
                 f"{text}: cannot be combined with resume={folder}; what may change is: "
                 f"{', '.join([*RESUMABLE, *CHANGEABLE])}"
             )
-    shared = overrides_in_this_layout(_of_job(record.shared))
-    raw = compose_raw([*shared, *of_sweep], command.source)
+    shared = overrides_in_this_layout(_job_overrides(record.shared))
+    raw = compose_raw([*shared, *sweep_changes], command.source)
     section = cast(dict[str, Any], OmegaConf.to_container(raw.sweep, enum_to_str=True))
     settings = validated(SweepConfig, section, "sweep")
-    if any(key_of(text) == "sweep.trials" for text in of_sweep):
+    if any(key_of(text) == "sweep.trials" for text in sweep_changes):
         record = _with_trials(folder, record, settings.trials or 0)
     jobs = job_states(folder, record)
     configs = []
-    for one in jobs:
-        if one.unfinished and (one.folder / "config.yaml").exists() and record.verb != "eval":
-            config = settings_for_resume(
-                one.folder, changes, command.source, trust=command.trust
-            ).config
-            validate(config)
-            check_for_verb(record.verb, config)
-            configs.append(config)
-        elif one.unfinished:
-            recorded = overrides_in_this_layout(one.job.overrides)
-            configs.append(compose([*recorded, *changes], command).config)
+    for job in jobs:
+        if not job.unfinished:
+            continue
+        if (job.folder / "config.yaml").exists() and record.verb != "eval":  # it has begun
+            composed = settings_for_resume(job.folder, changes, command.source, trust=command.trust)
+            validate(composed.config)
+            check_for_verb(record.verb, composed.config)
+        else:
+            recorded = overrides_in_this_layout(job.job.overrides)
+            composed = compose([*recorded, *changes], command)
+        configs.append(composed.config)
     if record.search is not None and record.lacks_trials:
         axes = {axis.get_key_element(): axis for axis in parse(record.search.space)}
         example = [*trial_overrides(axes, corners(axes)[0]), *record.search.repeats[0]]
@@ -174,15 +175,15 @@ def _resume_held(
 
 
 def _with_trials(folder: Path, record: SweepRecord, trials: int) -> SweepRecord:
-    """Write and return the record with another number of trials; raises ConfigError."""
+    """Set the number of trials in the record, write it, and return it; raises ConfigError."""
     key = f"sweep.trials={trials}"
     if record.search is None:
         raise ConfigError(
             f"{key}: all jobs of {folder} were known when it was started; leave it out"
         )
-    known = len(record.jobs) // len(record.search.repeats)
-    if trials < max(known, 1):
-        raise ConfigError(f"{key}: {folder} has {known} trials already; raise it, or leave it out")
+    chosen = len(record.jobs) // len(record.search.repeats)
+    if trials < max(chosen, 1):
+        raise ConfigError(f"{key}: {folder} has {chosen} trials already; raise it, or leave it out")
     check_space({axis.get_key_element(): axis for axis in parse(record.search.space)}, trials)
     record = replace(record, search=replace(record.search, trials=trials))
     write_record(folder, record)
@@ -199,7 +200,7 @@ def check_outside_sweep(overrides: Sequence[str]) -> None:
 
 
 def _jobs(runs: Sequence[Sequence[str]], source: Source, subdir: str) -> list[SweepJob]:
-    """Return the jobs of a sweep without a search; raises ConfigError for a bad folder name."""
+    """Return a job for each run of a sweep; raises ConfigError if two would share a folder."""
     folders = []
     for number, overrides in enumerate(runs):
         if subdir == NUMBERED:
@@ -215,11 +216,13 @@ def _jobs(runs: Sequence[Sequence[str]], source: Source, subdir: str) -> list[Sw
                 f"{name} is not; leave it out, or add {NUMBERED}"
             )
     pairs = zip(folders, runs, strict=True)
-    return [SweepJob(folder=name, overrides=_of_job(one)) for name, one in pairs]
+    return [SweepJob(folder=name, overrides=_job_overrides(run)) for name, run in pairs]
 
 
-def _of_job(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides of a job: those of Hydra are about the sweep, except its search path."""
-    about_sweep = [text for text in overrides if text.startswith(("hydra.", "hydra/"))]
-    about_sweep = [text for text in about_sweep if not text.startswith("hydra.searchpath")]
-    return [text for text in overrides if text not in about_sweep]
+def _job_overrides(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides that a job gets: all but Hydra's own, of which it needs searchpath."""
+    return [
+        text
+        for text in overrides
+        if not text.startswith(("hydra.", "hydra/")) or text.startswith("hydra.searchpath")
+    ]

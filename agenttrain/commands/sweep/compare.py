@@ -42,8 +42,8 @@ def compare(args: Namespace) -> int:
     record = read_record(args.folder)
     comparison = compare_jobs(args.folder, record, args.metrics)
     unfinished = any(job.unfinished for job in comparison.jobs)
-    waiting = unfinished or record.lacks_trials
-    resume = shell_command(["-m", f"resume={args.folder}"]) if waiting else None
+    is_incomplete = unfinished or record.lacks_trials
+    resume = shell_command(["-m", f"resume={args.folder}"]) if is_incomplete else None
     report = hide_in_settings(finite(as_json(comparison, resume)))
     if not write_report(report, args.json):
         pass
@@ -108,6 +108,7 @@ def write(comparison: Comparison, path: Path) -> None:
     wanted = image_format(path)
     figure = Figure(figsize=(11, 4.5 + PER_LEGEND_LINE * len(comparison.configurations)), dpi=120)
     figure.set_layout_engine("constrained")
+    # Rows of metrics.jsonl: configuration -> job -> step.
     measured = [[curves(job.folder) for job in one.jobs] for one in comparison.configurations]
     names = {name for runs in measured for run in runs for row in run for name in row}
     curve = next((name for name in (*comparison.metrics, *CURVES) if name in names), None)
@@ -142,7 +143,7 @@ def write(comparison: Comparison, path: Path) -> None:
 
 
 def _draw_curves(axes: Any, name: str, measured: Sequence[Sequence[Rows]]) -> None:
-    """Draw a line per configuration, its seeds' mean, in a band from the lowest to the highest."""
+    """Draw for each configuration the mean of its seeds as a line, and their range as a band."""
     longest = max(len(run) for runs in measured for run in runs)
     window = max(1, longest // WINDOW)
     for number, runs in enumerate(measured):
@@ -179,15 +180,15 @@ def _tidy(axes: Any) -> None:
 
 
 def smoothed(run: Rows, name: str, window: int) -> dict[int, float]:
-    """Map each step to the mean of the figure over the last `window` rows that have it.
+    """Map each step to the mean of figure `name` over the last `window` rows that have it.
 
     Example: rewards 0, 1, 1 of steps 1, 2, 3 in windows of 2 -> ``{1: 0.0, 2: 0.5, 3: 1.0}``.
     """
     points = [(row["step"], row[name]) for row in run if row.get(name) is not None]
     return {
-        step: sum(value for _, value in points[max(0, at + 1 - window) : at + 1])
-        / min(window, at + 1)
-        for at, (step, _) in enumerate(points)
+        step: sum(value for _, value in points[max(0, index + 1 - window) : index + 1])
+        / min(window, index + 1)
+        for index, (step, _) in enumerate(points)
     }
 
 

@@ -98,7 +98,7 @@ def objective_problems(verb: str, config: Any) -> Iterator[str]:
     if name.startswith("eval/"):
         if config.eval.questions == 0:
             yield f"{key}: eval.questions=0 evaluates nothing; raise it, or take another objective"
-        elif name not in (known := evaluated(verb, config)):
+        elif name not in (known := evaluation_figures(verb, config)):
             yield f"{key}: expected one of: {', '.join(known)}{did_you_mean(name, known)}"
         return
     if name == "kl" and config.algorithm.kl is None:
@@ -106,13 +106,13 @@ def objective_problems(verb: str, config: Any) -> Iterator[str]:
     section, slash, _ = name.partition("/")
     if slash and section in OPEN_SECTIONS[verb]:
         return
-    known = [*evaluated(verb, config), *METRICS[verb], *SUMMARY]
+    known = [*evaluation_figures(verb, config), *METRICS[verb], *SUMMARY]
     if name not in known:
         sections = "".join(f", {section}/…" for section in OPEN_SECTIONS[verb])
         yield f"{key}: expected one of: {', '.join(known)}{sections}{did_you_mean(name, known)}"
 
 
-def evaluated(verb: str, config: Any) -> Sequence[str]:
+def evaluation_figures(verb: str, config: Any) -> Sequence[str]:
     """Return the names of an evaluation's figures.
 
     Example: ``["eval/reward", "eval/pass@1", "eval/reward_greedy", "eval/pass@1_greedy"]``.

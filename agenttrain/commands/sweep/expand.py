@@ -64,7 +64,7 @@ def expand(overrides: Sequence[str], source: Source) -> Expansion:
             if override.is_sweep_override() and not override.is_interval_sweep():
                 _check_number(_number_of_values(override), as_typed(override.input_line))
         if raw.sweep.sampler is Sampler.tpe:
-            return _searched(swept, raw)
+            return _expand_search(swept, raw)
         if raw.sweep.direction is not None:
             raise ConfigError(
                 f"sweep.direction={raw.sweep.direction.value}: sweep.sampler="
@@ -72,9 +72,9 @@ def expand(overrides: Sequence[str], source: Source) -> Expansion:
                 "add sweep.sampler=tpe"
             )
         if raw.sweep.trials is None:
-            combinations = _all(swept)
-        else:  # no two trials are the same, and each has all seeds
-            axes, repeats = _divided(swept)
+            combinations = _all_combinations(swept)
+        else:  # no two trials are the same, and each is run with every seed
+            axes, repeats = _split_trial_axes(swept)
             _check_number(raw.sweep.trials * len(repeats), f"sweep.trials={raw.sweep.trials}")
             check_space(axes, raw.sweep.trials)
             trials = draw_trials(axes, raw.sweep.trials, raw.sweep.trials_seed)
@@ -96,7 +96,7 @@ def expand(overrides: Sequence[str], source: Source) -> Expansion:
 
 
 def _number_of_values(override: Override) -> int:
-    """Return the number of values of an override. Those of a range are not listed."""
+    """Return the number of values of an override, without listing those of a range."""
     sweep = override.value()
     if isinstance(sweep, ChoiceSweep):
         return len(sweep.list)
@@ -112,6 +112,7 @@ def _number_of_values(override: Override) -> int:
 
 
 def _check_number(number: int, setting: str) -> None:
+    """Raise ConfigError for no configurations, and for more than MOST."""
     if number == 0:
         raise ConfigError(f"{setting}: has no values; name some, e.g. seed=1,2 or seed=range(1,3)")
     if number > MOST:
@@ -142,8 +143,8 @@ def parse(overrides: Sequence[str]) -> list[Override]:
     )
 
 
-def _all(overrides: Sequence[Override]) -> list[list[str]]:
-    """Return every combination of the values."""
+def _all_combinations(overrides: Sequence[Override]) -> list[list[str]]:
+    """Return the overrides of a run for every combination of the values. Raises ConfigError."""
     for override in overrides:
         if override.is_interval_sweep():
             raise ConfigError(
@@ -161,8 +162,8 @@ def _all(overrides: Sequence[Override]) -> list[list[str]]:
     return [list(run) for run in batch]
 
 
-def _searched(overrides: Sequence[Override], raw: DictConfig) -> Expansion:
-    """Return a search, with examples of its runs."""
+def _expand_search(overrides: Sequence[Override], raw: DictConfig) -> Expansion:
+    """Return the search that the overrides ask for, with examples of its runs (`corners`)."""
     settings, key = raw.sweep, "sweep.sampler=tpe"
     if settings.trials is None:
         raise ConfigError(f"{key}: needs a number of trials; add sweep.trials=…")
@@ -175,7 +176,7 @@ def _searched(overrides: Sequence[Override], raw: DictConfig) -> Expansion:
             f"sweep.runs={settings.runs}: cannot be combined with {key}; write choices, e.g. "
             "algorithm=grpo,rloo"
         )
-    axes, repeats = _divided(overrides)
+    axes, repeats = _split_trial_axes(overrides)
     check_space(axes, settings.trials)
     low = settings.objective in LOWER_IS_BETTER
     direction = settings.direction or (Direction.minimize if low else Direction.maximize)
@@ -191,8 +192,8 @@ def _searched(overrides: Sequence[Override], raw: DictConfig) -> Expansion:
     return Expansion(runs=runs, search=search)
 
 
-def _divided(overrides: Sequence[Override]) -> tuple[dict[str, Override], list[list[str]]]:
-    """Divide overrides into the axes of a trial and the overrides of its jobs.
+def _split_trial_axes(overrides: Sequence[Override]) -> tuple[dict[str, Override], list[list[str]]]:
+    """Return the axes that a search varies, and the other overrides of each job of a trial.
 
     Example: ``optimizer.lr=1e-4,1e-3 seed=0,1 steps=6`` -> one axis, ``[["seed=0", "steps=6"],
     ["seed=1", "steps=6"]]``.
@@ -203,7 +204,7 @@ def _divided(overrides: Sequence[Override]) -> tuple[dict[str, Override], list[l
         for key, override in last.items()
         if override.is_sweep_override() and override.key_or_group != REPEATED
     }
-    return axes, _all([override for key, override in last.items() if key not in axes])
+    return axes, _all_combinations([override for key, override in last.items() if key not in axes])
 
 
 def trial_overrides(axes: dict[str, Override], values: Sequence[str]) -> list[str]:

@@ -116,9 +116,9 @@ def forward_signals() -> Iterator[Forwarder]:
 
 
 def end_with_sweep(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Kill this process, if it is a job, as soon as the process that started it has ended.
+    """Kill this process, if it is a job of a sweep, as soon as the sweep's process has ended.
 
-    A job hears the SIGINT that its sweep passes on.
+    A job also handles SIGINT, which its sweep passes on.
     """
     number = environment.pop(PARENT, None)
     if number is not None:

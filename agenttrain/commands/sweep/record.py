@@ -9,8 +9,7 @@
 
 With `sweep.sampler=tpe` there is a `search`, and each trial's jobs are added when it is chosen. A
 job's state is only in its own folder, so jobs can run in any order, on this machine or in a SLURM
-array. A run folder is a job if the record of its parent folder lists it. `job_states` reads the
-states of all jobs.
+array. A run folder is a job if the record of its parent folder lists it.
 """
 
 from __future__ import annotations
@@ -178,10 +177,7 @@ def write_record(sweep: Path, record: SweepRecord) -> None:
 
 @contextmanager
 def hold_sweep(sweep: Path) -> Iterator[None]:
-    """Hold the sweep, so that no other process starts its waiting jobs.
-
-    Raises ConfigError if another process holds it.
-    """
+    """Keep other processes from starting the sweep's jobs; raises ConfigError if one has it."""
     with ExitStack() as stack:
         try:
             stack.enter_context(file_lock(sweep / RUNNING_FILE, blocking=False))

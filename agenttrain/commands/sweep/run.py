@@ -112,7 +112,8 @@ def run(sweep: Sweep) -> int:
     """
     folder, stop = sweep.folder.resolve(), sweep.settings.on_failed_job is OnFailedJob.stop
     record = read_record(folder)
-    waiting = deque(one.job for one in job_states(folder, record) if one.unfinished)
+    waiting = deque(state.job for state in job_states(folder, record) if state.unfinished)
+    # Slot, the index of a share of the machine -> the job that has it.
     running: dict[int, tuple[SweepJob, JobProcess]] = {}
     code, stopped = exit_codes.DONE, False
     with forward_signals() as signals:
@@ -156,7 +157,7 @@ def _wait(running: dict[int, tuple[SweepJob, JobProcess]]) -> tuple[int, JobEnd]
 def _start(
     sweep: Sweep, folder: Path, job: SweepJob, share: dict[str, str], signals: Forwarder
 ) -> JobProcess | None:
-    """Start a job; return None if there is nothing to start."""
+    """Start a job with a share of the machine; None if another process runs or finished it."""
     record, where = read_record(folder), folder / job.folder
     if is_held(where):
         print(f"{where}: another process works there; it is left alone", flush=True)
@@ -188,24 +189,24 @@ def _start(
 
 def _number(record: SweepRecord, job: SweepJob) -> int:
     """Return the job's number, from 1."""
-    return [one.folder for one in record.jobs].index(job.folder) + 1
+    return [recorded.folder for recorded in record.jobs].index(job.folder) + 1
 
 
 def _print_end(folder: Path, job: SweepJob) -> bool:
     """Print the state of a job that has ended; return True if it is finished."""
     record = read_record(folder)
-    now = job_state(folder / job.folder, job)
-    message = now.status
-    if now.status != FINISHED:
-        message += f": {now.error}" if now.error else ""
+    state = job_state(folder / job.folder, job)
+    message = state.status
+    if state.status != FINISHED:
+        message += f": {state.error}" if state.error else ""
     elif record.objective is not None:
-        objective = results(now.folder).get(record.objective)
+        objective = results(state.folder).get(record.objective)
         if objective is None:
             message += f", but it has no {record.objective}"
         else:
             message += f", {record.objective} {objective:.4g}"
     print(f"job {_number(record, job)}: {message}", flush=True)
-    return now.status == FINISHED
+    return state.status == FINISHED
 
 
 def _arguments(
@@ -223,7 +224,7 @@ def _arguments(
 
 
 def record_end(folder: Path, ended: JobEnd, *, signalled: bool) -> None:
-    """Record the end of a job that could not do so itself; `signalled`: the sweep was stopped."""
+    """Record how a job ended, unless its own process did; `signalled`: the sweep was stopped."""
     if ended.code == 0 or is_held(folder) or read_summary(folder).get("status") in ENDED[1:]:
         return
     if signalled:
@@ -234,7 +235,7 @@ def record_end(folder: Path, ended: JobEnd, *, signalled: bool) -> None:
 
 
 def _next_jobs(sweep: Path) -> list[SweepJob]:
-    """Choose one more trial and record its jobs; return none if the search has all its trials."""
+    """Choose one more trial, record its jobs and return them; none if the search is over."""
     record = read_record(sweep)
     search = record.search
     if search is None:
@@ -249,8 +250,8 @@ def _next_jobs(sweep: Path) -> list[SweepJob]:
         return []
     overrides = [[*trial_overrides(axes, values), *repeat] for repeat in search.repeats]
     jobs = [
-        SweepJob(folder=str(number), overrides=one)
-        for number, one in enumerate(overrides, start=len(record.jobs))
+        SweepJob(folder=str(number), overrides=job_overrides)
+        for number, job_overrides in enumerate(overrides, start=len(record.jobs))
     ]
     write_record(sweep, replace(record, jobs=[*record.jobs, *jobs]))
     return jobs
@@ -270,11 +271,11 @@ def trials(sweep: Path, record: SweepRecord, search: TrialSearch) -> list[Trial]
     past = []
     for values, jobs in by_values.items():
         states = [job_state(sweep / job.folder, job) for job in jobs]
-        ended = all(one.status in (FINISHED, FAILED) for one in states)
+        ended = all(state.status in (FINISHED, FAILED) for state in states)
         objectives = [
-            results(one.folder).get(record.objective)
-            for one in states
-            if one.status == FINISHED and record.objective is not None
+            results(state.folder).get(record.objective)
+            for state in states
+            if state.status == FINISHED and record.objective is not None
         ]
         numbers = [number for number in objectives if number is not None and math.isfinite(number)]
         complete = ended and len(numbers) == len(jobs)
@@ -298,7 +299,7 @@ def print_outcome(sweep: Path, code: int) -> int:
             print(f"best       {settings_line(values)}: {record.objective} {top.result:.4g}")
     print(f"results    {shell_command(['compare', str(sweep)])}")
     sys.stdout.flush()
-    unfinished = any(one.unfinished for one in jobs)
+    unfinished = any(job.unfinished for job in jobs)
     if unfinished or code:
         print(f"to go on   {shell_command(['-m', f'resume={sweep}'])}", flush=True)
     return code or (exit_codes.FAILED if unfinished else exit_codes.DONE)

@@ -114,7 +114,7 @@ def _sampled(
     direction: Direction,
     trials: Sequence[Trial],
 ) -> Iterator[tuple[str, ...]]:
-    """Yield values that none of the trials has, each of them once."""
+    """Yield new values, which differ from those of `trials`; ends after ATTEMPTS vain draws."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -122,13 +122,13 @@ def _sampled(
     if sampler is Sampler.tpe:
         with warnings.catch_warnings():  # Optuna 4 warns of the argument, the default in Optuna 5
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            # A running trial counts as a bad one, or the trials beside it would be its neighbours.
+            # A running trial counts as a bad one, or parallel trials would be its neighbours.
             chooser = optuna.samplers.TPESampler(seed=seed, constant_liar=True)
     study = optuna.create_study(sampler=chooser, direction=direction.value)
     distributions = {key: _distribution(axis) for key, axis in axes.items()}
     state = optuna.trial.TrialState
     for trial in trials:
-        without_result = state.FAIL if trial.failed else state.RUNNING
+        state_without_result = state.FAIL if trial.failed else state.RUNNING
         study.add_trial(
             optuna.trial.create_trial(
                 params={
@@ -139,7 +139,7 @@ def _sampled(
                 },
                 distributions=distributions,
                 value=trial.result,
-                state=without_result if trial.result is None else state.COMPLETE,
+                state=state_without_result if trial.result is None else state.COMPLETE,
             )
         )
     known, repeated = {trial.values for trial in trials}, 0
@@ -193,22 +193,24 @@ def _parameter(text: str, distribution: BaseDistribution) -> Any:
 
 
 def corners(axes: Mapping[str, Override]) -> list[tuple[str, ...]]:
-    """Return values with every choice and both ends of every range, one axis at a time.
+    """Return trials that together have every choice and both ends of every range.
+
+    The first trial has the first value of each axis, every other one differs from it in one axis.
 
     Example: `seed=interval(1, 9)` and `algorithm=grpo,rloo` -> ``[("1.0", "grpo"), ("9.0", "grpo"),
     ("1.0", "rloo")]``.
     """
-    ends = list[list[str]]()
+    axis_values = list[list[str]]()
     for axis in axes.values():
         sweep = axis.value()
         if isinstance(sweep, IntervalSweep):
-            ends.append([str(sweep.start), str(sweep.end)])
+            axis_values.append([str(sweep.start), str(sweep.end)])
         else:
-            ends.append(_choices(axis))
-    first = tuple(values[0] for values in ends)
-    others = [
+            axis_values.append(_choices(axis))
+    first = tuple(values[0] for values in axis_values)
+    variations = [
         (*first[:position], value, *first[position + 1 :])
-        for position, values in enumerate(ends)
+        for position, values in enumerate(axis_values)
         for value in values[1:]
     ]
-    return [first, *others]
+    return [first, *variations]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -114,11 +114,11 @@ def compare_jobs(sweep: Path, record: SweepRecord, metrics: Sequence[str]) -> Co
 def _metrics(
     record: SweepRecord, named: Sequence[str], figures: Sequence[Mapping[str, float]]
 ) -> list[str]:
-    """Return the figures in the table's columns: the named ones, or else those of the verb."""
+    """Return the names of the table's columns: `named`, or else the objective and DEFAULT's."""
     known = dict.fromkeys(name for values in figures for name in values)
     for name in named:
         if known and name not in known:
-            plain = [one for one in known if "/" not in one or one.startswith("eval/")]
+            plain = [key for key in known if "/" not in key or key.startswith("eval/")]
             raise ConfigError(
                 f"{name}: no finished job has such a figure{did_you_mean(name, known)}; there are "
                 f"{', '.join(plain)}, and the others of metrics.jsonl"
@@ -176,20 +176,14 @@ def as_json(comparison: Comparison, resume: str | None) -> dict[str, Any]:
             {
                 "overrides": one.chosen,
                 "folders": [job.job.folder for job in one.jobs],
-                "figures": {
-                    name: {"mean": figure.mean, "std": figure.std, "n": figure.n}
-                    for name, figure in one.figures.items()
-                },
+                "figures": {name: asdict(figure) for name, figure in one.figures.items()},
             }
             for one in comparison.configurations
         ],
         "jobs": [
             {
-                "folder": job.job.folder,
-                "overrides": job.job.overrides,
-                "status": job.status,
-                "error": job.error,
-                "results": figures,
+                **{"folder": job.job.folder, "overrides": job.job.overrides},
+                **{"status": job.status, "error": job.error, "results": figures},
             }
             for job, figures in zip(comparison.jobs, comparison.results, strict=True)
         ],

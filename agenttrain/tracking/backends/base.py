@@ -1,8 +1,8 @@
-"""The interface of a tracker, and the forms in which it gets a run: its identity and its rollouts.
+"""The interface of a tracker, and what it gets of a run: its identity and tables of rollouts.
 
 All trackers of a run live in one process (`agenttrain/tracking/follower.py`), each in a thread that
-reads the run's files. A tracker is also made in the run's process, where `describe` alone is
-called: import the library that it stands on in `start`.
+reads the run's files. A tracker is also constructed in the run's process, where only `describe` is
+called: import its library in `start`.
 """
 
 from __future__ import annotations
@@ -84,14 +84,12 @@ class ExperimentTracker(Protocol):
     def start(self, run: TrackedRun, config: Mapping[str, Any]) -> int | None:
         """Open the run, or continue it; `config` has its settings.
 
-        Return the last step that the tracker holds, 0 for none. It decides which step is the next:
-        the process may have been killed between a step and its acknowledgement. None: unknown.
+        Return the last step that the tracker holds, 0 for none, None if that is unknown. The next
+        step follows it: a process may be killed between a step and its acknowledgement.
         """
-        ...
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send one point per metric; all are finite. A step may come again with other metrics."""
-        ...
 
     def rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         """Send some rollouts of a step, as its file has them; `rollout_table` makes a table."""

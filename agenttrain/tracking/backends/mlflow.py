@@ -39,9 +39,9 @@ class MLflow(ExperimentTracker):
         self.uri = uri
 
     def start(self, run: TrackedRun, config: Mapping[str, Any]) -> int | None:
-        """Continue the run that has this run's id as a tag, or make it."""
+        """Continue the MLflow run that has this run's id as a tag, or create it."""
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        # The store of files is no longer extended, and has to be asked for by name.
+        # MLflow no longer develops its file store, and asks for consent to use it.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
@@ -84,7 +84,7 @@ class MLflow(ExperimentTracker):
         self.client.log_table(self.run_id, table, f"rollouts/step-{step:06d}.json")
 
     def ended(self, how: RunEnd) -> None:
-        """Set the run's status, and our word for it as a tag."""
+        """Set the run's status in MLflow's words, and in ours as a tag."""
         self.client.set_tag(self.run_id, STATUS_TAG, str(how))
         self.client.set_terminated(self.run_id, STATUS.get(how, "KILLED"))
 

@@ -22,7 +22,7 @@ class TensorBoard(ExperimentTracker):
     """Writes a run to event files."""
 
     def start(self, run: TrackedRun, config: Mapping[str, Any]) -> int | None:
-        """Open another event file beside those of earlier starts, which say what they hold."""
+        """Open a new event file; return the last step in those of earlier starts."""
         from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
         from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2
         from tensorboard.plugins.text import metadata
@@ -86,7 +86,7 @@ class TensorBoard(ExperimentTracker):
 
 
 def _cell(value: object) -> str:
-    """Return a value as a cell of a Markdown table, in which the text stays text."""
+    """Return a value as a cell of a Markdown table, with markup escaped."""
     text = "" if value is None else str(value)
     for mark, entity in (("&", "&amp;"), ("<", "&lt;"), ("|", "&#124;"), ("`", "&#96;")):
         text = text.replace(mark, entity)

@@ -46,7 +46,7 @@ class Trackio(ExperimentTracker):
         self.is_local = space is None and server_url is None
 
     def start(self, run: TrackedRun, config: Mapping[str, Any]) -> int | None:
-        """Open the run; the database of a local one says what it holds."""
+        """Open the run; return the last step in the database, or None for a remote one."""
         for name in REMOTE_VARIABLES:
             os.environ.pop(name, None)
         # trackio reads it when it is imported.
@@ -111,11 +111,11 @@ class Trackio(ExperimentTracker):
         return self.trackio.Image(path, caption=caption) if path.is_file() else None
 
     def flush(self) -> None:
-        """Wait for trackio's thread."""
-        run, end = self.run, time.monotonic() + ARRIVAL_S
-        while time.monotonic() < end:
+        """Wait until trackio's thread has written or sent everything; raises TimeoutError."""
+        run, deadline = self.run, time.monotonic() + ARRIVAL_S
+        while time.monotonic() < deadline:
             self._raise_failure()
-            # Queued, on its way, or in trackio's buffer for a server that is not there.
+            # The buffer is for a server that does not answer.
             if not (run._queued_logs or run._sending_batch or run._has_local_buffer):
                 held = self._held() if self.is_local else self.last
                 if self.last is None or (held is not None and held >= self.last):
@@ -166,7 +166,7 @@ def trace(
 ) -> dict[str, Any]:
     """Return the arguments of a `trackio.Trace` for a rollout record.
 
-    `picture` makes trackio's image of a recorded one, or None, in whose place is its size.
+    `picture` converts a recorded image to trackio's. If it returns None, the text has its size.
     """
     keys = ("rollout_id", "task_id", "reward", "rewards", "stop_reason")
     messages = [dict(m) for trajectory in record["trajectories"] for m in trajectory["messages"]]

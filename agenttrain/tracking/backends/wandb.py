@@ -23,8 +23,8 @@ from agenttrain.tracking.backends.base import (
 from agenttrain.utils.redaction import hide_secrets
 
 STEP = "step"
-"""Metric that all others are drawn over. wandb's own counter refuses a step that has passed, and an
-evaluation may come after a restart."""
+"""Metric on the x-axis of all others. wandb's own counter refuses an earlier step, which an
+evaluation after a restart may have."""
 WRITTEN_EVERY_S = 0.5
 """Seconds between two writes of wandb's own process, whose memory is lost when it is killed."""
 ARRIVAL_S = 60.0
@@ -47,7 +47,7 @@ class WandB(ExperimentTracker):
         self.mode: Any = chosen or ("offline" if self.is_keyless else "online")
 
     def start(self, run: TrackedRun, config: Mapping[str, Any]) -> int | None:
-        """Open the run under its id; the server, or the files, have its last step."""
+        """Open the run under its id; return its last step, from the server or the local files."""
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
@@ -126,8 +126,7 @@ class WandB(ExperimentTracker):
         folders = shlex.quote(str(run.folder / "wandb"))
         note = "wandb: the run stays offline without an API key (wandb login, or WANDB_API_KEY)"
         return Description(
-            view=f"wandb sync {folders}/offline-run-*",
-            notes=(note,) if self.is_keyless else (),
+            view=f"wandb sync {folders}/offline-run-*", notes=(note,) if self.is_keyless else ()
         )
 
     def _row(self, values: dict[str, Any]) -> None:
@@ -136,10 +135,10 @@ class WandB(ExperimentTracker):
 
 
 class WandBFile:
-    """The file in which wandb keeps a run, in the log format of LevelDB: how much of it is there.
+    """Reads how much of a run wandb has written to its file, which has LevelDB's log format.
 
-    A block of 32 kB has records of a header (checksum, length, kind) and a part of the content;
-    kinds 1 to 4 are a complete record, and the first, middle and last parts of one.
+    A block of 32 kB has records: a header (checksum, length, kind) and content. Kind 1 is a
+    complete record, kinds 2 to 4 are the first, a middle and the last part of one.
     """
 
     BLOCK, HEADER, FILE_HEADER = 32768, 7, 7
@@ -159,9 +158,9 @@ class WandBFile:
 
         with suppress(FileNotFoundError), self.path.open("rb") as file:
             while True:
-                left = self.BLOCK - self._position % self.BLOCK
-                if left < self.HEADER:  # the end of a block is padded
-                    self._position += left
+                in_block = self.BLOCK - self._position % self.BLOCK
+                if in_block < self.HEADER:  # the end of a block is padded
+                    self._position += in_block
                 file.seek(self._position)
                 header = file.read(self.HEADER)
                 length, kind = int.from_bytes(header[4:6], "little"), header[6:]
