@@ -31,6 +31,7 @@ def summary(folder: Path) -> dict[str, object]:
     return json.loads((folder / "summary.json").read_text())
 
 
+@pytest.mark.long
 def test_a_run_has_the_folder_that_it_was_given_and_keeps_it(tmp_path: Path) -> None:
     arguments = (*SHORT, "eval.questions=0", "hydra.run.dir=mine")
     first = agenttrain(*arguments, cwd=tmp_path)

@@ -48,6 +48,7 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     assert found["message"] == "there is no GPU here: nothing was checked"
 
 
+@pytest.mark.slow
 def test_what_it_would_run_are_settings_of_a_run() -> None:
     script = loaded()
     runs = script.planned([Path("one"), Path("other")], devices=2)

@@ -424,7 +424,7 @@ def table() -> list[TableRow]:
     return rows()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_reference_shows_the_table() -> None:
     assert markdown(table()) in PAGE.read_text(encoding="utf-8"), "scripts/reference"
 
@@ -444,6 +444,7 @@ def test_the_command_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixt
     assert [row["family"] for row in found] == list(families())
 
 
+@pytest.mark.slow
 def test_the_shipped_table_is_the_table() -> None:
     shipped = recorded()
     assert list(shipped) == list(families()), "scripts/certify_templates"

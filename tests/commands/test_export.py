@@ -169,6 +169,7 @@ def test_ends_that_are_right_stay_as_they_are(run: Path) -> None:
     assert ends(run / "checkpoints" / "latest") == ends(MODELS / "shop")
 
 
+@pytest.mark.slow
 def test_nothing_half_written_is_left_after_a_kill(run, tmp_path) -> None:
     command = [sys.executable, "-m", "agenttrain.cli", "export", str(run), "to=agent"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL)

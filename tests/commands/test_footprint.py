@@ -223,6 +223,7 @@ HYBRID = {
 }
 
 
+@pytest.mark.slow
 def test_equal_layers_are_traced_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """A recurrent layer takes a second to trace, and a large model has 36 of one kind."""
     layers = [*["linear_attention"] * 3, "full_attention"] * 3

@@ -42,6 +42,7 @@ def errors(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_is_pinned_to_a_commit_of_its_data(
     hub: StubHub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

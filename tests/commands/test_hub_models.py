@@ -37,6 +37,7 @@ def errors(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_check_in_a_process_of_its_own_fetches_no_weights(hub: StubHub, tmp_path: Path) -> None:
     hub.publish(NAME)
     done = subprocess.run(
@@ -185,6 +186,7 @@ def test_all_jobs_of_a_sweep_have_the_commit_of_its_start(hub: StubHub) -> None:
     assert {repeat[-1] for repeat in record.search.repeats} == {f'++model.revision="{first}"'}
 
 
+@pytest.mark.slow
 def test_the_base_of_adapters_is_pinned_too(
     hub: StubHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -62,6 +62,7 @@ def test_calls_and_replies_are_shown_in_the_order_of_their_happening(play) -> No
     assert places == sorted(places)
 
 
+@pytest.mark.slow
 def test_the_model_before_training_answers_too(play, run) -> None:
     printed = play(["/ask"], f"run={run}", "--step", "0", *GREEDY)
     assert printed.index("── after training") < printed.index("── before training")
@@ -93,6 +94,7 @@ def test_bad_words(arguments, problem, run, capsys) -> None:
     assert problem.format(run=run) in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_terminal(run) -> None:
     """A pty: the prompt is shown, tokens come, and Ctrl-D ends it."""
     inner, outer = pty.openpty()

@@ -48,6 +48,7 @@ def test_names_of_a_proxy() -> None:
     assert (options.host, options.hosts) == ("0.0.0.0", ("a.example", "b.example"))
 
 
+@pytest.mark.slow
 def test_sigterm_lets_answers_end(server) -> None:
     """Runs last: it ends the process."""
     process, client = server

@@ -86,7 +86,7 @@ def status(folder: Path) -> str:
     return str(json.loads((folder / "summary.json").read_text())["status"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_sweep_stops_at_a_failure_and_its_unfinished_jobs_run_later(tmp_path: Path) -> None:
     (tmp_path / "judges.py").write_text(REWARD)
     (tmp_path / "broken").touch()
@@ -159,7 +159,7 @@ def wait_for_step(running: subprocess.Popen[str], metrics: Path) -> None:
         time.sleep(0.2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("number", "code", "left"),
     [

@@ -229,7 +229,7 @@ def test_demonstrations_are_rows_whose_first_ones_rarely_give_up():
         demonstrations.row("chess", "train", 0, 0)
 
 
-@pytest.mark.parametrize("task", ["shop", "sight"])
+@pytest.mark.parametrize("task", ["shop", pytest.param("sight", marks=pytest.mark.slow)])
 def test_a_new_model_is_a_folder_like_the_shipped_ones(tmp_path, task):
     command = [sys.executable, ROOT / "scripts/new_model.py", "--out", tmp_path / "blank"]
     subprocess.run([*command, "--task", task, "--count", "200"], check=True, cwd=tmp_path)

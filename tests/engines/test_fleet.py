@@ -111,6 +111,7 @@ async def no_route_answers_without_the_token(folder: Path) -> None:
         assert (await http.get("/health")).status_code == 200
 
 
+@pytest.mark.slow
 def test_requests_of_a_killed_server_are_sent_to_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,6 +141,7 @@ def test_requests_of_a_killed_server_are_sent_to_another(
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_servers_that_answer_badly(tmp_path: Path) -> None:
     async def main() -> None:
         async with running(tmp_path, dead_s=100.0, restarts=50) as engine:
@@ -185,6 +187,7 @@ def test_a_request_that_every_server_fails_at_fails_alone(
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_load_what_it_was_sent(tmp_path: Path) -> None:
     """It says 200; its log-probabilities say that it lies."""
 
@@ -280,6 +283,7 @@ def test_no_server_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_killed_server_leaves_no_shared_memory(tmp_path: Path) -> None:
     """Names that its processes had mapped go with them, however they end."""
 
@@ -327,6 +331,7 @@ def test_a_killed_wrapper_takes_its_server_along(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.long
 def test_a_server_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It takes the place of one without restarts left; nothing else does."""
 
@@ -355,6 +360,7 @@ def test_a_server_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_the_servers_of_a_run_at_a_glance(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -459,6 +465,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_nothing_behind(tmp_path: Path) -> None:
     run = subprocess.Popen(
         [sys.executable, "-c", RUN, str(tmp_path)],

@@ -84,6 +84,7 @@ async def sync(engine: Any, w: float, version: int) -> None:
     assert scores == [-w] * 3
 
 
+@pytest.mark.slow
 def test_adapters_come_under_requests_in_flight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

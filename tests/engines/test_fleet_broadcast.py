@@ -157,6 +157,7 @@ def test_a_dead_server_is_left_out_and_is_in_the_next_group(tmp_path: Path) -> N
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_server_dies_in_the_broadcast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The group is given up; the others answer, and get all weights again in a new one."""
 
@@ -174,6 +175,7 @@ def test_a_server_dies_in_the_broadcast(tmp_path: Path, monkeypatch: pytest.Monk
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_server_hangs_in_the_broadcast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl_transport, "BROADCAST_S", 1.0)
     monkeypatch.setattr(nccl_transport, "GRACE_S", 0.5)

@@ -68,6 +68,7 @@ def again(folder: Path) -> VllmServerEngine:
     return engine
 
 
+@pytest.mark.slow
 def test_the_next_process_takes_the_servers_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,6 +97,7 @@ def test_the_next_process_takes_the_servers_over(
     assert sorted(os.listdir(tmp_path / "run" / "servers")) == ["0.log", "1.log", "status.json"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("why", ["another plan", "an update was cut short"])
 def test_others_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     monkeypatch.setenv(SERVERS_OWNER, f"{os.getpid()} {tmp_path / 'run'}")
@@ -118,6 +120,7 @@ def test_others_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wh
     assert gone(after)
 
 
+@pytest.mark.slow
 def test_they_end_with_their_owner(tmp_path: Path) -> None:
     Qwen3Config(max_position_embeddings=256).save_pretrained(tmp_path / "model")
     owner = subprocess.Popen(["sleep", "600"])

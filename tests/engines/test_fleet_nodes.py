@@ -45,6 +45,7 @@ def states(engine: VllmServerEngine) -> list[MemberState]:
     return [member.state for member in engine.fleet.members]
 
 
+@pytest.mark.slow
 def test_a_run_finds_its_servers_and_they_end_with_it(tmp_path: Path) -> None:
     async def main() -> None:
         with serving(tmp_path / "run", 0, 1) as steps:
@@ -122,6 +123,7 @@ def test_an_order_of_an_earlier_start_of_the_run_kills_no_server(tmp_path: Path)
     asyncio.run(engine.aclose())
 
 
+@pytest.mark.slow
 def test_in_a_job_the_end_is_left_to_the_run(tmp_path: Path, monkeypatch) -> None:
     """SLURM sends SIGTERM to every process of every step; srun passes SIGUSR1 on."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")

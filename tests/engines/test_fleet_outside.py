@@ -53,6 +53,7 @@ def live(engine: Any) -> list[int]:
     return [one.number for one in engine.fleet.members if one.state is MemberState.live]
 
 
+@pytest.mark.slow
 def test_they_serve_and_outlive_the_run(tmp_path: Path) -> None:
     async def main() -> None:
         with outside_stubs(None, None) as servers:
@@ -73,6 +74,7 @@ def test_they_serve_and_outlive_the_run(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_one_that_comes_back_is_sent_the_weights_before_it_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,6 +108,7 @@ def test_one_that_comes_back_is_sent_the_weights_before_it_serves(
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_none_comes_back(tmp_path: Path) -> None:
     async def main() -> None:
         with outside_stubs(None, None) as servers:
@@ -122,6 +125,7 @@ def test_none_comes_back(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_stopped_one_is_left_alone_until_it_goes_on(tmp_path: Path) -> None:
     async def main() -> None:
         with outside_stubs(None, None) as servers:
@@ -135,6 +139,7 @@ def test_a_stopped_one_is_left_alone_until_it_goes_on(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_one_that_does_not_load_what_it_was_sent(tmp_path: Path) -> None:
     async def main() -> None:
         with outside_stubs(None, None) as servers:
@@ -152,6 +157,7 @@ def test_one_that_does_not_load_what_it_was_sent(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_fewer_than_the_run_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async def main() -> None:
         with outside_stubs(None) as servers:
@@ -274,6 +280,7 @@ def test_properties_that_differ(model: dict, run: dict, message: str | None) -> 
     assert message is None or message in found[0]
 
 
+@pytest.mark.slow
 def test_a_router_in_front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It sends requests to a server before the run has sent that one the weights."""
     monkeypatch.setenv(TOKEN_S, "0.01")

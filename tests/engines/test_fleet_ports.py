@@ -25,6 +25,7 @@ def modules_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
 
 
+@pytest.mark.slow
 def test_a_lost_port_is_replaced_by_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,6 +74,7 @@ sys.exit(serve_alone(VllmServerSettings(), parts, "127.0.0.1", int(sys.argv[2]),
 """
 
 
+@pytest.mark.slow
 def test_a_named_port_is_not_replaced(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -14,6 +14,7 @@ from agenttrain.engines.vllm_server.health import MemberState
 from agenttrain.engines.vllm_server.stub import TOKEN_S
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "end"),
     [

@@ -127,6 +127,7 @@ def test_a_judge_a_user_and_a_teacher_on_servers_of_the_run(
     assert left == ["0.log", "status"]
 
 
+@pytest.mark.slow
 def test_requests_of_a_killed_server_are_sent_to_another(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

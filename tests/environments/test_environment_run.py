@@ -40,6 +40,7 @@ def agenttrain(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_environment_of_the_guide_runs(tmp_path: Path) -> None:
     (tmp_path / "my_world.py").write_text(block("python"))
     name, *command = shlex.split(block("bash").replace("\\\n", ""))

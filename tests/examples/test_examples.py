@@ -38,6 +38,7 @@ def test_a_readmes_commands_are_composed(name: str, enter: Callable[..., Path]) 
     assert trained
 
 
+@pytest.mark.slow
 def test_the_shop_agent_with_openais_client_is_trained(enter: Callable[..., Path]) -> None:
     train_shop(enter("shop_openai"))
 
@@ -50,6 +51,7 @@ def test_the_retrieval_agent_is_trained(
     assert len(train(folder)) == 2
 
 
+@pytest.mark.slow
 def test_the_code_agent_is_trained(
     enter: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -59,6 +61,7 @@ def test_the_code_agent_is_trained(
     assert len(train(folder)) == 2
 
 
+@pytest.mark.slow
 def test_the_mcp_agent_is_trained(
     enter: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

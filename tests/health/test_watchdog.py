@@ -155,6 +155,7 @@ def check(run: Stalled, phase: str, frame: str) -> None:
     assert (sum(beat["in_flight"].values()) > 0) == (phase == "rollout")
 
 
+@pytest.mark.slow
 def test_a_tool_that_never_returns_ends_with_the_evidence(stalled):
     check(stalled, "rollout", "_execute")
 
@@ -165,7 +166,7 @@ def test_a_tool_that_holds_the_event_loop_ends_with_the_evidence(tmp_path):
     check(finish(start(tmp_path / "a", *BLOCKS)), "rollout", "holds_the_loop")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_deadlocked_update_ends_with_the_evidence(tmp_path):
     check(finish(start(tmp_path / "a", *DEADLOCK)), "train", "<lambda>")
 

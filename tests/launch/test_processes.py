@@ -133,6 +133,7 @@ def test_two_processes_make_one_run(tmp_path):
     assert (run / "checkpoints" / "latest" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_run_and_is_named(tmp_path):
     overrides = (*TINY, *TWO, "steps=3", *rewarded_by("killed"))
     end = done(command(*overrides, "hydra.run.dir=run"), tmp_path)
@@ -167,7 +168,7 @@ def test_a_run_whose_rank_was_killed_goes_on_exactly(tmp_path):
         pytest.param("terminated", PREEMPTED, "preempted", marks=pytest.mark.long),
         pytest.param("hung_up", PREEMPTED, "preempted", marks=pytest.mark.long),
         pytest.param("faulty", FAILED, "failed", marks=pytest.mark.long),
-        ("hung", FAILED, "failed"),
+        pytest.param("hung", FAILED, "failed", marks=pytest.mark.long),
         ("abandoned", -9, "failed"),
     ],
 )
@@ -212,6 +213,7 @@ sys.meta_path.insert(0, Finder())
 """
 
 
+@pytest.mark.long
 def test_a_signal_while_workers_import_torch_is_a_preemption(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(IN_AN_IMPORT)
     ended = done(command(*TINY, *TWO, "hydra.run.dir=run"), tmp_path, first=tmp_path)
@@ -219,7 +221,7 @@ def test_a_signal_while_workers_import_torch_is_a_preemption(tmp_path):
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_launcher_leaves_no_temporary_folder(tmp_path):
     run, temporary = tmp_path / "run", tmp_path / "temporary"
     temporary.mkdir()
@@ -259,7 +261,7 @@ def test_torchrun_starts_one_run(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_nodes_meet(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -336,12 +338,14 @@ leave(7 if dist.is_initialized() else code)
 """
 
 
+@pytest.mark.long
 def test_ranks_that_have_agreed_do_not_meet_again_after_their_run(tmp_path):
     """The second meeting would find the addresses of the first, and could wait for ever."""
     ends = run_ranks(tmp_path, [[sys.executable, "-c", AGREED]] * 2)
     assert [code for code, *_ in ends] == [0, 0], ends
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("other", "problem"),
     [

@@ -56,6 +56,7 @@ def test_a_run_whose_process_is_killed_equals_one_that_was_not(orders: Path) -> 
     assert_same(folder, whole)
 
 
+@pytest.mark.long
 def test_the_last_death_ends_the_run(orders: Path) -> None:
     for name in ("kill-1", "kill-2"):
         (orders / name).touch()

@@ -93,6 +93,7 @@ def of_two() -> list[dict]:
     return [found[0], found[1]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["step", "one task", "more rounds"])
 def test_two_processes_draw_what_one_draws(name: str, of_one: dict, of_two: list[dict]) -> None:
     for told in of_two:

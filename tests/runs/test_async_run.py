@@ -75,6 +75,7 @@ def assert_each_serial_once(folder: Path, steps: int, k: int, *, tasks: int = 2)
     assert state["cursor"] == steps * tasks
 
 
+@pytest.mark.long
 def test_a_copy_in_the_rollout_process_changes_no_byte(tmp_path: Path) -> None:
     """max_staleness=0: metrics, rollouts and weights of a run in one process."""
     one, two = tmp_path / "same", tmp_path / "own"
@@ -95,6 +96,7 @@ def test_a_copy_in_the_rollout_process_changes_no_byte(tmp_path: Path) -> None:
         assert mine == theirs
 
 
+@pytest.mark.slow
 def test_no_rollout_is_older_than_the_bound(tmp_path: Path) -> None:
     folder, k = tmp_path / "run", 2
     others = ("eval.every=2", "eval.questions=2", "data.curriculum.enabled=true")
@@ -130,7 +132,7 @@ def test_a_rollout_process_that_dies_is_started_again(
     assert_nothing_left(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_resumed_run_trains_each_serial_once(tmp_path: Path) -> None:
     """SIGKILL to the trainer, then to the rollout process, then to the trainer."""
     folder = tmp_path / "run"

@@ -143,6 +143,7 @@ def test_fingerprints_that_are_gone_or_incomplete_are_told(tmp_path, capsys):
     assert "fingerprints.json: holds nothing of data; it is" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_resume_auto_begins_goes_on_and_refuses(mine, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     mine(MINE)

@@ -90,6 +90,7 @@ def test_a_process_more_changes_no_byte(tmp_path: Path) -> None:
     assert {r["rollout"] for r in other.rollouts} == {r["rollout"] for r in alone.rollouts}
 
 
+@pytest.mark.slow
 def test_weights_that_are_broadcast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are those of files, also where nobody got them at first, or the process was killed."""
     run = (*TINY, OWN, "eval.questions=0", "steps=3")
@@ -107,6 +108,7 @@ def test_weights_that_are_broadcast(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (tmp_path / "broadcast/broadcasts.txt").read_text().splitlines() == asked
 
 
+@pytest.mark.slow
 def test_a_killed_rollout_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,6 +138,7 @@ def test_a_killed_rollout_process(
     assert_same(folder, whole)
 
 
+@pytest.mark.long
 def test_weights_of_a_start_that_was_killed_go_with_the_next(tmp_path: Path) -> None:
     """Also if the next one needs none."""
     folder = tmp_path / "run"
@@ -154,6 +157,7 @@ def test_weights_of_a_start_that_was_killed_go_with_the_next(tmp_path: Path) -> 
     assert not list(folder.glob("agenttrain-tmp-*")) and not (folder / "weights.txt").exists()
 
 
+@pytest.mark.slow
 def test_what_a_reward_prints_and_raises_arrives(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -224,7 +228,7 @@ def test_a_resumed_run_is_one_that_never_stopped(tmp_path: Path) -> None:
         assert state(tmp_path / "run")[name] == state(tmp_path / "whole")[name]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_sigterm_saves_and_a_killed_trainer_leaves_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with started(*TINY, COPY, OWN, "steps=400", f"hydra.run.dir={folder}") as run:
@@ -248,7 +252,7 @@ def test_sigterm_saves_and_a_killed_trainer_leaves_nothing(tmp_path: Path) -> No
     assert_same(folder, tmp_path / "whole")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_watchdog_names_what_hangs_in_the_other_process(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     reward = "reward.exact_match._target_=scripted_engines.hanging_reward"
@@ -261,7 +265,7 @@ def test_the_watchdog_names_what_hangs_in_the_other_process(tmp_path: Path) -> N
     assert_nothing_left(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_training_processes_survive_the_rollouts_and_not_each_other(tmp_path: Path) -> None:
     two = (COPY, OWN, "distributed=ddp", "distributed.processes=2", "checkpoint.every=null")
     folder = tmp_path / "run"

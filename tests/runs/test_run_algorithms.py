@@ -29,6 +29,7 @@ def cursor(folder: Path) -> int:
     return json.loads((folder / "checkpoints" / "latest" / "state.json").read_text())["cursor"]
 
 
+@pytest.mark.slow
 def test_a_run_that_draws_again_resumes_where_its_cursor_was(tmp_path: Path) -> None:
     dapo = ["algorithm=dapo", "algorithm.oversample=1.5", "algorithm.num_epochs=1"]
     whole = run(tmp_path / "whole", *dapo, "steps=4")

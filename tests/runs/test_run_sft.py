@@ -148,6 +148,7 @@ def same_but_for_rounding(folder: Path, other: Path) -> None:
         assert torch.allclose(trained[name], tensor, rtol=1e-4, atol=1e-5), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode", ["ddp", pytest.param("fsdp2", marks=pytest.mark.long)], ids=["ddp", "fsdp2"]
 )
@@ -165,7 +166,7 @@ def test_a_run_of_one_process_goes_on_with_two(alone: Path, tmp_path: Path) -> N
     same_but_for_rounding(folder, alone)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_bad_row_of_one_process_ends_both(tmp_path: Path) -> None:
     # The first three rows are tried before the run begins; the sixth is the second process's.
     rows_file(tmp_path, *[ROW] * 5, ROW[:2] + ROW[3:])

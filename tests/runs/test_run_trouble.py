@@ -212,6 +212,7 @@ def test_a_folder_of_the_other_verb_is_refused(tmp_path, found, verb):
     assert read_summary(folder) == {"verb": found}
 
 
+@pytest.mark.slow
 def test_runs_of_a_sweep_share_a_dashboard(tmp_path, capsys):
     folder = tmp_path / "shop" / "sweep" / "0"
     assert start(folder, "tracker=trackio", "eval.questions=1", sweep=True) == 0

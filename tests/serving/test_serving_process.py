@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 ENGINE = """
 import json, sys
 from dataclasses import asdict
@@ -72,6 +74,7 @@ def serving(folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
     process.wait()
 
 
+@pytest.mark.slow
 def test_its_server_gets_the_runs_chat_and_ends_with_the_command(tmp_path: Path) -> None:
     with serving(tmp_path) as process:
         assert process.stdout is not None
@@ -88,6 +91,7 @@ def test_its_server_gets_the_runs_chat_and_ends_with_the_command(tmp_path: Path)
     assert not worker.exists() or worker.read_text().split()[2] == "Z"  # not yet collected
 
 
+@pytest.mark.long
 def test_a_server_that_ends_is_an_error_with_its_last_words(tmp_path: Path) -> None:
     with serving(tmp_path, "engine.fails=true") as process:
         _, errors = process.communicate(timeout=120)
@@ -98,6 +102,7 @@ def test_a_server_that_ends_is_an_error_with_its_last_words(tmp_path: Path) -> N
     )
 
 
+@pytest.mark.slow
 def test_calls_that_vllm_cannot_read_are_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("call_open: '[CALL]'\ncall_close: '[/CALL]'\n")
     own = ("response_schema=file", f"response_schema.path={tmp_path}/mine.yaml")

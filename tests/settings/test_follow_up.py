@@ -105,6 +105,7 @@ def test_the_agent_of_the_run_is_evaluated_and_trained(
     assert result.tasks_missing == (followed[-3:] == TASKS)
 
 
+@pytest.mark.slow
 def test_the_printed_commands_run(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = f"model.path={model_folder('bundled:shop')}"
     words = [*HERE, "experiment=mine", "debug=tiny", "tracker=none", *DEMOS, model]

@@ -545,6 +545,7 @@ def test_failures_are_the_models_and_not_the_runs() -> None:
     in_pool(run)
 
 
+@pytest.mark.slow
 def test_the_code_agent_runs_with_its_sandbox(tmp_path: Path) -> None:
     usable("required")
     short = ("debug=tiny", "tracker=none", "eval.questions=0", "hydra.run.dir=mine")

@@ -220,6 +220,7 @@ def tiny(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_records_its_phases_and_rollouts(tiny):
     rows = recorded(tiny, "trainer-0")
     assert list(rows[0]) == ["time", "process", "host", "pid"]
@@ -327,6 +328,7 @@ def test_turns_and_calls_of_a_rollout_are_recorded(tmp_path):
     assert [name for name, _, _ in row["calls"]] == ["add", "search"]
 
 
+@pytest.mark.slow
 def test_turns_name_their_server(tmp_path):
     async def main() -> None:
         async with running(tmp_path) as engine:

@@ -107,6 +107,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
     patch.undo()
 
 
+@pytest.mark.slow
 def test_every_tracker_has_everything_and_says_where_it_can_be_seen(finished):
     assert "have arrived" not in finished.printed and "is off" not in finished.printed
     assert finished.printed.count("its process was ended by SIGKILL") == 4
@@ -316,6 +317,7 @@ def test_a_run_is_sent_to_a_server_that_is_named(tmp_path, monkeypatch):
 CHROMIUM = shutil.which("chromium")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 def test_a_browser_shows_the_run_on_trackios_page(finished, tmp_path):
     """The printed command opens a page on which the browser draws the run's charts."""

@@ -57,6 +57,7 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     return {*names, *MISMATCH_NAMES, *gap, "curriculum/new"} - {"step"}  # new: rows with an end
 
 
+@pytest.mark.slow
 def test_every_metric_has_a_row(names: set[str]) -> None:
     of_objectives = {name for one in all_objectives().values() for name in one.metrics}
     assert {name for name in names if metric_row(name) is None} == of_objectives

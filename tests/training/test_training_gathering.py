@@ -7,7 +7,8 @@ from process_gathers import LAYERS
 from torchrun import torchrun
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_a_sync_gathers_a_layer_at_a_time(processes: int) -> None:
     told = torchrun("process_gathers.py", processes=processes)
     assert len(told) == processes

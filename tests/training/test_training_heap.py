@@ -26,6 +26,7 @@ print(before - resident())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no trim")
 def test_freed_tensors_do_not_stay_resident() -> None:
     found = subprocess.run(

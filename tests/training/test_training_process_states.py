@@ -20,7 +20,7 @@ from agenttrain.training.world import World
 
 # One worker: what its processes found is computed once.
 pytestmark = pytest.mark.xdist_group("process_states")
-MODES = ("ddp", "fsdp2")
+MODES = (pytest.param("ddp", marks=pytest.mark.long), "fsdp2")
 WORLD = World()
 
 
@@ -41,8 +41,14 @@ def of_one(folder: Path) -> dict[str, dict]:
 
 @pytest.fixture(scope="module")
 def of_two(folder: Path, of_one: dict) -> dict[str, dict]:
-    """What two processes make of it, and save themselves, by mode."""
-    return {mode: torchrun("process_states.py", mode, str(folder))[0] for mode in MODES}
+    """What two processes make of it and save themselves, by mode: computed when asked for."""
+
+    class ByMode(dict[str, dict]):
+        def __missing__(self, mode: str) -> dict:
+            self[mode] = torchrun("process_states.py", mode, str(folder))[0]
+            return self[mode]
+
+    return ByMode()
 
 
 def close(found: dict, expected: dict, name: str) -> None:

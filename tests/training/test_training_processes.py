@@ -39,6 +39,7 @@ def of_one() -> Iterator[dict[str, dict]]:
     AcceleratorState._reset_state()  # a case's mixed precision would be every later test's
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
 def test_six_recorded_steps_are_the_same(mode: str, of_two: Callable, of_one: dict) -> None:
     of_one[CHEAP] = of_one.get(CHEAP) or run(CASES[CHEAP], "single", World())

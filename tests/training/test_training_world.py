@@ -28,6 +28,7 @@ def of_two() -> dict[int, dict]:
     return torchrun("world_process.py")
 
 
+@pytest.mark.slow
 def test_values_cross_in_the_order_of_ranks(of_two: dict[int, dict]) -> None:
     for rank in (0, 1):
         assert of_two[rank]["gather"] == ["0a", "1a", "1b"]

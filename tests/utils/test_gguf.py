@@ -46,6 +46,7 @@ def greedy(model: torch.nn.Module, token_ids: list[int], count: int = 12) -> lis
     return model.generate(ids, max_new_tokens=count, do_sample=False)[0].tolist()
 
 
+@pytest.mark.slow
 def test_two_processes_make_one_folder_with_the_files_own_weights(
     tmp_path: Path, cache: Path
 ) -> None:
@@ -96,6 +97,7 @@ def test_a_file_that_is_none(content: bytes | None, message: str, tmp_path: Path
         model_folder(str(file))
 
 
+@pytest.mark.slow
 def test_a_truncated_file_leaves_no_folder(tmp_path: Path, cache: Path) -> None:
     file = write_gguf(tmp_path / "tiny.gguf")
     file.write_bytes(file.read_bytes()[:-100_000])

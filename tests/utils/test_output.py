@@ -26,7 +26,9 @@ def through_shell(line: str, cwd: Path, **environment: str) -> subprocess.Comple
     )
 
 
-@pytest.mark.parametrize("verb", ["--help", "check", "--version"])
+@pytest.mark.parametrize(
+    "verb", ["--help", pytest.param("check", marks=pytest.mark.slow), "--version"]
+)
 def test_a_reader_that_has_gone_ends_a_verb_quietly(verb: str, tmp_path: Path) -> None:
     ended = through_shell(f"agenttrain {verb} | true; exit ${{PIPESTATUS[0]}}", tmp_path)
     assert (ended.returncode, ended.stderr) == (0, b"")
@@ -55,9 +57,7 @@ def test_a_verb_whose_answer_cannot_be_written_says_so(tmp_path: Path) -> None:
     ("line", "environment"),
     [
         ("agenttrain {}", {"PYTHONIOENCODING": "ascii"}),
-        pytest.param(
-            "agenttrain {} 2>&- | true; exit ${{PIPESTATUS[0]}}", {}, marks=pytest.mark.slow
-        ),
+        ("agenttrain {} 2>&- | true; exit ${{PIPESTATUS[0]}}", {}),
     ],
     ids=["ascii", "no reader"],
 )
