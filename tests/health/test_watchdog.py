@@ -198,7 +198,7 @@ def test_a_stalled_run_goes_on(stalled, monkeypatch):
     assert (beat["phase"], beat["in_flight"]) == (None, {"engine": 0, "tool": 0, "other": 0})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_keeps_the_interpreter_to_itself_is_ended_too(tmp_path):
     hangs = ("reward=[]", "reward.r._target_=stalling.backtracks", "watchdog.rollout_s=5")
     run = finish(start(tmp_path / "a", *hangs))
