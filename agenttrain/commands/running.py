@@ -37,7 +37,7 @@ from agenttrain.settings.compose import (
 )
 from agenttrain.settings.overrides import as_typed, key_of
 from agenttrain.types import ConfigError
-from agenttrain.utils.garbage import no_collections
+from agenttrain.utils.garbage import no_garbage_collection
 from agenttrain.utils.model_path import PARTS, SIZES
 from agenttrain.utils.redaction import hide_secrets
 
@@ -157,7 +157,7 @@ def _show(command: Command, args: Namespace) -> int:
     return 0
 
 
-@no_collections()
+@no_garbage_collection()
 def compose_all(command: Command) -> list[Composed]:
     """Return the checked settings of every run; raises ConfigError. Needs a `hydra_session`."""
     overrides, source = command.overrides, command.source

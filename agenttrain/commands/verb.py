@@ -199,7 +199,8 @@ class VerbParser(ArgumentParser):
                 return f"{name}: {HYDRAS[name]}"
             # TRL's spelling: --num_generations 8, --learning-rate=1e-5.
             key = name.removeprefix("--").replace("-", "_")
-            for setting in self.verb.settings:  # --trust true
+            # `settings` holds what the verb reads besides a run's settings, such as trust=true.
+            for setting in self.verb.settings:
                 if setting.startswith(f"{key}="):
                     return f"{word}: settings are written key=value; write {setting}"
             if key in ELSEWHERE or key in setting_keys():

@@ -102,7 +102,7 @@ async def serve(connection: socket.socket) -> None:
                 for task in unfinished:
                     task.cancel()
                     await asyncio.wait((task,))
-                if work.cancelled():  # the next request ends the loop
+                if work.cancelled():  # the loop's condition reads the message that came early
                     continue
                 await channel.send(service.status())  # the last counts of this request
                 await channel.send(_answer(work))

@@ -117,7 +117,8 @@ def teacher_prompt(
         """Return [T] the ids of a trajectory's prompt with the teacher's text added."""
         messages = trajectory.messages[: trajectory.prompt_messages]
         messages = with_text(messages, template.fill(rollout.task.columns))
-        # Not `prompt_ids`: an outside agent's history may hold texts that the template leaves out.
+        # Not `prompt_ids`, which raises for texts that the template leaves out: an outside agent's
+        # history may hold such.
         return chat.rendered_ids(messages, schemas(rollout.task))
 
     return render

@@ -138,6 +138,7 @@ def sessions(processes: Sequence[Process]) -> list[Interval]:
 def windows_of(processes: Sequence[Process], first: int, last: int) -> list[Interval]:
     """Return the time that steps `first` to `last` took in each session; raises NoTimes."""
     windows = []
+    # The first process trains: its phases say when a step began and ended.
     phases = [(phase.step, phase) for phase in processes[0].phases if phase.step is not None]
     for start, end in sessions(processes):
         chosen = [p for step, p in phases if start <= p.start <= end and first <= step <= last]
