@@ -360,6 +360,7 @@ calls = []
 """
 
 
+@pytest.mark.slow
 def test_servers_stay_up_while_the_trainer_restarts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

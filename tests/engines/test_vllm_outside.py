@@ -122,6 +122,7 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     assert gone([process.pid for process in processes])
 
 
+@pytest.mark.slow
 def test_a_run_with_adapters_and_grammars(
     others: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
