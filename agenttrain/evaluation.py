@@ -244,18 +244,14 @@ def _warn_of_unscored(evaluation: Evaluation) -> None:
     unscored = [r for r in evaluation.rollouts if may_be_scored(r) and r.reward is None]
     reasons = [r.error for r in unscored if r.error is not None]
     # No error: every reward function gave None. That is worth a note if no rollout has a reward.
-    if not reasons and (reason := why_unrewarded(evaluation.rollouts)):
-        print(
-            f"note: {evaluation.label} evaluation: not one of {len(evaluation.rollouts)} rollouts "
-            f"has a reward; the first: {reason}",
-            file=sys.stderr,
-        )
+    reason, count = why_unrewarded(evaluation.rollouts), len(evaluation.rollouts)
+    problem = f"not one of {count} rollouts has a reward; the first: {reason}"
     if reasons:
-        print(
-            f"note: {evaluation.label} evaluation: {len(reasons)} of {len(evaluation.rollouts)} "
-            f"rollouts have no reward and count in no figure; the first: {reasons[0]}",
-            file=sys.stderr,
-        )
+        reason = reasons[0]
+        problem = f"{len(reasons)} of {count} rollouts have no reward and count in no figure"
+        problem += f"; the first: {reason}"
+    if reason:
+        print(f"note: {evaluation.label} evaluation: {problem}", file=sys.stderr)
 
 
 def limits_of(limits: RolloutConfig, config: EvalConfig) -> RolloutConfig:

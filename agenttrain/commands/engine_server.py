@@ -17,6 +17,7 @@ from agenttrain.settings.machine import Machine, broadcast_problems
 from agenttrain.settings.pinning import fetch
 from agenttrain.settings.trust import check_trusted
 from agenttrain.types import ConfigError
+from agenttrain.utils.sections import raise_config_error
 from agenttrain.utils.signing import verifies
 
 ALONE = "a server for runs elsewhere has a new folder and --port"
@@ -94,9 +95,8 @@ def _serve_alone(args: Namespace, overrides: list[str]) -> int:
             "servers.count, servers.nodes, servers.admin_urls: this is one server; leave them out"
         )
     machine = Machine(count_gpus)
-    problems = [*spec.check_machine(config.engine, lambda: machine.gpus)]
-    if problems := [*broadcast_problems(config, machine), *problems]:
-        raise ConfigError("\n".join(problems))
+    machine_problems = spec.check_machine(config.engine, lambda: machine.gpus)
+    raise_config_error([*broadcast_problems(config, machine), *machine_problems])
     fetch(config, "eval")
     folder.mkdir(parents=True, exist_ok=True)
     inputs = server_inputs(config, folder.resolve(), on_gpu=machine.gpus > 0)

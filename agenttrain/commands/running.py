@@ -40,6 +40,7 @@ from agenttrain.types import ConfigError
 from agenttrain.utils.garbage import no_collections
 from agenttrain.utils.model_path import PARTS, SIZES
 from agenttrain.utils.redaction import hide_secrets
+from agenttrain.utils.sections import raise_config_error
 
 RUNS = ("train", "sft", "eval")
 """Verbs that a sweep can run."""
@@ -67,8 +68,7 @@ def run(command: Command) -> int:
 
             return resume(command, _compose_one)
         runs = compose_all(command)
-        if problems := _machine_problems(command, runs):
-            raise ConfigError("\n".join(problems))
+        raise_config_error(_machine_problems(command, runs))
         from agenttrain.launch.processes import assigned_folder, is_later_node
         from agenttrain.settings.pinning import fetch
 
@@ -128,8 +128,7 @@ def _check(command: Command) -> int:
         code = check(command.verb, runs)
     except ConfigError as error:
         raise ConfigError("\n".join([str(error), *problems])) from error
-    if problems:
-        raise ConfigError("\n".join(problems))
+    raise_config_error(problems)
     return code
 
 
@@ -190,8 +189,7 @@ def compose_all(command: Command) -> list[Composed]:
         problems = dict.fromkeys(
             text for run in runs for text in objective_problems(verb, run.config)
         )
-        if problems:
-            raise ConfigError("\n".join(problems))
+        raise_config_error(problems)
     return runs
 
 
