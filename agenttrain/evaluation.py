@@ -18,29 +18,10 @@ from agenttrain.rollout.request import BatchRequest
 from agenttrain.rollout.sharing import Costs, collect_share, merge_shares
 from agenttrain.rollout.source import Demonstrations, RolloutSource
 from agenttrain.settings.run_config import RunConfig
-from agenttrain.tracking.metrics import Estimate, mean_estimate, pass_at_k, solved
+from agenttrain.tracking.metrics import Estimate, Scores, mean_estimate, pass_at_k, solved
 from agenttrain.training.policy import Policy
 from agenttrain.training.world import World
 from agenttrain.types import Rollout, RowTool, Task
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scores:
-    """Results of one evaluation that summary.json stores.
-
-    Intervals are 95 % over questions, because the samples of one question are not independent. They
-    are Wilson's if every question is worth 0 or 1, else normal.
-    """
-
-    label: str
-    """`sampled` or `greedy`."""
-    questions: int
-    reward: Estimate
-    """Mean reward."""
-    pass_at: dict[int, Estimate]
-    """By k: share of questions solved (reward 1) by at least one of k samples, unbiased."""
-    by_group: dict[str, Estimate]
-    """Mean reward by the values of the column `eval.group_by`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
