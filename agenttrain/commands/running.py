@@ -99,16 +99,14 @@ def _machine_problems(command: Command, runs: Sequence[Composed]) -> list[str]:
     from agenttrain.commands.check import check_files
     from agenttrain.launch.processes import check_processes, count_gpus
     from agenttrain.settings.engine_checks import admit_engine
-    from agenttrain.settings.machine import SAMPLING_VERBS, Machine, machine_problems
+    from agenttrain.settings.machine import SAMPLING_VERBS, machine_problems
 
     check_files(runs)
     check_processes(command, runs)
     if command.verb in SAMPLING_VERBS:
         for composed in runs:
             admit_engine(composed)
-    return machine_problems(
-        command.verb, [composed.config for composed in runs], Machine(count_gpus)
-    )
+    return machine_problems(command.verb, [composed.config for composed in runs], count_gpus)
 
 
 def _check(command: Command) -> int:
