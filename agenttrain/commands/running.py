@@ -15,7 +15,7 @@ from shlex import quote
 
 from omegaconf import Container, OmegaConf
 
-from agenttrain.commands.verbs import LIKE_TRAIN
+from agenttrain.commands.verbs import LIKE_TRAIN, RUNNING
 from agenttrain.settings.command_line import (
     CHECK,
     RUN_DIR,
@@ -42,9 +42,7 @@ from agenttrain.utils.model_path import PARTS, SIZES
 from agenttrain.utils.redaction import hide_secrets
 from agenttrain.utils.sections import raise_config_error
 
-RUNS = ("train", "sft", "eval")
-"""Verbs that a sweep can run."""
-SWEPT = (*RUNS, CHECK)
+SWEPT = (*RUNNING, CHECK)
 
 
 def run_verb(args: Namespace, overrides: Sequence[str]) -> int:
@@ -222,7 +220,7 @@ def _compose_one(overrides: Sequence[str], command: Command) -> Composed:
         from agenttrain.commands.sweep.command import check_outside_sweep
 
         check_outside_sweep(overrides)
-    composed = compose_new(overrides, command.source, starts=verb in RUNS)
+    composed = compose_new(overrides, command.source, starts=verb in RUNNING)
     from agenttrain.settings.checks import check_for_verb, validate
     from agenttrain.settings.pinning import pin
     from agenttrain.settings.saved import check_new
