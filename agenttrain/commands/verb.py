@@ -193,7 +193,7 @@ class VerbParser(ArgumentParser):
         """Return the error for a word that looks like an option or a setting and is none."""
         name, _, value = word.partition("=")
         if self.verb.settings is not None:
-            from agenttrain.settings.messages import ELSEWHERE, REMARKS, setting_keys
+            from agenttrain.settings.messages import elsewhere, setting_keys
 
             if name in HYDRAS:
                 return f"{name}: {HYDRAS[name]}"
@@ -203,12 +203,10 @@ class VerbParser(ArgumentParser):
             for setting in self.verb.settings:
                 if setting.startswith(f"{key}="):
                     return f"{word}: settings are written key=value; write {setting}"
-            if key in ELSEWHERE or key in setting_keys():
-                ours = ELSEWHERE.get(key, key)
-                remark = f" ({REMARKS[key]})" if key in REMARKS else ""
-                return (
-                    f"{word}: settings are written key=value; write {ours}={value or '…'}{remark}"
-                )
+            if key in elsewhere() or key in setting_keys():
+                ours, space, remark = elsewhere().get(key, key).partition(" ")
+                setting = f"{ours}={value or '…'}{space}{remark}"
+                return f"{word}: settings are written key=value; write {setting}"
         options = [option for option in self.options if option.startswith("--")]
         hint = did_you_mean(_option_name(name), options)
         listed = ", ".join(options) or "none"
