@@ -30,6 +30,7 @@ from fleet_kit import (
     stubs,
     until,
 )
+from server_stub import CONFIG, FAULTS, TOKEN_S
 
 from agenttrain import cli
 from agenttrain.engines.base import EngineError
@@ -38,7 +39,6 @@ from agenttrain.engines.vllm_server import local
 from agenttrain.engines.vllm_server.fleet import FleetLost
 from agenttrain.engines.vllm_server.health import MemberState
 from agenttrain.engines.vllm_server.scratch import remove
-from agenttrain.engines.vllm_server.stub import CONFIG, FAULTS, TOKEN_S
 from agenttrain.types import Finish
 
 

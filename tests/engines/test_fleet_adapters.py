@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 from fleet_kit import STUB, TEXT, call, fault, inputs, record, until
+from server_stub import TOKEN_S
 from transformers import Qwen3Config
 
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.vllm_server.config import VllmServerSettings
 from agenttrain.engines.vllm_server.health import MemberState
 from agenttrain.engines.vllm_server.starting import build
-from agenttrain.engines.vllm_server.stub import TOKEN_S
 from agenttrain.engines.vllm_server.versions import Versions
 from agenttrain.engines.weight_files import WeightFiles
 from agenttrain.training.config import LoraSettings

@@ -24,6 +24,7 @@ from fleet_kit import (
     stubs,
     until,
 )
+from server_stub import TOKEN_S
 
 from agenttrain import cli
 from agenttrain.engines.config import Sampling
@@ -34,7 +35,6 @@ from agenttrain.engines.vllm_server.fleet import FleetLost
 from agenttrain.engines.vllm_server.guard import TOKEN
 from agenttrain.engines.vllm_server.health import MemberState
 from agenttrain.engines.vllm_server.outside import NEEDS, Outside, problems
-from agenttrain.engines.vllm_server.stub import TOKEN_S
 from agenttrain.runs.sampling import server_inputs
 from agenttrain.settings.compose import Source, compose_run, hydra_session
 from agenttrain.types import ConfigError
