@@ -35,7 +35,7 @@ from agenttrain.rollout.monitoring import InFlight
 from agenttrain.rollout.request import RolloutContext
 from agenttrain.rollout.row_tools import RowTools, check_collisions, tool_sets
 from agenttrain.runs.row_checks import RENDERED_TASKS, certify_tool_sets, check_rows, prompt_length
-from agenttrain.runs.sampling import placeholders_of, verify_model
+from agenttrain.runs.sampling import architecture_folder, placeholders_of, verify_model
 from agenttrain.settings.components import REWARD, REWARD_TARGET, reward_sections
 from agenttrain.settings.role_checks import used_roles
 from agenttrain.settings.run_config import RunConfig
@@ -44,7 +44,7 @@ from agenttrain.tools.toolbox import Toolbox
 from agenttrain.tracking.timeline import Timeline
 from agenttrain.training.checkpoint_files import CheckpointError
 from agenttrain.types import Rollout, Task
-from agenttrain.utils.model_path import base_folder, model_folder
+from agenttrain.utils.model_path import model_folder
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.temporary import TemporaryFolder
 
@@ -466,11 +466,7 @@ def context_of(config: RunConfig) -> int | None:
 
     if config.engine.max_context is not None:
         return config.engine.max_context
-    model = config.model
-    folder = base_folder(model.path, model.revision, model.base_revision, weights=False)
-    if folder is None:
-        folder = model_folder(model.path, revision=model.revision)
-    text_config = AutoConfig.from_pretrained(folder).get_text_config()
+    text_config = AutoConfig.from_pretrained(architecture_folder(config)).get_text_config()
     return getattr(text_config, "max_position_embeddings", None)
 
 
