@@ -137,6 +137,6 @@ def test_adapters_come_under_requests_in_flight(
         for number in (0, 1):
             models = (await call(tmp_path, number, "GET", "/v1/models"))["data"]
             assert [one["id"] for one in models] == ["policy", "policy-v2"]
-        assert [path.name for path in engine._writer.folder.iterdir() if path.is_dir()] == ["2"]
+        assert [path.name for path in engine.writer.folder.iterdir() if path.is_dir()] == ["2"]
 
     asyncio.run(main())
