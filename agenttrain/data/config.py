@@ -156,7 +156,8 @@ class DataConfig:
                 if overrides:  # the sections have another value, which hides data.<name>
                     remedy = f"set {overrides}, which come before it"
                 problems.append(f"data.{name}={value}: is not used by these rows; {remedy}")
-        is_endless = self.train.get("_target_") in ENDLESS
+        # Where nothing has set data.train it is "???", and no mapping.
+        is_endless = isinstance(self.train, dict) and self.train.get("_target_") in ENDLESS
         if self.where is not None and is_endless:
             problems.append(
                 f"data.where={self.where}: has no effect on rows without end, which are made one "
