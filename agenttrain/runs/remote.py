@@ -369,6 +369,6 @@ def make_remote_source(
         minibatches=config.algorithm.minibatches,
     )
     evaluator = RemoteEvaluator(
-        config=config, rollouts=rollouts, tasks=components.test_tasks, world=rollouts.world
+        config=config, rollouts=rollouts, tasks=components.tasks.test, world=rollouts.world
     )
     return source, evaluator

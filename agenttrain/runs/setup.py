@@ -21,7 +21,7 @@ from agenttrain.chat.loading import load_chat
 from agenttrain.chat.parsers.export import response_template
 from agenttrain.data.build import Splits, build_tasks, check_needed_columns
 from agenttrain.data.config import OnBadRow
-from agenttrain.data.tasks import TaskSource, check_columns
+from agenttrain.data.tasks import check_columns
 from agenttrain.engines.base import Engine, Lockstep
 from agenttrain.engines.vllm_server.roles import RoleServers, with_servers
 from agenttrain.environments.environments import Environments, build_kinds
@@ -226,16 +226,6 @@ class Components:
         left_out = (source.note for source in self.tasks.by_key.values())
         return (*self.tasks.notes, *filter(None, left_out))
 
-    @property
-    def train_tasks(self) -> TaskSource:
-        """Tasks of data.train."""
-        return self.tasks.train
-
-    @property
-    def test_tasks(self) -> TaskSource:
-        """Tasks of data.test."""
-        return self.tasks.test
-
     @cached_property
     def row_tool_names(self) -> set[str]:
         """Names of the tools that rows list. Computing them checks the rows, see `check_rows`."""
@@ -403,7 +393,7 @@ class Components:
 
         If all prompts come from environments, return one stop token instead.
         """
-        for source in (self.train_tasks, self.test_tasks):
+        for source in (self.tasks.train, self.tasks.test):
             first_task = source.tasks(0, 1) if len(source) else []
             for task in first_task:
                 if task.messages:
@@ -562,9 +552,9 @@ def _check_demonstrations(components: Components) -> None:
     _ = components.row_tool_names  # computing it checks all rows
     if config.data.on_bad_row is not OnBadRow.error:
         return
-    sources = {"data.train": components.train_tasks}
+    sources = {"data.train": components.tasks.train}
     if config.eval.questions:
-        sources["data.test"] = components.test_tasks
+        sources["data.test"] = components.tasks.test
     demonstrator = components.demonstrator
     for key, source in sources.items():
         for task in source.tasks(0, min(len(source), config.sft.batch_size)):
