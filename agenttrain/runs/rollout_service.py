@@ -260,7 +260,7 @@ class RolloutService:
 
     async def _evaluate(self) -> list[Evaluation]:
         """Evaluate on the test tasks; no group is sampled ahead meanwhile."""
-        config, tasks = self._config, self._components.test_tasks
+        config, tasks = self._config, self._components.tasks.test
         seed_random(derive_seed(config.seed, "evaluation") % 2**32)
         with nullcontext() if self._queue is None else self._queue.held():
             return await evaluate(

@@ -248,7 +248,7 @@ def test_adapters_by_version_without_a_pause(adapted: Any) -> None:
             assert {"policy-v1", "policy-v2", "policy-v0"} >= await member.client.adapters()
         await sync(3)
         assert await member.client.adapters() == {"policy-v3"}
-        assert sorted(path.name for path in engine._writer.folder.iterdir() if path.is_dir()) == [
+        assert sorted(path.name for path in engine.writer.folder.iterdir() if path.is_dir()) == [
             "3"
         ]
 
