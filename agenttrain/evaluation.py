@@ -231,7 +231,7 @@ def _warn_of_unscored(evaluation: Evaluation) -> None:
         reason = reasons[0]
         problem = f"{len(reasons)} of {count} rollouts have no reward and count in no figure"
         problem += f"; the first: {reason}"
-    if reason:
+    if reasons or reason:
         print(f"note: {evaluation.label} evaluation: {problem}", file=sys.stderr)
 
 

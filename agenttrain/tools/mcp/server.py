@@ -185,7 +185,7 @@ class McpTool:
                     f"({kind or block.type})"
                 )
         if result.is_error:
-            texts = [part for part in parts if isinstance(part, str)] + texts
+            texts = [part for part in parts if isinstance(part, str) and part] + texts
             raise ToolFailure("\n".join(texts) or "the tool failed and did not say why")
         if parts:
             return [*parts, "\n".join(texts)]
