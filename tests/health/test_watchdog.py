@@ -171,6 +171,7 @@ def test_a_deadlocked_update_ends_with_the_evidence(tmp_path):
     check(finish(start(tmp_path / "a", *DEADLOCK)), "train", "<lambda>")
 
 
+@pytest.mark.slow
 def test_the_table_says_which_tool_rollouts_wait_for(stalled):
     """No rollout can go on: the engine gives no turn until a stuck rollout is back."""
     text = (stalled.run / "stall-0.txt").read_text()
