@@ -125,17 +125,17 @@ def check_values(
             raise ConfigError(
                 f"{line}: is a section; {choose}, and set its keys with {key}.<key>=…"
             )
-        choices = f"the options are: {', '.join(options.get(key, ()))}"
+        listed = f"the options are: {', '.join(options.get(key, ()))}"
         section = key.replace("/", ".")
         if key in options and isinstance(value, int | float):
-            raise ConfigError(f"{line}: no such option; {choices}")
+            raise ConfigError(f"{line}: no such option; {listed}")
         if key in options and isinstance(value, dict) and key not in setting_keys():
-            raise ConfigError(f"{line}: takes one option; {choices}")
+            raise ConfigError(f"{line}: takes one option; {listed}")
         if key in options and isinstance(value, list):
             if section in setting_keys() and section not in SEVERAL:
-                raise ConfigError(f"{line}: takes one option; {choices}")
+                raise ConfigError(f"{line}: takes one option; {listed}")
             if others := [shown(name) for name in value if not isinstance(name, str)]:
-                raise ConfigError(f"{line}: {others[0]} is no option; {choices}")
+                raise ConfigError(f"{line}: {others[0]} is no option; {listed}")
         annotation = _annotation(key)
         is_flag = bool in (annotation, *get_args(annotation))
         if is_flag and isinstance(value, int) and value not in (0, 1):
@@ -343,8 +343,8 @@ def _unknown_option(error: MissingConfigException, groups: Mapping[str, Sequence
         return str(error).partition("\n")[0]
     meant = _probable_settings(group, option)
     hint = "" if local_files else did_you_mean(option.rpartition("/")[2].lower(), groups[group])
-    choices = ", ".join(groups[group])
-    return f"{group}={option}: no such option{hint}{local_files}{meant}; the options are: {choices}"
+    listed = ", ".join(groups[group])
+    return f"{group}={option}: no such option{hint}{local_files}{meant}; the options are: {listed}"
 
 
 def _probable_settings(group: str, option: str) -> str:
