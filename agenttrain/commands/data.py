@@ -30,7 +30,7 @@ def show(config: RunConfig, prompts: int) -> int:
     Return exit code 1 if the chat template fails its certificate, or a reward lacks a column.
     """
     with refusing():
-        components = Components(config)
+        components = Components(config, shows_demonstrations=True)
         certificate, tasks = components.certificate, components.tasks
         columns = components.rubric.columns
         for line in _summary(components, context_of(config)):

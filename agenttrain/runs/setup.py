@@ -127,15 +127,18 @@ class Components:
         folder: Path | None = None,
         *,
         tools: tuple[Toolbox, Environments] | None = None,
+        shows_demonstrations: bool = False,
     ) -> None:
         """`folder` is the run folder, in which role servers are found; None: roles have no servers.
 
-        `tools` are those of other components, to share; None: they are built from `config`.
+        `tools` are those of other components, to share; None: they are built from `config`. A verb
+        that only shows rows `shows_demonstrations` too, which hold their answer.
         """
         self.config = config
         self.verb = verb
         self.folder = folder
         self._tools = tools
+        self._shows_demonstrations = shows_demonstrations
         self._agents: Agents | None = None
 
     def with_config(self, config: RunConfig) -> Components:
@@ -216,9 +219,13 @@ class Components:
 
         With an environment a row needs no prompt of its own, unless it is a demonstration.
         """
-        config = self.config
-        needs_prompt = self.verb == "sft" or not (config.environment or config.agent.outside)
-        return build_tasks(config.data, seed=config.seed, needs_prompt=needs_prompt)
+        needs_prompt = self.verb == "sft" or self.rows_are_prompts
+        return build_tasks(self.config.data, seed=self.config.seed, needs_prompt=needs_prompt)
+
+    @property
+    def rows_are_prompts(self) -> bool:
+        """True if nobody but the row makes the model's prompt: no environment, no outside agent."""
+        return not (self.config.environment or self.config.agent.outside)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -229,6 +236,7 @@ class Components:
     @cached_property
     def row_tool_names(self) -> set[str]:
         """Names of the tools that rows list. Computing them checks the rows, see `check_rows`."""
+        holds_answers = self.verb == "sft" or self._shows_demonstrations
         return check_rows(
             self.chat,
             self.toolbox,
@@ -236,6 +244,7 @@ class Components:
             self.tasks.by_key,
             structured_calls=self.config.rollout.structured_calls,
             executed=self.verb != "sft",
+            may_end_with_answer=holds_answers or not self.rows_are_prompts,
             on_bad_row=self.config.data.on_bad_row,
         )
 
