@@ -191,7 +191,8 @@ def build_app(find_open: Callable[[str], OpenRollout | None]) -> Starlette:
     async def reward(request: Request) -> Response:
         entry = _authorize(request, find_open)
         body = await read_body(request, entry.rollout.max_context)
-        entry.rollout.reward = read_reward(read_object(body).get("reward"))
+        data = await read(len(body), read_object, body)
+        entry.rollout.reward = read_reward(data.get("reward"))
         return JSONResponse({"reward": entry.rollout.reward})
 
     async def finish(request: Request) -> Response:
