@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
@@ -31,6 +30,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from agenttrain.engines.vision import language_attention
 from agenttrain.training.batch import Block, Segment, make_blocks, packed_positions
 from agenttrain.training.kernels import Kernel, count_call, fit, in_format, is_restrictive
+from agenttrain.training.selection import Select
 from agenttrain.types import AgenttrainError
 
 NAME = "agenttrain_packed"
@@ -108,37 +108,9 @@ def packed_attention(
         )
         output = output.transpose(1, 2).flatten(0, 1)
         if block.padding.numel():
-            output = _Select.apply(output, block.scatter, block.gather, block.padding)
+            output = Select.apply(output, block.scatter, block.gather, block.padding)
         outputs.append(output)
     return torch.cat(outputs)[None], None
-
-
-class _Select(torch.autograd.Function):
-    """Select tokens by position, with a gradient that is a selection too instead of a scatter-add.
-
-    `sources` [selected] is the position of each selected token, `places` [tokens] the index at
-    which each token was selected. `unselected` are the positions of tokens that were not, if any:
-    their `places` may be any index.
-
-    For a token that is selected several times, only the place in `places` contributes to its
-    gradient. That is exact here: the other places are padding, to which nothing attends and whose
-    outputs are dropped.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, tokens: Tensor, sources: Tensor, places: Tensor, unselected: Tensor | None
-    ) -> Tensor:
-        ctx.places, ctx.unselected = places, unselected
-        return tokens.index_select(0, sources)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        tokens = gradient.index_select(0, ctx.places)
-        if ctx.unselected is not None:
-            tokens = tokens.index_fill_(0, ctx.unselected, 0)
-        return tokens, None, None, None
 
 
 def _lay_out(block: Block, tokens: Tensor, blocks: Sequence[Tensor] = ()) -> Tensor:
@@ -147,7 +119,7 @@ def _lay_out(block: Block, tokens: Tensor, blocks: Sequence[Tensor] = ()) -> Ten
     Given the tokens of all `blocks`, put the shared prefix before each segment.
     """
     if block.padding.numel():
-        tokens = _Select.apply(tokens, block.gather, block.scatter, None)
+        tokens = Select.apply(tokens, block.gather, block.scatter, None)
     padded = tokens.unflatten(0, (block.segments, block.length)).transpose(1, 2)
     if not blocks or not block.prefix:
         return padded
