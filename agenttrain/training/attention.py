@@ -5,7 +5,8 @@ The two ways that transformers offers are silently wrong with its `sdpa` attenti
 This attention takes the layout explicitly, honours sliding windows, soft caps and sinks, and
 refuses every keyword and mask that it does not know. With the kernel for sequences of any length,
 on a GPU, it is one call per layer (`attend_varlen`), elsewhere one per block (`attend`).
-The layout reaches every layer as the one keyword `blocks` (`PackedTree`).
+The layout reaches attention as the one keyword `blocks` (`PackedTree`), and recurrent mixers as
+`recurrent` (`agenttrain.training.recurrent`).
 
 Shapes: T packed tokens of all rollouts, U keys with shared prefixes repeated, B segments (sequences
 of a block), h heads (k of keys and values), m queries, n keys, d head size.
@@ -27,9 +28,11 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from agenttrain.engines.mixers import layout_keywords
 from agenttrain.engines.vision import language_attention
 from agenttrain.training.batch import Block, Segment, make_blocks, packed_positions
 from agenttrain.training.kernels import Kernel, count_call, fit, in_format, is_restrictive
+from agenttrain.training.recurrent import RecurrentTree
 from agenttrain.training.selection import Select
 from agenttrain.types import AgenttrainError
 
@@ -37,6 +40,8 @@ NAME = "agenttrain_packed"
 
 HARMLESS = {"position_ids", "use_cache", "cache_position", "output_attentions"}
 """Keywords that do not change attention."""
+FOR_MIXERS = {"recurrent", "seq_idx"}
+"""Keywords of the recurrent mixers beside attention, which gets all of them."""
 
 
 class UnsupportedAttention(AgenttrainError):
@@ -52,6 +57,13 @@ class WindowMask:
     """
 
     window: int
+
+    def __getitem__(self, queries: Any) -> WindowMask:
+        """Return the mask of some of the queries, which has the same window.
+
+        Gemma 4 asks before the layers that reuse keys of earlier ones, for all queries.
+        """
+        return self
 
 
 def packed_attention(
@@ -138,7 +150,7 @@ def _check_supported(
     unsupported = sorted(
         name
         for name, value in keywords.items()
-        if name not in HARMLESS
+        if name not in HARMLESS | FOR_MIXERS
         and value is not None
         and not (isinstance(value, int | float) and value == 0)  # False, or a dropout of 0.0
     )
@@ -400,6 +412,15 @@ class PackedTree:
     def varlen(self) -> Varlen:
         """Layout for `attend_varlen`, one call per layer."""
         return make_varlen(self.segments, self.device)
+
+    @cached_property
+    def recurrent(self) -> RecurrentTree:
+        """Layout for recurrent mixers."""
+        return RecurrentTree(self.segments, self.device)
+
+    def keywords(self, model: PreTrainedModel) -> dict[str, Any]:
+        """Return the keywords of a forward pass over this tree, inside `packing`."""
+        return {"blocks": self, "use_cache": False, **layout_keywords(model, self.recurrent)}
 
 
 @cache
