@@ -470,7 +470,7 @@ LONGEST_CROSSED = 1024
 """Longest window or chunk that the trial crosses."""
 EXACT_SLOPE, SLOPE = 1e-3, 0.2
 """Most difference of gradients, relative, in `EXACT` formats and in others. Right ones of 13
-families of recurrent models differ by up to 2e-5 and 0.05."""
+families of recurrent models differ by up to 2e-6 and 0.05."""
 
 
 def trial_segments(model: PreTrainedModel) -> tuple[Segment, ...]:
