@@ -39,7 +39,8 @@ from agenttrain.training.selection import Select
 SHORTEST = 0.5
 """Least length of a segment relative to the longest of its wave."""
 CPU_WAVE = 1024
-"""Most padded tokens of a wave on a CPU, where larger calls leave its caches."""
+"""Most padded tokens of a wave on a CPU, where larger calls leave its caches: 8 rollouts of 400
+tokens, nothing shared, take 7.1 CPU seconds so, and 8.1 to 9.3 in waves of any size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
