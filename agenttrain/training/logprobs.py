@@ -482,9 +482,8 @@ def trial_segments(model: PreTrainedModel) -> tuple[Segment, ...]:
     config: Any = model.config.get_text_config()
     chunk = 0
     if has_mixers(model):
-        chunk = max(
-            CHUNK, *(getattr(config, name, 0) for name in ("chunk_size", "mamba_chunk_size"))
-        )
+        names = ("chunk_size", "mamba_chunk_size")
+        chunk = max(CHUNK, *(getattr(config, name, None) or 0 for name in names))
     lengths = (chunk, getattr(config, "sliding_window", None) or 0)
     crossed = max(length for length in (0, *lengths) if length <= LONGEST_CROSSED)
     if crossed <= TRIAL[-1].prefix_length:
