@@ -125,10 +125,10 @@ def is_installed(name: str) -> bool:
     return hasattr(transformers, f"{name}ForCausalLM")
 
 
-def tiny_recurrent(name: str) -> PreTrainedModel:
+def tiny_recurrent(name: str, **changes: object) -> PreTrainedModel:
     """A random model of the family, fp32, with slow decay and large weights, so that leaks show."""
     config_name, own = (RECURRENT | UNWRAPPED)[name]
-    settings = {**SMALL, **own}
+    settings = {**SMALL, **own, **changes}
     if name == "NemotronH":
         del settings["num_hidden_layers"]
     config = getattr(transformers, config_name)(**settings)
