@@ -31,6 +31,7 @@ from agenttrain.training.attention import (
     backbone,
     exclude_from_compilation,
     has_kernel,
+    keep_soft_cap,
     packing,
 )
 from agenttrain.training.batch import (
@@ -106,6 +107,7 @@ class Scorer(nn.Module):
         With `defer` the caller calls `choose_layout`, once the model is on its device and sharded.
         """
         super().__init__()
+        keep_soft_cap(model)
         self.model = model
         self.vision = vision
         self.transform = replace(logit_transform(model), temperature=temperature)
