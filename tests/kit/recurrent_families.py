@@ -134,6 +134,12 @@ def tiny_recurrent(name: str, **changes: object) -> PreTrainedModel:
     config = getattr(transformers, config_name)(**settings)
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
+    enlarge(model)
+    return model
+
+
+def enlarge(model: PreTrainedModel) -> None:
+    """Slow decay and large weights."""
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if "A_log" in parameter_name:
@@ -144,4 +150,3 @@ def tiny_recurrent(name: str, **changes: object) -> PreTrainedModel:
                 parameter.normal_(0, 0.5)
             elif parameter.ndim >= 2:
                 parameter.normal_(0, 0.15)
-    return model

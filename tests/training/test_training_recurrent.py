@@ -9,8 +9,16 @@ from functools import partial
 import pytest
 import torch
 import transformers
+from packing_families import SMALL
 from peft import LoraConfig
-from recurrent_families import RECURRENT, UNWRAPPED, is_installed, tiny_recurrent
+from recurrent_families import (
+    DELTA,
+    RECURRENT,
+    UNWRAPPED,
+    enlarge,
+    is_installed,
+    tiny_recurrent,
+)
 
 from agenttrain.engines.mixers import ADAPTERS, is_kernel, reference
 from agenttrain.training.attention import packing
@@ -102,6 +110,22 @@ def test_a_packed_tree_is_each_sequence_alone(name: str) -> None:
     check_head(model)
     expected = run(model, packed=False)
     assert_same(run(model, packed=True), expected)
+
+
+def test_text_of_a_model_that_sees_is_packed_as_a_tree() -> None:
+    config = transformers.Qwen3_5Config(
+        text_config={**SMALL, **DELTA},
+        vision_config={
+            **{"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2},
+            **{"out_hidden_size": SMALL["hidden_size"], "patch_size": 4},
+        },
+    )
+    torch.manual_seed(0)
+    model = transformers.Qwen3_5ForConditionalGeneration(config).float().eval()
+    enlarge(model)
+    assert why_not_packed(model) is None
+    check_head(model)
+    assert_same(run(model, packed=True), run(model, packed=False))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
