@@ -4,15 +4,15 @@
     agenttrain sft experiment=shop_warmstart model.path=blank model.init=pretrained
 
 The first command takes seconds. It trains the tokenizer on 3000 demonstrations of the task; the
-model is a Qwen3 of 0.65 M parameters, or with --task sight a Qwen3-VL of 0.64 M. The bundled
-models' tokenizers were made so.
+model is a Qwen3 of 0.65 M parameters, with --hybrid a Qwen3.5 of 0.65 M, or with --task sight a
+Qwen3-VL of 0.64 M. The bundled models' tokenizers were made so.
 """
 
 import argparse
 import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -20,6 +20,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3VLConfig,
@@ -196,6 +198,30 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
+def build_hybrid_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3_5ForCausalLM:
+    """Return a randomly initialised Qwen3.5 of 0.65 M parameters, two of its layers recurrent."""
+    config = Qwen3_5TextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        num_hidden_layers=3,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=32,
+        intermediate_size=320,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Qwen3_5ForCausalLM(config)
+
+
 def build_seeing_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLForConditionalGeneration:
     """Return a randomly initialised Qwen3-VL of 0.64 M parameters, some of which see."""
     start, end, image, video = tokenizer.convert_tokens_to_ids(list(VISION))
@@ -259,10 +285,14 @@ def render(task: str, count: int, seed: int) -> list[str]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--task", choices=sorted(TOOLS), default="shop")
+    parser.add_argument("--hybrid", action="store_true", help="a Qwen3.5, with recurrent layers")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=0, help="of demonstrations and weights")
     parser.add_argument("--count", type=int, default=3000, help="demonstrations")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.hybrid and options.task == "sight":
+        parser.error("--hybrid: a model that sees is a Qwen3-VL; choose another --task")
+    return options
 
 
 def main() -> None:
@@ -270,7 +300,10 @@ def main() -> None:
     torch.manual_seed(options.seed)
     sees = options.task == "sight"
     tokenizer = build_tokenizer(render(options.task, options.count, options.seed), sees=sees)
-    model: PreTrainedModel = build_seeing_model(tokenizer) if sees else build_model(tokenizer)
+    build: Callable[[PreTrainedTokenizerFast], PreTrainedModel] = build_model
+    if sees or options.hybrid:
+        build = build_seeing_model if sees else build_hybrid_model
+    model = build(tokenizer)
     model.save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)
     if sees:

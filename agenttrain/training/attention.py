@@ -5,7 +5,8 @@ The two ways that transformers offers are silently wrong with its `sdpa` attenti
 This attention takes the layout explicitly, honours sliding windows, soft caps and sinks, and
 refuses every keyword and mask that it does not know. With the kernel for sequences of any length,
 on a GPU, it is one call per layer (`attend_varlen`), elsewhere one per block (`attend`).
-The layout reaches every layer as the one keyword `blocks` (`PackedTree`).
+The layout reaches attention as the one keyword `blocks` (`PackedTree`), and recurrent mixers as
+`recurrent` (`agenttrain.training.recurrent`).
 
 Shapes: T packed tokens of all rollouts, U keys with shared prefixes repeated, B segments (sequences
 of a block), h heads (k of keys and values), m queries, n keys, d head size.
@@ -23,20 +24,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from agenttrain.engines.mixers import layout_keywords
 from agenttrain.engines.vision import language_attention
 from agenttrain.training.batch import Block, Segment, make_blocks, packed_positions
 from agenttrain.training.kernels import Kernel, count_call, fit, in_format, is_restrictive
+from agenttrain.training.recurrent import RecurrentTree
+from agenttrain.training.selection import Select
 from agenttrain.types import AgenttrainError
 
 NAME = "agenttrain_packed"
 
 HARMLESS = {"position_ids", "use_cache", "cache_position", "output_attentions"}
 """Keywords that do not change attention."""
+FOR_MIXERS = {"recurrent", "seq_idx"}
+"""Keywords of the recurrent mixers beside attention, which gets all of them."""
 
 
 class UnsupportedAttention(AgenttrainError):
@@ -52,6 +57,13 @@ class WindowMask:
     """
 
     window: int
+
+    def __getitem__(self, queries: Any) -> WindowMask:
+        """Return the mask of some of the queries, which has the same window.
+
+        Gemma 4 asks before the layers that reuse keys of earlier ones, for all queries.
+        """
+        return self
 
 
 def packed_attention(
@@ -108,37 +120,9 @@ def packed_attention(
         )
         output = output.transpose(1, 2).flatten(0, 1)
         if block.padding.numel():
-            output = _Select.apply(output, block.scatter, block.gather, block.padding)
+            output = Select.apply(output, block.scatter, block.gather, block.padding)
         outputs.append(output)
     return torch.cat(outputs)[None], None
-
-
-class _Select(torch.autograd.Function):
-    """Select tokens by position, with a gradient that is a selection too instead of a scatter-add.
-
-    `sources` [selected] is the position of each selected token, `places` [tokens] the index at
-    which each token was selected. `unselected` are the positions of tokens that were not, if any:
-    their `places` may be any index.
-
-    For a token that is selected several times, only the place in `places` contributes to its
-    gradient. That is exact here: the other places are padding, to which nothing attends and whose
-    outputs are dropped.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, tokens: Tensor, sources: Tensor, places: Tensor, unselected: Tensor | None
-    ) -> Tensor:
-        ctx.places, ctx.unselected = places, unselected
-        return tokens.index_select(0, sources)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        tokens = gradient.index_select(0, ctx.places)
-        if ctx.unselected is not None:
-            tokens = tokens.index_fill_(0, ctx.unselected, 0)
-        return tokens, None, None, None
 
 
 def _lay_out(block: Block, tokens: Tensor, blocks: Sequence[Tensor] = ()) -> Tensor:
@@ -147,7 +131,7 @@ def _lay_out(block: Block, tokens: Tensor, blocks: Sequence[Tensor] = ()) -> Ten
     Given the tokens of all `blocks`, put the shared prefix before each segment.
     """
     if block.padding.numel():
-        tokens = _Select.apply(tokens, block.gather, block.scatter, None)
+        tokens = Select.apply(tokens, block.gather, block.scatter, None)
     padded = tokens.unflatten(0, (block.segments, block.length)).transpose(1, 2)
     if not blocks or not block.prefix:
         return padded
@@ -166,7 +150,7 @@ def _check_supported(
     unsupported = sorted(
         name
         for name, value in keywords.items()
-        if name not in HARMLESS
+        if name not in HARMLESS | FOR_MIXERS
         and value is not None
         and not (isinstance(value, int | float) and value == 0)  # False, or a dropout of 0.0
     )
@@ -206,6 +190,19 @@ AttentionMaskInterface.register(NAME, packed_mask)
 def backbone(model: PreTrainedModel) -> torch.nn.Module:
     """Return the model without its head. `base_model` does not find it in some models (Llama4)."""
     return model.model if model.base_model is model else model.base_model
+
+
+def keep_soft_cap(model: PreTrainedModel) -> None:
+    """Use eager attention where fused attention would ignore the model's soft cap of scores.
+
+    Before transformers 5.21, Gemma 2 loads with `sdpa`, which drops the cap without a word.
+    """
+    config: Any = model.config.get_text_config()
+    if (
+        getattr(config, "attn_logit_softcapping", None) is not None
+        and config._attn_implementation == "sdpa"
+    ):
+        model.set_attn_implementation("eager")
 
 
 @cache
@@ -428,6 +425,15 @@ class PackedTree:
     def varlen(self) -> Varlen:
         """Layout for `attend_varlen`, one call per layer."""
         return make_varlen(self.segments, self.device)
+
+    @cached_property
+    def recurrent(self) -> RecurrentTree:
+        """Layout for recurrent mixers."""
+        return RecurrentTree(self.segments, self.device)
+
+    def keywords(self, model: PreTrainedModel) -> dict[str, Any]:
+        """Return the keywords of a forward pass over this tree, inside `packing`."""
+        return {"blocks": self, "use_cache": False, **layout_keywords(model, self.recurrent)}
 
 
 @cache

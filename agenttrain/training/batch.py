@@ -345,11 +345,36 @@ class Block:
     """Padded positions without a token."""
 
 
-def make_blocks(segments: Sequence[Segment], device: torch.device) -> tuple[Block, ...]:
-    """Divide segments that are packed one after the other from position 0 into blocks.
+class PaddedRows(NamedTuple):
+    """Rows of tokens that follow each other, padded to the length L of the longest of N rows."""
 
-    Shapes: N segments of a block, L padded positions of each.
-    """
+    gather: Tensor
+    """[N x L] Index of the token at every padded position. Padding repeats the last token of its
+    row."""
+    scatter: Tensor
+    """[tokens] Padded position of each token."""
+    padding: Tensor
+    """Padded positions without a token."""
+
+
+def pad_rows(lengths: Sequence[int], device: torch.device) -> PaddedRows:
+    """Return the padded layout of rows of these lengths."""
+    # Made on the host: on a GPU `nonzero` would wait for all work that is queued there.
+    position_L = torch.arange(max(lengths))
+    lengths_N1 = torch.tensor(lengths)[:, None]
+    starts_N1 = lengths_N1.cumsum(0) - lengths_N1
+    is_token = (position_L < lengths_N1).flatten()
+    # `minimum`: padding repeats the last token of its row.
+    gather = (starts_N1 + torch.minimum(position_L, lengths_N1 - 1)).flatten()
+    return PaddedRows(
+        gather=gather.to(device, non_blocking=True),
+        scatter=is_token.nonzero()[:, 0].to(device, non_blocking=True),
+        padding=(~is_token).nonzero()[:, 0].to(device, non_blocking=True),
+    )
+
+
+def make_blocks(segments: Sequence[Segment], device: torch.device) -> tuple[Block, ...]:
+    """Divide segments that are packed one after the other from position 0 into blocks."""
     # Segments of one block, the longest first.
     runs: list[list[Segment]] = []
     for segment in segments:
@@ -368,13 +393,7 @@ def make_blocks(segments: Sequence[Segment], device: torch.device) -> tuple[Bloc
             index = bisect_right(blocks, part.start, key=lambda block: block.start) - 1
             start_in_block = part.start - blocks[index].start
             prefix.append(BlockSlice(index, start_in_block, start_in_block + part.length))
-        # Made on the host: on a GPU `nonzero` would wait for all work that is queued there.
-        position_L = torch.arange(longest.length)
-        lengths_N1 = torch.tensor([segment.length for segment in run])[:, None]
-        starts_N1 = torch.tensor([segment.start - start for segment in run])[:, None]
-        is_token = (position_L < lengths_N1).flatten()
-        # `minimum`: padding repeats the last token of its segment.
-        gather = (starts_N1 + torch.minimum(position_L, lengths_N1 - 1)).flatten()
+        padded = pad_rows([segment.length for segment in run], device)
         blocks.append(
             Block(
                 start=start,
@@ -382,9 +401,9 @@ def make_blocks(segments: Sequence[Segment], device: torch.device) -> tuple[Bloc
                 segments=len(run),
                 length=longest.length,
                 prefix=tuple(prefix),
-                gather=gather.to(device, non_blocking=True),
-                scatter=is_token.nonzero()[:, 0].to(device, non_blocking=True),
-                padding=(~is_token).nonzero()[:, 0].to(device, non_blocking=True),
+                gather=padded.gather,
+                scatter=padded.scatter,
+                padding=padded.padding,
             )
         )
     return tuple(blocks)

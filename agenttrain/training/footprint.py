@@ -138,6 +138,7 @@ class Saved:
         tree = PackedTree(one_after_the_other([tokens]), torch.device("cpu"))
         # Made before entering the mode: they depend on values, which fake tensors lack.
         assert tree.blocks
+        assert tree.recurrent.waves
         net = backbone(self._model)
         mode = FakeTensorMode()
         with mode:
@@ -160,7 +161,7 @@ class Saved:
 
         autocast = self._autocast
         cast = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
-        keywords = {"position_ids": positions, "blocks": tree, "use_cache": False}
+        keywords = {"position_ids": positions, **tree.keywords(self._model)}
         hooks = saved_tensors_hooks(save, lambda tensor: tensor)
         # Layers that are skipped because equal ones ran are counted in `skipped.saved_bytes`.
         repeated = equal_layers_run_twice(layers(self._model), lambda: saved_bytes)

@@ -41,8 +41,7 @@ def hidden_with_images(
         output = language(
             **embed(model, ids_T[None], images.pieces, features),
             position_ids=images.positions_3T[:, None],
-            blocks=PackedTree(segments, device, use_varlen=varlen),
-            use_cache=False,
+            **PackedTree(segments, device, use_varlen=varlen).keywords(model),
         )
         hidden_TH: Tensor = output.last_hidden_state[0]
         return hidden_TH

@@ -55,9 +55,19 @@ FAMILIES: dict[str, dict[str, object]] = {
     "Qwen3Moe": EXPERTS,
     "Llama": {},
     "Mistral": {"sliding_window": WINDOW},
+    "Ministral": HALF_WINDOWED,
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW},
     "Gemma2": {**HALF_WINDOWED, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0},
     "Gemma3": {**HALF_WINDOWED, "query_pre_attn_scalar": 8},
+    "Gemma4": {
+        **HALF_WINDOWED,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "global_head_dim": 8,
+        "vocab_size_per_layer_input": 64,
+        "hidden_size_per_layer_input": 8,
+        "num_kv_shared_layers": 2,  # the last two layers use keys of the first two
+    },
     "GptOss": {**HALF_WINDOWED, "num_local_experts": 4, "num_experts_per_tok": 2},
     "Phi3": {"sliding_window": WINDOW},
     "Phimoe": {"num_local_experts": 4, "sliding_window": WINDOW},
@@ -75,9 +85,9 @@ FAMILIES: dict[str, dict[str, object]] = {
 
 def tiny_family(name: str) -> PreTrainedModel:
     """A random model of the family, fp32, with weights large enough for attention to matter."""
-    base = {"Gemma3": "Gemma3Text"}.get(name, name.split("-")[0])
+    base = {"Gemma3": "Gemma3Text", "Gemma4": "Gemma4Text"}.get(name, name.split("-")[0])
     config = getattr(transformers, f"{base}Config")(**{**SMALL, **FAMILIES[name]})
-    head = {"Gemma3": "Gemma3"}.get(name, name.split("-")[0])
+    head = name.split("-")[0]
     torch.manual_seed(0)
     model = getattr(transformers, f"{head}ForCausalLM")(config).float().eval()
     with torch.no_grad():

@@ -11,6 +11,7 @@ import pytest
 import torch
 from process_runs import agenttrain
 from safetensors.torch import load_file
+from transformers import AutoTokenizer, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from agenttrain.cli import main
 from agenttrain.utils.model_path import model_folder
@@ -88,6 +89,49 @@ def test_a_finished_run_says_so_and_how_to_go_on(
     assert main(["sft", f"resume={whole}"]) == 0
     assert f"agenttrain sft resume={whole} steps=8" in capsys.readouterr().out
     assert "holds a run of `agenttrain sft`" in refusal(capsys, f"resume={whole}", "steps=8")
+
+
+@pytest.fixture
+def hybrid(tmp_path: Path) -> Path:
+    """A folder with a tiny random Qwen3.5 and the bundled agent's tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(model_folder("bundled:shop"))
+    config = Qwen3_5TextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=1024,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(0)
+    Qwen3_5ForCausalLM(config).save_pretrained(tmp_path / "hybrid")
+    tokenizer.save_pretrained(tmp_path / "hybrid")
+    return tmp_path / "hybrid"
+
+
+def test_a_model_with_recurrent_layers_is_trained_packed_and_resumed_to_the_bit(
+    hybrid: Path, tmp_path: Path
+) -> None:
+    """A warning would say that it is trained one rollout at a time; here warnings are errors."""
+    model = (f"model.path={hybrid}", "model.init=pretrained", "training.share_prefix=always")
+    folder = tmp_path / "trained"
+    sft(folder, *model, "steps=4", "checkpoint.every=2", "eval.questions=2")
+    assert metrics(folder)[-1]["loss"] < metrics(folder)[0]["loss"]
+    resumed = killed(folder, tmp_path)
+    assert main(["sft", f"resume={resumed}"]) == 0
+    assert metrics(resumed) == metrics(folder)
+    expected = weights(folder)
+    assert any("linear_attn.A_log" in name for name in expected)
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights(resumed).items())
 
 
 @pytest.mark.long

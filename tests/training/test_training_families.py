@@ -8,7 +8,12 @@ import transformers
 from packing_families import FAMILIES, SMALL, WINDOW, tiny_family
 from training_cases import one_microbatch, rollout, with_tool
 
-from agenttrain.training.attention import UnsupportedAttention, packed_mask, packing
+from agenttrain.training.attention import (
+    UnsupportedAttention,
+    keep_soft_cap,
+    packed_mask,
+    packing,
+)
 from agenttrain.training.batch import Segment, make_sequences, one_after_the_other
 from agenttrain.training.config import SharePrefix
 from agenttrain.training.logprobs import (
@@ -55,6 +60,7 @@ def run(hidden, model: torch.nn.Module, ids: torch.Tensor):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_packed_is_separate(name: str) -> None:
     model = tiny_family(name)
+    keep_soft_cap(model)
     ids = torch.randint(3, 64, (112,), generator=torch.Generator().manual_seed(1))
     assert why_not_packed(model) is None
     check_head(model)
@@ -66,6 +72,16 @@ def test_packed_is_separate(name: str) -> None:
     for parameter, gradient in expected.items():
         gap = (found[parameter] - gradient).abs().max()
         assert gap <= 1e-5 * gradient.abs().max() + 1e-7, parameter
+
+
+def test_a_soft_cap_is_not_left_to_attention_that_ignores_it() -> None:
+    model = tiny_family("Gemma2")
+    model.config._attn_implementation = "sdpa"  # as transformers before 5.21 loads it
+    Scorer(model, temperature=1.0, logits_budget_mb=1)
+    assert model.config._attn_implementation == "eager"
+    other = tiny_family("Gemma3")  # has no cap
+    Scorer(other, temperature=1.0, logits_budget_mb=1)
+    assert other.config._attn_implementation == "sdpa"
 
 
 def test_weights_that_are_no_numbers_are_named_as_such() -> None:
@@ -102,10 +118,10 @@ def test_logprobs_are_of_the_logits_that_the_model_itself_makes(name: str) -> No
     for setting in own.keys() & vars(model.config).keys():
         setattr(model.config, setting, own[setting])
         setattr(model, setting, own[setting])
+    scorer = Scorer(model, temperature=0.7, logits_budget_mb=1)
     one = with_tool()
     logits = model(torch.tensor(one.trajectories[0].token_ids)[None]).logits[0] / 0.7
     expected = logits.log_softmax(-1)[[3, 4, 5, 13, 14], [20, 21, 2, 22, 2]]
-    scorer = Scorer(model, temperature=0.7, logits_budget_mb=1)
     with scorer.ready():
         logprobs, _ = scorer(one_microbatch(one))
     assert torch.allclose(logprobs, expected, atol=1e-5)
@@ -118,49 +134,25 @@ def test_logprobs_are_of_the_logits_that_the_model_itself_makes(name: str) -> No
     }[name]
 
 
-UNPACKABLE = {
-    # state along the sequence
-    "Qwen3Next": {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "shared_expert_intermediate_size": 16,
-        "layer_types": ["linear_attention", "full_attention"],
-    },
-    # a mask of chunks, which its attention is not told of
-    "Llama4Text": {
-        "attention_chunk_size": 8,
-        "num_local_experts": 2,
-        "intermediate_size_mlp": 48,
-        "layer_types": ["chunked_attention", "full_attention"],
-    },
-    # short convolutions: three tokens, less than bfloat16 rounds
-    "Lfm2": {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3},
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"), [("Qwen3Next", "hidden states differ"), ("Llama4Text", "local mask")]
-)
-def test_models_that_cannot_be_packed_are_found(name: str, reason: str) -> None:
-    config = getattr(transformers, f"{name}Config")(**{**SMALL, **UNPACKABLE[name]})
+def test_a_mask_of_chunks_is_refused() -> None:
+    """Attention is not told of the chunks of Llama 4."""
+    config = transformers.Llama4TextConfig(
+        **{
+            **SMALL,
+            "attention_chunk_size": 8,
+            "num_local_experts": 2,
+            "intermediate_size_mlp": 48,
+            "layer_types": ["chunked_attention", "full_attention"],
+        }
+    )
     torch.manual_seed(0)
-    model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config).eval()
-    assert reason in (why_not_packed(model) or "")
+    model = transformers.Llama4ForCausalLM(config).eval()
+    assert "local mask" in (why_not_packed(model) or "")
 
 
-@pytest.mark.parametrize("name", ["Qwen3Next", "Lfm2"])
-def test_models_that_cannot_be_packed_are_found_in_bfloat16(name: str) -> None:
-    config = getattr(transformers, f"{name}Config")(**{**SMALL, **UNPACKABLE[name]})
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).bfloat16().eval()
-    assert why_not_packed(model) is not None
-    # A model whose layers mix nothing is still packed.
-    assert why_not_packed(tiny_family("Qwen3Moe").bfloat16()) is None
+@pytest.mark.parametrize("name", ["Qwen3Moe", "Gemma3", "GptOss"])
+def test_families_are_packed_in_bfloat16(name: str) -> None:
+    assert why_not_packed(tiny_family(name).bfloat16()) is None
 
 
 LONG_ROPE = {

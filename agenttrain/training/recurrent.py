@@ -1,0 +1,317 @@
+"""Recurrent mixers over packed trees of segments: nothing passes from one rollout to another.
+
+A convolution of K taps runs once over an extended row, in which the K-1 tokens before each segment
+in its own sequences (or zeros) stand before it. The example of `agenttrain.training.batch` with
+K = 3, where ``.`` is a zero and small letters are copies::
+
+    segments   A A A A A | P P P | Q Q | S | T T | U
+    extended   . . A A A A A | . . P P P | p p Q Q | p p S | q q T T | q q U
+
+A scan runs in waves: segments of one depth and similar length are the rows of one call, padded with
+zeros, which leave a state exactly as it is. They start from the states in which their parents
+ended. Above, with lengths too different to share a call::
+
+    wave 0     P, then A               wave 1     Q, then S              wave 2     T, then U
+
+Shapes: T packed tokens, C channels, K taps, U columns of the extended row, B segments of a wave, L
+tokens of its longest.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
+
+from agenttrain.engines.mixers import Convolution, Scan, is_kernel, reference
+from agenttrain.training.batch import PaddedRows, Segment, pad_rows
+from agenttrain.training.selection import Select
+
+SHORTEST = 0.5
+"""Least length of a segment relative to the longest of its wave."""
+CPU_WAVE = 1024
+"""Most padded tokens of a wave on a CPU, where larger calls leave its caches: 8 rollouts of 400
+tokens, nothing shared, take 7.1 CPU seconds so, and 8.1 to 9.3 in waves of any size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wave:
+    """Segments that are scanned in one call."""
+
+    segments: tuple[Segment, ...]
+    length: int
+    """Tokens of the longest segment."""
+    rows: PaddedRows
+    parents: tuple[int, ...]
+    """Index of each segment's first state among the last states of all waves so far. Empty: the
+    segments start from zeros."""
+    keeps: bool
+    """True if segments of later waves start from the last states of these."""
+
+
+class RecurrentTree:
+    """Layout of packed segments as recurrent mixers need it (a `MixerLayout`)."""
+
+    def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
+        self.segments, self.device = tuple(segments), device
+        self._halos: dict[int, Halo] = {}
+
+    @cached_property
+    def waves(self) -> tuple[Wave, ...]:
+        """Waves in the order in which they are scanned, parents before their children."""
+        most = CPU_WAVE if self.device.type == "cpu" else None
+        return make_waves(self.segments, most, self.device)
+
+    @cached_property
+    def _order(self) -> tuple[Tensor, Tensor] | None:
+        """[T] Packed position of every token in the order of waves, and the inverse.
+
+        None if both orders are the same.
+        """
+        in_waves = [segment for wave in self.waves for segment in wave.segments]
+        if in_waves == list(self.segments):
+            return None
+        order = torch.cat([torch.arange(segment.start, segment.end) for segment in in_waves])
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(len(order))
+        return order.to(self.device), inverse.to(self.device)
+
+    # Left out of torch.compile: the layout changes with the microbatch.
+    @torch.compiler.disable
+    def convolve(self, convolution: Convolution) -> Tensor:
+        """Return the convolved states of the packed row, [1, C, T]."""
+        _record(convolution)
+        taps = convolution.weight.shape[-1]
+        if taps not in self._halos:
+            self._halos[taps] = make_halo(self.segments, taps, self.device)
+        halo = self._halos[taps]
+        rows_TC = convolution.states[0].transpose(0, 1)
+        extended_UC = _Extend.apply(rows_TC, halo)
+        convolved_UC = convolution(extended_UC.transpose(0, 1)[None])[0].transpose(0, 1)
+        own_TC = Select.apply(convolved_UC, halo.own_T, halo.token_U, halo.other)
+        return own_TC.transpose(0, 1)[None]
+
+    @torch.compiler.disable
+    def scan(self, scan: Scan) -> tuple[Tensor, None]:
+        """Return the output of the packed row, [1, T, …]. Raises ValueError for a cache."""
+        if scan.state is not None or scan.keeps:
+            raise ValueError("a packed tree starts its sequences: it takes no cache")
+        _record(scan)
+        call: Any = scan
+        if torch.is_grad_enabled() and not is_kernel(scan.function):
+            # transformers' torch code keeps about ten times its inputs for the backward pass.
+            call = partial(checkpoint, scan, use_reentrant=False, preserve_rng_state=False)
+        order = self._order
+        sizes = [wave.rows.scatter.numel() for wave in self.waves]
+        inputs = []
+        for tensor in scan.inputs:
+            tokens = tensor[0] if order is None else Select.apply(tensor[0], *order, None)
+            inputs.append(tokens.split(sizes))
+        states: list[Tensor] = []
+        outputs: list[Tensor] = []
+        for wave, *tokens in zip(self.waves, *inputs, strict=True):
+            first = (
+                torch.stack([states[parent] for parent in wave.parents]) if wave.parents else None
+            )
+            output, last = call([_pad(wave, tensor) for tensor in tokens], first, wave.keeps)
+            if wave.keeps:
+                states += last.unbind()
+            outputs.append(_unpad(wave, output.flatten(0, 1)))
+        packed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        if order is not None:
+            packed = Select.apply(packed, *reversed(order), None)
+        return packed[None], None
+
+
+def _pad(wave: Wave, tokens: Tensor) -> Tensor:
+    """Lay out a wave's tokens [tokens, …] as rows [B, L, …], with zeros behind them."""
+    rows = wave.rows
+    if rows.padding.numel():
+        tokens = Select.apply(tokens, rows.gather, rows.scatter, None, rows.padding)
+    return tokens.unflatten(0, (len(wave.segments), wave.length))
+
+
+def _unpad(wave: Wave, padded: Tensor) -> Tensor:
+    """Return the tokens of a wave's padded positions [B x L, …]."""
+    rows = wave.rows
+    if not rows.padding.numel():
+        return padded
+    return Select.apply(padded, rows.scatter, rows.gather, rows.padding)
+
+
+def make_waves(
+    segments: Sequence[Segment], most: int | None, device: torch.device
+) -> tuple[Wave, ...]:
+    """Divide segments into waves of at most `most` padded tokens. None: of any size."""
+    parents = {segment.parent for segment in segments}
+    levels: dict[int, list[Segment]] = defaultdict(list)
+    for segment in segments:
+        levels[len(segment.prefix)].append(segment)
+    runs: list[list[Segment]] = []
+    for _, level in sorted(levels.items()):
+        runs.append([])
+        # Segments with children first: only their calls have to return a state.
+        for segment in sorted(level, key=lambda s: (s not in parents, -s.length)):
+            run = runs[-1]
+            if run:
+                longest, is_last = run[0].length, (run[0] in parents) == (segment in parents)
+                fits = most is None or (len(run) + 1) * longest <= most
+                if not (is_last and fits and segment.length >= SHORTEST * longest):
+                    runs.append([])
+            runs[-1].append(segment)
+    waves: list[Wave] = []
+    state_of: dict[Segment | None, int] = {}
+    for run in runs:
+        keeps = run[0] in parents
+        waves.append(
+            Wave(
+                segments=tuple(run),
+                length=run[0].length,
+                rows=pad_rows([segment.length for segment in run], device),
+                parents=tuple(state_of[segment.parent] for segment in run if segment.parent),
+                keeps=keeps,
+            )
+        )
+        if keeps:
+            state_of |= {segment: len(state_of) + row for row, segment in enumerate(run)}
+    return tuple(waves)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Halo:
+    """Columns of an extended row, in which each segment follows the last tokens of its prefix."""
+
+    token_U: Tensor
+    """Packed position of every column's token; any where the column is blank."""
+    own_T: Tensor
+    """Column of each token's own."""
+    blank: Tensor
+    """Columns of zeros, before segments with a shorter prefix."""
+    copied: Tensor
+    """[copies] Columns that are copies of a token before the segment."""
+    other: Tensor
+    """Columns that are blank or copies."""
+    sources: Tensor
+    """[sources] Packed positions that are copied, each once."""
+    copies: Tensor
+    """[sources, most copies of one] Their copies, as indices in `copied`; its length where there
+    are fewer."""
+
+
+def make_halo(segments: Sequence[Segment], taps: int, device: torch.device) -> Halo:
+    """Return the extended row of segments for a convolution of that many taps."""
+    tokens: list[int] = []
+    blank: list[int] = []
+    own: list[int] = []
+    copied: list[int] = []
+    copies: dict[int, list[int]] = defaultdict(list)
+    for segment in segments:
+        before: list[int] = []
+        part = segment.parent
+        while part is not None and (missing := taps - 1 - len(before)):
+            before = [*range(max(part.start, part.end - missing), part.end), *before]
+            part = part.parent
+        missing = taps - 1 - len(before)
+        blank += range(len(tokens), len(tokens) + missing)
+        tokens += [0] * missing
+        for token in before:
+            copies[token].append(len(copied))
+            copied.append(len(tokens))
+            tokens.append(token)
+        own += range(len(tokens), len(tokens) + segment.length)
+        tokens += range(segment.start, segment.end)
+    most = max(map(len, copies.values()), default=0)
+    table = [[*indices, *[len(copied)] * (most - len(indices))] for indices in copies.values()]
+
+    def on_device(values: Sequence[Any]) -> Tensor:
+        return torch.tensor(values, dtype=torch.long).to(device, non_blocking=True)
+
+    return Halo(
+        token_U=on_device(tokens),
+        own_T=on_device(own),
+        blank=on_device(blank),
+        copied=on_device(copied),
+        other=on_device([*blank, *copied]),
+        sources=on_device(list(copies)),
+        copies=on_device(table).reshape(len(copies), most),
+    )
+
+
+class _Extend(torch.autograd.Function):
+    """Lay out tokens [T, C] as the columns of an extended row, [U, C].
+
+    The gradient of a token is that of its own column, plus a sum over its copies in a fixed order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows_TC: Tensor, halo: Halo) -> Tensor:
+        ctx.halo = halo
+        return rows_TC.index_select(0, halo.token_U).index_fill_(0, halo.blank, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_UC: Tensor) -> tuple[Tensor, None]:
+        halo: Halo = ctx.halo
+        rows_TC = gradient_UC.index_select(0, halo.own_T)
+        if halo.copied.numel():
+            copies = pad(gradient_UC.index_select(0, halo.copied), (0, 0, 0, 1))
+            by_source = copies.index_select(0, halo.copies.flatten()).unflatten(
+                0, halo.copies.shape
+            )
+            # No position occurs twice, so that the order of additions is fixed.
+            rows_TC.index_add_(0, halo.sources, by_source.sum(1))
+        return rows_TC, None
+
+
+MixerCall = Convolution | Scan
+_calls: dict[str, MixerCall] | None = None
+"""First call of each function in the block of `recorded_calls`. None outside one."""
+
+
+def _record(call: MixerCall) -> None:
+    """Keep a function's first call inside `recorded_calls`."""
+    if _calls is not None:
+        _calls.setdefault(reference(call.function).__name__, call.detached())
+
+
+@contextmanager
+def recorded_calls() -> Iterator[dict[str, MixerCall]]:
+    """Record the first call of each mixer's function in the block, by its name."""
+    global _calls
+    outer, _calls = _calls, {}
+    try:
+        yield _calls
+    finally:
+        _calls = outer
+
+
+@torch.enable_grad()
+def kernel_gap(call: MixerCall) -> float | None:
+    """Return how much a kernel's output and gradients differ from transformers' own code.
+
+    The largest relative difference (`relative_gap`). None: the function is no package's kernel.
+    """
+    if not is_kernel(call.function):
+        return None
+    results = []
+    for function in (call.function, reference(call.function)):
+        tensors, output = call.detached().run(function)
+        weights = torch.linspace(-1, 1, output.numel(), device=output.device).view_as(output)
+        slopes = torch.autograd.grad((output * weights).sum(), tensors)
+        results.append((output.detach(), *slopes))
+    return max(relative_gap(*pair) for pair in zip(*results, strict=True))
+
+
+def relative_gap(tensor: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference over that of `expected`, or 0 if both are zero."""
+    difference, size = (tensor.float() - expected.float()).norm(), expected.float().norm()
+    return (difference / size).item() if difference else 0.0
