@@ -21,7 +21,7 @@ from agenttrain.chat.chat import Chat
 from agenttrain.chat.wire.fields import MAX_QUOTED, quote
 from agenttrain.chat.wire.http import read, request_error
 from agenttrain.chat.wire.issued_turns import Match, in_call_order, tools_digest
-from agenttrain.chat.wire.normal import Answer, Question, issue
+from agenttrain.chat.wire.normal import Answer, AnswerHead, Question, issue
 from agenttrain.chat.wire.openai import RequestError
 from agenttrain.engines.base import Engine, EngineDead, EngineError
 from agenttrain.rollout.config import RolloutConfig, RolloutRequest
@@ -135,6 +135,10 @@ class EndpointRollout:
     def max_context(self) -> int:
         """Most tokens of one trajectory."""
         return self.policy.engine.max_context
+
+    def find_issued(self, key: str) -> Message | None:
+        """Return the answer that was issued with a handle or the id of a call, or None."""
+        return self.trained.issued.find_message(key) or self.untrained.issued.find_message(key)
 
     async def answer(self, question: Question, *, text_arguments: bool = True) -> Answer:
         """Sample the answer to a request. Raises RequestError.
@@ -309,6 +313,8 @@ class EndpointRollout:
             budget = self._budget(transcript, plan, question.max_tokens)
             if planned.match.ambiguous:
                 self.counts["agent/ambiguous"] += 1
+            if question.left_out:
+                self.counts["agent/hosted_tools"] += question.left_out
             if plan.restart is not None:
                 self.counts[f"agent/restarts/{plan.restart}"] += 1
                 self.policy.on_restart(plan.restart, self.request.rollout_id, plan.difference)
@@ -353,7 +359,8 @@ class EndpointRollout:
         if self.policy.parsed is not None:
             self.policy.parsed(trajectory, completion.token_ids, message, turn=index, after=role)
         trajectory.messages.append(message)
-        client_message, call_ids = issue(turn, text_arguments=text_arguments)
+        head = AnswerHead(model=question.model or "policy")
+        client_message, call_ids = issue(turn, text_arguments=text_arguments, handle=head.id)
         planned.transcript.issued.add(
             AgentTurn(
                 trajectory=trajectory.index,
@@ -373,11 +380,14 @@ class EndpointRollout:
             self.end(StopReason.aborted, "the engine aborted the request")
             raise RequestError("the engine aborted the request", status=500)
         return Answer(
+            model=head.model,
+            id=head.id,
+            created=head.created,
             message=client_message,
             finish=completion.finish,
             prompt_tokens=len(planned.plan.ids),
             sampled_tokens=len(completion.token_ids),
-            model=question.model or "policy",
+            namespaces=question.namespaces,
         )
 
     def _budget(self, transcript: Transcript, plan: Plan, max_tokens: int | None) -> int:

@@ -319,6 +319,7 @@ class Agents:
             config = uvicorn.Config(
                 self._app,
                 http=EndpointProtocol,
+                ws="none",
                 log_level="warning",
                 access_log=False,
                 lifespan="off",

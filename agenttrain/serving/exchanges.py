@@ -124,6 +124,10 @@ class Conversations:
             sessions.append(self._forget(self._issued.turns[0]))
         return [session for session in sessions if session is not None]
 
+    def find_issued(self, key: str) -> Message | None:
+        """Return the answer that was issued with a handle or the id of a call, or None."""
+        return self._issued.find_message(key)
+
     def _forget(self, turn: ServedTurn) -> str | None:
         """Forget a turn, and return its session."""
         self._issued.forget(turn)

@@ -13,8 +13,9 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from agenttrain.chat.grammar import AnswerForm
+from agenttrain.chat.wire.events import event_text
 from agenttrain.chat.wire.fields import ANTHROPIC, SHAPE, field_problem, quote, unfollowed
-from agenttrain.chat.wire.normal import HANDLE, Answer, Question, call_message
+from agenttrain.chat.wire.normal import HANDLE, Answer, AnswerHead, Question, call_message
 from agenttrain.chat.wire.openai import RequestError, check_form, validated
 from agenttrain.types import Finish, Message
 
@@ -248,6 +249,26 @@ def message_body(answer: Answer) -> dict[str, Any]:
             "output_tokens": answer.sampled_tokens,
         },
     }
+
+
+class MessageWriter:
+    """Writes an answer as the events of a message, once it is complete."""
+
+    def __init__(self, head: AnswerHead, include_usage: bool) -> None:
+        """`include_usage` has no effect: a message always ends with its usage."""
+
+    def begin(self) -> Iterator[str]:
+        """Yield nothing: the first event has the number of tokens of the prompt."""
+        yield from ()
+
+    def add(self, delta: Mapping[str, str]) -> Iterator[str]:
+        """Yield nothing: `end` yields all of the text."""
+        yield from ()
+
+    def end(self, answer: Answer) -> Iterator[str]:
+        """Yield the message."""
+        for name, data in message_events(answer):
+            yield event_text({"type": name, **data}, name)
 
 
 def message_events(answer: Answer) -> Iterator[tuple[str, dict[str, Any]]]:

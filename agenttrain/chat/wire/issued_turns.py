@@ -48,6 +48,11 @@ class IssuedTurn:
         return self.conversation[-1]
 
     @property
+    def keys(self) -> list[str]:
+        """Its handle and the ids of its calls, which no other turn has."""
+        return [key for key in (self.message[HANDLE], *self.call_ids) if key]
+
+    @property
     def digest(self) -> bytes:
         """Digest of the conversation."""
         return _extend(self.request_digest, self.message)
@@ -107,19 +112,33 @@ class IssuedTurns(Generic[T]):
     """All of them, the oldest first."""
     _by_digest: dict[bytes, list[T]] = field(default_factory=dict)
     """Digest of a conversation -> the turns that end it, the oldest first."""
+    _by_key: dict[str, T] = field(default_factory=dict)
+    """Handle of a turn, or id of one of its calls -> the turn."""
 
     def add(self, turn: T) -> None:
         """Remember an issued turn."""
         self.turns.append(turn)
+        self._by_key.update(dict.fromkeys(turn.keys, turn))
         self._by_digest.setdefault(turn.digest, []).append(turn)
 
     def forget(self, turn: T) -> None:
         """Remove a turn, which no request continues from now on."""
         self.turns.remove(turn)
+        for key in turn.keys:
+            del self._by_key[key]
         turns = self._by_digest[turn.digest]
         turns.remove(turn)
         if not turns:
             del self._by_digest[turn.digest]
+
+    def with_key(self, key: str) -> T | None:
+        """Return the turn with a handle or the id of a call, or None."""
+        return self._by_key.get(key)
+
+    def find_message(self, key: str) -> Message | None:
+        """Return the answer as it was issued with a handle or the id of a call, or None."""
+        turn = self._by_key.get(key)
+        return None if turn is None else turn.message
 
     def twins(self, turn: T) -> list[T]:
         """Return the turns with the conversation, reasoning and tools of `turn`, and itself."""
