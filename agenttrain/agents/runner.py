@@ -24,7 +24,7 @@ import uvicorn
 
 from agenttrain.agents.app import ON_RESET, OpenRollout, build_app
 from agenttrain.agents.attempt import EndpointRollout, ServedPolicy
-from agenttrain.agents.config import AgentConfig, OnFailure, Sandbox, Served
+from agenttrain.agents.config import AgentConfig, OnFailure, OnForm, Sandbox, Served
 from agenttrain.agents.output import DividedOutput
 from agenttrain.agents.processes import CommandAgent, environment_of
 from agenttrain.agents.restarts import Restart
@@ -43,7 +43,7 @@ from agenttrain.engines.registry import names_with
 from agenttrain.rewards.function import copy_task
 from agenttrain.rollout.config import RolloutConfig, RolloutRequest
 from agenttrain.tools.arguments import ArgumentSchema
-from agenttrain.types import Finish, Rollout, StopReason
+from agenttrain.types import Rollout, StopReason
 from agenttrain.utils.locate import locate
 from agenttrain.utils.redaction import hide_secrets
 from agenttrain.utils.temporary import TemporaryFolder
@@ -292,21 +292,32 @@ class Agents:
                 rollout.error = f"{text}, and {failure}"
         elif attempt.refused is not None and (failure is not None or end is None):
             rollout.stop_reason, text = attempt.refused
-            rollout.error = text if rollout.stop_reason is StopReason.error else None
+            is_error = rollout.stop_reason is StopReason.error or not rollout.turns
+            rollout.error = text if is_error else None
         elif failure is not None:
             rollout.stop_reason, rollout.error = StopReason.error, failure
         elif not rollout.turns:
-            is_external = isinstance(self._agent, ExternalAgent)
-            hint = "" if is_external else "; the run's agents/ has its output"
             rollout.stop_reason = StopReason.error
-            rollout.error = f"the agent ended without a turn{hint}"
+            rollout.error = self._no_turn(attempt)
         else:
-            turns = attempt.trained.issued.turns
-            is_cut = turns[-1].finish is Finish.length
-            rollout.stop_reason = StopReason.max_tokens if is_cut else StopReason.completed
+            rollout.stop_reason = StopReason.max_tokens if attempt.is_cut else StopReason.completed
         gives_zero = self.settings.on_failure is OnFailure.zero and rollout.turns > 0
         if gives_zero and rollout.stop_reason is StopReason.error and end is None:
             rollout.stop_reason = StopReason.agent_failed
+
+    def _no_turn(self, attempt: EndpointRollout) -> str:
+        """Return why a rollout whose agent has ended by itself has nothing to train."""
+        names = attempt.untrained.models
+        if names:
+            asked = ", ".join(map(str, dict.fromkeys(names)))
+            count = attempt.counts["agent/requests"]
+            return (
+                f"the agent ended without a turn to train: {count} requests, all for models that "
+                f"are frozen: {asked}; set agent.models={{{names[0]}: policy}}"
+            )
+        is_external = isinstance(self._agent, ExternalAgent)
+        hint = "" if is_external else "; the run's agents/ has its output"
+        return f"the agent ended without a turn{hint}"
 
     async def _start_endpoint(self) -> None:
         """Start the endpoint, if it is not running."""
@@ -356,7 +367,7 @@ class Agents:
         schemas, form = question.schemas, question.form
         if not schemas and form == ANY_FORM:
             return None
-        if form != ANY_FORM and not structured:
+        if form != ANY_FORM and not structured and self.settings.on_form is OnForm.refuse:
             return no_grammar_error(form)
         key = json.dumps([schemas, form.schema, structured])
         if key not in self._checked:
@@ -393,7 +404,8 @@ def no_grammar_error(form: AnswerForm) -> RequestError:
     if form.call:
         param, field, demand = "tool_choice", "tool_choice", "a call"
     return RequestError(
-        f"{field}: demands {demand}, which needs a grammar; leave it out, or set "
+        f"{field}: demands {demand}, which needs a grammar; leave it out, set agent.on_form=ask, "
+        "which answers without forcing it and counts that, or set "
         f"{names_with(grammars=True)} and rollout.structured_calls=true, and "
         "algorithm.correction.level=token, which weighs what the grammar rules out",
         param=param,

@@ -38,12 +38,6 @@ class Answering:
     sampled: list[int] = field(default_factory=list)
     """Tokens so far, where the engine reports them."""
 
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """Texts that end the answer."""
-        texts: tuple[str, ...] = self.question.sampling.get("stop", ())
-        return texts
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
@@ -87,7 +81,7 @@ class ChatServer:
         tools. With tools, only the complete text shows which part of it is a call.
         """
         reports_tokens = isinstance(self.engine, Streaming)
-        is_live = reports_tokens and not answering.question.schemas and not answering.stops
+        is_live = reports_tokens and not answering.question.schemas and not answering.question.stops
         sent_text = {"content": "", "reasoning_content": ""}
         sampling = asyncio.create_task(self._sample(answering))
         try:
@@ -158,7 +152,7 @@ class ChatServer:
 
         If the engine reports tokens, the sampling itself ends at the stop text.
         """
-        session, stops = answering.prompt.session, answering.stops
+        session, stops = answering.prompt.session, answering.question.stops
         scan = StopScan(self.chat.text_of, stops)
         generating = asyncio.ensure_future(
             self.engine.generate(answering.prompt.token_ids, answering.sampling, session=session)
@@ -211,7 +205,7 @@ class ChatServer:
         message, call_ids = issue(sampled.turn, text_arguments=False, handle=answering.head.id)
         for key in ("content", "reasoning_content"):
             if text := message.get(key):  # a stop text may only appear once the parts are joined
-                message[key] = before_stop(text, answering.stops)
+                message[key] = before_stop(text, answering.question.stops)
         sessions = [prompt.session]
         if sampled.finish is not Finish.abort:  # nothing can continue an aborted answer
             sessions = self.conversations.record(

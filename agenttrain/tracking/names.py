@@ -81,9 +81,20 @@ _PATTERNS: Mapping[str, tuple[tuple[str, str], ...]] = {
     ),
     "Outside agents": (
         ("agent/requests", "Requests that agents sent."),
-        ("agent/merged_share", "Share of turns after the first that continue a trajectory."),
+        (
+            "agent/merged_share",
+            "Share of turns after the first of each conversation that continue a trajectory.",
+        ),
+        (
+            "agent/untrained_share",
+            "Share of sampled tokens in conversations that are not trained: side calls and models "
+            "that are frozen.",
+        ),
         ("agent/ambiguous", "Requests that matched several turns; the newest was taken."),
         ("agent/overridden", "Requests with fields that were replaced by the run's."),
+        ("agent/unforced_forms", "Requests for a call or JSON that no grammar forced."),
+        ("agent/respelled_calls", "Calls that came back otherwise than they were issued."),
+        ("agent/hosted_tools", "Tools of requests that the model was not shown."),
         ("agent/restarts/system", "Trajectories begun because a system message changed."),
         ("agent/restarts/tools", "Trajectories begun because tools or tool texts changed."),
         ("agent/restarts/edited", "Trajectories begun because other messages changed."),

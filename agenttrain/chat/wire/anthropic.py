@@ -61,8 +61,6 @@ def read_question(data: Mapping[str, Any]) -> Question:
             )
     sampling |= {name: data[name] for name in SAMPLING if data.get(name) is not None}
     sampling |= _context_edits(request.context_management)
-    if request.stop_sequences:
-        sampling["stop_sequences"] = request.stop_sequences
     form, one_call = _form(request)
     if one_call:
         sampling["tool_choice.disable_parallel_tool_use"] = True
@@ -72,10 +70,12 @@ def read_question(data: Mapping[str, Any]) -> Question:
     tool_names: dict[str, str] = {}  # by the id of the call
     for index, message in enumerate(request.messages):
         where = f"messages[{index}]"
-        if message.get("role") not in ("user", "assistant"):
-            raise RequestError(f"{where}: needs the role user or assistant", param=where)
+        if message.get("role") not in ("user", "assistant", "system"):
+            raise RequestError(f"{where}: needs the role user, assistant or system", param=where)
         blocks = _blocks(message.get("content"), where)
-        if message["role"] == "assistant":
+        if message["role"] == "system":
+            messages.append({"role": "system", "content": _text(blocks, where)})
+        elif message["role"] == "assistant":
             messages.append(_assistant(blocks, where, tool_names))
         else:
             messages += _user(blocks, where, tool_names)
@@ -96,6 +96,7 @@ def read_question(data: Mapping[str, Any]) -> Question:
         model=request.model,
         max_tokens=request.max_tokens,
         sampling=sampling,
+        stops=tuple(text for text in request.stop_sequences or () if text),
         stream=request.stream,
     )
 

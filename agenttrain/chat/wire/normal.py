@@ -38,8 +38,10 @@ class Question:
     model: str | None = None
     max_tokens: int | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """Sampling parameters, texts that end the answer, and fields that `unfollowed` returns, under
-    their names in the request."""
+    """Sampling parameters, and fields that `unfollowed` returns, under their names in the
+    request."""
+    stops: tuple[str, ...] = ()
+    """Texts that end the answer, which does not hold them."""
     form: AnswerForm = ANY_FORM
     """The form that the request demands of the answer: calls or JSON."""
     stream: bool = False

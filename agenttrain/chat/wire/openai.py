@@ -66,17 +66,22 @@ def _not_too_cold(value: float) -> float:
 Temperature = Annotated[float, AfterValidator(_not_too_cold)]
 
 
-class ChatRequest(BaseModel):
+class SampledFrom(BaseModel):
+    """The fields that change the distribution sampled from."""
+
+    temperature: Temperature | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, le=GREATEST_TOP_K)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+
+
+class ChatRequest(SampledFrom):
     """The supported fields of a request."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     model: str | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
-    temperature: Temperature | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1, le=GREATEST_TOP_K)
-    min_p: float | None = Field(default=None, ge=0, le=1)
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     seed: int | None = None
@@ -183,8 +188,6 @@ def _question(
     request: ChatRequest, messages: list[Message], form: AnswerForm, sampling: dict[str, Any]
 ) -> Question:
     """Return a request with its messages, which were read, as a Question."""
-    if request.stops:
-        sampling["stop"] = request.stops
     return Question(
         messages=messages,
         schemas=request.schemas,
@@ -192,6 +195,7 @@ def _question(
         model=request.model,
         max_tokens=request.max_completion_tokens or request.max_tokens,
         sampling=sampling,
+        stops=request.stops,
         stream=request.stream,
         include_usage=bool((request.stream_options or {}).get("include_usage")),
         return_token_ids=request.return_token_ids,

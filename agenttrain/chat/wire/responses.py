@@ -31,7 +31,7 @@ from agenttrain.chat.wire.normal import (
 )
 from agenttrain.chat.wire.openai import (
     RequestError,
-    Temperature,
+    SampledFrom,
     argument_text,
     check_form,
     demanded_schema,
@@ -64,13 +64,6 @@ class ResponsesRequest(BaseModel):
     text: dict[str, Any] | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
     stream: bool = False
-
-
-class ServedSampling(BaseModel):
-    """The sampling parameters that `serve` follows."""
-
-    temperature: Temperature | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
 
 
 def read_question(
@@ -124,7 +117,7 @@ def read_served(
         raise not_forced("tool_choice", data["tool_choice"])
     if question.form != ANY_FORM:
         raise _refused("text.format", (data.get("text") or {}).get("format"))
-    validated(ServedSampling, question.sampling)
+    validated(SampledFrom, question.sampling)
     return question
 
 
