@@ -24,6 +24,7 @@ import uvicorn
 
 from agenttrain.agents.app import ON_RESET, OpenRollout, build_app
 from agenttrain.agents.attempt import EndpointRollout, ServedPolicy
+from agenttrain.agents.certified import CertifiedTools
 from agenttrain.agents.config import AgentConfig, OnFailure, OnForm, Sandbox, Served
 from agenttrain.agents.output import DividedOutput
 from agenttrain.agents.processes import CommandAgent, environment_of
@@ -32,7 +33,6 @@ from agenttrain.agents.sandbox import check_sandbox, sandbox_command
 from agenttrain.agents.task import AgentFailed, AgentTask, agent_reward
 from agenttrain.agents.transport import EndpointTransport
 from agenttrain.agents.workers import WorkerAgent
-from agenttrain.chat.certificate import certify
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.grammar import ANY_FORM, AnswerForm, grammar_problem
 from agenttrain.chat.wire.http import BoundedHead
@@ -164,6 +164,7 @@ class Agents:
         self._app = build_app(self._open.get)
         self._checked: OrderedDict[str, tuple[str, str] | None] = OrderedDict()
         """Tools and output format, as JSON -> the parameter at fault and the problem, or None."""
+        self._certified = CertifiedTools(chat)
         self._warned_of: set[Restart] = set()
         self._folder: TemporaryFolder | None = None
         """Folder of the socket by which sandboxes reach the endpoint."""
@@ -373,7 +374,9 @@ class Agents:
         if key not in self._checked:
             async with self._certifying:
                 if key not in self._checked:  # another request may have done it meanwhile
-                    problem = await asyncio.to_thread(form_problem, self.chat, question, structured)
+                    problem = await asyncio.to_thread(
+                        form_problem, self._certified, question, structured
+                    )
                     self._checked[key] = problem
         # The least recently used results are dropped: an agent may invent tools for each request.
         self._checked.move_to_end(key)
@@ -413,12 +416,15 @@ def no_grammar_error(form: AnswerForm) -> RequestError:
     )
 
 
-def form_problem(chat: Chat, question: Question, structured: bool) -> tuple[str, str] | None:
+def form_problem(
+    certified: CertifiedTools, question: Question, structured: bool
+) -> tuple[str, str] | None:
     """Return the parameter of a request that cannot be honoured, and why, or None if all can be.
 
     `structured` says that the engine samples under grammars: then each needs a grammar.
     """
-    if question.schemas and (problem := tools_problem(chat, question.schemas)):
+    chat = certified.chat
+    if question.schemas and (problem := tools_problem(certified, question.schemas)):
         return "tools", problem
     if not structured:
         return None
@@ -437,7 +443,7 @@ def form_problem(chat: Chat, question: Question, structured: bool) -> tuple[str,
     return None
 
 
-def tools_problem(chat: Chat, schemas: Sequence[dict[str, Any]]) -> str | None:
+def tools_problem(certified: CertifiedTools, schemas: Sequence[dict[str, Any]]) -> str | None:
     """Return why the model cannot be shown these tools, or None if it can."""
     names = [schema["function"]["name"] for schema in schemas]
     for index, schema in enumerate(schemas):
@@ -447,12 +453,7 @@ def tools_problem(chat: Chat, schemas: Sequence[dict[str, Any]]) -> str | None:
             return f"{names[index]}: its parameters are {error}"
     if len(set(names)) < len(names):
         return f"{names} name a tool twice"
-    certificate = certify(chat, schemas)
-    if certificate.passed:
-        return None
-    return "the chat template cannot show them: " + "; ".join(
-        line.strip() for line in certificate.lines()[1:]
-    )
+    return certified.problem(schemas)
 
 
 def make_agent(
