@@ -103,12 +103,7 @@ class EndpointRollout:
         self, request: RolloutRequest, policy: ServedPolicy, settings: AgentConfig
     ) -> None:
         self.request, self.policy, self.settings = request, policy, settings
-        self.rollout = Rollout(
-            task=request.task,
-            rollout_id=request.rollout_id,
-            group_id=request.group_id,
-            sample=request.sample,
-        )
+        self.rollout = request.new_rollout()
         self.trained = Transcript(self.rollout, request.rollout_id, trained=True)
         # Turns that are not trained are no part of the rollout.
         shadow = Rollout(task=request.task, rollout_id=f"{request.rollout_id}/untrained")

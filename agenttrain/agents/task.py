@@ -13,7 +13,6 @@ from agenttrain.agents.transport import EndpointClient, EndpointTransport
 from agenttrain.rewards.function import TRUSTED_PACKAGES, as_reward
 from agenttrain.types import AgenttrainError, Task
 
-
 MODEL_VARIABLES = (
     *("OPENAI_MODEL", "ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL"),
     *(f"ANTHROPIC_DEFAULT_{size}_MODEL" for size in ("OPUS", "SONNET", "HAIKU")),

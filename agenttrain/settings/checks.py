@@ -30,7 +30,7 @@ from agenttrain.types import ConfigError
 from agenttrain.utils.expressions import compiled
 from agenttrain.utils.model_path import PARTS, model_folder, template_file
 from agenttrain.utils.names import did_you_mean
-from agenttrain.utils.sections import shown
+from agenttrain.utils.sections import raise_config_error, shown
 from agenttrain.utils.text_templates import TextTemplate
 
 DIVISORS = 6
@@ -79,8 +79,7 @@ def validate(
         model_folder(config.model.path, model_parts, revision=config.model.revision)
     except ConfigError as error:
         problems.append(str(error))
-    if problems := problems or list(code_problems(config, code)):
-        raise ConfigError("\n".join(problems))
+    raise_config_error(problems or code_problems(config, code))
 
 
 def _sizes(config: RunConfig) -> Iterator[str]:
@@ -325,14 +324,12 @@ def check_for_verb(verb: str, config: RunConfig, overrides: Sequence[str] = ()) 
     """
     checks = [c for c in CHECKS if isinstance(c, VerbCheck) and verb not in c.skips]
     for imports in (False, True):
-        problems = [
+        raise_config_error(
             problem
             for check in checks
             if check.imports is imports
             for problem in check.problems(config, verb, overrides)
-        ]
-        if problems:
-            raise ConfigError("\n".join(problems))
+        )
 
 
 def _answers(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterator[str]:

@@ -249,7 +249,7 @@ def jobs_in(folder: Path) -> list[psutil.Process]:
 SEARCH = ("sweep.sampler=tpe", "sweep.objective=eval/reward", "hydra.sweep.dir=s")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_search_runs_trials_side_by_side_and_goes_on_after_failures(tmp_path: Path) -> None:
     (tmp_path / "judges.py").write_text(REWARD)
     (tmp_path / "broken").touch()

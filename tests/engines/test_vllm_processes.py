@@ -20,6 +20,7 @@ RUN = (
 TWO = "distributed.processes=2"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shared", "settings"),
     [("fsdp2", ()), ("ddp", ("model.lora.rank=4", "tasks_per_step=6"))],

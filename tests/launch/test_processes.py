@@ -160,7 +160,7 @@ def test_a_run_whose_rank_was_killed_goes_on_exactly(tmp_path):
     assert len({row["loss"] for row in rows(tmp_path / "run")}) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "code", "status"),
     [
