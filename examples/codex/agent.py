@@ -1,4 +1,4 @@
-"""One rollout of Codex: a small repository in a folder of its own, and its tests as the reward."""
+"""One rollout of Codex: a small repository in its own folder, its tests as the reward."""
 
 import json
 import os
