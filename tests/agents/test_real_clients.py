@@ -131,7 +131,7 @@ def test_the_work_is_done_and_is_one_trajectory(program: str, tmp_path: Path) ->
     ]
     if program == "codex":  # Anthropic's messages have no place for a malformed call
         turns.insert(1, shell(program, "false").replace('"arguments": {', '"arguments": {"'))
-    done = attempt(program, Policy(turns), tmp_path, count=2)
+    done = attempt(program, Policy(turns), tmp_path, count=10)
     for rollout in done:
         assert rollout.environment_reward == 1
         assert [(t.role, t.turns) for t in rollout.trajectories] == [("main", len(turns) + 1)]
