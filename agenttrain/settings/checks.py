@@ -404,8 +404,8 @@ def _stop_when(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterat
     sections = SUPERVISED if verb == "sft" else tuple(METRICS)
     rows = [row for section in sections for row in METRICS[section]]
     own_metrics = () if verb == "sft" or objective.is_own else objective.registered.metrics
-    known = metric_row(name) in rows or name in own_metrics
-    if known or (objective.is_own and verb != "sft"):
+    is_metric = metric_row(name) in rows or name in own_metrics
+    if is_metric or (objective.is_own and verb != "sft"):
         return
     problem = f"is no metric{did_you_mean(name, [*(row.pattern for row in rows), *own_metrics])}"
     if verb == "sft" and metric_row(name) is not None:

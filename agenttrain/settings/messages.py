@@ -125,17 +125,17 @@ def check_values(
             raise ConfigError(
                 f"{line}: is a section; {choose}, and set its keys with {key}.<key>=…"
             )
-        known = f"the options are: {', '.join(options.get(key, ()))}"
+        listed = f"the options are: {', '.join(options.get(key, ()))}"
         section = key.replace("/", ".")
         if key in options and isinstance(value, int | float):
-            raise ConfigError(f"{line}: no such option; {known}")
+            raise ConfigError(f"{line}: no such option; {listed}")
         if key in options and isinstance(value, dict) and key not in setting_keys():
-            raise ConfigError(f"{line}: takes one option; {known}")
+            raise ConfigError(f"{line}: takes one option; {listed}")
         if key in options and isinstance(value, list):
             if section in setting_keys() and section not in SEVERAL:
-                raise ConfigError(f"{line}: takes one option; {known}")
+                raise ConfigError(f"{line}: takes one option; {listed}")
             if others := [shown(name) for name in value if not isinstance(name, str)]:
-                raise ConfigError(f"{line}: {others[0]} is no option; {known}")
+                raise ConfigError(f"{line}: {others[0]} is no option; {listed}")
         annotation = _annotation(key)
         is_flag = bool in (annotation, *get_args(annotation))
         if is_flag and isinstance(value, int) and value not in (0, 1):
@@ -170,10 +170,10 @@ def suggest_key(key: str, groups: Iterable[str] = ()) -> str:
         return f"; it is {ours} here{space}{remark}"
     if key.partition(".")[0] in SECTIONS_ELSEWHERE:
         return "; that is verl's; `agenttrain settings` prints ours"
-    known = [*setting_keys(), *groups]
+    candidates = [*setting_keys(), *groups]
     section, leaf = _split(key)
-    beside = {_split(name)[1]: name for name in known if _split(name)[0] == section}
-    anywhere = {_split(name)[1]: name for name in known}
+    beside = {_split(name)[1]: name for name in candidates if _split(name)[0] == section}
+    anywhere = {_split(name)[1]: name for name in candidates}
     # A similar name in another section is more often a coincidence than a typing error.
     for names, cutoff in ((anywhere, 1.0), (beside, 0.6), (anywhere, 0.8)):
         near = get_close_matches(leaf, names, n=1, cutoff=cutoff)
@@ -343,8 +343,8 @@ def _unknown_option(error: MissingConfigException, groups: Mapping[str, Sequence
         return str(error).partition("\n")[0]
     meant = _probable_settings(group, option)
     hint = "" if local_files else did_you_mean(option.rpartition("/")[2].lower(), groups[group])
-    known = ", ".join(groups[group])
-    return f"{group}={option}: no such option{hint}{local_files}{meant}; the options are: {known}"
+    listed = ", ".join(groups[group])
+    return f"{group}={option}: no such option{hint}{local_files}{meant}; the options are: {listed}"
 
 
 def _probable_settings(group: str, option: str) -> str:

@@ -42,7 +42,7 @@ from agenttrain.training.tensor_files import (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_four_processes_start_with_their_rows_of_the_weights(tmp_path: Path) -> None:
     told = torchrun("process_shards.py", str(tmp_path), processes=4)
     assert [one["differences"] for one in told.values()] == [{name: [] for name in STARTS}] * 4
