@@ -222,5 +222,5 @@ class Sampling:
     """Structural tag (JSON) that restricts the tokens that can be sampled. An engine applies it or
     refuses the request."""
     ends: Callable[[int], bool] | None = field(default=None, compare=False, repr=False)
-    """Called with each sampled token; True ends the completion there, as `abort`. Only engines that
-    sample in this process call it. The others sample on."""
+    """Called with each sampled token; True ends the completion there, as `abort`. Only
+    engine=transformers calls it. Others sample on, and the caller cuts the completion."""

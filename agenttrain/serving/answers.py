@@ -150,34 +150,23 @@ class ChatServer:
     async def _sample(self, answering: Answering) -> Sampled:
         """Sample and parse an answer, up to the first stop text. Raises RequestError.
 
-        If the engine reports tokens, the sampling itself ends at the stop text.
+        engine=transformers ends the sampling itself at the stop text.
         """
         session, stops = answering.prompt.session, answering.question.stops
         scan = StopScan(self.chat.text_of, stops)
-        generating = asyncio.ensure_future(
-            self.engine.generate(answering.prompt.token_ids, answering.sampling, session=session)
-        )
-
-        def listen(token_id: int) -> None:
-            """Take a token from the engine, and cancel the sampling at a stop text."""
-            answering.sampled.append(token_id)
-            if stops and scan.push(token_id):
-                generating.cancel()
-
+        sampling = replace(answering.sampling, ends=scan.push if stops else None)
         if isinstance(self.engine, Streaming):
-            self.engine.watch(session, listen)
+            self.engine.watch(session, answering.sampled.append)
         try:
-            completion = await generating
-            token_ids, finish = completion.token_ids, completion.finish
+            completion = await self.engine.generate(
+                answering.prompt.token_ids, sampling, session=session
+            )
         except BaseException as error:
-            task = asyncio.current_task()
-            is_cancelled_by_caller = task is not None and task.cancelling() > 0
-            if scan.end is None or is_cancelled_by_caller:
-                await self.engine.release(session)
-                if isinstance(error, EngineError):
-                    raise RequestError(str(error), status=500) from error
-                raise
-            token_ids, finish = tuple(answering.sampled), Finish.abort  # `listen` cancelled it
+            await self.engine.release(session)
+            if isinstance(error, EngineError):
+                raise RequestError(str(error), status=500) from error
+            raise
+        token_ids, finish = completion.token_ids, completion.finish
         if not stops:
             turn = self._parse(answering, self.chat.text_of(token_ids))
             return Sampled(token_ids=token_ids, finish=finish, turn=turn)

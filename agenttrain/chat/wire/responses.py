@@ -93,7 +93,7 @@ def read_question(
     schemas = [] if request.tool_choice == "none" else tools.schemas
     check_form(form, schemas)
     return Question(
-        messages=_Reader(roles, find_issued, tools.namespaces).read(request),
+        messages=_ItemReader(roles, find_issued, tools.namespaces).read(request),
         schemas=schemas,
         form=form,
         model=request.model,
@@ -187,7 +187,7 @@ def _form(request: ResponsesRequest, tools: _Tools) -> AnswerForm:
     )
 
 
-class _Reader:
+class _ItemReader:
     """Reads the items of a request as messages."""
 
     def __init__(
