@@ -26,8 +26,7 @@ subprocess.run(
     cwd=folder,
     env={**os.environ, **settings},
     stdin=subprocess.DEVNULL,
-    check=True,
-)
+)  # its exit code may be that of a limit of the run, which is no failure
 
 tests = subprocess.run(["sh", "-c", task["columns"]["check"]], cwd=folder, capture_output=True)
 print(json.dumps({"reward": float(tests.returncode == 0)}))

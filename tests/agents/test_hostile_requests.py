@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 import tempfile
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,8 @@ from agenttrain.engines.config import Sampling
 from agenttrain.rollout.config import RolloutRequest
 from agenttrain.rollout.ledger import verify
 
+# Hostile requests edit what was answered.
+pytestmark = pytest.mark.filterwarnings("ignore:agent/restarts:RuntimeWarning")
 INPUT = TOOLS[0]["function"]["parameters"]
 TOOL = {"name": "add", "input_schema": INPUT}
 CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 3}'}}
@@ -116,8 +117,7 @@ class Endpoint:
 def endpoint(request: pytest.FixtureRequest) -> Iterator[Endpoint]:
     config = AgentConfig(name="endpoint", _target_="agent_kit.driven", on_sampling=request.param)
     agents = Agents(config, agent_kit.shared_chat(), Path(tempfile.mkdtemp()))
-    with asyncio.Runner() as runner, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "agent/restarts", RuntimeWarning)
+    with asyncio.Runner() as runner:
         yield Endpoint(runner, agents, itertools.count())
         runner.run(agents.aclose())
 
