@@ -15,7 +15,7 @@ ids of one origin, of which only the sampled ones are trained. A trajectory of t
 from __future__ import annotations
 
 from array import array
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -449,6 +449,9 @@ class Trajectory:
     messages: list[Message] = field(default_factory=list)
     prompt_messages: int = 0
     """Number of messages, from the first on, that are in the prompt."""
+    number: int | None = None
+    """Position in the names of its turns, where it is not `index`: trajectories before it were
+    removed (`Rollout.keep_trajectories`)."""
     turns: int = 0
     """Sampled completions so far."""
     trainer_logprobs: array[float] | None = None
@@ -520,7 +523,8 @@ class Trajectory:
 
     def turn_name(self, turn: int) -> str:
         """Return a turn's part of its calls' ids: ``call_3_0``, ``call_2.3_0`` in trajectory 2."""
-        return f"{self.index}.{turn}" if self.index else str(turn)
+        number = self.index if self.number is None else self.number
+        return f"{number}.{turn}" if number else str(turn)
 
     @property
     def added_messages(self) -> list[Message]:
@@ -587,6 +591,20 @@ class Trajectory:
         return (span for span in self.spans if span.origin is Origin.sampled)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UntrainedConversation:
+    """A conversation of an outside agent that is no part of its rollout, such as a title."""
+
+    model: str | None
+    """Name by which the agent asked for a model."""
+    frozen: bool
+    """True: `agent.models` says so. False: another conversation of the rollout is trained."""
+    turns: int
+    sampled_length: int
+    """Tokens sampled."""
+    messages: tuple[Message, ...]
+
+
 @dataclass(slots=True, kw_only=True)
 class Rollout:
     """One complete attempt at a Task: its trajectories, why it stopped, and its rewards.
@@ -619,6 +637,8 @@ class Rollout:
     """Wall time of the rollout."""
     counts: dict[str, int] = field(default_factory=dict)
     """Metric -> events in the rollout, e.g. ``agent/restarts/system``, of an outside agent."""
+    untrained: tuple[UntrainedConversation, ...] = ()
+    """Conversations of an outside agent that were answered and are not trained."""
 
     def __post_init__(self) -> None:
         self.trajectories = self.trajectories or [Trajectory(rollout_id=self.rollout_id)]
@@ -658,6 +678,29 @@ class Rollout:
         begun.index = len(self.trajectories)
         self.trajectories.append(begun)
         return begun
+
+    def keep_trajectories(self, indices: Collection[int]) -> None:
+        """Remove all other trajectories, whose tokens are then not trained.
+
+        Ids of a removed trajectory with which a kept one begins become the prompt of that one.
+        """
+        kept = [trajectory for trajectory in self.trajectories if trajectory.index in indices]
+        places = {trajectory.index: place for place, trajectory in enumerate(kept)}
+        for place, trajectory in enumerate(kept):
+            if trajectory.number is None and trajectory.index != place:
+                trajectory.number = trajectory.index
+            if trajectory.parent is not None and trajectory.parent[0] in places:
+                trajectory.parent = (places[trajectory.parent[0]], trajectory.parent[1])
+            elif trajectory.parent is not None:
+                prompt = tuple(trajectory._ids[: trajectory.context_length])
+                own = trajectory.spans
+                if own and own[0].origin is Origin.prompt:
+                    prompt, own = prompt + own[0].token_ids, own[1:]
+                trajectory.spans = [Span(Origin.prompt, prompt), *own]
+                trajectory.parent = None
+        for place, trajectory in enumerate(kept):
+            trajectory.index = place
+        self.trajectories = kept
 
     @property
     def truncated(self) -> bool:

@@ -24,7 +24,8 @@ import uvicorn
 
 from agenttrain.agents.app import ON_RESET, OpenRollout, build_app
 from agenttrain.agents.attempt import EndpointRollout, ServedPolicy
-from agenttrain.agents.config import AgentConfig, OnFailure, Sandbox, Served
+from agenttrain.agents.certified import CertifiedTools
+from agenttrain.agents.config import AgentConfig, OnFailure, OnForm, Sandbox, Served
 from agenttrain.agents.output import DividedOutput
 from agenttrain.agents.processes import CommandAgent, environment_of
 from agenttrain.agents.restarts import Restart
@@ -32,7 +33,6 @@ from agenttrain.agents.sandbox import check_sandbox, sandbox_command
 from agenttrain.agents.task import AgentFailed, AgentTask, agent_reward
 from agenttrain.agents.transport import EndpointTransport
 from agenttrain.agents.workers import WorkerAgent
-from agenttrain.chat.certificate import certify
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.grammar import ANY_FORM, AnswerForm, grammar_problem
 from agenttrain.chat.wire.http import BoundedHead
@@ -43,7 +43,7 @@ from agenttrain.engines.registry import names_with
 from agenttrain.rewards.function import copy_task
 from agenttrain.rollout.config import RolloutConfig, RolloutRequest
 from agenttrain.tools.arguments import ArgumentSchema
-from agenttrain.types import Finish, Rollout, StopReason
+from agenttrain.types import Rollout, StopReason
 from agenttrain.utils.locate import locate
 from agenttrain.utils.redaction import hide_secrets
 from agenttrain.utils.temporary import TemporaryFolder
@@ -164,6 +164,7 @@ class Agents:
         self._app = build_app(self._open.get)
         self._checked: OrderedDict[str, tuple[str, str] | None] = OrderedDict()
         """Tools and output format, as JSON -> the parameter at fault and the problem, or None."""
+        self._certified = CertifiedTools(chat)
         self._warned_of: set[Restart] = set()
         self._folder: TemporaryFolder | None = None
         """Folder of the socket by which sandboxes reach the endpoint."""
@@ -292,21 +293,32 @@ class Agents:
                 rollout.error = f"{text}, and {failure}"
         elif attempt.refused is not None and (failure is not None or end is None):
             rollout.stop_reason, text = attempt.refused
-            rollout.error = text if rollout.stop_reason is StopReason.error else None
+            is_error = rollout.stop_reason is StopReason.error or not rollout.turns
+            rollout.error = text if is_error else None
         elif failure is not None:
             rollout.stop_reason, rollout.error = StopReason.error, failure
         elif not rollout.turns:
-            is_external = isinstance(self._agent, ExternalAgent)
-            hint = "" if is_external else "; the run's agents/ has its output"
             rollout.stop_reason = StopReason.error
-            rollout.error = f"the agent ended without a turn{hint}"
+            rollout.error = self._no_turn(attempt)
         else:
-            turns = attempt.trained.issued.turns
-            is_cut = turns[-1].finish is Finish.length
-            rollout.stop_reason = StopReason.max_tokens if is_cut else StopReason.completed
+            rollout.stop_reason = StopReason.max_tokens if attempt.is_cut else StopReason.completed
         gives_zero = self.settings.on_failure is OnFailure.zero and rollout.turns > 0
         if gives_zero and rollout.stop_reason is StopReason.error and end is None:
             rollout.stop_reason = StopReason.agent_failed
+
+    def _no_turn(self, attempt: EndpointRollout) -> str:
+        """Return why a rollout whose agent has ended by itself has nothing to train."""
+        names = attempt.untrained.models
+        if names:
+            asked = ", ".join(map(str, dict.fromkeys(names)))
+            count = attempt.counts["agent/requests"]
+            return (
+                f"the agent ended without a turn to train: {count} requests, all for models that "
+                f"are frozen: {asked}; set agent.models={{{names[0]}: policy}}"
+            )
+        is_external = isinstance(self._agent, ExternalAgent)
+        hint = "" if is_external else "; the run's agents/ has its output"
+        return f"the agent ended without a turn{hint}"
 
     async def _start_endpoint(self) -> None:
         """Start the endpoint, if it is not running."""
@@ -319,6 +331,7 @@ class Agents:
             config = uvicorn.Config(
                 self._app,
                 http=EndpointProtocol,
+                ws="none",
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
@@ -355,13 +368,15 @@ class Agents:
         schemas, form = question.schemas, question.form
         if not schemas and form == ANY_FORM:
             return None
-        if form != ANY_FORM and not structured:
+        if form != ANY_FORM and not structured and self.settings.on_form is OnForm.refuse:
             return no_grammar_error(form)
         key = json.dumps([schemas, form.schema, structured])
         if key not in self._checked:
             async with self._certifying:
                 if key not in self._checked:  # another request may have done it meanwhile
-                    problem = await asyncio.to_thread(form_problem, self.chat, question, structured)
+                    problem = await asyncio.to_thread(
+                        form_problem, self._certified, question, structured
+                    )
                     self._checked[key] = problem
         # The least recently used results are dropped: an agent may invent tools for each request.
         self._checked.move_to_end(key)
@@ -392,7 +407,8 @@ def no_grammar_error(form: AnswerForm) -> RequestError:
     if form.call:
         param, field, demand = "tool_choice", "tool_choice", "a call"
     return RequestError(
-        f"{field}: demands {demand}, which needs a grammar; leave it out, or set "
+        f"{field}: demands {demand}, which needs a grammar; leave it out, set agent.on_form=ask, "
+        "which answers without forcing it and counts that, or set "
         f"{names_with(grammars=True)} and rollout.structured_calls=true, and "
         "algorithm.correction.level=token, which weighs what the grammar rules out",
         param=param,
@@ -400,12 +416,15 @@ def no_grammar_error(form: AnswerForm) -> RequestError:
     )
 
 
-def form_problem(chat: Chat, question: Question, structured: bool) -> tuple[str, str] | None:
+def form_problem(
+    certified: CertifiedTools, question: Question, structured: bool
+) -> tuple[str, str] | None:
     """Return the parameter of a request that cannot be honoured, and why, or None if all can be.
 
     `structured` says that the engine samples under grammars: then each needs a grammar.
     """
-    if question.schemas and (problem := tools_problem(chat, question.schemas)):
+    chat = certified.chat
+    if question.schemas and (problem := tools_problem(certified, question.schemas)):
         return "tools", problem
     if not structured:
         return None
@@ -424,7 +443,7 @@ def form_problem(chat: Chat, question: Question, structured: bool) -> tuple[str,
     return None
 
 
-def tools_problem(chat: Chat, schemas: Sequence[dict[str, Any]]) -> str | None:
+def tools_problem(certified: CertifiedTools, schemas: Sequence[dict[str, Any]]) -> str | None:
     """Return why the model cannot be shown these tools, or None if it can."""
     names = [schema["function"]["name"] for schema in schemas]
     for index, schema in enumerate(schemas):
@@ -434,12 +453,7 @@ def tools_problem(chat: Chat, schemas: Sequence[dict[str, Any]]) -> str | None:
             return f"{names[index]}: its parameters are {error}"
     if len(set(names)) < len(names):
         return f"{names} name a tool twice"
-    certificate = certify(chat, schemas)
-    if certificate.passed:
-        return None
-    return "the chat template cannot show them: " + "; ".join(
-        line.strip() for line in certificate.lines()[1:]
-    )
+    return certified.problem(schemas)
 
 
 def make_agent(

@@ -13,6 +13,12 @@ from agenttrain.agents.transport import EndpointClient, EndpointTransport
 from agenttrain.rewards.function import TRUSTED_PACKAGES, as_reward
 from agenttrain.types import AgenttrainError, Task
 
+MODEL_VARIABLES = (
+    *("OPENAI_MODEL", "ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL"),
+    *(f"ANTHROPIC_DEFAULT_{size}_MODEL" for size in ("OPUS", "SONNET", "HAIKU")),
+)
+"""Environment variables in which programs look for the name of their model."""
+
 
 class AgentFailed(AgenttrainError):
     """An agent crashed. The message is a predicate: ``ended with exit code 1``."""
@@ -107,4 +113,5 @@ class AgentTask:
             "OPENAI_API_BASE": self.base_url,
             "ANTHROPIC_BASE_URL": self.url,
             "ANTHROPIC_API_KEY": self.api_key,
+            **dict.fromkeys(MODEL_VARIABLES, self.model),
         }
