@@ -17,6 +17,7 @@ from agenttrain.algorithms.config import CorrectionLevel, CorrectionMode, load_o
 from agenttrain.data.config import HOLD_OUT, ROLLOUT_ROWS, has_test_rows
 from agenttrain.health.config import StopWhenConfig
 from agenttrain.launch.config import DistributedName
+from agenttrain.runtimes.machines import runtime_problems
 from agenttrain.settings.async_checks import async_problems
 from agenttrain.settings.components import SECTIONS, code_problems, section_problems
 from agenttrain.settings.engine_checks import engine_problems
@@ -165,6 +166,45 @@ def _agent(config: RunConfig) -> Iterator[str]:
             f"agent.concurrency={agent.concurrency}: with rollout.deterministic the engine waits "
             f"for engine.max_rows={config.engine.max_rows} rollouts at once; set "
             f"agent.concurrency={rows}, a lower engine.max_rows, or rollout.deterministic=false"
+        )
+
+
+FILES = "agenttrain.tools.builtin.files.Files"
+HARBOR = "agenttrain.data.harbor.harbor_rows"
+
+
+def _runtime(config: RunConfig) -> Iterator[str]:
+    """Check what needs containers, what contradicts them, and that there can be any."""
+    runtime, agent = config.runtime, config.agent
+    targets = {
+        f"tools.{name}": section.get("_target_")
+        for name, section in config.tools.items()
+        if isinstance(section, Mapping)
+    }
+    if not runtime.has_machines:
+        needs = [key for key, target in targets.items() if target == FILES]
+        needs += ["data.train"] if config.data.train.get("_target_") == HARBOR else []
+        for key in needs:
+            yield f"{key}: needs a container for each rollout; add runtime=podman"
+        return
+    yield from runtime_problems(runtime)
+    if agent.sandbox != "none":
+        yield (
+            f"agent.sandbox={agent.sandbox}: agents run in the containers of runtime="
+            f"{runtime.name}; leave it out"
+        )
+    if agent.reuse:
+        yield (
+            "agent.reuse=true: a process cannot go from one rollout's container to the next; leave "
+            "it out, or set runtime=bwrap"
+        )
+    at_once = min(config.engine.max_rows, config.tasks_per_step * config.algorithm.group_size)
+    repeats = config.rollout.deterministic is not False and not config.async_training.max_staleness
+    if repeats and runtime.max_running < at_once:
+        yield (
+            f"runtime.max_running={runtime.max_running}: with rollout.deterministic the engine "
+            f"waits for {at_once} rollouts at once; set runtime.max_running={at_once}, or "
+            "rollout.deterministic=false"
         )
 
 
@@ -504,6 +544,13 @@ CHECKS: tuple[Check | VerbCheck, ...] = (
         (
             *("agent", "rollout", "environment", "distributed", "user", "engine"),
             *("tasks_per_step", "algorithm", "async_training"),
+        ),
+    ),
+    Check(
+        _runtime,
+        (
+            *("runtime", "agent", "tools", "data", "engine", "tasks_per_step", "algorithm"),
+            *("rollout", "async_training"),
         ),
     ),
     Check(_reference, ("algorithm", "model")),
