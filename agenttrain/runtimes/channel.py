@@ -29,7 +29,8 @@ from agenttrain.types import CommandResult
 
 INSIDE = "/.agenttrain"
 """Where the container sees the folder."""
-START = f"exec /bin/sh -s <{INSIDE}/in"
+START = f"chmod u+w / 2>/dev/null; exec /bin/sh -s <{INSIDE}/in"
+"""podman makes "/" read-only even for its owner, who lacks the capability to write nevertheless."""
 INIT = (
     f"exec 9>{INSIDE}/status\n"
     # Ends process $1 with its descendants. No command is started: there may be no room for one.

@@ -24,7 +24,7 @@ LAST_CHARS = 500
 async def make_folders(machine: Machine, user: str | None) -> None:
     """Make the folders that Harbor mounts, which every user may write to."""
     folders = " ".join(LOGS)
-    script = f"mkdir -p {folders} && chmod 777 {folders}"
+    script = f"chmod u+w / 2>/dev/null; mkdir -p {folders} && chmod 777 {folders}"
     await _run(machine, script, user=None if user is None else "0")
 
 
