@@ -156,18 +156,23 @@ class DataConfig:
                 if overrides:  # the sections have another value, which hides data.<name>
                     remedy = f"set {overrides}, which come before it"
                 problems.append(f"data.{name}={value}: is not used by these rows; {remedy}")
-        is_endless = self.train.get("_target_") in ENDLESS
-        if self.where is not None and is_endless:
+
+        def is_endless() -> bool:
+            # Asked only where a key needs it: without a data group `train` is still "???".
+            return self.train.get("_target_") in ENDLESS
+
+        if self.where is not None and is_endless():
             problems.append(
                 f"data.where={self.where}: has no effect on rows without end, which are made one "
                 "by one; leave it out"
             )
-        if self.shuffle and is_endless:
+        if self.shuffle and is_endless():
             problems.append(
                 "data.shuffle=true: rows without end have no shuffled order; leave it out"
             )
-        has_other_test_rows = names_test_rows(self) and self.train != self.test
-        if self.test_fraction is not None and (has_other_test_rows or is_endless):
+        if self.test_fraction is not None and (
+            (names_test_rows(self) and self.train != self.test) or is_endless()
+        ):
             problems.append(
                 f"data.test_fraction={self.test_fraction}: data.test has rows of its own; leave it "
                 "out, or let both read the same: data=file data.path=…"
