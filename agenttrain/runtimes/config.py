@@ -99,7 +99,7 @@ class RuntimeConfig:
     made the folder."""
     grade: Data[Grade] = Grade.task
     """Container in which a Harbor task is graded: its own choice, shared or fresh."""
-    max_running: Whole = Field(default=64, ge=1)
+    max_running: Whole = Field(default=128, ge=1)
     """Containers at once; more rollouts wait."""
     max_starting: Whole = Field(default=8, ge=1)
     """Containers that start at once."""
