@@ -29,6 +29,7 @@ from rich.text import Text
 
 from agenttrain.commands.verb import STDOUT, write_report
 from agenttrain.engines.registry import specs
+from agenttrain.runtimes.machines import client_problem
 from agenttrain.utils.redaction import hide_secrets
 
 GIB = 2**30
@@ -131,6 +132,7 @@ def examine() -> Iterator[Finding]:
             detail = "; ".join(text.removeprefix(f"{engine}: ") for text in problems)
             yield Finding(part=engine, state=state, detail=detail or "can sample on this machine")
     yield _sandbox()
+    yield _containers()
     programs = [name for name in SLURM if shutil.which(name)]
     yield Finding(
         part="SLURM",
@@ -324,6 +326,24 @@ def _sandbox() -> Finding:
         )
     there = "" if shutil.which("bwrap") else "; bubblewrap is not installed"
     return Finding(part="sandbox", state=State.ok, detail=f"works by {backend}{there}")
+
+
+def _containers() -> Finding:
+    """Return the finding about containers, whose client is asked once."""
+    for client in ("podman", "docker"):
+        if shutil.which(client) is None:
+            continue
+        problem = client_problem(client)
+        if problem is None:
+            return Finding(part="containers", state=State.ok, detail=f"{client} answers")
+        return Finding(part="containers", state=State.warn, detail=f"{client}: {problem[0]}",
+                       remedy=problem[1])  # fmt: skip
+    return Finding(
+        part="containers",
+        state=State.missing,
+        detail="neither podman nor docker is installed",
+        remedy="for runtime=podman: apt-get install podman runc uidmap",
+    )
 
 
 def hub() -> Finding:

@@ -448,13 +448,8 @@ def prepare_images(components: Components) -> None:
 
     Raises ConfigError for rows without an image, and for what cannot be built.
     """
-    machines, sources = components.machines, components.tasks.by_key.values()
+    machines, tasks = components.machines, tasks_to_prepare(components)
     assert machines is not None
-    tasks = [
-        task
-        for source in sources
-        for task in source.tasks(0, RENDERED_TASKS if source.endless else len(source))
-    ]
 
     # A thread: the caller's may have a running event loop.
     with ThreadPoolExecutor(1) as thread:
@@ -462,6 +457,15 @@ def prepare_images(components: Components) -> None:
             thread.submit(asyncio.run, machines.prepare(tasks)).result()
         except MachineLost as error:
             raise ConfigError(f"runtime={components.config.runtime.name}: {error}") from error
+
+
+def tasks_to_prepare(components: Components) -> list[Task]:
+    """Return all tasks of a run; of rows without end, the first ones."""
+    return [
+        task
+        for source in components.tasks.by_key.values()
+        for task in source.tasks(0, RENDERED_TASKS if source.endless else len(source))
+    ]
 
 
 def in_containers(tools: Mapping[str, Any]) -> dict[str, Any]:

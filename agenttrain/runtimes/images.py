@@ -20,9 +20,14 @@ ASK_S = 30.0
 LOG_BYTES = 4000
 
 
+def folder_of(image: str) -> Path:
+    """Return the folder that an image's setting names."""
+    return Path(image).expanduser()
+
+
 def is_folder(image: str) -> bool:
     """Return True for the path of a folder with a Dockerfile; an image's name is no such path."""
-    return (Path(image).expanduser() / DOCKERFILE).is_file()
+    return (folder_of(image) / DOCKERFILE).is_file()
 
 
 def content_tag(folder: Path) -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import getpass
 import os
 import shutil
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from agenttrain.runtimes import images
@@ -267,7 +270,7 @@ class Machines:
         if image not in self._images:
             client, is_open = self.settings.client, self.settings.network is Network.open
             if images.is_folder(image):
-                folder = Path(image).expanduser()
+                folder = images.folder_of(image)
                 name = await images.build(client, folder, timeout_s=timeout_s, is_open=is_open)
             elif self.settings.pull or await images.exists(client, image):
                 name = image
@@ -331,6 +334,37 @@ def runtime_problems(settings: RuntimeConfig) -> Iterator[str]:
             f"{key}: the program is not installed; apt-get install {package_of(settings.client)}, "
             "or set runtime=bwrap"
         )
+    elif (problem := client_problem(settings.client)) is not None:
+        yield f"{key}: {problem[0]}; {problem[1]}"
+
+
+@cache
+def client_problem(client: str) -> tuple[str, str] | None:
+    """Return why a client can make no containers, and the remedy; None if it answers."""
+    try:
+        asked = subprocess.run(
+            [client, "info"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=CLIENT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"does not answer within {CLIENT_S:g} s", "restart its daemon"
+    except OSError as error:
+        return str(error.strerror), "install it again"
+    if asked.returncode:
+        lines = asked.stderr.strip().splitlines() or ["it fails"]
+        return lines[-1], "start its daemon, or repair it, until `info` works"
+    if os.geteuid() and client == "podman":
+        user = getpass.getuser()
+        names = Path("/etc/subuid")
+        listed = names.read_text().splitlines() if names.is_file() else []
+        if not any(line.startswith((f"{user}:", f"{os.getuid()}:")) for line in listed):
+            remedy = f"usermod --add-subuids 100000-165535 --add-subgids 100000-165535 {user}"
+            return f"/etc/subuid has no ids for {user}", remedy
+    return None
 
 
 def package_of(client: Client) -> str:

@@ -270,7 +270,7 @@ def test_limits_hold() -> None:
             await box.exec(["sh", "-c", fill], timeout_s=30)
             assert os.path.getsize(f"{box.upper}/tmp/a") <= 8 << 20
             more = "for i in 1 2 3 4; do head -c 4000000 /dev/zero > /tmp/$i; done; sleep 20"
-            with pytest.raises(MachineLost, match="runtime.disk_mb=8"):
+            with pytest.raises(MachineLost, match=r"runtime\.disk_mb=8"):
                 await box.exec(["sh", "-c", more], timeout_s=30)
         async with machine(user="agent") as box:
             result = await box.exec(["sh", "-c", "id -u; echo x > /etc/passwd"], timeout_s=10)
