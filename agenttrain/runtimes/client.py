@@ -69,3 +69,5 @@ async def call_client(
             with suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
+        # Or its pipes would be closed after the event loop, if that ends at once.
+        process._transport.close()  # type: ignore[attr-defined]

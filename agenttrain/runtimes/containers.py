@@ -171,6 +171,7 @@ class Containers:
         self._pull = "missing" if pull else "never"
         self._live: dict[str, Container] = {}
         self._prefix = own_prefix()
+        self._maps_ids = os.path.basename(client) == "podman" and os.geteuid() == 0
         self._folder: TemporaryFolder | None = None
         self._watching: asyncio.Task[None] | None = None
 
@@ -194,6 +195,8 @@ class Containers:
                 raise MachineLost(f"image {spec.image}: no container starts: {result.problem}")
             await container.channel.ready(timeout_s=self._start_timeout_s)
             container.pid = await self._pid_of(name)
+            if self._maps_ids:
+                await self._forbid_namespaces(container.pid)
             container.upper = upper_folder(container.pid)
         except BaseException:
             await asyncio.shield(_try_to_stop(container))
@@ -230,7 +233,7 @@ class Containers:
         ]
         if os.path.basename(self.client) == "podman":
             options += ["--http-proxy=false"]  # a proxy's address may hold a password
-            if os.geteuid() == 0:
+            if self._maps_ids:
                 ids = f"0:{FIRST_ID}:{IDS}"
                 options += ["--uidmap", ids, "--gidmap", ids]
         for capability in spec.capabilities:
@@ -253,6 +256,17 @@ class Containers:
         if result.code or not text.isdigit():
             raise MachineLost(f"{name}: is not running: {result.problem}")
         return int(text)
+
+    async def _forbid_namespaces(self, pid: int) -> None:
+        """Forbid a container user namespaces of its own, in which it would have capabilities.
+
+        The limit belongs to the container's user namespace, so it is written from inside of it.
+        """
+        script = "echo 0 > /proc/sys/user/max_user_namespaces"
+        command = ["nsenter", "--target", str(pid), "--user", "sh", "-c", script]
+        result = await call_client(command, timeout_s=self._start_timeout_s)
+        if result.code:
+            raise MachineLost(f"its user namespaces cannot be limited: {result.problem}")
 
     async def _watch_disks(self) -> None:
         """End containers that have written more than they may."""

@@ -171,7 +171,7 @@ def test_an_agents_program_reaches_the_endpoint_and_nothing_else(tmp_path: Path)
         'wget -q -O- --header "Authorization: Bearer $OPENAI_API_KEY" '
         '--header "Content-Type: application/json" --post-data "$b" '
         '"$OPENAI_BASE_URL/chat/completions" | grep -o "It is 7."; '
-        "wget -T 2 -q -O- http://169.254.169.254/ && echo reached; "
+        "nc -w 2 169.254.169.254 80 </dev/null && echo reached; "
         "ip -o link | wc -l; echo '{\"reward\": 0.25}'"
     )
 
@@ -212,16 +212,19 @@ ESCAPES = {
     "kernel log": ("dmesg", "not permitted"),
     "clock": ("date -s 2000-01-01", "not permitted|can't set"),
     "chroot": ("chroot /tmp /bin/true", "not permitted"),
-    "change of user": ("su agent -c id", "not permitted|can't set|must be"),
+    "change of user": ("su nobody -c id", "not permitted|can't set|must be|unknown user"),
     "another user namespace": ("unshare -U true", "not permitted|denied|No space"),
     "another network": ("unshare -n true", "not permitted|denied"),
     "processes of the host": ("ls -d /proc/[0-9]* | wc -l", r"^[1-9]$"),
     "kill the first process": ("kill -9 1; sleep 0.2; echo alive", "alive"),
     "trace the first process": ("cat /proc/1/environ | tr '\\0' '\\n' | grep -c SECRET", "^0$"),
     "network interfaces": ("ip -o link | wc -l", "^1$"),
-    "metadata address": ("wget -T 2 -O- http://169.254.169.254/", "unreachable|can't connect"),
-    "private addresses": ("wget -T 2 -O- http://10.0.0.1/", "unreachable|can't connect"),
-    "services of the host": ("wget -T 2 -O- http://127.0.0.1:22/", "refused"),
+    "metadata address": (
+        "nc -w 2 169.254.169.254 80 </dev/null; echo $?",
+        "unreachable|can't connect",
+    ),
+    "private addresses": ("nc -w 2 10.0.0.1 80 </dev/null", "unreachable|can't connect"),
+    "services of the host": ("nc -w 2 127.0.0.1 22 </dev/null", "refused"),
     "packet sockets": ("ping -c1 -W1 127.0.0.1", "denied|not permitted|are you root"),
     "cgroup limits": (
         "echo -1 > /sys/fs/cgroup/memory/memory.limit_in_bytes",
@@ -272,7 +275,7 @@ def test_limits_hold() -> None:
             more = "for i in 1 2 3 4; do head -c 4000000 /dev/zero > /tmp/$i; done; sleep 20"
             with pytest.raises(MachineLost, match=r"runtime\.disk_mb=8"):
                 await box.exec(["sh", "-c", more], timeout_s=30)
-        async with machine(user="agent") as box:
+        async with machine(user="1000") as box:
             result = await box.exec(["sh", "-c", "id -u; echo x > /etc/passwd"], timeout_s=10)
             assert result.text.startswith("1000\n")
             assert "denied" in result.text
