@@ -39,7 +39,7 @@ from agenttrain.rollout.row_tools import RowTools, check_collisions, tool_sets
 from agenttrain.runs.row_checks import RENDERED_TASKS, certify_tool_sets, check_rows, prompt_length
 from agenttrain.runs.sampling import placeholders_of, verify_model
 from agenttrain.runtimes.base import MachineLost
-from agenttrain.runtimes.machines import Machines
+from agenttrain.runtimes.machines import Machines, runtime_problems
 from agenttrain.settings.components import REWARD, REWARD_TARGET, reward_sections
 from agenttrain.settings.role_checks import used_roles
 from agenttrain.settings.run_config import RunConfig
@@ -446,8 +446,11 @@ class Components:
 def prepare_images(components: Components) -> None:
     """Build or look for the images of all rows, so that none is missing in the middle of a run.
 
-    Raises ConfigError for rows without an image, and for what cannot be built.
+    Raises ConfigError for a client that is missing, rows without an image, and what cannot be
+    built.
     """
+    if problems := list(runtime_problems(components.config.runtime)):
+        raise ConfigError("\n".join(problems))
     machines, tasks = components.machines, tasks_to_prepare(components)
     assert machines is not None
 

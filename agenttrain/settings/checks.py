@@ -17,7 +17,6 @@ from agenttrain.algorithms.config import CorrectionLevel, CorrectionMode, load_o
 from agenttrain.data.config import HOLD_OUT, ROLLOUT_ROWS, has_test_rows
 from agenttrain.health.config import StopWhenConfig
 from agenttrain.launch.config import DistributedName
-from agenttrain.runtimes.machines import runtime_problems
 from agenttrain.settings.async_checks import async_problems
 from agenttrain.settings.components import SECTIONS, code_problems, section_problems
 from agenttrain.settings.engine_checks import engine_problems
@@ -174,7 +173,7 @@ HARBOR = "agenttrain.data.harbor.harbor_rows"
 
 
 def _runtime(config: RunConfig) -> Iterator[str]:
-    """Check what needs containers, what contradicts them, and that there can be any."""
+    """Check what needs containers, and what contradicts them."""
     runtime, agent = config.runtime, config.agent
     targets = {
         f"tools.{name}": section.get("_target_")
@@ -187,7 +186,6 @@ def _runtime(config: RunConfig) -> Iterator[str]:
         for key in needs:
             yield f"{key}: needs a container for each rollout; add runtime=podman"
         return
-    yield from runtime_problems(runtime)
     if agent.sandbox != "none":
         yield (
             f"agent.sandbox={agent.sandbox}: agents run in the containers of runtime="
