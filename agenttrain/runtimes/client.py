@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -67,7 +69,7 @@ async def call_client(
     finally:
         if process.returncode is None:
             with suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-        # Or its pipes would be closed after the event loop, if that ends at once.
+                os.killpg(process.pid, signal.SIGKILL)
+        # Its pipes first: a process that the client left behind may hold them open.
         process._transport.close()  # type: ignore[attr-defined]
+        await process.wait()

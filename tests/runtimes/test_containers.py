@@ -347,8 +347,8 @@ def test_no_failure_of_the_infrastructure_becomes_a_reward(fault: Path) -> None:
             answers = [bash("sleep 3"), bash("true"), "It is 7.<|im_end|>"]
             return await rollout(pool, *answers, rollout_id=name)
         finally:
-            if striking is not None:
-                await striking
+            if striking is not None:  # not done where the container never started
+                striking.cancel()
 
     async def work() -> None:
         done: list[Rollout] = []
