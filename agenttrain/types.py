@@ -353,7 +353,7 @@ class CommandResult:
         return self.output.decode("utf-8", "replace")
 
 
-class Machine(Protocol):
+class RolloutMachine(Protocol):
     """A rollout's own computer: a container, or a cloud back end's.
 
     Every method raises ToolUnavailable if the machine cannot do what it promises: it has ended, or
@@ -404,7 +404,7 @@ class ToolContext:
         default=None, repr=False, compare=False
     )
     """Coroutine function that runs a sub-agent for `delegate`; None outside a rollout."""
-    machine: Machine | None = field(default=None, repr=False, compare=False)
+    machine: RolloutMachine | None = field(default=None, repr=False, compare=False)
     """Container of the rollout, where tools run commands; None with runtime=bwrap."""
 
     async def delegate(

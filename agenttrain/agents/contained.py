@@ -8,7 +8,7 @@ from pathlib import Path
 from agenttrain.agents.output import BoundedLog
 from agenttrain.agents.processes import LAST_WORDS, result_reward
 from agenttrain.agents.task import AgentFailed, AgentTask
-from agenttrain.types import Machine
+from agenttrain.types import RolloutMachine
 
 UNKILLED_S = 60.0
 """Seconds above the rollout's limit, after which the container ends a program by itself."""
@@ -20,7 +20,7 @@ class ContainedAgent:
     def __init__(
         self,
         command: Sequence[str],
-        machine_of: Callable[[str], Machine | None],
+        machine_of: Callable[[str], RolloutMachine | None],
         *,
         timeout_s: float,
         exit_code: bool,

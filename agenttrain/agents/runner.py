@@ -46,7 +46,7 @@ from agenttrain.rollout.config import OnToolFailure, RolloutConfig, RolloutReque
 from agenttrain.runtimes.base import Listens
 from agenttrain.runtimes.machines import Machines
 from agenttrain.tools.arguments import ArgumentSchema
-from agenttrain.types import Finish, Machine, Rollout, StopReason, ToolUnavailable
+from agenttrain.types import Finish, Rollout, RolloutMachine, StopReason, ToolUnavailable
 from agenttrain.utils.locate import locate
 from agenttrain.utils.redaction import hide_secrets
 from agenttrain.utils.temporary import TemporaryFolder
@@ -272,7 +272,7 @@ class Agents:
         return [*sandbox_command(self.settings, socket=socket, port=port), *command]
 
     @asynccontextmanager
-    async def _machine(self, request: RolloutRequest) -> AsyncIterator[Machine | None]:
+    async def _machine(self, request: RolloutRequest) -> AsyncIterator[RolloutMachine | None]:
         """Start a rollout's container, in which the endpoint is on 127.0.0.1, and end it."""
         machines = self._machines
         if machines is None:
@@ -290,7 +290,7 @@ class Agents:
             await machines.release(request.rollout_id)
 
     async def _run_agent(
-        self, entry: OpenRollout, machine: Machine | None
+        self, entry: OpenRollout, machine: RolloutMachine | None
     ) -> tuple[str | None, float | None]:
         """Run a rollout's agent to its end. Return its failure or None, and its reward or None."""
         rollout, url = entry.rollout, f"{self.address}/{entry.name}"

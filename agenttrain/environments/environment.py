@@ -39,7 +39,14 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from agenttrain.environments.config import EnvironmentSettings
-from agenttrain.types import Machine, Message, Rollout, StopReason, ToolUnavailable, TurnReward
+from agenttrain.types import (
+    Message,
+    Rollout,
+    RolloutMachine,
+    StopReason,
+    ToolUnavailable,
+    TurnReward,
+)
 from agenttrain.utils.alarms import warn_of_alarm
 from agenttrain.utils.content import read_content
 from agenttrain.utils.redaction import hide_secrets
@@ -65,7 +72,7 @@ class Start:
     """Seed of this rollout."""
     group_seed: int
     """Seed that all rollouts of the task share."""
-    machine: Machine | None = None
+    machine: RolloutMachine | None = None
     """The rollout's container; None with runtime=bwrap."""
 
 

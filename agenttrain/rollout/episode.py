@@ -13,7 +13,7 @@ from agenttrain.rewards.function import (
     copy_rollout,
     scoring_error,
 )
-from agenttrain.types import Machine, Rollout, StopReason, ToolUnavailable
+from agenttrain.types import Rollout, RolloutMachine, StopReason, ToolUnavailable
 from agenttrain.utils.seeds import derive_seed
 
 REWARD = "environment"
@@ -26,7 +26,7 @@ async def start_episode(
     *,
     seed: int,
     group_seed: int,
-    machine: Machine | None = None,
+    machine: RolloutMachine | None = None,
 ) -> Episode | None:
     """Start the environment of the rollout's task, and add the messages of its reset to the task.
 

@@ -58,10 +58,10 @@ from agenttrain.types import (
     Delegated,
     Delegation,
     Finish,
-    Machine,
     Message,
     Origin,
     Rollout,
+    RolloutMachine,
     StopReason,
     Task,
     ToolCall,
@@ -619,7 +619,7 @@ class _Loop:
         self.rollout.tool_results.extend(results)
         return results
 
-    def _machine(self) -> Machine | None:
+    def _machine(self) -> RolloutMachine | None:
         """Return the rollout's machine, if it has one."""
         machines = self.context.machines
         return None if machines is None else machines.machine_of(self.rollout.rollout_id)

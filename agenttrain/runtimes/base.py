@@ -1,4 +1,4 @@
-"""What a runtime gives and gets: a seam of one method that starts a machine."""
+"""The seam of a runtime: one method that starts a machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from socket import socket
 from typing import Protocol, runtime_checkable
 
-from agenttrain.types import Machine, ToolUnavailable
+from agenttrain.types import RolloutMachine, ToolUnavailable
 
 
 class MachineLost(ToolUnavailable):
@@ -38,7 +38,7 @@ class MachineSpec:
 class Runtime(Protocol):
     """Starts machines."""
 
-    async def start(self, spec: MachineSpec) -> Machine:
+    async def start(self, spec: MachineSpec) -> RolloutMachine:
         """Start a machine. Raises MachineLost if it does not start; then nothing of it is left."""
 
     async def aclose(self) -> None:

@@ -68,12 +68,12 @@ class _Command:
     files: list[Path] = field(default_factory=list)
 
 
-class Channel:
+class ExecChannel:
     """The connection to a container's shell.
 
     Example::
 
-        channel = Channel(folder)             # before the container starts
+        channel = ExecChannel(folder)             # before the container starts
         await channel.ready(timeout_s=60.0)
         result = await channel.exec(["id"], timeout_s=5.0)
         channel.close()                       # ends the container
@@ -121,7 +121,7 @@ class Channel:
         max_bytes: int = 1 << 20,
         on_output: Callable[[bytes], object] | None = None,
     ) -> CommandResult:
-        """Run a command; see `Machine.exec`. Raises MachineLost."""
+        """Run a command; see `RolloutMachine.exec`. Raises MachineLost."""
         if self.problem is not None:
             raise MachineLost(self.problem)
         self._count += 1

@@ -31,7 +31,7 @@ class Client(StrEnum):
 
 
 class Network(StrEnum):
-    """What a container reaches."""
+    """Reach of a container."""
 
     none = "none"
     """Nothing."""

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from agenttrain.runtimes.base import MachineLost, MachineSpec
-from agenttrain.runtimes.channel import INSIDE, START, Channel
+from agenttrain.runtimes.channel import INSIDE, START, ExecChannel
 from agenttrain.runtimes.client import call_client
 from agenttrain.runtimes.leftovers import own_prefix, remove_leftovers, start_reaper
 from agenttrain.runtimes.network import listener_inside
@@ -42,14 +42,14 @@ _numbers = itertools.count()
 
 
 class Container:
-    """A running container; see `Machine`."""
+    """A running container; see `RolloutMachine`."""
 
     def __init__(
         self,
         client: str,
         name: str,
         spec: MachineSpec,
-        channel: Channel,
+        channel: ExecChannel,
         forget: Callable[[str, None], object],
     ) -> None:
         """`forget` is called with the name once the container is removed."""
@@ -184,7 +184,7 @@ class Containers:
         number = next(_numbers)
         name, folder = f"{self._prefix}{number}", self._folder.path / str(number)
         folder.mkdir()
-        container = Container(self.client, name, spec, Channel(folder), self._live.pop)
+        container = Container(self.client, name, spec, ExecChannel(folder), self._live.pop)
         self._live[name] = container
         try:
             result = await call_client(

@@ -41,7 +41,7 @@ class LocalMachine:
         max_bytes: int = 1 << 20,
         on_output: Callable[[bytes], object] | None = None,
     ) -> CommandResult:
-        """Run a command in the folder; see `Machine.exec`."""
+        """Run a command in the folder; see `RolloutMachine.exec`."""
         if self.ended:
             raise MachineLost("the machine has ended")
         process = await asyncio.create_subprocess_exec(

@@ -22,11 +22,11 @@ from agenttrain.runtimes.harbor.task import (
     COLUMN,
     HarborTask,
     Healthcheck,
-    Place,
+    TaskPlace,
     read_task,
     resolve_variables,
 )
-from agenttrain.types import ConfigError, Machine, Rollout, Task
+from agenttrain.types import ConfigError, Rollout, RolloutMachine, Task
 from agenttrain.utils.locate import locate
 from agenttrain.utils.redaction import hide_secrets
 
@@ -56,7 +56,7 @@ class Machines:
         self.settings = settings
         self._runtime = runtime or make_runtime(settings)
         self._own = settings._target_ is not None or runtime is not None
-        self._machines: dict[str, Machine] = {}
+        self._machines: dict[str, RolloutMachine] = {}
         self._waiting_for: dict[str, asyncio.Semaphore] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running = self._starting = asyncio.Semaphore()
@@ -64,7 +64,7 @@ class Machines:
         self._images: dict[str, str] = {}
         """Folder with a Dockerfile -> name of the image that was built of it."""
 
-    def machine_of(self, rollout_id: str) -> Machine | None:
+    def machine_of(self, rollout_id: str) -> RolloutMachine | None:
         """Return a rollout's machine; None before it is started and after its end."""
         return self._machines.get(rollout_id)
 
@@ -73,7 +73,7 @@ class Machines:
         harbor = harbor_task(task)
         return None if harbor is None else harbor.agent_timeout_s
 
-    async def start(self, rollout_id: str, task: Task) -> Machine:
+    async def start(self, rollout_id: str, task: Task) -> RolloutMachine:
         """Start a rollout's machine, and again if that fails. Raises MachineLost."""
         self._bind_to_loop()
         await self._running.acquire()
@@ -92,7 +92,7 @@ class Machines:
             return
         rollout.grades = await self.grade_task(task, machine)
 
-    async def grade_task(self, task: HarborTask, machine: Machine) -> dict[str, float]:
+    async def grade_task(self, task: HarborTask, machine: RolloutMachine) -> dict[str, float]:
         """Return the rewards of a task's tests, in the container that settings or task ask for."""
         try:
             env = resolve_variables(task.verifier_env, self._env)
@@ -113,7 +113,7 @@ class Machines:
         finally:
             await self._end(fresh)
 
-    async def solve(self, task: HarborTask, machine: Machine) -> str | None:
+    async def solve(self, task: HarborTask, machine: RolloutMachine) -> str | None:
         """Run a task's solution; return its problem, or None. Raises MachineLost."""
         if task.solution is None:
             return "it has no solution/solve.sh"
@@ -176,7 +176,7 @@ class Machines:
             self._running = asyncio.Semaphore(self.settings.max_running)
             self._starting = asyncio.Semaphore(self.settings.max_starting)
 
-    async def _start_again(self, rollout_id: str, task: Task) -> Machine:
+    async def _start_again(self, rollout_id: str, task: Task) -> RolloutMachine:
         """Start a machine, at most `retries` times more if it fails."""
         pause = RETRY_S
         for attempt in range(self.settings.retries + 1):
@@ -190,7 +190,7 @@ class Machines:
                 pause *= 2
         raise AssertionError
 
-    async def _start(self, rollout_id: str, task: Task) -> Machine:
+    async def _start(self, rollout_id: str, task: Task) -> RolloutMachine:
         harbor = harbor_task(task)
         labels = {"agenttrain.rollout": rollout_id}
         if harbor is not None:
@@ -211,11 +211,11 @@ class Machines:
     async def _start_place(
         self,
         task: HarborTask,
-        place: Place,
+        place: TaskPlace,
         *,
         user: str | None,
         labels: Mapping[str, str] | None = None,
-    ) -> Machine:
+    ) -> RolloutMachine:
         """Start a container that a Harbor task describes, within the run's own limits."""
         try:
             env = resolve_variables(place.env, self._env)
@@ -282,12 +282,12 @@ class Machines:
             self._images[image] = name
         return self._images[image]
 
-    async def _end(self, machine: Machine) -> None:
+    async def _end(self, machine: RolloutMachine) -> None:
         with suppress(MachineLost):
             await asyncio.shield(asyncio.ensure_future(machine.stop()))
 
 
-async def wait_until_healthy(machine: Machine, check: Healthcheck) -> None:
+async def wait_until_healthy(machine: RolloutMachine, check: Healthcheck) -> None:
     """Run a health check until it succeeds. Raises MachineLost once all its tries are used up."""
     loop = asyncio.get_running_loop()
     grace_ends, failures = loop.time() + check.start_period_sec, 0

@@ -12,7 +12,13 @@ from pathlib import Path
 from agenttrain.tools.sandbox import repl
 from agenttrain.tools.sandbox.config import SandboxSettings
 from agenttrain.tools.sandbox.session import MAX_CODE, Output
-from agenttrain.types import CommandResult, Machine, ToolContext, ToolFailure, ToolUnavailable
+from agenttrain.types import (
+    CommandResult,
+    RolloutMachine,
+    ToolContext,
+    ToolFailure,
+    ToolUnavailable,
+)
 
 STATE = "/tmp/.agenttrain"
 """Beginning of the names of files that hold what lasts between calls."""
@@ -117,14 +123,14 @@ sys.exit({{b"": 3, b"0": 0}}.get(answer, 2))
 FAILED, ENDED, MISSING = 2, 3, 127
 
 
-def machine_of(context: ToolContext) -> Machine:
+def machine_of(context: ToolContext) -> RolloutMachine:
     """Return the rollout's machine. Raises ToolUnavailable if it has none."""
     if context.machine is None:
         raise ToolUnavailable(f"tool {context.tool}: the rollout has no container")
     return context.machine
 
 
-async def run_bash(machine: Machine, code: str, settings: SandboxSettings) -> str:
+async def run_bash(machine: RolloutMachine, code: str, settings: SandboxSettings) -> str:
     """Run shell code; return what the model reads. Raises ToolFailure and ToolUnavailable."""
     result, text = await _run(machine, ["sh", "-c", CHOOSE, "sh", SHELL, code], settings)
     if result.timed_out:
@@ -140,7 +146,7 @@ async def run_bash(machine: Machine, code: str, settings: SandboxSettings) -> st
     return text or "(no output)"
 
 
-async def run_python(machine: Machine, code: str, settings: SandboxSettings) -> str:
+async def run_python(machine: RolloutMachine, code: str, settings: SandboxSettings) -> str:
     """Run Python code in the machine's interpreter, whose variables last for the rollout."""
     _check(code)
     request = {"code": code, "repl": Path(repl.__file__).read_text(encoding="utf-8")}
@@ -169,7 +175,7 @@ def _check(code: str) -> None:
 
 
 async def _run(
-    machine: Machine, command: list[str], settings: SandboxSettings, stdin: bytes = b""
+    machine: RolloutMachine, command: list[str], settings: SandboxSettings, stdin: bytes = b""
 ) -> tuple[CommandResult, str]:
     """Run a command; return its result, and its output as the model reads it."""
     _check(command[-1])

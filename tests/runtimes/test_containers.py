@@ -373,13 +373,16 @@ def test_no_failure_of_the_infrastructure_becomes_a_reward(fault: Path) -> None:
     asyncio.run(work())
 
 
+STRANGER = ("run", "-d", "--network", "none", "--ulimit", "nofile=1024:1024")
+STRANGER = (*STRANGER, "--ulimit", "nproc=512:512")
+"""A container that is not ours. The client's own limits may be above this machine's."""
 KILLS = [*[8] * 18, 64, 64]
 """Containers at once in each killed process."""
 
 
 def test_nothing_is_left_of_killed_processes() -> None:
     """Kill runs at random instants, half of them together with their reapers."""
-    stranger = podman("run", "-d", "--network", "none", IMAGE, "sleep", "1000")
+    stranger = podman(*STRANGER, IMAGE, "sleep", "1000")
     chance = random.Random(7)
     try:
         for number, count in enumerate(KILLS):
@@ -420,8 +423,7 @@ def test_the_next_start_removes_what_a_dead_process_left(tmp_path: Path) -> None
     left = f"agenttrain-{machine_id()}-{dead.stdout.strip()}-123abcd-0"
     alien = "agenttrain-00000000-1-1-0"  # of another machine
     for name in (left, alien):
-        podman("run", "-d", "--name", name, "--label", "agenttrain.run=x", "--network", "none",
-               IMAGE, "sleep", "1000")  # fmt: skip
+        podman(*STRANGER, "--name", name, "--label", "agenttrain.run=x", IMAGE, "sleep", "1000")
     assert is_left(left)
     assert not is_left(alien)
     assert not is_left(f"{own_prefix()}0")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from agenttrain.runtimes.base import MachineLost
 from agenttrain.runtimes.harbor.task import HarborTask
-from agenttrain.types import CommandResult, Machine
+from agenttrain.types import CommandResult, RolloutMachine
 
 TESTS, SOLUTION, VERIFIER_LOGS = "/tests", "/solution", "/logs/verifier"
 REWARD_JSON, REWARD_TEXT = f"{VERIFIER_LOGS}/reward.json", f"{VERIFIER_LOGS}/reward.txt"
@@ -21,14 +21,14 @@ LAST_CHARS = 500
 """Characters of the tests' output that an error quotes."""
 
 
-async def make_folders(machine: Machine, user: str | None) -> None:
+async def make_folders(machine: RolloutMachine, user: str | None) -> None:
     """Make the folders that Harbor mounts, which every user may write to."""
     folders = " ".join(LOGS)
     script = f"chmod u+w / 2>/dev/null; mkdir -p {folders} && chmod 777 {folders}"
     await _run(machine, script, user=None if user is None else "0")
 
 
-async def solve(machine: Machine, task: HarborTask, env: dict[str, str]) -> CommandResult:
+async def solve(machine: RolloutMachine, task: HarborTask, env: dict[str, str]) -> CommandResult:
     """Run the task's solution as the agent's user. Raises MachineLost if it cannot be copied."""
     assert task.solution is not None
     await machine.copy_in(task.solution, SOLUTION)
@@ -41,7 +41,7 @@ async def solve(machine: Machine, task: HarborTask, env: dict[str, str]) -> Comm
     )
 
 
-async def collect(machine: Machine, task: HarborTask) -> None:
+async def collect(machine: RolloutMachine, task: HarborTask) -> None:
     """Run the commands that save the agent's state for the tests."""
     for item in task.collect:
         result = await machine.exec(
@@ -51,7 +51,7 @@ async def collect(machine: Machine, task: HarborTask) -> None:
             raise MachineLost(f"verifier.collect: `{item.command}` failed: {_end_of(result)}")
 
 
-async def move_artifacts(source: Machine, target: Machine, task: HarborTask) -> None:
+async def move_artifacts(source: RolloutMachine, target: RolloutMachine, task: HarborTask) -> None:
     """Copy the declared artifacts, and /logs/artifacts, to the same paths of a fresh container."""
     for path in dict.fromkeys((*task.artifacts, "/logs/artifacts")):
         with tempfile.TemporaryDirectory() as folder:
@@ -60,7 +60,7 @@ async def move_artifacts(source: Machine, target: Machine, task: HarborTask) -> 
                 await target.copy_in(copy, path)
 
 
-async def grade(machine: Machine, task: HarborTask, env: dict[str, str]) -> dict[str, float]:
+async def grade(machine: RolloutMachine, task: HarborTask, env: dict[str, str]) -> dict[str, float]:
     """Run the tests; return the rewards that they wrote, by name.
 
     Whatever keeps them from writing one is trouble of the infrastructure: MachineLost, never 0.
@@ -105,7 +105,7 @@ def _rewards(path: str, text: str) -> dict[str, float]:
     return {name: float(number) for name, number in rewards.items()}
 
 
-async def _read(machine: Machine, path: str) -> str | None:
+async def _read(machine: RolloutMachine, path: str) -> str | None:
     """Return a file's text; None if there is none."""
     result = await machine.exec(
         ["sh", "-c", 'test -f "$1" && head -c "$2" "$1"', "sh", path, str(LARGEST_REWARD)],
@@ -116,7 +116,7 @@ async def _read(machine: Machine, path: str) -> str | None:
     return None if result.code else result.text
 
 
-async def _run(machine: Machine, script: str, *, user: str | None) -> None:
+async def _run(machine: RolloutMachine, script: str, *, user: str | None) -> None:
     result = await machine.exec(["sh", "-c", script], timeout_s=STEP_S, cwd="/", user=user)
     if result.code:
         raise MachineLost(f"`{script}` failed in the container: {_end_of(result)}")

@@ -53,7 +53,7 @@ class Healthcheck:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class TaskPlace:
     """A container that the task describes."""
 
     docker_image: str | None = None
@@ -90,13 +90,13 @@ class HarborTask:
     folder: Path
     name: str
     instruction: str
-    place: Place
+    place: TaskPlace
     agent_timeout_s: float | None = None
     agent_user: str | None = None
     verifier_timeout_s: float = 600.0
     verifier_user: str | None = None
     verifier_env: Mapping[str, str] = field(default_factory=dict)
-    verifier_place: Place | None = None
+    verifier_place: TaskPlace | None = None
     """Container of the tests; None: the agent's own."""
     bundled_tests: bool = False
     """The image of `verifier_place` holds the tests already."""
@@ -241,7 +241,7 @@ def _task(folder: Path, settings: Mapping[str, Any]) -> HarborTask:
     )
 
 
-def _place(section: Mapping[str, Any], folder: Path, *, required: bool = True) -> Place:
+def _place(section: Mapping[str, Any], folder: Path, *, required: bool = True) -> TaskPlace:
     image = _text(section.get("docker_image"))
     compose = next((name for name in COMPOSE if (folder / name).is_file()), None)
     if compose is not None:
@@ -261,7 +261,7 @@ def _place(section: Mapping[str, Any], folder: Path, *, required: bool = True) -
             "runtime.network=open; expected public or no-network"
         )
     health = section.get("healthcheck")
-    return Place(
+    return TaskPlace(
         docker_image=image,
         folder=folder,
         build_timeout_s=_number("build_timeout_sec", section.get("build_timeout_sec")) or 600.0,
