@@ -14,7 +14,7 @@ from agenttrain.commands.verb import Verb
 from agenttrain.commands.verbs import DECLARED, RUNNING, split_verb, typed_verb
 from agenttrain.types import ConfigError
 from agenttrain.utils.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED
-from agenttrain.utils.garbage import exit_without_collection, no_collections
+from agenttrain.utils.garbage import exit_without_collection, no_garbage_collection
 from agenttrain.utils.output import lost_output, protect
 from agenttrain.utils.redaction import hide_secrets
 
@@ -99,7 +99,7 @@ def run(arguments: Sequence[str]) -> int:
     """
     verb, args, settings = parse(arguments)
     if verb.settings is not None:
-        with no_collections():  # the modules' objects live until the end
+        with no_garbage_collection():  # the modules' objects live until the end
             import agenttrain.commands.running  # noqa: F401
     return verb.run(args, settings)
 

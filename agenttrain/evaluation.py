@@ -18,29 +18,10 @@ from agenttrain.rollout.request import BatchRequest
 from agenttrain.rollout.sharing import Costs, collect_share, merge_shares
 from agenttrain.rollout.source import Demonstrations, RolloutSource
 from agenttrain.settings.run_config import RunConfig
-from agenttrain.tracking.metrics import Estimate, mean_estimate, pass_at_k, solved
+from agenttrain.tracking.metrics import Estimate, Scores, mean_estimate, pass_at_k, solved
 from agenttrain.training.policy import Policy
 from agenttrain.training.world import World
 from agenttrain.types import Rollout, RowTool, Task
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scores:
-    """Results of one evaluation that summary.json stores.
-
-    Intervals are 95 % over questions, because the samples of one question are not independent. They
-    are Wilson's if every question is worth 0 or 1, else normal.
-    """
-
-    label: str
-    """`sampled` or `greedy`."""
-    questions: int
-    reward: Estimate
-    """Mean reward."""
-    pass_at: dict[int, Estimate]
-    """By k: share of questions solved (reward 1) by at least one of k samples, unbiased."""
-    by_group: dict[str, Estimate]
-    """Mean reward by the values of the column `eval.group_by`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,18 +225,14 @@ def _warn_of_unscored(evaluation: Evaluation) -> None:
     unscored = [r for r in evaluation.rollouts if may_be_scored(r) and r.reward is None]
     reasons = [r.error for r in unscored if r.error is not None]
     # No error: every reward function gave None. That is worth a note if no rollout has a reward.
-    if not reasons and (reason := why_unrewarded(evaluation.rollouts)):
-        print(
-            f"note: {evaluation.label} evaluation: not one of {len(evaluation.rollouts)} rollouts "
-            f"has a reward; the first: {reason}",
-            file=sys.stderr,
-        )
+    reason, count = why_unrewarded(evaluation.rollouts), len(evaluation.rollouts)
+    problem = f"not one of {count} rollouts has a reward; the first: {reason}"
     if reasons:
-        print(
-            f"note: {evaluation.label} evaluation: {len(reasons)} of {len(evaluation.rollouts)} "
-            f"rollouts have no reward and count in no figure; the first: {reasons[0]}",
-            file=sys.stderr,
-        )
+        reason = reasons[0]
+        problem = f"{len(reasons)} of {count} rollouts have no reward and count in no figure"
+        problem += f"; the first: {reason}"
+    if reasons or reason:
+        print(f"note: {evaluation.label} evaluation: {problem}", file=sys.stderr)
 
 
 def limits_of(limits: RolloutConfig, config: EvalConfig) -> RolloutConfig:

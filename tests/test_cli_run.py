@@ -48,7 +48,7 @@ def test_a_run_has_the_folder_that_it_was_given_and_keeps_it(tmp_path: Path) -> 
     assert (tmp_path / "mine" / "summary.json").read_text() == before
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_is_evaluated_and_goes_on(tmp_path: Path) -> None:
     run = tmp_path / "mine"
     trained = agenttrain(*SHORT, "eval.questions=2", f"hydra.run.dir={run}", cwd=tmp_path)
@@ -82,7 +82,7 @@ def test_adapters_are_trained_and_exported(
     assert (tmp_path / "served" / "model.safetensors").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_adapters_are_resumed_evaluated_and_exported(tmp_path: Path) -> None:
     done = agenttrain(*SHORT, *LORA, "hydra.run.dir=mine", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

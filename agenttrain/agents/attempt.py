@@ -101,12 +101,7 @@ class EndpointRollout:
         self, request: RolloutRequest, policy: ServedPolicy, settings: AgentConfig
     ) -> None:
         self.request, self.policy, self.settings = request, policy, settings
-        self.rollout = Rollout(
-            task=request.task,
-            rollout_id=request.rollout_id,
-            group_id=request.group_id,
-            sample=request.sample,
-        )
+        self.rollout = request.new_rollout()
         self.trained = Transcript(self.rollout, request.rollout_id, trained=True)
         # Turns that are not trained are no part of the rollout.
         shadow = Rollout(task=request.task, rollout_id=f"{request.rollout_id}/untrained")
@@ -332,8 +327,7 @@ class EndpointRollout:
         if transcript.trained and self.settings.train is Trained.main:
             # agent.train=main: a conversation that begins unlike the first one is not trained.
             is_new = match.turn is None and not transcript.begins_alike(messages)
-            restart, _ = find_restart(messages, transcript.issued.turns, match)
-            if is_new and restart is None:
+            if is_new and find_restart(messages, transcript.issued.turns, match)[0] is None:
                 transcript = self.untrained
                 match = transcript.issued.match(messages, tools)
         plan = self._planner.plan(transcript, messages, question.schemas, match)

@@ -524,10 +524,9 @@ class Chat:
         *,
         completion_ids: Sequence[int],
         finish: Finish,
-        generation_prompt: bool,
     ) -> int:
-        """Return the number of tokens of `suffix` with empty replies."""
-        suffix = self._suffix(*self.as_rendered(turn, replies), generation_prompt)
+        """Return the number of tokens of `suffix` with empty replies and a generation prompt."""
+        suffix = self._suffix(*self.as_rendered(turn, replies), True)
         return suffix.glue_length + len(_missing_end(suffix, completion_ids, finish))
 
     def clip(self, text: str, max_tokens: int) -> str:

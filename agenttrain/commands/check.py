@@ -10,7 +10,7 @@ from agenttrain.settings.command_line import CHECK
 from agenttrain.settings.compose import Composed
 from agenttrain.settings.machine import float32_on_gpu
 from agenttrain.settings.sizes import describe
-from agenttrain.utils.garbage import no_collections
+from agenttrain.utils.garbage import no_garbage_collection
 
 
 def check(verb: str, runs: Sequence[Composed]) -> int:
@@ -78,7 +78,7 @@ CERTIFIED = (
 """Sections that the certificate, the rows and their prompts depend on."""
 
 
-@no_collections()
+@no_garbage_collection()
 def certify(runs: Sequence[Composed], verb: str = "train") -> bool:
     """Print each template's certificate once; return True if all passed.
 

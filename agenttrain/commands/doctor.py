@@ -71,7 +71,7 @@ class State(StrEnum):
 STYLES = {State.ok: "green", State.warn: "yellow", State.missing: "dim", State.broken: "bold red"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One line of the report."""
 
@@ -130,15 +130,15 @@ def examine() -> Iterator[Finding]:
                 problems = [f"{packages[name]} {problem}; install it again"]
             engine = f"engine={name}"
             detail = "; ".join(text.removeprefix(f"{engine}: ") for text in problems)
-            yield Finding(part=engine, state=state, detail=detail or "can sample on this machine")
+            yield Finding(engine, state, detail or "can sample on this machine")
     yield _sandbox()
     yield _containers()
     programs = [name for name in SLURM if shutil.which(name)]
     yield Finding(
-        part="SLURM",
-        state=State.ok if "sbatch" in programs else State.missing,
-        detail=", ".join(programs) or "no sbatch on PATH",
-        remedy="" if "sbatch" in programs else "agenttrain submit needs it: log in to a cluster",
+        "SLURM",
+        State.ok if "sbatch" in programs else State.missing,
+        ", ".join(programs) or "no sbatch on PATH",
+        "" if "sbatch" in programs else "agenttrain submit needs it: log in to a cluster",
     )
     yield hub()
 
@@ -159,25 +159,25 @@ def _python(code: str) -> tuple[str, str]:
 def _versions() -> Iterator[Finding]:
     """Yield findings about Python, required packages, extras, and packages that conflict."""
     detail = f"{platform.python_version()}, {sys.executable}"
-    yield Finding(part="Python", state=State.ok, detail=detail)
+    yield Finding("Python", State.ok, detail)
     try:
         requirements = [Requirement(text) for text in requires("agenttrain") or ()]
     except PackageNotFoundError:
         yield Finding(
-            part="packages",
-            state=State.warn,
-            detail="agenttrain is not installed, so that versions are not checked",
-            remedy="pip install -e . in the checkout",
+            "packages",
+            State.warn,
+            "agenttrain is not installed, so that versions are not checked",
+            "pip install -e . in the checkout",
         )
         return
     extras = sorted({extra for r in requirements for extra in _extras(r)} - {"test", "docs"})
     problems = [problem for r in requirements if _is_required(r) and (problem := _misfit(r))]
     names = ("torch", "transformers", "accelerate", "hydra-core")
     yield Finding(
-        part="packages",
-        state=State.broken if problems else State.ok,
-        detail="; ".join(problems) or ", ".join(f"{name} {_installed(name)}" for name in names),
-        remedy="pip install -U agenttrain" if problems else "",
+        "packages",
+        State.broken if problems else State.ok,
+        "; ".join(problems) or ", ".join(f"{name} {_installed(name)}" for name in names),
+        "pip install -U agenttrain" if problems else "",
     )
     for extra in extras:
         packages = [r for r in requirements if extra in _extras(r)]
@@ -189,10 +189,7 @@ def _versions() -> Iterator[Finding]:
         state = State.missing if absent else State.warn if problems else State.ok
         listed = ", ".join(f"{r.name} {_installed(r.name)}" for r in packages)
         yield Finding(
-            part=f"[{extra}]",
-            state=state,
-            detail="; ".join(problems) or listed,
-            remedy=remedy if problems else "",
+            f"[{extra}]", state, "; ".join(problems) or listed, remedy if problems else ""
         )
     # Packages that set limits on each other, as an engine does on torch.
     for name in dict.fromkeys([*(r.name for r in requirements), "trl"]):
@@ -207,10 +204,10 @@ def _versions() -> Iterator[Finding]:
                 continue
             if (problem := _misfit(limit)) is not None:
                 yield Finding(
-                    part=name,
-                    state=State.warn,
-                    detail=f"{name} {_installed(name)} asks for another version: {problem}",
-                    remedy="install one of them into an environment of its own",
+                    name,
+                    State.warn,
+                    f"{name} {_installed(name)} asks for another version: {problem}",
+                    "install one of them into an environment of its own",
                 )
 
 
@@ -246,28 +243,23 @@ def _torch(facts: Mapping[str, Any], problem: str) -> Iterator[Finding]:
     """Yield findings about torch and GPUs from the output of TORCH, or from its `problem`."""
     if problem:
         remedy = "install torch again, for this machine: https://pytorch.org/get-started"
-        yield Finding(part="torch", state=State.broken, detail=problem, remedy=remedy)
+        yield Finding("torch", State.broken, problem, remedy)
         return
     build = f"built for CUDA or ROCm {facts['build']}" if facts["build"] else "a build without GPUs"
-    yield Finding(
-        part="torch",
-        state=State.ok,
-        detail=f"{facts['version']}, {build}; threads: {facts['threads']}",
-    )
+    yield Finding("torch", State.ok, f"{facts['version']}, {build}; threads: {facts['threads']}")
     gpus = [f"{name} ({memory / GIB:.0f} GiB)" for name, memory in facts["gpus"]]
     driver = shutil.which("nvidia-smi") or Path("/dev/kfd").exists()
     if gpus:
-        yield Finding(part="GPU", state=State.ok, detail=", ".join(gpus))
+        yield Finding("GPU", State.ok, ", ".join(gpus))
     elif driver:
         yield Finding(
-            part="GPU",
-            state=State.warn,
-            detail="there is a driver, and torch sees no GPU",
-            remedy="install a torch that is built for the driver's version, or see "
-            "CUDA_VISIBLE_DEVICES",
+            "GPU",
+            State.warn,
+            "there is a driver, and torch sees no GPU",
+            "install a torch that is built for the driver's version, or see CUDA_VISIBLE_DEVICES",
         )
     else:
-        yield Finding(part="GPU", state=State.missing, detail="none: runs use the processor")
+        yield Finding("GPU", State.missing, "none: runs use the processor")
 
 
 def _processor() -> Finding:
@@ -280,11 +272,11 @@ def _processor() -> Finding:
     low = memory.available < 2 * GIB
     fast = "bfloat16 is fast" if {"avx512_bf16", "amx_bf16"} & set(units) else "float32 is faster"
     return Finding(
-        part="processor",
-        state=State.warn if low else State.ok,
-        detail=f"{cores} cores, {', '.join(units) or platform.machine()} ({fast}), "
+        "processor",
+        State.warn if low else State.ok,
+        f"{cores} cores, {', '.join(units) or platform.machine()} ({fast}), "
         f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free",
-        remedy="end other programs: a run needs 2 GiB or more" if low else "",
+        "end other programs: a run needs 2 GiB or more" if low else "",
     )
 
 
@@ -306,10 +298,10 @@ def _disks() -> Iterator[Finding]:
         elif free < LOW_GIB:
             state = State.warn
         yield Finding(
-            part=part,
-            state=state,
-            detail=f"{folder}: {free:.1f} GiB free{'' if writable else ', may not be written'}",
-            remedy="" if state is State.ok else change,
+            part,
+            state,
+            f"{folder}: {free:.1f} GiB free{'' if writable else ', may not be written'}",
+            "" if state is State.ok else change,
         )
 
 
@@ -321,11 +313,9 @@ def _sandbox() -> Finding:
         backend = usable_backend("required")
     except ValueError as error:
         problem, _, remedy = str(error).partition("; it takes ")
-        return Finding(
-            part="sandbox", state=State.missing, detail=problem, remedy=f"it takes {remedy}"
-        )
+        return Finding("sandbox", State.missing, problem, f"it takes {remedy}")
     there = "" if shutil.which("bwrap") else "; bubblewrap is not installed"
-    return Finding(part="sandbox", state=State.ok, detail=f"works by {backend}{there}")
+    return Finding("sandbox", State.ok, f"works by {backend}{there}")
 
 
 def _containers() -> Finding:
@@ -354,15 +344,15 @@ def hub() -> Finding:
     endpoint = hide_secrets(address)
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
         detail = f"{endpoint} is not asked: HF_HUB_OFFLINE is set"
-        return Finding(part="hub", state=State.missing, detail=detail)
+        return Finding("hub", State.missing, detail)
     remedy = "models and rows come from folders or the cache; HF_ENDPOINT names a mirror"
     try:
         status = httpx.head(address, timeout=HUB_S, follow_redirects=True).status_code
     except (httpx.HTTPError, httpx.InvalidURL, ImportError, ValueError) as error:
         # ImportError: a SOCKS proxy without its package.
         detail = f"{endpoint} is not reached: {str(error) or type(error).__name__}"
-        return Finding(part="hub", state=State.missing, detail=detail, remedy=remedy)
+        return Finding("hub", State.missing, detail, remedy)
     if status >= 500:
         detail = f"{endpoint} answers with status {status}"
-        return Finding(part="hub", state=State.warn, detail=detail, remedy=remedy)
-    return Finding(part="hub", state=State.ok, detail=f"{endpoint} is reachable")
+        return Finding("hub", State.warn, detail, remedy)
+    return Finding("hub", State.ok, f"{endpoint} is reachable")

@@ -85,7 +85,7 @@ def converse(config: RunConfig) -> str:
         key, value = "command", f"[{', '.join(agent.command)}]"
     try:
         components = Components(config)
-        tasks = components.train_tasks.tasks(0, 1)
+        tasks = components.tasks.train.tasks(0, 1)
         differences: list[tuple[Restart, str]] = []
         rollout = asyncio.run(_attempt(components, tasks[0], differences))
     except (AgenttrainError, OSError, ValueError) as error:

@@ -13,10 +13,11 @@ from agenttrain.launch.processes import count_gpus
 from agenttrain.settings.checks import validate
 from agenttrain.settings.command_line import source_of, take_trust
 from agenttrain.settings.compose import compose_new, hydra_session, open_keys
-from agenttrain.settings.machine import Machine, broadcast_problems
+from agenttrain.settings.machine import broadcast_problems
 from agenttrain.settings.pinning import fetch
 from agenttrain.settings.trust import check_trusted
 from agenttrain.types import ConfigError
+from agenttrain.utils.sections import raise_config_error
 from agenttrain.utils.signing import verifies
 
 ALONE = "a server for runs elsewhere has a new folder and --port"
@@ -93,13 +94,11 @@ def _serve_alone(args: Namespace, overrides: list[str]) -> int:
         raise ConfigError(
             "servers.count, servers.nodes, servers.admin_urls: this is one server; leave them out"
         )
-    machine = Machine(count_gpus)
-    problems = [*spec.check_machine(config.engine, lambda: machine.gpus)]
-    if problems := [*broadcast_problems(config, machine), *problems]:
-        raise ConfigError("\n".join(problems))
+    machine_problems = spec.check_machine(config.engine, count_gpus)
+    raise_config_error([*broadcast_problems(config, count_gpus), *machine_problems])
     fetch(config, "eval")
     folder.mkdir(parents=True, exist_ok=True)
-    inputs = server_inputs(config, folder.resolve(), on_gpu=machine.gpus > 0)
+    inputs = server_inputs(config, folder.resolve(), on_gpu=count_gpus() > 0)
     return spec.serve_alone(config.engine, inputs, host, port)
 
 

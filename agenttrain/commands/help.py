@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from textwrap import fill
 
 from agenttrain.commands.verb import VERBS, Verb, VerbParser, option_rows
@@ -9,41 +10,7 @@ from agenttrain.commands.verbs import DECLARED, DEFAULT
 from agenttrain.settings.resumable import RESUMABLE
 from agenttrain.utils.files import conf_folder, list_groups
 
-HELP = """\
-agenttrain trains tool-calling language-model agents with reinforcement learning.
-
-usage: agenttrain [verb] [key=value …] [options]
-
-verbs (agenttrain <verb> --help: options and examples of one)
-{verbs}
-
-settings
-  group=option                 choose an option: algorithm=rloo, tools=[calculator,final_answer]
-  group.key=value              change one setting: optimizer.lr=1e-4, algorithm.group_size=16
-  resume=<run folder>          resume a run; these may change:
-{resumable}
-  hydra.run.dir=<folder>       name the run folder (default outputs/<experiment>/<date>_<time>)
-
-groups and their options
-{groups}
-
-options
-{options}
-  --version                    print the version
-
-examples
-  agenttrain                                         train the bundled agent
-  agenttrain debug=tiny                              the same in seconds, as a test of this machine
-  agenttrain experiment=calculator algorithm=rloo    another task, another algorithm
-  agenttrain -m seed=1,2 algorithm=grpo,rloo         one run per combination
-  agenttrain -m resume=<sweep folder>                run the unfinished jobs of a sweep
-  agenttrain init my_agent                           begin an agent of your own
-  agenttrain check algorithm.group_size=16           print that run, and check it
-  agenttrain experiment=none model.path=my_model tools=[] tools.find._target_=my_tools.find
-
-Your own modules are imported from the current folder. `agenttrain settings` prints every setting
-with its meaning and default; the groups are in {conf}
-"""
+HELP = Path(__file__).with_name("help.txt")
 INDENT = " " * 31
 
 
@@ -53,24 +20,28 @@ def help_text() -> str:
     groups = list_groups(conf)
     width = max(map(len, groups))
     options = option_rows(DECLARED[DEFAULT].parser()).items()
-    return HELP.format(
-        verbs="\n".join(f"  {name:<14} {DECLARED[name].help}" for name in VERBS),
-        groups="\n".join(
-            fill(
-                f"{name:<{width}} {', '.join(names)}",
-                width=100,
-                initial_indent="  ",
-                subsequent_indent=" " * (width + 3),
-                break_on_hyphens=False,
-            )
-            for name, names in groups.items()
-        ),
-        resumable=fill(
-            ", ".join(RESUMABLE), width=100, initial_indent=INDENT, subsequent_indent=INDENT
-        ),
-        options="\n".join(f"  {option:<28} {meaning}" for option, meaning in options),
-        conf=conf,
-    ).rstrip()
+    return (
+        HELP.read_text(encoding="utf-8")
+        .format(
+            verbs="\n".join(f"  {name:<14} {DECLARED[name].help}" for name in VERBS),
+            groups="\n".join(
+                fill(
+                    f"{name:<{width}} {', '.join(names)}",
+                    width=100,
+                    initial_indent="  ",
+                    subsequent_indent=" " * (width + 3),
+                    break_on_hyphens=False,
+                )
+                for name, names in groups.items()
+            ),
+            resumable=fill(
+                ", ".join(RESUMABLE), width=100, initial_indent=INDENT, subsequent_indent=INDENT
+            ),
+            options="\n".join(f"  {option:<28} {meaning}" for option, meaning in options),
+            conf=conf,
+        )
+        .rstrip()
+    )
 
 
 def verb_help(name: str) -> str:

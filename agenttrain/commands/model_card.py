@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from jinja2 import Environment, StrictUndefined
 
 from agenttrain.data.config import HUB_ROWS
 from agenttrain.evaluation import from_json
@@ -15,6 +16,7 @@ from agenttrain.utils.hub import ID
 from agenttrain.utils.model_path import BUNDLED
 from agenttrain.utils.redaction import hide_in_settings, hide_secrets
 
+TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 SETTINGS = "agenttrain.yaml"
 """The run's settings, beside the card."""
 LICENSE = re.compile(r"^license: *(\S+)", re.MULTILINE)
@@ -76,41 +78,19 @@ def model_card(
         ),
         "code": f"revision `{provenance.get('git_revision')}`",
     }
-    lines = [
-        "---",
-        yaml.safe_dump(front, sort_keys=False).rstrip(),
-        "---",
-        f"# {name}",
-        "",
-        "A tool-calling agent, trained with agenttrain.",
-        "",
-        "| | |",
-        "|---|---|",
-        *(f"| {key} | {_cell(value)} |" for key, value in facts.items()),
-        "",
-        *_results(summary, step),
-        "## Use",
-        "",
-        "The chat template in this folder is the one of the training, with the same treatment of "
-        "tools, replies and past reasoning. Another template, or the base model's own, gives "
-        "contexts that this model was not trained in.",
-        "",
-        "```bash",
-        f"agenttrain serve model.path={name}   # OpenAI's chat API",
-        "```",
-        "",
-        "## Reproduce",
-        "",
-        f"`{SETTINGS}` holds every setting of the run. Paths in it are those of the machine where "
-        "it was written.",
-        "",
-        "```bash",
-        f"agenttrain {'sft ' * sft}--config-dir {name} --config-name "
-        f"{SETTINGS.removesuffix('.yaml')}",
-        "```",
-        "",
-    ]
-    return hide_secrets("\n".join(lines))
+    environment = Environment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    card = template.render(
+        front=yaml.safe_dump(front, sort_keys=False).rstrip(),
+        name=name,
+        facts=facts,
+        evaluations=_evaluations(summary, step),
+        settings=SETTINGS,
+        sft=sft,
+    )
+    return hide_secrets(card)
 
 
 def published_settings(config: Mapping[str, Any]) -> str:
@@ -128,31 +108,21 @@ def published_settings(config: Mapping[str, Any]) -> str:
     return hide_secrets(text)
 
 
-def _results(summary: Mapping[str, Any], step: int) -> list[str]:
-    """Return the table of evaluations before and after training; empty without one."""
+def _evaluations(summary: Mapping[str, Any], step: int) -> list[tuple[str, int, str, str]]:
+    """Return (decoding, questions, reward before, reward after) of each evaluation."""
     evaluations = dict(summary.get("eval", {}))
     after = evaluations.get("after") if summary.get("steps") == step else None
-    sides = [
+    before_scores, after_scores = (
         {scores.label: scores for scores in from_json(side or {})}
         for side in (evaluations.get("before"), after)
-    ]
-    labels = list(dict.fromkeys([*sides[0], *sides[1]]))
-    if not labels:
-        return []
-    lines = [
-        "## Evaluation",
-        "",
-        "Mean reward on held-out questions with its 95 % interval.",
-        "",
-        "| decoding | questions | before training | after |",
-        "|---|---|---|---|",
-    ]
-    for label in labels:
-        scores = [side.get(label) for side in sides]
-        questions = next(score.questions for score in scores if score is not None)
-        cells = ["–" if score is None else str(score.reward) for score in scores]
-        lines.append(f"| {label} | {questions} | {cells[0]} | {cells[1]} |")
-    return [*lines, ""]
+    )
+    rows = []
+    for label, scores in {**before_scores, **after_scores}.items():
+        pair = (before_scores.get(label), after_scores.get(label))
+        before, after = ("–" if score is None else str(score.reward) for score in pair)
+        questions = (before_scores.get(label) or scores).questions
+        rows.append((label, questions, before, after))
+    return rows
 
 
 def _license(base: str) -> str:
@@ -165,7 +135,3 @@ def _license(base: str) -> str:
         head = card.read_text(encoding="utf-8", errors="replace").split("---", 2)
     match = LICENSE.search(head[1]) if len(head) == 3 else None
     return match[1] if match else "unknown"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")

@@ -36,7 +36,7 @@ from agenttrain.types import (
     Task,
 )
 from agenttrain.utils.content import images_in
-from agenttrain.utils.garbage import no_collections
+from agenttrain.utils.garbage import no_garbage_collection
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.seeds import derive_seed
 
@@ -83,7 +83,7 @@ def play(config: RunConfig, args: Namespace, folder: Path | None) -> int:
     with asyncio.Runner() as runner:
         session = Session(console, config, args, folder)
         try:
-            with no_collections():
+            with no_garbage_collection():
                 runner.run(session.open())
             for line in _lines(console):
                 try:

@@ -157,7 +157,7 @@ def _demonstration_differences(
 
     Returns for each record what differs from it, or None.
     """
-    source, demonstrate = components.train_tasks, components.demonstrator
+    source, demonstrate = components.tasks.train, components.demonstrator
     differences: list[str | None] = []
     for record in records:
         # The id begins with the row's place: `7/demonstrations/7`.

@@ -15,7 +15,7 @@ from shlex import quote
 
 from omegaconf import Container, OmegaConf
 
-from agenttrain.commands.verbs import LIKE_TRAIN
+from agenttrain.commands.verbs import LIKE_TRAIN, RUNNING
 from agenttrain.settings.command_line import (
     CHECK,
     RUN_DIR,
@@ -37,13 +37,12 @@ from agenttrain.settings.compose import (
 )
 from agenttrain.settings.overrides import as_typed, key_of
 from agenttrain.types import ConfigError
-from agenttrain.utils.garbage import no_collections
+from agenttrain.utils.garbage import no_garbage_collection
 from agenttrain.utils.model_path import PARTS, SIZES
 from agenttrain.utils.redaction import hide_secrets
+from agenttrain.utils.sections import raise_config_error
 
-RUNS = ("train", "sft", "eval")
-"""Verbs that a sweep can run."""
-SWEPT = (*RUNS, CHECK)
+SWEPT = (*RUNNING, CHECK)
 
 
 def run_verb(args: Namespace, overrides: Sequence[str]) -> int:
@@ -67,8 +66,7 @@ def run(command: Command) -> int:
 
             return resume(command, _compose_one)
         runs = compose_all(command)
-        if problems := _machine_problems(command, runs):
-            raise ConfigError("\n".join(problems))
+        raise_config_error(_machine_problems(command, runs))
         from agenttrain.launch.processes import assigned_folder, is_later_node
         from agenttrain.settings.pinning import fetch
 
@@ -99,16 +97,14 @@ def _machine_problems(command: Command, runs: Sequence[Composed]) -> list[str]:
     from agenttrain.commands.check import check_files
     from agenttrain.launch.processes import check_processes, count_gpus
     from agenttrain.settings.engine_checks import admit_engine
-    from agenttrain.settings.machine import SAMPLING_VERBS, Machine, machine_problems
+    from agenttrain.settings.machine import SAMPLING_VERBS, machine_problems
 
     check_files(runs)
     check_processes(command, runs)
     if command.verb in SAMPLING_VERBS:
         for composed in runs:
             admit_engine(composed)
-    return machine_problems(
-        command.verb, [composed.config for composed in runs], Machine(count_gpus)
-    )
+    return machine_problems(command.verb, [composed.config for composed in runs], count_gpus)
 
 
 def _check(command: Command) -> int:
@@ -128,8 +124,7 @@ def _check(command: Command) -> int:
         code = check(command.verb, runs)
     except ConfigError as error:
         raise ConfigError("\n".join([str(error), *problems])) from error
-    if problems:
-        raise ConfigError("\n".join(problems))
+    raise_config_error(problems)
     return code
 
 
@@ -157,7 +152,7 @@ def _show(command: Command, args: Namespace) -> int:
     return 0
 
 
-@no_collections()
+@no_garbage_collection()
 def compose_all(command: Command) -> list[Composed]:
     """Return the checked settings of every run; raises ConfigError. Needs a `hydra_session`."""
     overrides, source = command.overrides, command.source
@@ -190,8 +185,7 @@ def compose_all(command: Command) -> list[Composed]:
         problems = dict.fromkeys(
             text for run in runs for text in objective_problems(verb, run.config)
         )
-        if problems:
-            raise ConfigError("\n".join(problems))
+        raise_config_error(problems)
     return runs
 
 
@@ -226,7 +220,7 @@ def _compose_one(overrides: Sequence[str], command: Command) -> Composed:
         from agenttrain.commands.sweep.command import check_outside_sweep
 
         check_outside_sweep(overrides)
-    composed = compose_new(overrides, command.source, starts=verb in RUNS)
+    composed = compose_new(overrides, command.source, starts=verb in RUNNING)
     from agenttrain.settings.checks import check_for_verb, validate
     from agenttrain.settings.pinning import pin
     from agenttrain.settings.saved import check_new

@@ -15,7 +15,7 @@ from agenttrain.launch.processes import count_gpus
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.types import ConfigError
 from agenttrain.utils.child_process import ChildGone
-from agenttrain.utils.garbage import no_collections
+from agenttrain.utils.garbage import no_garbage_collection
 from agenttrain.utils.model_path import base_folder, model_folder, packed_experts, weights_folder
 from agenttrain.utils.temporary import TemporaryFolder
 
@@ -92,7 +92,7 @@ def _serve_here(config: RunConfig, args: Namespace, listener: socket) -> None:
     from agenttrain.serving.answers import ChatServer
     from agenttrain.serving.app import build_app, run
 
-    with no_collections():
+    with no_garbage_collection():
         chat, engine = _load_chat(config), sampling_engine(config)
     server = ChatServer(engine=engine, chat=chat, model=args.name, defaults=config.eval.sampling())
     _announce(config, args, listener.getsockname()[1])

@@ -88,7 +88,7 @@ async def _try(
         if not calls and not named:
             return None, []
         toolbox, environments = components.toolbox, components.environments
-        task = _row(args, components.train_tasks)
+        task = _row(args, components.tasks.train)
         tools_of = f"row {task.task_id}" if named else "the first row"
         results = await _call(toolbox, environments, calls, task, tools_of)
         tools = RowTools(task, toolbox, environments)

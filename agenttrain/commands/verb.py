@@ -193,21 +193,20 @@ class VerbParser(ArgumentParser):
         """Return the error for a word that looks like an option or a setting and is none."""
         name, _, value = word.partition("=")
         if self.verb.settings is not None:
-            from agenttrain.settings.messages import ELSEWHERE, REMARKS, setting_keys
+            from agenttrain.settings.messages import elsewhere, setting_keys
 
             if name in HYDRAS:
                 return f"{name}: {HYDRAS[name]}"
             # TRL's spelling: --num_generations 8, --learning-rate=1e-5.
             key = name.removeprefix("--").replace("-", "_")
-            for setting in self.verb.settings:  # --trust true
+            # `settings` holds what the verb reads besides a run's settings, such as trust=true.
+            for setting in self.verb.settings:
                 if setting.startswith(f"{key}="):
                     return f"{word}: settings are written key=value; write {setting}"
-            if key in ELSEWHERE or key in setting_keys():
-                ours = ELSEWHERE.get(key, key)
-                remark = f" ({REMARKS[key]})" if key in REMARKS else ""
-                return (
-                    f"{word}: settings are written key=value; write {ours}={value or '…'}{remark}"
-                )
+            if key in elsewhere() or key in setting_keys():
+                ours, space, remark = elsewhere().get(key, key).partition(" ")
+                setting = f"{ours}={value or '…'}{space}{remark}"
+                return f"{word}: settings are written key=value; write {setting}"
         options = [option for option in self.options if option.startswith("--")]
         hint = did_you_mean(_option_name(name), options)
         listed = ", ".join(options) or "none"

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agenttrain.engines.adapters import adapter_config
+from agenttrain.utils.names import list_names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,8 +31,6 @@ FILE_BYTES = 1 << 28
 a time."""
 KEPT = 2
 """Versions on disk: a server may still read the one before the newest."""
-NAMED = 4
-"""Most weights that an error message names."""
 
 
 class BadWeights(ValueError):
@@ -205,9 +204,3 @@ def digest(tensor: Tensor) -> str:
 
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(flat.numpy().data).hexdigest()
-
-
-def list_names(names: list[str]) -> str:
-    """Return the first names of a list and the number of the others: ``a, b, c, d and 3 more``."""
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return f"{', '.join(names[:NAMED])}{more}"

@@ -26,6 +26,7 @@ from agenttrain.settings.engine_checks import engine_problems
 from agenttrain.settings.machine import process_count_problem
 from agenttrain.types import AgenttrainError, ConfigError
 from agenttrain.utils.exit_codes import FAILED, INTERRUPTED, PREEMPTED, REFUSED, TERMINATED
+from agenttrain.utils.sections import raise_config_error
 from agenttrain.utils.signals import StopRequest
 
 EXCHANGE = "AGENTTRAIN_EXCHANGE"
@@ -162,8 +163,7 @@ def check_processes(command: Command, runs: Sequence[Composed]) -> None:
             is_alone = section.name is DistributedName.single and not is_rank()
             if is_alone and (problem := lone_process_problem()):
                 problems.append(problem)
-        if problems:
-            raise ConfigError("\n".join(problems))
+        raise_config_error(problems)
         if section.nodes > 1 and command.sweep:
             raise ConfigError(
                 f"distributed.nodes={section.nodes}: the runs of a sweep (-m) have one node each; "

@@ -26,7 +26,7 @@ from agenttrain.settings.engine_checks import admit_engine
 from agenttrain.settings.machine import SAMPLING_VERBS
 from agenttrain.settings.saved import tracker_project
 from agenttrain.types import ConfigError
-from agenttrain.utils.garbage import no_collections
+from agenttrain.utils.garbage import no_garbage_collection
 from agenttrain.utils.output import unfailing
 from agenttrain.utils.signals import listening
 
@@ -58,7 +58,7 @@ def start(
                 if started_by_others():
                     adopt(composed, ())
                 return run(command, composed, folder, sweep=sweep)
-            with no_collections():
+            with no_garbage_collection():
                 from agenttrain.runs.run import Run
 
             return Run(

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from agenttrain.engines.config import Sampling
-from agenttrain.types import Task
+from agenttrain.types import Rollout, Task
 from agenttrain.utils.data_fields import Data, DataWhere
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.sections import SETTINGS, Number, Whole, raise_problems
@@ -251,3 +251,12 @@ class RolloutRequest:
     """Seed for the environment, the same in all rollouts of a group."""
     prompt_ids: Sequence[int] | None = None
     """The rendered prompt, if the rollouts of the group share it; None: the loop renders it."""
+
+    def new_rollout(self) -> Rollout:
+        """Return the rollout before its first turn."""
+        return Rollout(
+            task=self.task,
+            rollout_id=self.rollout_id,
+            group_id=self.group_id,
+            sample=self.sample,
+        )

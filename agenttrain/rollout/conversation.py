@@ -81,13 +81,7 @@ class Conversation:
         if not done:  # the time limit passed
             await self.aclose()
             if self.rollout is None:
-                request = self._request
-                self.rollout = Rollout(
-                    task=request.task,
-                    rollout_id=request.rollout_id,
-                    group_id=request.group_id,
-                    sample=request.sample,
-                )
+                self.rollout = self._request.new_rollout()
             self.rollout.stop_reason = StopReason.timeout
         elif self._task in done:
             self.rollout = self._task.result()

@@ -94,12 +94,7 @@ async def run_rollout(request: RolloutRequest, context: RolloutContext) -> Rollo
     environment do not exist; RewardError when the environment's reward fails; EngineDead;
     StuckTools; and ToolUnavailable if `limits.on_tool_failure` is `error`.
     """
-    rollout = Rollout(
-        task=request.task,
-        rollout_id=request.rollout_id,
-        group_id=request.group_id,
-        sample=request.sample,
-    )
+    rollout = request.new_rollout()
     limits, environments = context.limits, context.environments
     started = time.perf_counter()
     episode: Episode | None = None
@@ -557,7 +552,6 @@ class _Loop:
             [reply_message(ToolResult(call=call, content="")) for call in calls],
             completion_ids=completion.token_ids,
             finish=completion.finish,
-            generation_prompt=True,
         )
         return self._limit_reached() if wrapper + 1 > self._remaining_tokens() else None
 

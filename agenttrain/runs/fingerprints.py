@@ -57,8 +57,8 @@ def fingerprints(components: Components) -> Fingerprints:
     schemas = [schema for toolbox in toolboxes for schema in toolbox.schemas()]
     parts = {
         RunPart.data: {
-            "rows of data.train": _rows(components.train_tasks),
-            "rows of data.test": _rows(components.test_tasks),
+            "rows of data.train": _rows(components.tasks.train),
+            "rows of data.test": _rows(components.tasks.test),
         },
         RunPart.template: {"chat template": _digest(str(components.tokenizer.chat_template))},
         RunPart.tools: {

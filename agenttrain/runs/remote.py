@@ -249,7 +249,7 @@ class RemoteCopy(RemoteReplica):
         self, process: RolloutProcess, weights: Iterable[tuple[str, Tensor]], version: int
     ) -> WeightFiles:
         """Write the weights with the engine's writer; raise EngineError if that fails."""
-        writer: WeightWriter = await process.ask(WriterRequest(version=version))
+        writer: WeightWriter = await process.ask(WriterRequest())
         # The first writer stays: it compares each version with the first. Only its folder changes.
         if self._writer is None:
             self._writer = writer
@@ -369,6 +369,6 @@ def make_remote_source(
         minibatches=config.algorithm.minibatches,
     )
     evaluator = RemoteEvaluator(
-        config=config, rollouts=rollouts, tasks=components.test_tasks, world=rollouts.world
+        config=config, rollouts=rollouts, tasks=components.tasks.test, world=rollouts.world
     )
     return source, evaluator

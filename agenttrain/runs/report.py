@@ -9,10 +9,11 @@ from typing import Any
 
 from rich.console import Console
 
-from agenttrain.evaluation import Evaluation, Scores
+from agenttrain.evaluation import Evaluation
 from agenttrain.settings.follow_up import after_sft
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tracking import viewer
+from agenttrain.tracking.metrics import Scores
 from agenttrain.tracking.report import print_report
 from agenttrain.tracking.rollouts import read_step, rollout_record, step_path
 from agenttrain.tracking.run_folder import write_atomically

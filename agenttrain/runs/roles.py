@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from dataclasses import fields
 from pathlib import Path
 
 from agenttrain.engines.base import EngineError
 from agenttrain.engines.config import EngineDtype, StartedServers
 from agenttrain.engines.placement import gpu_numbers, place
-from agenttrain.engines.vllm_server.config import RoleConfig
-from agenttrain.engines.vllm_server.roles import await_start, role_folder, role_plan, start_role
+from agenttrain.engines.vllm_server.config import RoleConfig, VllmServerSettings
+from agenttrain.engines.vllm_server.roles import await_start, role_folder, start_role
 from agenttrain.engines.vllm_server.server_records import ServerPlan
 from agenttrain.engines.vllm_server.starting import SERVER
 from agenttrain.settings.engine_checks import policy_gpus
@@ -19,6 +20,7 @@ from agenttrain.settings.role_checks import fleets, used_roles
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.world import World
 from agenttrain.utils.model_path import weights_folder
+from agenttrain.utils.sections import plain
 
 
 class StartedRoles:
@@ -103,13 +105,21 @@ def _plan(
         has_bfloat16 = gpus is not None and torch.cuda.is_bf16_supported()
         dtype = "bfloat16" if has_bfloat16 else "float32"
     model_context = AutoConfig.from_pretrained(folder).get_text_config().max_position_embeddings
-    return role_plan(
-        name,
-        role,
-        folder,
+    max_context = role.max_context or model_context
+    engine = VllmServerSettings(max_context=max_context, **role.server_keys())
+    keys = [field.name for field in fields(StartedServers)]
+    return ServerPlan(
         module=module,
+        model=str(folder),
+        tokenizer=str(folder),
         dtype=dtype,
-        max_context=role.max_context or model_context,
+        max_context=max_context,
         seed=config.seed,
+        engine=plain(engine),
+        servers=plain(StartedServers(**{key: getattr(role, key) for key in keys})),
+        rank=0,
+        adapters=0,
+        weights=None,
         gpus=gpus,
+        role=name,
     )

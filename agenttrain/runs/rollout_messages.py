@@ -8,7 +8,7 @@ RolloutStatus. One step of synchronous training::
     GroupsRequest(step=3)     -->   collects and scores the step's groups
                               <--   RolloutStatus …, RequestResult(StepBatch(…))
     (update)
-    WriterRequest(version=3)  -->
+    WriterRequest()           -->
                               <--   RequestResult(writer of weight files)
     LoadRequest(files)        -->   the engine loads them
                               <--   RequestResult(None)
@@ -112,8 +112,6 @@ class GroupsRequest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterRequest:
     """Request for the WeightWriter that writes the files of new weights for the engine."""
-
-    version: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

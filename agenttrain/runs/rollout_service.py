@@ -102,7 +102,7 @@ async def serve(connection: socket.socket) -> None:
                 for task in unfinished:
                     task.cancel()
                     await asyncio.wait((task,))
-                if work.cancelled():  # the next request ends the loop
+                if work.cancelled():  # the loop's condition reads the message that came early
                     continue
                 await channel.send(service.status())  # the last counts of this request
                 await channel.send(_answer(work))
@@ -260,7 +260,7 @@ class RolloutService:
 
     async def _evaluate(self) -> list[Evaluation]:
         """Evaluate on the test tasks; no group is sampled ahead meanwhile."""
-        config, tasks = self._config, self._components.test_tasks
+        config, tasks = self._config, self._components.tasks.test
         seed_random(derive_seed(config.seed, "evaluation") % 2**32)
         with nullcontext() if self._queue is None else self._queue.held():
             return await evaluate(

@@ -59,7 +59,7 @@ from agenttrain.training.weight_sync import SyncProbe, sync
 from agenttrain.training.world import PeerFailed, World
 from agenttrain.types import AgenttrainError, ConfigError, Rollout
 from agenttrain.utils.exit_codes import DONE, FAILED, INTERRUPTED, PREEMPTED, TERMINATED
-from agenttrain.utils.garbage import no_collections
+from agenttrain.utils.garbage import no_garbage_collection
 from agenttrain.utils.redaction import hide_in_words, hide_secrets
 from agenttrain.utils.signals import Preempted, StopRequest, listening
 
@@ -195,7 +195,7 @@ class Run:
             return self._failed(error)
         return DONE
 
-    @no_collections()
+    @no_garbage_collection()
     def prepare(self) -> Components:
         """Build the run's components, and record them in the folder.
 

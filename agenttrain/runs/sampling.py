@@ -51,7 +51,7 @@ def verify_model(config: RunConfig, index: int = 0, count: int = 1) -> None:
 
 def placeholders_of(config: RunConfig) -> Placeholders | str:
     """Return the placeholders of the model's images, or the reason why the run has no images."""
-    placeholders = load_placeholders(_base_folder(config))
+    placeholders = load_placeholders(architecture_folder(config))
     if isinstance(placeholders, str):
         return placeholders
     spec = run_spec(config)
@@ -88,11 +88,11 @@ def vision_of(config: RunConfig) -> Vision | None:
         return None
     from agenttrain.engines.vision import load_vision
 
-    return load_vision(_base_folder(config), placeholders, frozen=not trained)
+    return load_vision(architecture_folder(config), placeholders, frozen=not trained)
 
 
-def _base_folder(config: RunConfig) -> Path:
-    """Return the folder of the model, or that of its base model if it has adapters."""
+def architecture_folder(config: RunConfig) -> Path:
+    """Return the folder of config.json: the model's, or its base model's if it has adapters."""
     model = config.model
     folder = base_folder(model.path, model.revision, model.base_revision, weights=False)
     return model_folder(model.path, revision=model.revision) if folder is None else folder
@@ -216,22 +216,15 @@ def sampling_engine(config: RunConfig) -> Engine:
         settings = specs()[DEFAULT_ENGINE].settings(max_context=config.engine.max_context)
     spec = spec_of(settings)
     spec.check_model(settings, model)
-    inputs = EngineInputs(
-        policy=model,
+    inputs = engine_inputs(config, model, None, on_gpu=on_gpu, rank=0)
+    inputs = replace(
+        inputs,
         model=model_folder(config.model.path, revision=config.model.revision),
-        dtype=config.model.dtype,
         adapters=None,
         tokenizer=None,
-        sync_mode=config.weight_sync.mode,
         sync_folder=None,
-        transport=config.weight_sync.transport,
-        servers=config.servers,
-        seed=config.seed,
-        on_gpu=on_gpu,
-        rank=0,
-        run_folder=None,
+        max_staleness=0,
         vision=vision_of(config),
-        mixed_precision=config.training.mixed_precision,
     )
     return spec.build(settings, inputs)
 

@@ -23,7 +23,7 @@ from agenttrain.chat.loading import load_chat
 from agenttrain.chat.parsers.export import response_template
 from agenttrain.data.build import Splits, build_tasks, check_needed_columns
 from agenttrain.data.config import OnBadRow
-from agenttrain.data.tasks import TaskSource, check_columns
+from agenttrain.data.tasks import check_columns
 from agenttrain.engines.base import Engine, Lockstep
 from agenttrain.engines.vllm_server.roles import RoleServers, with_servers
 from agenttrain.environments.environments import Environments, build_kinds
@@ -37,7 +37,7 @@ from agenttrain.rollout.monitoring import InFlight
 from agenttrain.rollout.request import RolloutContext
 from agenttrain.rollout.row_tools import RowTools, check_collisions, tool_sets
 from agenttrain.runs.row_checks import RENDERED_TASKS, certify_tool_sets, check_rows, prompt_length
-from agenttrain.runs.sampling import placeholders_of, verify_model
+from agenttrain.runs.sampling import architecture_folder, placeholders_of, verify_model
 from agenttrain.runtimes.base import MachineLost
 from agenttrain.runtimes.machines import Machines, runtime_problems
 from agenttrain.settings.components import REWARD, REWARD_TARGET, reward_sections
@@ -49,7 +49,7 @@ from agenttrain.tools.toolbox import Toolbox
 from agenttrain.tracking.timeline import Timeline
 from agenttrain.training.checkpoint_files import CheckpointError
 from agenttrain.types import ConfigError, Rollout, Task
-from agenttrain.utils.model_path import base_folder, model_folder
+from agenttrain.utils.model_path import model_folder
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.temporary import TemporaryFolder
 
@@ -233,16 +233,6 @@ class Components:
         left_out = (source.note for source in self.tasks.by_key.values())
         return (*self.tasks.notes, *filter(None, left_out))
 
-    @property
-    def train_tasks(self) -> TaskSource:
-        """Tasks of data.train."""
-        return self.tasks.train
-
-    @property
-    def test_tasks(self) -> TaskSource:
-        """Tasks of data.test."""
-        return self.tasks.test
-
     @cached_property
     def row_tool_names(self) -> set[str]:
         """Names of the tools that rows list. Computing them checks the rows, see `check_rows`."""
@@ -419,7 +409,7 @@ class Components:
 
         If all prompts come from environments, return one stop token instead.
         """
-        for source in (self.train_tasks, self.test_tasks):
+        for source in (self.tasks.train, self.tasks.test):
             first_task = source.tasks(0, 1) if len(source) else []
             for task in first_task:
                 if task.messages:
@@ -524,11 +514,7 @@ def context_of(config: RunConfig) -> int | None:
 
     if config.engine.max_context is not None:
         return config.engine.max_context
-    model = config.model
-    folder = base_folder(model.path, model.revision, model.base_revision, weights=False)
-    if folder is None:
-        folder = model_folder(model.path, revision=model.revision)
-    text_config = AutoConfig.from_pretrained(folder).get_text_config()
+    text_config = AutoConfig.from_pretrained(architecture_folder(config)).get_text_config()
     return getattr(text_config, "max_position_embeddings", None)
 
 
@@ -624,9 +610,9 @@ def _check_demonstrations(components: Components) -> None:
     _ = components.row_tool_names  # computing it checks all rows
     if config.data.on_bad_row is not OnBadRow.error:
         return
-    sources = {"data.train": components.train_tasks}
+    sources = {"data.train": components.tasks.train}
     if config.eval.questions:
-        sources["data.test"] = components.test_tasks
+        sources["data.test"] = components.tasks.test
     demonstrator = components.demonstrator
     for key, source in sources.items():
         for task in source.tasks(0, min(len(source), config.sft.batch_size)):

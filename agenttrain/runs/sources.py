@@ -22,14 +22,14 @@ def make_recorded_source(
     limits = [limit for limit in (config.sft.max_tokens, context) if limit is not None]
     source = Demonstrations(
         demonstrator=components.demonstrator,
-        tasks=components.train_tasks,
+        tasks=components.tasks.train,
         batch_size=config.sft.batch_size,
         on_bad_row=config.data.on_bad_row,
         max_tokens=min(limits, default=2**31),
         peers=world,
     )
     evaluator = LossEvaluator(
-        config=config, source=source, tasks=components.test_tasks, policy=policy, world=world
+        config=config, source=source, tasks=components.tasks.test, policy=policy, world=world
     )
     return source, evaluator
 
@@ -40,7 +40,7 @@ def make_sampled_source(
     """Return the source of sampled rollouts, and the evaluator on held-out tasks."""
     source = make_rollout_source(config, components, collector, world)
     evaluator = TaskEvaluator(
-        config=config, source=source, tasks=components.test_tasks, world=world
+        config=config, source=source, tasks=components.tasks.test, world=world
     )
     return source, evaluator
 
@@ -49,7 +49,7 @@ def make_rollout_source(
     config: RunConfig, components: Components, collector: Collector, peers: Peers
 ) -> RolloutSource:
     """Return the source that draws the tasks of each step and samples their groups."""
-    tasks, curriculum = components.train_tasks, config.data.curriculum
+    tasks, curriculum = components.tasks.train, config.data.curriculum
     return RolloutSource(
         algorithm=config.algorithm,
         tasks_per_step=config.tasks_per_step,

@@ -18,6 +18,7 @@ from agenttrain.data.tasks import TaskSource
 from agenttrain.engines.vllm_server.roles import RoleServers
 from agenttrain.rollout.row_tools import checked_rows
 from agenttrain.runs.loading import sharding_of
+from agenttrain.runs.sampling import architecture_folder
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.checkpoint_files import MANIFEST, only_tensors, verify
 from agenttrain.training.policy import Policy
@@ -32,7 +33,6 @@ from agenttrain.training.teacher_scores import ModelTeacher, PromptIds, ServedTe
 from agenttrain.types import ConfigError, Message, Rollout, Task, Trajectory
 from agenttrain.utils.model_path import (
     ADAPTER_CONFIG,
-    base_folder,
     model_folder,
     weights_folder,
 )
@@ -72,13 +72,10 @@ def check_teacher(config: RunConfig, tokenizer: Any, tasks: TaskSource) -> None:
             f"{len(dict(differing))} tokens differ, the first one {token!r} ({index}). Its "
             "probabilities would be of other texts; choose a teacher of the same family"
         )
-    policy = config.model
-    policy_folder = base_folder(policy.path, policy.revision, policy.base_revision, weights=False)
-    policy_folder = policy_folder or model_folder(policy.path, revision=policy.revision)
     # Embeddings may be padded beyond the tokenizer's vocabulary, differently in each model.
     teacher_size, policy_size = (
         AutoConfig.from_pretrained(place).get_text_config().vocab_size
-        for place in (folder, policy_folder)
+        for place in (folder, architecture_folder(config))
     )
     if teacher_size < policy_size:
         raise ConfigError(
@@ -117,7 +114,8 @@ def teacher_prompt(
         """Return [T] the ids of a trajectory's prompt with the teacher's text added."""
         messages = trajectory.messages[: trajectory.prompt_messages]
         messages = with_text(messages, template.fill(rollout.task.columns))
-        # Not `prompt_ids`: an outside agent's history may hold texts that the template leaves out.
+        # Not `prompt_ids`, which raises for texts that the template leaves out: an outside agent's
+        # history may hold such.
         return chat.rendered_ids(messages, schemas(rollout.task))
 
     return render

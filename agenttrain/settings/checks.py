@@ -30,7 +30,7 @@ from agenttrain.types import ConfigError
 from agenttrain.utils.expressions import compiled
 from agenttrain.utils.model_path import PARTS, model_folder, template_file
 from agenttrain.utils.names import did_you_mean
-from agenttrain.utils.sections import shown
+from agenttrain.utils.sections import raise_config_error, shown
 from agenttrain.utils.text_templates import TextTemplate
 
 DIVISORS = 6
@@ -79,8 +79,7 @@ def validate(
         model_folder(config.model.path, model_parts, revision=config.model.revision)
     except ConfigError as error:
         problems.append(str(error))
-    if problems := problems or list(code_problems(config, code)):
-        raise ConfigError("\n".join(problems))
+    raise_config_error(problems or code_problems(config, code))
 
 
 def _sizes(config: RunConfig) -> Iterator[str]:
@@ -365,14 +364,12 @@ def check_for_verb(verb: str, config: RunConfig, overrides: Sequence[str] = ()) 
     """
     checks = [c for c in CHECKS if isinstance(c, VerbCheck) and verb not in c.skips]
     for imports in (False, True):
-        problems = [
+        raise_config_error(
             problem
             for check in checks
             if check.imports is imports
             for problem in check.problems(config, verb, overrides)
-        ]
-        if problems:
-            raise ConfigError("\n".join(problems))
+        )
 
 
 def _answers(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterator[str]:
@@ -447,8 +444,8 @@ def _stop_when(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterat
     sections = SUPERVISED if verb == "sft" else tuple(METRICS)
     rows = [row for section in sections for row in METRICS[section]]
     own_metrics = () if verb == "sft" or objective.is_own else objective.registered.metrics
-    known = metric_row(name) in rows or name in own_metrics
-    if known or (objective.is_own and verb != "sft"):
+    is_metric = metric_row(name) in rows or name in own_metrics
+    if is_metric or (objective.is_own and verb != "sft"):
         return
     problem = f"is no metric{did_you_mean(name, [*(row.pattern for row in rows), *own_metrics])}"
     if verb == "sft" and metric_row(name) is not None:

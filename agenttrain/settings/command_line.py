@@ -41,8 +41,6 @@ class Command:
     """The command line without the verb."""
     verb: str
     """The verb that the settings are for."""
-    checks: bool
-    """True for `agenttrain check`: nothing is started."""
     overrides: list[str]
     """Overrides without that of `saved`."""
     saved: Path | None
@@ -107,7 +105,6 @@ def command_of(
         arguments=args.command_line,
         typed=args.words,
         verb=verb,
-        checks=checks,
         overrides=settings,
         saved=saved,
         trust=trust,

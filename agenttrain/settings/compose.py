@@ -35,7 +35,7 @@ from agenttrain.types import ConfigError
 from agenttrain.utils.files import conf_folder, list_groups
 from agenttrain.utils.model_path import is_foreign
 from agenttrain.utils.redaction import hide_secrets
-from agenttrain.utils.sections import plain, sections_below, validated
+from agenttrain.utils.sections import plain, raise_config_error, sections_below, validated
 
 HYDRA_VERSION = "1.3"
 """Hydra behaves as this version, whichever is installed."""
@@ -162,8 +162,7 @@ def compose_raw(
             remaining = [text for text in remaining if text not in unknown]
             if not unknown or not remaining:
                 break
-    if problems:
-        raise ConfigError("\n".join(problems))
+    raise_config_error(problems)
     return raw
 
 
@@ -243,8 +242,7 @@ def _check_emptied(overrides: Sequence[str], composed: Composed) -> None:
                 f"{section}=[]: {body} has {' '.join(keys)}, which stays; to leave it out too add "
                 f"{deletions}"
             )
-    if problems:
-        raise ConfigError("\n".join(problems))
+    raise_config_error(problems)
 
 
 def empty_mapping_problems(overrides: Sequence[str], plain: Mapping[str, Any]) -> Iterator[str]:

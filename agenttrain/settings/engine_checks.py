@@ -13,9 +13,8 @@ from agenttrain.rollout.config import RolloutPlace
 from agenttrain.settings.compose import Composed
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.config import Transport, WeightSyncConfig
-from agenttrain.types import ConfigError
 from agenttrain.utils.sections import plain as plain_settings
-from agenttrain.utils.sections import shown
+from agenttrain.utils.sections import raise_config_error, shown
 
 SERVERS = plain_settings(ServersConfig())
 """Default of every key of the section `servers`."""
@@ -142,5 +141,4 @@ def admit_engine(composed: Composed) -> None:
         return
     config.engine = admit(config.engine)
     composed.plain["engine"] = plain(config.engine)
-    if problems := list(engine_problems(config)):
-        raise ConfigError("\n".join(problems))
+    raise_config_error(engine_problems(config))

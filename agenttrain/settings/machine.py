@@ -7,8 +7,6 @@ does not use it: the job's machine is another one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 from agenttrain.engines.placement import placement_problems
 from agenttrain.engines.registry import OutsideEngine, spec_of
@@ -26,57 +24,49 @@ CHECKED_VERBS = (*SAMPLING_VERBS, "sft")
 """Verbs of runs that have a policy, in one process or several."""
 
 
-@dataclass
-class Machine:
-    """The parts of this machine that settings depend on, each computed when a check needs it."""
+def machine_problems(
+    verb: str, configs: Sequence[RunConfig], count_gpus: Callable[[], int]
+) -> list[str]:
+    """Return lines ``key=value: problem; remedy`` about this machine, each problem once.
 
-    count_gpus: Callable[[], int]
-    """It may import torch, which takes seconds: it is called at most once."""
-
-    @cached_property
-    def gpus(self) -> int:
-        """Number of GPUs that torch can use."""
-        return self.count_gpus()
-
-
-def machine_problems(verb: str, configs: Sequence[RunConfig], machine: Machine) -> list[str]:
-    """Return lines ``key=value: problem; remedy`` about this machine, each problem once."""
+    `count_gpus` may import torch, which takes seconds: it is called if a check needs the number.
+    """
     if verb not in CHECKED_VERBS:
         return []
     problems: list[str] = []
     for config in configs:
         if config.distributed.name is not DistributedName.single:
-            problem = process_count_problem(config.distributed, machine.gpus)
+            problem = process_count_problem(config.distributed, count_gpus())
             problems += [problem] if problem is not None else []
-        if config.training.mixed_precision == "fp16" and not machine.gpus:
+        if config.training.mixed_precision == "fp16" and not count_gpus():
             problems.append(
                 "training.mixed_precision=fp16: needs a GPU, and there is none here; set "
                 "training.mixed_precision=bf16 or no"
             )
         if verb not in SAMPLING_VERBS:
             continue
-        problems += broadcast_problems(config, machine)
+        problems += broadcast_problems(config, count_gpus)
         if not config.servers.outside:
             spec = spec_of(config.engine)
-            problems += spec.check_machine(config.engine, lambda: machine.gpus)
+            problems += spec.check_machine(config.engine, count_gpus)
         running = "train" if verb == CHECK else verb
         for name, role in used_roles(config, running).items():
             problems += installed_problems(f"roles.{name}.model={role.model}")
         if started := fleets(config, running):
             section = config.distributed
             several = section.name is not DistributedName.single
-            trainers = (section.processes or machine.gpus) if several else 1
+            trainers = (section.processes or count_gpus()) if several else 1
             own = policy_gpus(config, trainers)
-            problems += placement_problems(started, machine.gpus, own)
+            problems += placement_problems(started, count_gpus(), own)
     return list(dict.fromkeys(problems))
 
 
-def broadcast_problems(config: RunConfig, machine: Machine) -> list[str]:
+def broadcast_problems(config: RunConfig, count_gpus: Callable[[], int]) -> list[str]:
     """Return the problems of weight_sync.transport=nccl on this machine."""
     key = "weight_sync.transport=nccl"
     if config.weight_sync.transport is not Transport.nccl:
         return []
-    if not machine.gpus:
+    if not count_gpus():
         return [
             f"{key}: goes from the trainer's GPU to those of the servers, and there is no GPU "
             "here; set weight_sync.transport=files, or leave it out"

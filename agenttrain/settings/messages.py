@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from shlex import quote
 from types import NoneType, UnionType
@@ -34,6 +35,7 @@ from yaml import MarkedYAMLError
 from agenttrain.settings.overrides import as_typed, key_of
 from agenttrain.settings.run_config import RunConfig, choices
 from agenttrain.types import AgenttrainError, ConfigError
+from agenttrain.utils.files import parse_yaml
 from agenttrain.utils.moved import moved_key
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.sections import field_names, sections_below, shown
@@ -48,97 +50,15 @@ REPLACED = {
     "sweep=optuna searches by sweep.objective",
 }
 """Parts of Hydra whose plugins have no effect on a sweep, and the settings in their place."""
-ELSEWHERE = {
-    "adv_estimator": "algorithm.advantage",
-    "algorithm.adv_estimator": "algorithm.advantage",
-    "actor_rollout_ref.actor.clip_ratio_high": "algorithm.objective.high",
-    "actor_rollout_ref.actor.clip_ratio_low": "algorithm.objective.low",
-    "actor_rollout_ref.actor.kl_loss_coef": "algorithm.kl.beta",
-    "actor_rollout_ref.actor.optim.lr": "optimizer.lr",
-    "actor_rollout_ref.actor.ppo_epochs": "algorithm.num_epochs",
-    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "training.token_budget",
-    "actor_rollout_ref.actor.ppo_mini_batch_size": "algorithm.minibatches",
-    "actor_rollout_ref.model.path": "model.path",
-    "actor_rollout_ref.rollout.gpu_memory_utilization": "engine.memory_share",
-    "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": "rollout.max_turns",
-    "actor_rollout_ref.rollout.n": "algorithm.group_size",
-    "actor_rollout_ref.rollout.name": "engine.name",
-    "actor_rollout_ref.rollout.temperature": "rollout.temperature",
-    "actor_rollout_ref.rollout.tensor_model_parallel_size": "engine.tensor_parallel_size",
-    "bf16": "training.mixed_precision",
-    "clip_high": "algorithm.objective.high",
-    "clip_low": "algorithm.objective.low",
-    "fp16": "training.mixed_precision",
-    "data.max_prompt_length": "engine.max_context",
-    "data.max_response_length": "rollout.max_completion_tokens",
-    "data.train_batch_size": "tasks_per_step",
-    "data.train_files": "data.path",
-    "data.val_files": "data.test",
-    "epsilon": "algorithm.objective.low",
-    "epsilon_high": "algorithm.objective.high",
-    "eval_steps": "eval.every",
-    "gradient_accumulation_steps": "algorithm.minibatches",
-    "learning_rate": "optimizer.lr",
-    "logging_steps": "tracker",
-    "lora_alpha": "model.lora.alpha",
-    "lora_r": "model.lora.rank",
-    "loss_type": "algorithm.aggregation",
-    "lr_scheduler_type": "optimizer.schedule",
-    "max_completion_length": "rollout.max_completion_tokens",
-    "max_prompt_length": "engine.max_context",
-    "max_steps": "steps",
-    "max_tool_calling_iterations": "rollout.max_turns",
-    "model_name_or_path": "model.path",
-    "num_generations": "algorithm.group_size",
-    "num_iterations": "algorithm.num_epochs",
-    "num_train_epochs": "steps",
-    "output_dir": "hydra.run.dir",
-    "per_device_train_batch_size": "training.token_budget",
-    "report_to": "tracker",
-    "save_steps": "checkpoint.every",
-    "save_total_limit": "checkpoint.keep",
-    "scale_rewards": "algorithm.scale",
-    "temperature": "rollout.temperature",
-    "trainer.default_local_dir": "hydra.run.dir",
-    "trainer.experiment_name": "hydra.job.name",
-    "trainer.logger": "tracker",
-    "trainer.n_gpus_per_node": "distributed.processes",
-    "trainer.nnodes": "distributed.nodes",
-    "trainer.save_freq": "checkpoint.every",
-    "trainer.test_freq": "eval.every",
-    "trainer.total_epochs": "steps",
-    "trainer.total_training_steps": "steps",
-    "use_peft": "model.lora.rank",
-    "use_vllm": "engine.name",
-    "vllm_gpu_memory_utilization": "engine.memory_share",
-    "vllm_tensor_parallel_size": "engine.tensor_parallel_size",
-    "warmup_ratio": "optimizer.warmup_steps",
-    "warmup_steps": "optimizer.warmup_steps",
-    "weight_decay": "optimizer.weight_decay",
-}
-"""Names of settings in TRL and verl -> ours."""
 SECTIONS_ELSEWHERE = ("actor_rollout_ref", "trainer", "critic")
-REMARKS = {
-    "actor_rollout_ref.actor.ppo_mini_batch_size": "parts that a step's tasks are cut into",
-    "actor_rollout_ref.rollout.name": "engine=vllm or engine=transformers",
-    "data.max_prompt_length": "prompt and completion together; a longer prompt is left out",
-    "data.val_files": "data=file data.test.path=…",
-    "data.train_files": "with data=file",
-    "gradient_accumulation_steps": "microbatches follow from training.token_budget, and updates of "
-    "a step from algorithm.minibatches",
-    "logging_steps": "every step is logged",
-    "max_prompt_length": "prompt and completion together; a longer prompt is left out",
-    "num_train_epochs": "rows are repeated until the steps are done",
-    "trainer.total_epochs": "rows are repeated until the steps are done",
-    "per_device_train_batch_size": "tokens of a microbatch; tasks_per_step and "
-    "algorithm.group_size make the batch",
-    "bf16": "training.mixed_precision=bf16, or model.dtype=bfloat16",
-    "fp16": "training.mixed_precision=fp16",
-    "use_peft": "0: no adapters",
-    "use_vllm": "engine=vllm",
-    "warmup_ratio": "in steps, not a share of them",
-}
-"""Remarks on settings of ours whose names alone would mislead."""
+
+
+@cache
+def elsewhere() -> Mapping[str, str]:
+    """Map the names of settings in TRL and verl to ours: ``engine.name (engine=vllm or …)``."""
+    file = Path(__file__).with_name("elsewhere.yaml")
+    settings: dict[str, str] = parse_yaml(file.read_text(encoding="utf-8"))
+    return settings
 
 
 @contextmanager
@@ -205,17 +125,17 @@ def check_values(
             raise ConfigError(
                 f"{line}: is a section; {choose}, and set its keys with {key}.<key>=…"
             )
-        known = f"the options are: {', '.join(options.get(key, ()))}"
+        listed = f"the options are: {', '.join(options.get(key, ()))}"
         section = key.replace("/", ".")
         if key in options and isinstance(value, int | float):
-            raise ConfigError(f"{line}: no such option; {known}")
+            raise ConfigError(f"{line}: no such option; {listed}")
         if key in options and isinstance(value, dict) and key not in setting_keys():
-            raise ConfigError(f"{line}: takes one option; {known}")
+            raise ConfigError(f"{line}: takes one option; {listed}")
         if key in options and isinstance(value, list):
             if section in setting_keys() and section not in SEVERAL:
-                raise ConfigError(f"{line}: takes one option; {known}")
+                raise ConfigError(f"{line}: takes one option; {listed}")
             if others := [shown(name) for name in value if not isinstance(name, str)]:
-                raise ConfigError(f"{line}: {others[0]} is no option; {known}")
+                raise ConfigError(f"{line}: {others[0]} is no option; {listed}")
         annotation = _annotation(key)
         is_flag = bool in (annotation, *get_args(annotation))
         if is_flag and isinstance(value, int) and value not in (0, 1):
@@ -244,16 +164,16 @@ def suggest_key(key: str, groups: Iterable[str] = ()) -> str:
     Example: ``suggest_key("lr") == " (did you mean 'optimizer.lr'?)"``
     """
     # A name alone may have been typed below a section: optimizer.learning_rate.
-    foreign = next((name for name in (key, _split(key)[1]) if name in ELSEWHERE), None)
+    foreign = next((name for name in (key, _split(key)[1]) if name in elsewhere()), None)
     if foreign is not None and key not in setting_keys():
-        remark = f" ({REMARKS[foreign]})" if foreign in REMARKS else ""
-        return f"; it is {ELSEWHERE[foreign]} here{remark}"
+        ours, space, remark = elsewhere()[foreign].partition(" ")
+        return f"; it is {ours} here{space}{remark}"
     if key.partition(".")[0] in SECTIONS_ELSEWHERE:
         return "; that is verl's; `agenttrain settings` prints ours"
-    known = [*setting_keys(), *groups]
+    candidates = [*setting_keys(), *groups]
     section, leaf = _split(key)
-    beside = {_split(name)[1]: name for name in known if _split(name)[0] == section}
-    anywhere = {_split(name)[1]: name for name in known}
+    beside = {_split(name)[1]: name for name in candidates if _split(name)[0] == section}
+    anywhere = {_split(name)[1]: name for name in candidates}
     # A similar name in another section is more often a coincidence than a typing error.
     for names, cutoff in ((anywhere, 1.0), (beside, 0.6), (anywhere, 0.8)):
         near = get_close_matches(leaf, names, n=1, cutoff=cutoff)
@@ -423,8 +343,8 @@ def _unknown_option(error: MissingConfigException, groups: Mapping[str, Sequence
         return str(error).partition("\n")[0]
     meant = _probable_settings(group, option)
     hint = "" if local_files else did_you_mean(option.rpartition("/")[2].lower(), groups[group])
-    known = ", ".join(groups[group])
-    return f"{group}={option}: no such option{hint}{local_files}{meant}; the options are: {known}"
+    listed = ", ".join(groups[group])
+    return f"{group}={option}: no such option{hint}{local_files}{meant}; the options are: {listed}"
 
 
 def _probable_settings(group: str, option: str) -> str:

@@ -26,6 +26,7 @@ from agenttrain.utils.hub import (
     snapshot,
 )
 from agenttrain.utils.model_path import base_model, model_folder, weights_folder
+from agenttrain.utils.sections import raise_config_error
 
 WITHOUT_DATA = ("plan", "serve")
 """Verbs that read no rows."""
@@ -183,12 +184,10 @@ def fetch(config: RunConfig, verb: str) -> None:
 def check_cached(configs: Iterable[RunConfig], verb: str) -> None:
     """Raise ConfigError for models whose weights are not in the cache."""
     models = dict.fromkeys(model for config in configs for model in hub_models(config, verb))
-    problems = [
+    raise_config_error(
         f"{model.key}={model.path}: its weights are not in the cache, and the nodes have no "
         f"network (slurm.offline=true); run `{download_command(model.path, model.revision)}` here "
         "first"
         for model in models
         if model.loaded and not has_weights(snapshot(model.path, model.revision, model.key))
-    ]
-    if problems:
-        raise ConfigError("\n".join(problems))
+    )

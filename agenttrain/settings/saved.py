@@ -37,7 +37,7 @@ from agenttrain.training.config import Init
 from agenttrain.types import ConfigError
 from agenttrain.utils.moved import in_this_layout
 from agenttrain.utils.names import did_you_mean
-from agenttrain.utils.sections import shown
+from agenttrain.utils.sections import raise_config_error, shown
 
 EVALUABLE = (
     *("eval", "data", "engine", "tracker", "rollout", "reward", "seed", "distributed"),
@@ -112,14 +112,12 @@ def settings_for_auto_resume(
     complete_objective(composed)
     started = convert(_read(argument, folder, trust=trust)[0])
     adopt_pins(composed, started)
-    problems = [
+    raise_config_error(
         f"{key}={shown(now)}: the run in {folder} was started with {key}={shown(saved)}; leave it "
         "so, or name another folder"
         for key, saved, now in differences(started.plain, composed.plain)
         if key.partition(".")[0] not in (*RESUMABLE, "resume")
-    ]
-    if problems:
-        raise ConfigError("\n".join(problems))
+    )
     return _prepare_resume(argument, folder, composed)
 
 
@@ -310,8 +308,7 @@ def saved_settings(
             )
     node, signed = _read(argument, folder, trust=trust)
     plain = cast(dict[str, Any], OmegaConf.to_container(node, enum_to_str=True))
-    if problems := list(empty_mapping_problems(overrides, plain)):
-        raise ConfigError("\n".join(problems))
+    raise_config_error(empty_mapping_problems(overrides, plain))
     with explained(overrides, source.groups):
         # First the groups with a new choice, then the single values, as Hydra does.
         groups = source.groups()

@@ -82,30 +82,14 @@ class MLflowSettings(TrackerSettings):
     the experiment."""
 
 
-@plain_dataclass(frozen=True, slots=True, kw_only=True)
-class Bundled:
-    """A bundled tracker: its class, the module that it needs, and the extra that installs it."""
-
-    target: str
-    module: str
-    extra: str | None = None
-
-
+BACKENDS = "agenttrain.tracking.backends"
 BUNDLED = {
-    "trackio": Bundled(target="agenttrain.tracking.backends.trackio.Trackio", module="trackio"),
-    "wandb": Bundled(
-        target="agenttrain.tracking.backends.wandb.WandB", module="wandb", extra="wandb"
-    ),
-    "tensorboard": Bundled(
-        target="agenttrain.tracking.backends.tensorboard.TensorBoard",
-        module="tensorboard",
-        extra="tensorboard",
-    ),
-    "mlflow": Bundled(
-        target="agenttrain.tracking.backends.mlflow.MLflow", module="mlflow", extra="mlflow"
-    ),
+    "trackio": f"{BACKENDS}.trackio.Trackio",
+    "wandb": f"{BACKENDS}.wandb.WandB",
+    "tensorboard": f"{BACKENDS}.tensorboard.TensorBoard",
+    "mlflow": f"{BACKENDS}.mlflow.MLflow",
 }
-"""Section of `TrackerConfig` -> the tracker."""
+"""Section of `TrackerConfig`, which is also the name of the library -> the tracker's class."""
 
 
 @plain_dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,13 +135,12 @@ class TrackerConfig:
     def sections(self) -> list[TrackerSection]:
         """Return the trackers of the run; raises ConfigError for an invalid section of `own`."""
         sections = []
-        for name, bundled in BUNDLED.items():
+        for name, target in BUNDLED.items():
             settings: TrackerSettings = getattr(self, name)
             if settings.enabled:
                 common = field_names(TrackerSettings)
                 arguments = {n: v for n, v in plain(settings).items() if n not in common}
-                key, target = f"tracker.{name}", bundled.target
-                sections.append(_section(name, key, target, arguments, settings))
+                sections.append(_section(name, f"tracker.{name}", target, arguments, settings))
         for name, section in self.own.items():
             key, target = f"tracker.own.{name}", section["_target_"]
             own_settings, arguments = beside(OwnTrackerSettings, section, key)
@@ -180,14 +163,15 @@ def _section(
 
 def missing_libraries(config: TrackerConfig) -> Iterator[str]:
     """Yield the trackers of the run whose library is not installed."""
-    for name, bundled in BUNDLED.items():
+    for name in BUNDLED:
         settings: TrackerSettings = getattr(config, name)
-        spec = find_spec(bundled.module)
+        spec = find_spec(name)
         # A folder of this name, such as wandb's own in the working folder, is a module to Python.
         if settings.enabled and (spec is None or spec.origin is None):
-            package = f"agenttrain[{bundled.extra}]" if bundled.extra else bundled.module
+            # trackio is a dependency of agenttrain itself, and no extra.
+            package = name if name == "trackio" else f"agenttrain[{name}]"
             yield (
-                f"tracker={name}: needs {bundled.module}, which is not installed; "
+                f"tracker={name}: needs {name}, which is not installed; "
                 f"pip install '{package}', or leave {name} out"
             )
 

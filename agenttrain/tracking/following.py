@@ -22,7 +22,7 @@ from typing import Any
 from agenttrain.tracking.backends.base import ExperimentTracker, RunEnd, TrackedRun
 from agenttrain.tracking.machine import MachineLoad
 from agenttrain.tracking.rollouts import read_step, step_path
-from agenttrain.tracking.run_folder import read_summary
+from agenttrain.tracking.run_folder import read_summary, write_atomically
 
 POLL_S = 0.5
 """Seconds between two looks at the files."""
@@ -65,9 +65,7 @@ class Cursor:
     def write(self, path: Path) -> None:
         """Replace the file; a reader sees the old cursor or the new one."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".part")
-        temporary.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        temporary.replace(path)
+        write_atomically(path, json.dumps(asdict(self)))
 
 
 def cursor_path(folder: Path, name: str) -> Path:

@@ -162,6 +162,25 @@ class Estimate:
         return f"{self.mean:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """Results of one evaluation that summary.json stores.
+
+    Intervals are 95 % over questions, because the samples of one question are not independent. They
+    are Wilson's if every question is worth 0 or 1, else normal.
+    """
+
+    label: str
+    """`sampled` or `greedy`."""
+    questions: int
+    reward: Estimate
+    """Mean reward."""
+    pass_at: dict[int, Estimate]
+    """By k: share of questions solved (reward 1) by at least one of k samples, unbiased."""
+    by_group: dict[str, Estimate]
+    """Mean reward by the values of the column `eval.group_by`."""
+
+
 def wilson(successes: int, n: int) -> Estimate:
     """Return a proportion with Wilson's score interval, which holds at 0, at 1 and for small n.
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from agenttrain.tracking.console import one_line, printable
-from agenttrain.tracking.metrics import Estimate
+from agenttrain.tracking.metrics import Estimate, Scores
 from agenttrain.tracking.pictures import decoded_span
 from agenttrain.utils.json_lines import dumps
 
@@ -26,27 +26,7 @@ TOOL_CHARACTERS = 400
 """Characters shown of a tool result."""
 
 
-class Measured(Protocol):
-    """Results of one evaluation that the table shows."""
-
-    @property
-    def label(self) -> str:
-        """Decoding: `sampled` or `greedy`."""
-
-    @property
-    def reward(self) -> Estimate:
-        """Mean reward over all questions."""
-
-    @property
-    def pass_at(self) -> Mapping[int, Estimate]:
-        """k -> share of questions that one of k rollouts solves."""
-
-    @property
-    def by_group(self) -> Mapping[str, Estimate]:
-        """Mean reward by the values of a column, e.g. a question's family; may be empty."""
-
-
-def before_after(before: Sequence[Measured], after: Sequence[Measured]) -> Table:
+def before_after(before: Sequence[Scores], after: Sequence[Scores]) -> Table:
     """Return a table of mean rewards with 95 % intervals by label and group, up to 80 columns.
 
     A cell is blank if there is no such evaluation.
@@ -118,8 +98,8 @@ def rollout_text(record: Mapping[str, Any], decode: Decode) -> Text:
 def print_report(
     console: Console,
     *,
-    before: Sequence[Measured],
-    after: Sequence[Measured],
+    before: Sequence[Scores],
+    after: Sequence[Scores],
     rollouts: Iterable[Mapping[str, Any]],
     decode: Decode,
     run_folder: Path,

@@ -8,18 +8,17 @@ resume, is left out.
 from __future__ import annotations
 
 import html
-import re
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from agenttrain.tracking.timeline import timeline_paths
-from agenttrain.utils.json_lines import dumps, read_rows
+from agenttrain.tracking.viewer import fill_page
+from agenttrain.utils.json_lines import read_rows
 
 ROLLOUTS = "rollouts"
 """Process that makes the rollouts, if it is not the trainer."""
@@ -138,6 +137,7 @@ def sessions(processes: Sequence[Process]) -> list[Interval]:
 def windows_of(processes: Sequence[Process], first: int, last: int) -> list[Interval]:
     """Return the time that steps `first` to `last` took in each session; raises NoTimes."""
     windows = []
+    # The first process trains: its phases say when a step began and ended.
     phases = [(phase.step, phase) for phase in processes[0].phases if phase.step is not None]
     for start, end in sessions(processes):
         chosen = [p for step, p in phases if start <= p.start <= end and first <= step <= last]
@@ -386,14 +386,10 @@ def render_timeline(
             f"the times of {page.left_out} earlier rollouts are left out: name fewer steps "
             "(steps=A-B)"
         )
-    # Inside a script element only `</` and `<!--` mean something; JSON may spell `<` as an escape.
-    payload = dumps(page.data()).replace("<", "\\u003c")
-    template = files("agenttrain.tracking").joinpath("timeline.html").read_text(encoding="utf-8")
-    parts = {
+    texts = {
         "__TITLE__": html.escape(title),
         "__NOTES__": html.escape("; ".join(notes)),
         "__SUMMARY__": page.summary(),
         "__TABLE__": page.table(),
-        "__DATA__": payload,
     }
-    return re.sub("|".join(parts), lambda match: parts[match[0]], template)
+    return fill_page("timeline.html", page.data(), texts)

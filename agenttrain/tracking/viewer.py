@@ -53,10 +53,14 @@ def render(
         }
         for rollout in rollouts
     ]
+    return fill_page("viewer.html", data, {"__TITLE__": html.escape(title)})
+
+
+def fill_page(name: str, data: Any, texts: Mapping[str, str]) -> str:
+    """Return the page `name` of this folder with its data and the texts of its placeholders."""
+    page = files("agenttrain.tracking").joinpath(name).read_text(encoding="utf-8")
     # Inside a script element only `</` and `<!--` mean something; JSON may spell `<` as an escape.
-    payload = dumps(data).replace("<", "\\u003c")
-    page = files("agenttrain.tracking").joinpath("viewer.html").read_text(encoding="utf-8")
-    parts = {"__TITLE__": html.escape(title), "__DATA__": payload}
+    parts = {**texts, "__DATA__": dumps(data).replace("<", "\\u003c")}
     # In one pass, so that a title or token that reads like a placeholder stays.
     return re.sub("|".join(parts), lambda match: parts[match[0]], page)
 

@@ -18,11 +18,10 @@ from agenttrain.training.batch import TrainingSequence, stand_in
 from agenttrain.training.sharding import full_tensor, is_sharded, local_part
 from agenttrain.training.world import World
 from agenttrain.types import AgenttrainError, Rollout, Trajectory
+from agenttrain.utils.names import list_names
 
 RunAlone = Callable[[TrainingSequence], tuple[Tensor, Tensor]]
 """Runs one sequence forward and backward. Returns its loss and the policy's logprobs, [S]."""
-NAMED = 4
-"""Most culprits that a message names."""
 
 
 class NotFinite(AgenttrainError):
@@ -84,7 +83,7 @@ def check_weights(model: nn.Module, when: str, world: World | None = None) -> No
         return
     # With sharded weights, each process sees and counts only its part.
     broken = dict(world.gather(list(broken_weights(model).items()), "the names of broken weights"))
-    where = list_some([f"{name} ({count})" for name, count in broken.items()])
+    where = list_names([f"{name} ({count})" for name, count in broken.items()])
     raise NotFinite(
         f"{when}: weights are not finite: {where}", stage="weights", culprits=tuple(broken)
     )
@@ -107,7 +106,7 @@ def check_logprobs(rollouts: Sequence[Rollout], world: World | None = None) -> N
     broken = [culprit for share, _ in shares for culprit in share]
     if broken:
         rollout_ids = tuple(dict.fromkeys(culprit.rollout_id for culprit in broken))
-        where = list_some([f"{culprit.place} ({culprit.what})" for culprit in broken])
+        where = list_names([f"{culprit.place} ({culprit.what})" for culprit in broken])
         total = sum(count for _, count in shares)
         raise NotFinite(
             f"the engine's logprob is not finite in {len(rollout_ids)} of {total} rollouts: "
@@ -190,9 +189,3 @@ def _first_problem(
 def _first_broken(values: Sequence[float]) -> int | None:
     """Return the index of the first value that is not finite. None: all are."""
     return next((i for i, value in enumerate(values) if not math.isfinite(value)), None)
-
-
-def list_some(texts: Sequence[str]) -> str:
-    """Join the first few texts, and count the rest: ``a, b, c, d and 3 more``."""
-    suffix = f" and {len(texts) - NAMED} more" if len(texts) > NAMED else ""
-    return ", ".join(texts[:NAMED]) + suffix

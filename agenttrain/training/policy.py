@@ -55,7 +55,6 @@ from agenttrain.training.nonfinite import (
     BrokenUpdate,
     broken_weights,
     find_culprits,
-    list_some,
     place_of,
 )
 from agenttrain.training.offload import StateOffload
@@ -71,6 +70,7 @@ from agenttrain.training.sliced_weights import SlicedWeights, read_shards
 from agenttrain.training.world import World
 from agenttrain.training.wrapping import make_accelerator, share_weights, wrap
 from agenttrain.types import Rollout
+from agenttrain.utils.names import list_names
 
 
 class Policy:
@@ -505,10 +505,10 @@ class Policy:
         first_weight = next(iter(weights.items()), None)
         cause = f"weight {first_weight[0]} ({first_weight[1]}); " if first_weight else ""
         if broken_rollouts:
-            cause += list_some([f"rollout {c.place}: {c.what}" for c in broken_rollouts])
+            cause += list_names([f"rollout {c.place}: {c.what}" for c in broken_rollouts])
         elif places:
             # No sequence is broken by itself: name the rollouts that were packed together.
-            cause += f"no rollout is by itself; they were {list_some(places)}"
+            cause += f"no rollout is by itself; they were {list_names(places)}"
         loss = world.sum(losses.sum().item(), "the loss")
         return BrokenUpdate(
             f"step {self.step + 1}: the update is not finite (loss {loss:g}): "

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def no_collections() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """Pause the collector for a block that imports modules or loads a model.
 
     Objects made in the block then count as old: the next collection does not visit them. Does

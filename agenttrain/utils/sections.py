@@ -70,6 +70,12 @@ def raise_problems(lines: Iterable[str]) -> None:
         raise InvalidSettings("\n".join(problems))
 
 
+def raise_config_error(lines: Iterable[str]) -> None:
+    """Raise ConfigError with all lines, if there are any."""
+    if problems := list(lines):
+        raise ConfigError("\n".join(problems))
+
+
 def choice(resolve: Callable[[Mapping[str, Any]], object]) -> Any:
     """Return the type of a section whose keys depend on a choice that is made in it.
 

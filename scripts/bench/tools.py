@@ -329,7 +329,7 @@ def transformers(quick: bool) -> dict[str, float]:
     prepared = prepare(config)
     policy = make_policy(config, config.algorithm, temperature=config.rollout.temperature)
     sampling = prepared.collector(make_engine(config, policy))
-    tasks = prepared.train_tasks.tasks(0, 8)
+    tasks = prepared.tasks.train.tasks(0, 8)
 
     def wall(scale: float, deterministic: bool) -> tuple[float, float]:
         slow = Slow(prepared.toolbox.tool("sql"), scale)

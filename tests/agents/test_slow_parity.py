@@ -14,11 +14,10 @@ from shop_runs import SETTINGS, sampled
 
 from agenttrain.cli import main
 
-# One worker: the run whose agent is the loop is made once.
+# The run whose agent is the loop is made once.
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1200),
-    pytest.mark.xdist_group("parity"),
 ]
 
 WORKER = f"agent.command=[{sys.executable},{shop_agents.__file__}]"

@@ -312,16 +312,11 @@ def test_the_ledger_is_the_full_rendering(
 @pytest.mark.parametrize("finish", list(Finish))
 def test_wrapper_length_is_the_suffix_of_empty_replies(name: str, finish: Finish) -> None:
     turn = AssistantTurn(content="", reasoning=None, calls=CALL.calls * 2)
-    for generation_prompt in (True, False):
-        length = chat(name).wrapper_length(
-            turn,
-            replies("long reply", "x"),
-            completion_ids=CALL_IDS,
-            finish=finish,
-            generation_prompt=generation_prompt,
-        )
-        empty = suffix(name, turn, replies("", ""), CALL_IDS, finish, generation_prompt)
-        assert length == len(flat(empty))
+    length = chat(name).wrapper_length(
+        turn, replies("long reply", "x"), completion_ids=CALL_IDS, finish=finish
+    )
+    empty = suffix(name, turn, replies("", ""), CALL_IDS, finish, True)
+    assert length == len(flat(empty))
 
 
 @given(text=texts)

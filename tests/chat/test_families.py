@@ -215,9 +215,7 @@ def test_an_answer_that_ended_has_no_second_end_before_a_later_user_turn() -> No
         spans = chat.suffix(
             answer, [user], completion_ids=sampled, finish=finish, generation_prompt=True
         )
-        lengths = chat.wrapper_length(
-            answer, [user], completion_ids=sampled, finish=finish, generation_prompt=True
-        )
+        lengths = chat.wrapper_length(answer, [user], completion_ids=sampled, finish=finish)
         ids = [token for _, found in spans for token in found]
         assert lengths + len(chat.encode_plain("And 4 + 5?")) == len(ids)
         return chat.decode(ids)

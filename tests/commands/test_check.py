@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from agenttrain.cli import main
 from agenttrain.data.bundled import shop
 from agenttrain.data.tasks import GeneratedRows, TaskSource
 from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
-from agenttrain.settings.machine import Machine, machine_problems
+from agenttrain.settings.machine import machine_problems
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tracking.run_folder import read_summary
 from agenttrain.utils.model_path import model_folder
@@ -229,8 +230,8 @@ def test_a_run_without_test_rows(
     assert "rows of data.train changed" in capsys.readouterr().err
 
 
-def machine(gpus: int) -> Machine:
-    return Machine(lambda: gpus)
+def machine(gpus: int) -> Callable[[], int]:
+    return lambda: gpus
 
 
 def run_with(*overrides: str) -> RunConfig:
@@ -242,12 +243,12 @@ def test_a_machine_is_looked_at_only_where_settings_depend_on_it() -> None:
     def never() -> int:
         raise AssertionError("torch would be imported")
 
-    assert machine_problems("check", [run_with()], Machine(never)) == []
+    assert machine_problems("check", [run_with()], never) == []
     ddp = run_with("distributed=ddp", "training.mixed_precision=fp16")
     for verb in ("check", "train", "sft", "eval"):
         assert len(machine_problems(verb, [ddp, ddp], machine(0))) == 2
         assert machine_problems(verb, [ddp], machine(2)) == []
-    assert machine_problems("plan", [ddp], Machine(never)) == []
+    assert machine_problems("plan", [ddp], never) == []
 
 
 def test_servers_of_a_role_leave_the_gpu_of_a_policy_that_samples_apart() -> None:

@@ -249,7 +249,7 @@ def jobs_in(folder: Path) -> list[psutil.Process]:
 SEARCH = ("sweep.sampler=tpe", "sweep.objective=eval/reward", "hydra.sweep.dir=s")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_search_runs_trials_side_by_side_and_goes_on_after_failures(tmp_path: Path) -> None:
     (tmp_path / "judges.py").write_text(REWARD)
     (tmp_path / "broken").touch()
@@ -329,7 +329,7 @@ def test_a_search_that_is_killed_goes_on_with_the_same_trials(tmp_path: Path) ->
     assert [f"optimizer.lr={unbroken[0]}"] == after.jobs[11].overrides[:1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_evaluations_are_swept_and_share_a_dashboard(tmp_path: Path) -> None:
     tracked = tuple(text for text in TINY if text != "tracker=none" and text != "steps=1")
     arguments = ("eval", "-m", *tracked, "seed=0,1", "hydra.sweep.dir=x/shop/s")

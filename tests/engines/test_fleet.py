@@ -30,6 +30,7 @@ from fleet_kit import (
     stubs,
     until,
 )
+from server_stub import CONFIG, FAULTS, TOKEN_S
 
 from agenttrain import cli
 from agenttrain.engines.base import EngineError
@@ -38,7 +39,6 @@ from agenttrain.engines.vllm_server import local
 from agenttrain.engines.vllm_server.fleet import FleetLost
 from agenttrain.engines.vllm_server.health import MemberState
 from agenttrain.engines.vllm_server.scratch import remove
-from agenttrain.engines.vllm_server.stub import CONFIG, FAULTS, TOKEN_S
 from agenttrain.types import Finish
 
 
@@ -87,7 +87,7 @@ def test_requests_weights_and_the_end(tmp_path: Path) -> None:
                 await engine.generate([9999], Sampling(max_tokens=1), session="a")
             with pytest.raises(EngineError, match=r"max_context=256"):
                 await engine.generate([7] * 256, Sampling(max_tokens=1), session="a")
-            weights = engine._writer.folder
+            weights = engine.writer.folder
             assert weights.is_dir()
         assert gone(pids)
         assert not weights.exists()
@@ -221,7 +221,7 @@ def test_weights_that_a_server_cannot_read(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with running(tmp_path, count=1, restarts=0) as engine:
-            write = engine._writer.write
+            write = engine.writer.write
 
             def torn(weights, version):
                 files = write(weights, version)
@@ -231,7 +231,7 @@ def test_weights_that_a_server_cannot_read(tmp_path: Path) -> None:
                 path.write_bytes(content)
                 return files
 
-            engine._writer = type("Torn", (), {"write": staticmethod(torn), "folder": "x"})()
+            engine.writer = type("Torn", (), {"write": staticmethod(torn), "folder": "x"})()
             with pytest.raises(FleetLost) as caught:
                 await send(engine, 2.0, 1)
             assert "weight update 1: the files of the weights: " in str(caught.value)
@@ -252,7 +252,7 @@ def test_a_full_folder_of_weights(tmp_path: Path) -> None:
                     await engine.update(iter([("w", torch.tensor([2.0]))]), 1)
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-            folder = engine._writer.folder
+            folder = engine.writer.folder
             assert str(caught.value).startswith(f"weight update 1: {folder}/1.part/weights-00000")
             assert "File too large" in str(caught.value)
             assert str(caught.value).endswith(f"are in {folder} (weight_sync.folder)")
@@ -355,7 +355,7 @@ def test_a_server_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
             pid = record(tmp_path, 0).pid
             by_hand.terminate()
             assert await asyncio.to_thread(by_hand.wait) == 0
-            assert gone([pid]) and engine._writer.folder.is_dir()
+            assert gone([pid]) and engine.writer.folder.is_dir()
 
     asyncio.run(main())
 
@@ -458,7 +458,7 @@ from fleet_kit import record, send, stubs
 folder = Path(sys.argv[1])
 engine = stubs(folder)
 asyncio.run(send(engine, 1.0, 0))
-print(engine._writer.folder)
+print(engine.writer.folder)
 for number in (0, 1):
     print(record(folder, number).pid, record(folder, number).wrapper, flush=True)
 time.sleep(600)

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 from fleet_kit import STUB, TEXT, call, fault, inputs, record, until
+from server_stub import TOKEN_S
 from transformers import Qwen3Config
 
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.vllm_server.config import VllmServerSettings
 from agenttrain.engines.vllm_server.health import MemberState
 from agenttrain.engines.vllm_server.starting import build
-from agenttrain.engines.vllm_server.stub import TOKEN_S
 from agenttrain.engines.vllm_server.versions import Versions
 from agenttrain.engines.weight_files import WeightFiles
 from agenttrain.training.config import LoraSettings
@@ -137,6 +137,6 @@ def test_adapters_come_under_requests_in_flight(
         for number in (0, 1):
             models = (await call(tmp_path, number, "GET", "/v1/models"))["data"]
             assert [one["id"] for one in models] == ["policy", "policy-v2"]
-        assert [path.name for path in engine._writer.folder.iterdir() if path.is_dir()] == ["2"]
+        assert [path.name for path in engine.writer.folder.iterdir() if path.is_dir()] == ["2"]
 
     asyncio.run(main())

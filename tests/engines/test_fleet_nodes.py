@@ -55,7 +55,7 @@ def test_a_run_finds_its_servers_and_they_end_with_it(tmp_path: Path) -> None:
             await asyncio.gather(*(sample(engine, number) for number in range(12)))
             assert states(engine) == [MemberState.live] * 2
             # The files of the weights are where other machines see them.
-            assert engine._writer.folder.is_relative_to(tmp_path / "run")
+            assert engine.writer.folder.is_relative_to(tmp_path / "run")
             servers = [record(tmp_path, number).pid for number in (0, 1)]
             assert record(tmp_path, 0).wrapper == steps[0].pid
             await engine.aclose()

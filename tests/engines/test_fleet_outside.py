@@ -24,6 +24,7 @@ from fleet_kit import (
     stubs,
     until,
 )
+from server_stub import TOKEN_S
 
 from agenttrain import cli
 from agenttrain.engines.config import Sampling
@@ -34,7 +35,7 @@ from agenttrain.engines.vllm_server.fleet import FleetLost
 from agenttrain.engines.vllm_server.guard import TOKEN
 from agenttrain.engines.vllm_server.health import MemberState
 from agenttrain.engines.vllm_server.outside import NEEDS, Outside, problems
-from agenttrain.engines.vllm_server.stub import TOKEN_S
+from agenttrain.engines.vllm_server.server_records import ServerPlan
 from agenttrain.runs.sampling import server_inputs
 from agenttrain.settings.compose import Source, compose_run, hydra_session
 from agenttrain.types import ConfigError
@@ -58,7 +59,7 @@ def test_they_serve_and_outlive_the_run(tmp_path: Path) -> None:
     async def main() -> None:
         with outside_stubs(None, None) as servers:
             async with running(tmp_path, **outside(servers)) as engine:
-                weights = engine._writer.folder
+                weights = engine.writer.folder
                 assert weights.is_relative_to(tmp_path / "run"), "another machine may see it"
                 await asyncio.gather(*(sample(engine, number) for number in range(20)))
                 assert await send(engine, 0.5, 1) == [-0.5] * 3
@@ -206,14 +207,14 @@ def test_weights_that_no_server_sees(tmp_path: Path) -> None:
         with outside_stubs(None) as servers:
             engine = stubs(tmp_path, **outside(servers))
             await engine.fleet._await_start()
-            write = engine._writer.write
+            write = engine.writer.write
 
             def elsewhere(weights: Any, version: int) -> Any:
                 files = write(weights, version)
                 files.folder.rename(tmp_path / "elsewhere")
                 return files
 
-            engine._writer = type("Elsewhere", (), {"write": staticmethod(elsewhere)})()
+            engine.writer = type("Elsewhere", (), {"write": staticmethod(elsewhere)})()
             text = await failed_start(engine)
             assert "No such file or directory" in text
             assert "set weight_sync.folder" in text
@@ -221,20 +222,18 @@ def test_weights_that_no_server_sees(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-RUN = Outside(
-    adapters=2,
-    urls=("http://a:1",),
-    router=None,
-    token="x",
-    model=Path("model"),
+PLAN = ServerPlan(
+    module="server_stub",
+    model="model",
+    tokenizer=None,
     dtype="float32",
     max_context=256,
-    quantization=None,
-    backend="files",
+    seed=0,
+    engine={"quantization": None},
+    servers={},
     rank=0,
-    grammars=False,
-    text="",
-    token_ids=(),
+    adapters=2,
+    weights=None,
 )
 MODEL = {
     "dtype": "torch.float32",
@@ -257,7 +256,11 @@ MODEL = {
         ({"max_model_len": 128}, {}, "engine.max_context=256: http://a:1 takes 128 tokens"),
         ({"logprobs_mode": "raw_logprobs"}, {}, "start it with --logprobs-mode processed_logprobs"),
         ({"quantization": "fp8"}, {}, "engine.quantization=None: http://a:1 has fp8"),
-        ({"skip_tokenizer_init": True}, {"grammars": True}, "has no tokenizer, which grammars nee"),
+        (
+            {"skip_tokenizer_init": True},
+            {"tokenizer": "model"},
+            "has no tokenizer, which grammars nee",
+        ),
         ({}, {"rank": 16}, "model.lora.rank=16: http://a:1 takes adapters of rank 8; start it"),
     ],
 )
@@ -275,7 +278,11 @@ def test_properties_that_differ(model: dict, run: dict, message: str | None) -> 
         },
         world_size=1,
     )
-    found = list(problems("http://a:1", facts, replace(RUN, **run)))
+    plan = replace(PLAN, **run)
+    outside = Outside(
+        urls=("http://a:1",), router=None, token="x", plan=plan, text="", token_ids=()
+    )
+    found = list(problems("http://a:1", facts, outside))
     assert len(found) == (message is not None)
     assert message is None or message in found[0]
 

@@ -19,9 +19,10 @@ from agenttrain.engines.config import ServersConfig
 from agenttrain.engines.placement import gpu_numbers, place, placement_problems
 from agenttrain.engines.vllm_server.client import ServerFailed, completion_of
 from agenttrain.engines.vllm_server.config import RoleConfig
-from agenttrain.engines.vllm_server.local import OutsideServers, weights_folder
+from agenttrain.engines.vllm_server.local import weights_folder
 from agenttrain.engines.vllm_server.routing import choose, preferred
 from agenttrain.engines.weight_files import BadWeights, WeightWriter, read_verified
+from agenttrain.engines.weights_place import remove_weights_folder
 from agenttrain.types import Finish
 
 SESSIONS = [f"step-1/task-{number}/0" for number in range(400)]
@@ -251,8 +252,8 @@ def test_weight_files_of_a_killed_run_go_at_its_next_start(tmp_path: Path) -> No
     # The copy of a run that goes on removes none of its files.
     copied = shutil.copytree(run, tmp_path / "copied")
     fourth = weights_folder(copied, str(chosen), 10, outside)
-    OutsideServers(copied).end()
+    remove_weights_folder(copied)
     assert third.is_dir() and not fourth.exists()
-    OutsideServers(run).end()
+    remove_weights_folder(run)
     assert not (run / "weights.txt").exists()
     assert list((run / "servers").iterdir()) == []

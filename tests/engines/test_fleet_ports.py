@@ -15,15 +15,6 @@ from port_taker import TIMES
 
 from agenttrain.engines.vllm_server.guard import TOKEN
 
-KIT = str(Path(__file__).parents[1] / "kit")
-
-
-@pytest.fixture(autouse=True)
-def modules_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers find `port_taker` too."""
-    paths = filter(None, (KIT, os.environ.get("PYTHONPATH", "")))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-
 
 @pytest.mark.slow
 def test_a_lost_port_is_replaced_by_another(

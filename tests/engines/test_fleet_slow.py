@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from fleet_kit import fault, gone, record, running, sample, until
+from server_stub import TOKEN_S
 
 from agenttrain.engines.vllm_server.health import MemberState
-from agenttrain.engines.vllm_server.stub import TOKEN_S
 
 
 @pytest.mark.slow

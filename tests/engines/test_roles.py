@@ -16,13 +16,13 @@ from typing import Any
 import httpx
 import pytest
 from fleet_kit import PATIENCE_S, STUB, gone, until
+from server_stub import CONFIG, TOKEN_S
 
 from agenttrain import cli
 from agenttrain.engines.base import EngineError
 from agenttrain.engines.vllm_server.config import RoleConfig, RolesConfig
 from agenttrain.engines.vllm_server.roles import RoleServers, await_start, role_folder
 from agenttrain.engines.vllm_server.server_records import Condition, ServerRecord, read_record
-from agenttrain.engines.vllm_server.stub import CONFIG, TOKEN_S
 from agenttrain.runs.roles import start_roles
 from agenttrain.runs.setup import Components
 from agenttrain.settings.checks import validate

@@ -206,9 +206,9 @@ def test_a_weight_that_does_not_come_is_noticed_before_a_token_is_sampled(
     """vLLM answers 200 to all calls, and keeps what it had: the tied head on a CPU too."""
 
     async def main() -> None:
-        engine, whole = servers.engine, servers.engine._writer
+        engine, whole = servers.engine, servers.engine.writer
         servers.move(5)
-        engine._writer = WeightWriter(whole.folder)  # one that knows of no weights before
+        engine.writer = WeightWriter(whole.folder)  # one that knows of no weights before
         servers.version += 1
         kept = (pair for pair in named_weights(servers.model) if pair[0] != lost)
         await engine.update(kept, servers.version)
@@ -217,7 +217,7 @@ def test_a_weight_that_does_not_come_is_noticed_before_a_token_is_sampled(
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.5):
                 await servers.sample(1, tokens=2)
-        engine._writer = whole
+        engine.writer = whole
         await servers.send()
         assert servers.all_live()
 
@@ -360,6 +360,7 @@ calls = []
 """
 
 
+@pytest.mark.slow
 def test_servers_stay_up_while_the_trainer_restarts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -122,6 +122,7 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     assert gone([process.pid for process in processes])
 
 
+@pytest.mark.slow
 def test_a_run_with_adapters_and_grammars(
     others: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,7 +248,7 @@ def test_adapters_by_version_without_a_pause(adapted: Any) -> None:
             assert {"policy-v1", "policy-v2", "policy-v0"} >= await member.client.adapters()
         await sync(3)
         assert await member.client.adapters() == {"policy-v3"}
-        assert sorted(path.name for path in engine._writer.folder.iterdir() if path.is_dir()) == [
+        assert sorted(path.name for path in engine.writer.folder.iterdir() if path.is_dir()) == [
             "3"
         ]
 

@@ -20,6 +20,7 @@ RUN = (
 TWO = "distributed.processes=2"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shared", "settings"),
     [("fsdp2", ()), ("ddp", ("model.lora.rank=4", "tasks_per_step=6"))],
@@ -36,6 +37,7 @@ def test_two_processes_with_engines_of_their_own_do_as_one_does(
     assert any(row["grad_norm"] for row in metrics(one))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_engines(tmp_path: Path) -> None:
     whole, run = tmp_path / "whole", tmp_path / "run"
     constant = "optimizer.schedule=constant"

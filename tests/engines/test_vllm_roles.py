@@ -40,6 +40,7 @@ def test_a_run_whose_judge_and_teacher_share_a_server(tmp_path: Path) -> None:
     assert left == ["0.log", "status"]
 
 
+@pytest.mark.slow
 def test_a_run_whose_user_is_played_by_a_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

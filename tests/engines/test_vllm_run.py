@@ -123,6 +123,7 @@ def test_a_trained_model_is_served_by_vllm_with_the_prompts_it_was_trained_on(
     same_as_served(model, json.loads(line))
 
 
+@pytest.mark.slow
 def test_a_sweep_whose_second_run_goes_on_until_it_is_interrupted(tmp_path: Path) -> None:
     """One engine after the other; adapters; resume; Ctrl-C."""
     tiny = ("debug=tiny", "eval.questions=0", f"hydra.sweep.dir={tmp_path}")

@@ -171,6 +171,7 @@ def test_a_deadlocked_update_ends_with_the_evidence(tmp_path):
     check(finish(start(tmp_path / "a", *DEADLOCK)), "train", "<lambda>")
 
 
+@pytest.mark.slow
 def test_the_table_says_which_tool_rollouts_wait_for(stalled):
     """No rollout can go on: the engine gives no turn until a stuck rollout is back."""
     text = (stalled.run / "stall-0.txt").read_text()
@@ -198,7 +199,7 @@ def test_a_stalled_run_goes_on(stalled, monkeypatch):
     assert (beat["phase"], beat["in_flight"]) == (None, {"engine": 0, "tool": 0, "other": 0})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_keeps_the_interpreter_to_itself_is_ended_too(tmp_path):
     hangs = ("reward=[]", "reward.r._target_=stalling.backtracks", "watchdog.rollout_s=5")
     run = finish(start(tmp_path / "a", *hangs))

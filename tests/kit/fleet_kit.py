@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from server_stub import CONFIG, next_token
 from transformers import Qwen3Config
 
 from agenttrain.engines.config import Sampling, ServersConfig
@@ -27,10 +28,13 @@ from agenttrain.engines.vllm_server.guard import TOKEN
 from agenttrain.engines.vllm_server.server_engine import VllmServerEngine
 from agenttrain.engines.vllm_server.server_records import ServerRecord, read_record
 from agenttrain.engines.vllm_server.starting import build
-from agenttrain.engines.vllm_server.stub import CONFIG, next_token
 from agenttrain.training.config import Transport, WeightSyncMode
 
-STUB = "agenttrain.engines.vllm_server.stub"
+STUB = "server_stub"
+# The servers' processes find the stub beside this file.
+_paths = (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _paths))
+
 TEXT = [7, 8, 9, 10]
 """The probe."""
 PATIENCE_S = 300

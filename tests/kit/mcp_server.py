@@ -74,6 +74,18 @@ def fail(why: str) -> str:
 
 
 @server.tool()
+def fail_with_a_picture() -> types.CallToolResult:
+    """Refuse, and show why."""
+    return types.CallToolResult(
+        content=[
+            types.TextContent(type="text", text="no such page"),
+            types.ImageContent(type="image", data=RED, mime_type="image/png"),
+        ],
+        is_error=True,
+    )
+
+
+@server.tool()
 async def meet(people: int) -> str:
     """Wait until so many are here."""
     waiting.append(asyncio.Event())

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from agenttrain.engines.vllm_server import stub
+import server_stub
 
 TIMES = "AGENTTRAIN_TEST_PORTS_TAKEN"
 HOLD = """
@@ -30,4 +30,4 @@ if __name__ == "__main__":
         # It ends with the server's group.
         other = subprocess.Popen([sys.executable, "-c", HOLD, port], stdout=subprocess.PIPE)
         assert other.stdout is not None and other.stdout.readline() == b"listens\n"
-    stub.main()
+    server_stub.main()

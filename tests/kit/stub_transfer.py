@@ -13,10 +13,10 @@ from threading import Event
 from typing import Any
 
 import torch
+from server_stub_workers import JOIN_S, NUMBER, RECEIVED
 from torch import Tensor
 
 from agenttrain.engines.vllm_server.nccl_transport import FanOut, OnePass
-from agenttrain.engines.vllm_server.stub_group import JOIN_S, NUMBER, RECEIVED
 
 
 class StubGroup:

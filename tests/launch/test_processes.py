@@ -160,7 +160,7 @@ def test_a_run_whose_rank_was_killed_goes_on_exactly(tmp_path):
     assert len({row["loss"] for row in rows(tmp_path / "run")}) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "code", "status"),
     [
@@ -246,7 +246,7 @@ def test_a_killed_launcher_leaves_no_temporary_folder(tmp_path):
     assert [*temporary.glob(f"{PREFIX}*")] == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_torchrun_starts_one_run(tmp_path):
     end = done(torchrun(*TINY, "steps=1", "hydra.run.dir=run"), tmp_path)
     assert end.returncode == 0, end.stderr

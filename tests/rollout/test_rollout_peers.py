@@ -101,6 +101,7 @@ def test_two_processes_draw_what_one_draws(name: str, of_one: dict, of_two: list
             assert told[name][what] == of_one[name][what], what
 
 
+@pytest.mark.slow
 def test_groups_stay_whole_and_one_process_may_have_none(of_two: list[dict]) -> None:
     assert of_two[0]["one task"]["shares"] == [2, 0]
     shares = of_two[0]["step"]["shares"]

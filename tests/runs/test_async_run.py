@@ -112,7 +112,7 @@ def test_no_rollout_is_older_than_the_bound(tmp_path: Path) -> None:
     assert_nothing_left(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rollout_process_that_dies_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,12 +12,12 @@ from parts import LIMITS, ids, toolbox
 
 from agenttrain.engines.base import EngineError
 from agenttrain.engines.scripted import ScriptedEngine
-from agenttrain.evaluation import Best, Scores, evaluate, from_json, restricted, to_json
+from agenttrain.evaluation import Best, evaluate, from_json, restricted, to_json
 from agenttrain.rewards.function import RewardError
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collector import Collector
 from agenttrain.rollout.config import EvalConfig
-from agenttrain.tracking.metrics import Estimate
+from agenttrain.tracking.metrics import Estimate, Scores
 from agenttrain.tracking.run_folder import read_summary, update_summary
 from agenttrain.types import RowTool, Task
 

@@ -134,7 +134,7 @@ def test_resuming_a_finished_run_says_so_and_changes_nothing(uninterrupted, caps
     assert (uninterrupted / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_more_steps_continue_a_finished_run(uninterrupted, tmp_path):
     short = tmp_path / "short"
     run(short, *TINY, "steps=4")

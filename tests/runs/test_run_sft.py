@@ -148,7 +148,7 @@ def same_but_for_rounding(folder: Path, other: Path) -> None:
         assert torch.allclose(trained[name], tensor, rtol=1e-4, atol=1e-5), name
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "mode", ["ddp", pytest.param("fsdp2", marks=pytest.mark.long)], ids=["ddp", "fsdp2"]
 )

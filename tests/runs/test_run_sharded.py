@@ -11,11 +11,10 @@ import torch
 from process_runs import agenttrain, ids, metrics, rollouts
 from safetensors.torch import load_file
 
-# Whole runs. One worker: the run of one process is made once.
+# Whole runs; that of one process is made once.
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1200),
-    pytest.mark.xdist_group("sharded"),
 ]
 
 SFT = (
@@ -51,7 +50,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("processes", [2, 4])
 def test_sft(processes: int, alone: Path, tmp_path: Path) -> None:
     printed = run(tmp_path / "run", *SFT, SHARDED, f"distributed.processes={processes}")
     assert WHOLE not in printed  # each process read its rows

@@ -93,7 +93,7 @@ def problem(*overrides: str) -> str:
         validate(config, code=())
         check_for_verb("train", config)
         components = Components(config)
-        check_teacher(config, components.tokenizer, components.train_tasks)
+        check_teacher(config, components.tokenizer, components.tasks.train)
     return str(caught.value)
 
 

@@ -32,7 +32,7 @@ def test_looking_up_twice_earns_the_reward() -> None:
     with hydra_session(Source()):
         config = compose_run(["experiment=retrieval"], Source()).config
     prepared = prepare(config)
-    tasks = prepared.train_tasks.tasks(0, 200)
+    tasks = prepared.tasks.train.tasks(0, 200)
     task = next(task for task in tasks if task.columns["family"] == "person-founded")
     (person,) = [p for p in ALL_PEOPLE if p.name in task.messages[1]["content"]]
     calls = [

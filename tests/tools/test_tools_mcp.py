@@ -80,7 +80,7 @@ def colour() -> Iterator[None]:
 
 def test_every_tool_has_the_servers_schema(toolbox: Toolbox) -> None:
     schemas = {schema["function"]["name"]: schema["function"] for schema in toolbox.schemas()}
-    assert len(schemas) == 10
+    assert len(schemas) == 11
     assert schemas["echo"]["description"] == "Say it again."
     parameters = schemas["describe"]["parameters"]
     assert parameters["required"] == ["person"]
@@ -116,6 +116,7 @@ def test_every_tool_has_the_servers_schema(toolbox: Toolbox) -> None:
             "Error: Error executing tool fail: no such file",
             ToolError.exception,
         ),
+        ("fail_with_a_picture", {}, "Error: no such page", ToolError.exception),
         (
             "picture",
             {},

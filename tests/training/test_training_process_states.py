@@ -18,8 +18,6 @@ from agenttrain.training.sharding import assign, read_state
 from agenttrain.training.weight_sync import policy_logprobs
 from agenttrain.training.world import World
 
-# One worker: what its processes found is computed once.
-pytestmark = pytest.mark.xdist_group("process_states")
 MODES = (pytest.param("ddp", marks=pytest.mark.long), "fsdp2")
 WORLD = World()
 

@@ -11,8 +11,6 @@ from two_processes import CASES, HOW, Case, run
 
 from agenttrain.training.world import World
 
-# One worker: what its processes found is computed once.
-pytestmark = pytest.mark.xdist_group("two_processes")
 CHEAP = "recorded"
 """The case that every run of the tests tries."""
 PAIRS = [(name, "ddp") for name in CASES] + [(name, "fsdp2") for name in HOW]
@@ -39,7 +37,7 @@ def of_one() -> Iterator[dict[str, dict]]:
     AcceleratorState._reset_state()  # a case's mixed precision would be every later test's
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
 def test_six_recorded_steps_are_the_same(mode: str, of_two: Callable, of_one: dict) -> None:
     of_one[CHEAP] = of_one.get(CHEAP) or run(CASES[CHEAP], "single", World())

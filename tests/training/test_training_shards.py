@@ -42,7 +42,7 @@ from agenttrain.training.tensor_files import (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_four_processes_start_with_their_rows_of_the_weights(tmp_path: Path) -> None:
     told = torchrun("process_shards.py", str(tmp_path), processes=4)
     assert [one["differences"] for one in told.values()] == [{name: [] for name in STARTS}] * 4
@@ -56,7 +56,7 @@ def test_four_processes_start_with_their_rows_of_the_weights(tmp_path: Path) -> 
     ] * 4
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_four_three_and_two_processes_read_what_four_wrote_to_the_bit(tmp_path: Path) -> None:
     saved = torchrun("process_saves.py", "save", str(tmp_path), processes=4)
     assert all(one == saved[0] for one in saved.values())

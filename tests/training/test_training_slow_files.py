@@ -8,7 +8,7 @@ import pytest
 from process_slow_files import READ_S, READS, TIMEOUT_S
 from torchrun import torchrun
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 def test_a_start_waits_for_a_process_whose_reads_are_slow(tmp_path: Path) -> None:

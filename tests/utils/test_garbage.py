@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from agenttrain.utils.garbage import no_collections
+from agenttrain.utils.garbage import no_garbage_collection
 
 
 def test_nothing_is_collected_in_the_block_and_its_objects_are_old_afterwards():
-    with no_collections():
+    with no_garbage_collection():
         assert not gc.isenabled()
-        with no_collections():
+        with no_garbage_collection():
             pass
         assert not gc.isenabled()  # the inner block has not switched it on
         made = [[] for _ in range(10)]
@@ -23,7 +23,7 @@ def test_nothing_is_collected_in_the_block_and_its_objects_are_old_afterwards():
 
 
 def test_an_error_switches_the_collector_on_again():
-    with pytest.raises(ValueError), no_collections():
+    with pytest.raises(ValueError), no_garbage_collection():
         raise ValueError
     assert gc.isenabled()
 
@@ -31,7 +31,7 @@ def test_an_error_switches_the_collector_on_again():
 def test_a_heap_that_its_owner_has_frozen_stays_frozen():
     gc.freeze()
     try:
-        with no_collections():
+        with no_garbage_collection():
             pass
         assert gc.get_freeze_count() > 0
     finally:

@@ -53,7 +53,7 @@ class IssuedTurn:
         return _extend(self.request_digest, self.message)
 
     def replies(self, new_messages: Sequence[Message]) -> list[Message]:
-        """Return the client's messages behind the turn, with the model's ids of the calls.
+        """Return the client's messages after the turn, with the model's ids of the calls.
 
         The template shows a reply to each call. A malformed call that was part of the text has none
         from the client, which saw no call: it gets its `malformed_reply`.

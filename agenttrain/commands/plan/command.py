@@ -69,6 +69,7 @@ def planned(args: argparse.Namespace) -> PlanOptions:
         machine = PlannedHardware(devices=devices, memory=memory, host=host)
     return PlanOptions(
         machine=machine,
+        # `devices` is what was typed, `all_gpus` also what this machine has if it is planned.
         devices=args.devices,
         all_gpus=args.devices or (len(gpu_bytes) if gpu_memory is None else 0) or None,
         prompt_tokens=args.prompt_tokens,

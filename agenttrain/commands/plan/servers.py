@@ -6,7 +6,7 @@ Everything here is computed. No server with several GPUs has ever been run.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import ceil
 from typing import Any
 
@@ -28,7 +28,7 @@ class ServerMemory:
     """Memory of a server with a certain number of GPUs."""
 
     gpus: int
-    bytes: int
+    gpu_bytes: int
     """Bytes of each GPU."""
     rollouts: int
     """Rollouts whose keys and values fit at once."""
@@ -160,7 +160,7 @@ def plan_servers(
         cache = next((item.bytes for item in estimate.items if item.name == "keys and values"), 0)
         return ServerMemory(
             gpus=gpus,
-            bytes=peak_bytes(estimate),
+            gpu_bytes=peak_bytes(estimate),
             rollouts=cache * gpus // max(load.sampled * sizes.token_cache, 1),
             fits=fits(estimate, memory.machine.memory),
         )
@@ -188,7 +188,7 @@ def lines(fleet: FleetPlan, speeds: Speeds) -> Iterator[str]:
         notes = ["does not fit"] * (server.fits is False)
         notes += ["servers.tensor_parallel_size"] * (server.gpus == fleet.chosen.gpus)
         note = f" ({', '.join(notes)})" if notes else ""
-        yield f"{server.gpus:<18}{server.bytes / GIB:8.2f}  {server.rollouts:,}{note}"
+        yield f"{server.gpus:<18}{server.gpu_bytes / GIB:8.2f}  {server.rollouts:,}{note}"
     if fleet.chosen.fits is False:
         remedy = fleet.remedy or "no number of GPUs up to 8 is enough; set engine.quantization=fp8"
         yield f"A SERVER DOES NOT FIT: {remedy}"
@@ -222,13 +222,5 @@ def record(fleet: FleetPlan | None) -> dict[str, Any] | None:
         "feeding": fleet.balanced,
         "fits": fleet.chosen.fits,
         "remedy": fleet.remedy,
-        "by_gpus": [
-            {
-                "gpus": server.gpus,
-                "gpu_bytes": server.bytes,
-                "rollouts": server.rollouts,
-                "fits": server.fits,
-            }
-            for server in fleet.alternatives
-        ],
+        "by_gpus": [asdict(server) for server in fleet.alternatives],
     }

@@ -139,7 +139,7 @@ async def _rehearse(components: Components, args: Namespace, overrides: Sequence
     """Collect the rollouts of the stub, score them, and return their report."""
     config = components.config
     samples = min(config.algorithm.group_size, args.rollouts)
-    tasks = components.train_tasks.tasks(0, -(-args.rollouts // samples))
+    tasks = components.tasks.train.tasks(0, -(-args.rollouts // samples))
     context = context_of(config) or CONTEXT
     stub = Stub(components, tasks)
     engine = ScriptedEngine(stub, keeps_sent=False, max_context=context, reads_images=True)

@@ -38,7 +38,7 @@ def rehearse_tasks(components: Components, args: Namespace) -> int:
     """Attempt every task of data.train twice, print the list; return 1 if a task has a problem."""
     with refusing():
         prepare_images(components)
-        tasks = components.train_tasks.tasks(0, len(components.train_tasks))
+        tasks = components.tasks.train.tasks(0, len(components.tasks.train))
     attempts = asyncio.run(_attempt_all(components, tasks))
     bad = [attempt for attempt in attempts if attempt.problems]
     report = {"tasks": len(attempts), "bad": len(bad), "attempts": [asdict(a) for a in attempts]}

@@ -10,9 +10,8 @@ from typing import Any
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from agenttrain.types import ConfigError
 from agenttrain.utils.data_fields import Data
-from agenttrain.utils.sections import SETTINGS, Whole, raise_problems
+from agenttrain.utils.sections import SETTINGS, Whole, raise_config_error, raise_problems
 
 TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 LONGEST_SIGNAL_S = 65535
@@ -162,5 +161,4 @@ def check_submission(config: Any, section: SlurmConfig) -> None:
             f"distributed.processes={config.distributed.processes}: one per GPU, and there are "
             f"slurm.gpus={section.gpus}; leave it out, or make them equal"
         )
-    if problems:
-        raise ConfigError("\n".join(problems))
+    raise_config_error(problems)

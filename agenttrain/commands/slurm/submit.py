@@ -51,20 +51,6 @@ ANY_ENDPOINT = "first-node:29500"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Submission:
-    """The parsed command line."""
-
-    command: Command
-    """Command of the run, without the settings of the job."""
-    slurm: list[str]
-    """Overrides of the section `slurm`: the settings of the job."""
-    dry: bool
-    """`--dry-run`: print the script and submit nothing."""
-    check: bool
-    """False with `--no-check`: certify nothing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedJob:
     """A job, ready to be submitted."""
 
@@ -79,11 +65,11 @@ class PlannedJob:
 
 def submit(args: Namespace, overrides: Sequence[str]) -> int:
     """Submit a run or sweep; exit code 1: a template fails its certificate. Raises ConfigError."""
-    submission = _submission(args, overrides)
-    if not submission.dry and not sbatch.present():
+    command, slurm = _divide(args, overrides)
+    if not args.dry_run and not sbatch.present():
         raise ConfigError(sbatch.ABSENT)
-    with hydra_session(submission.command.source):
-        plan = _plan(submission)
+    with hydra_session(command.source):
+        plan = _plan(command, slurm)
     folder = plan.script.folder
     if not plan.resumes and any((folder / name).exists() for name in (CONFIG, RECORD, NAME)):
         raise ConfigError(
@@ -91,15 +77,15 @@ def submit(args: Namespace, overrides: Sequence[str]) -> int:
             "submits a job again and agenttrain submit resume=… goes on with a run; another "
             "hydra.run.dir= starts a new one"
         )
-    if not submission.dry:
+    if not args.dry_run:
         check_writable(folder, f"{folder}", f"name another folder: {RUN_DIR}…")
     text = render(plan.script, plan.settings)
     if plan.settings.offline:
-        check_cached([run.config for run in plan.runs], submission.command.verb)
+        check_cached([run.config for run in plan.runs], command.verb)
     # A dry run prints only the script to stdout, so that it can be redirected to a file.
-    output = sys.stderr if submission.dry else sys.stdout
+    output = sys.stderr if args.dry_run else sys.stdout
     with _offline(plan.settings.offline), redirect_stdout(output):
-        if submission.check and not certify(plan.runs):
+        if not args.no_check and not certify(plan.runs):
             return 1
     for note in note_local_paths(plan.script, [run.config for run in plan.runs]):
         print(f"note: {note}", file=sys.stderr)
@@ -110,10 +96,10 @@ def submit(args: Namespace, overrides: Sequence[str]) -> int:
     try:
         print(sbatch.lint(text), file=sys.stderr)
     except sbatch.ClusterUnreachable as error:
-        if not submission.dry:
+        if not args.dry_run:
             raise
         print(f"note: not checked by SLURM: {error}", file=sys.stderr)
-    if not submission.dry:
+    if not args.dry_run:
         _submit(plan, text)
     return 0
 
@@ -129,8 +115,8 @@ def _print_script(text: str) -> None:
         print(public_text, end="", flush=True)
 
 
-def _submission(args: Namespace, overrides: Sequence[str]) -> Submission:
-    """Divide the settings into those of the run and of the job. Raises ConfigError."""
+def _divide(args: Namespace, overrides: Sequence[str]) -> tuple[Command, list[str]]:
+    """Return the command of the run, and the overrides of the job's section. Raises ConfigError."""
     slurm = [text for text in overrides if key_of(text).partition(".")[0] == "slurm"]
     command = command_of(args.target, args, [text for text in overrides if text not in slurm])
     if command.auto:
@@ -142,7 +128,7 @@ def _submission(args: Namespace, overrides: Sequence[str]) -> Submission:
         key = text.lstrip("+").partition("=")[0]
         if key in NODES:
             raise ConfigError(f"{text}: the job sets it; give slurm.nodes=…")
-    return Submission(command=command, slurm=slurm, dry=args.dry_run, check=not args.no_check)
+    return command, slurm
 
 
 def _with_allocation(command: Command, slurm: list[str]) -> tuple[Command, list[str]]:
@@ -165,11 +151,11 @@ def _with_allocation(command: Command, slurm: list[str]) -> tuple[Command, list[
     return replace(command, overrides=overrides), [*slurm, total]
 
 
-def _plan(submission: Submission) -> PlannedJob:
+def _plan(command: Command, slurm: Sequence[str]) -> PlannedJob:
     """Compose the job and its script. Needs a `hydra_session`. Raises ConfigError."""
-    command, source = submission.command, submission.command.source
+    source = command.source
     if command.saved is not None:
-        return _plan_resumed(submission, command.saved.absolute())
+        return _plan_resumed(command, slurm, command.saved.absolute())
     overrides = command.overrides  # of the run, or of the sweep's first run
     if command.sweep:
         runs_of_sweep = expand(command.overrides, source).runs
@@ -179,7 +165,7 @@ def _plan(submission: Submission) -> PlannedJob:
             if varies and key_of(text).partition(".")[0] == "distributed":
                 raise ConfigError(f"{text}: all jobs of an array have the same processes")
     try:
-        first = compose_run([*overrides, *submission.slurm], source).config
+        first = compose_run([*overrides, *slurm], source).config
     except ConfigError as error:
         run = f"in the run {' '.join(overrides)}\n" if command.sweep else ""
         raise ConfigError(f"{run}{error}") from error
@@ -207,10 +193,10 @@ def _plan(submission: Submission) -> PlannedJob:
     return PlannedJob(settings=first.slurm, runs=runs, script=script, record=None, resumes=False)
 
 
-def _plan_resumed(submission: Submission, folder: Path) -> PlannedJob:
+def _plan_resumed(command: Command, slurm: Sequence[str], folder: Path) -> PlannedJob:
     """Plan the job that resumes the run in `folder`."""
-    command, source = submission.command, submission.command.source
-    settings = compose_run(submission.slurm, source).config.slurm
+    source = command.source
+    settings = compose_run(slurm, source).config.slurm
     runs = compose_all(command)
     check_submission(runs[0].config, settings)
     trust = [TRUSTED] if command.trust else []

@@ -98,18 +98,18 @@ def objective_problems(verb: str, config: Any) -> Iterator[str]:
     if name.startswith("eval/"):
         if config.eval.questions == 0:
             yield f"{key}: eval.questions=0 evaluates nothing; raise it, or take another objective"
-        elif name not in (known := evaluation_figures(verb, config)):
-            yield f"{key}: expected one of: {', '.join(known)}{did_you_mean(name, known)}"
+        elif name not in (figures := evaluation_figures(verb, config)):
+            yield f"{key}: expected one of: {', '.join(figures)}{did_you_mean(name, figures)}"
         return
     if name == "kl" and config.algorithm.kl is None:
         yield f"{key}: there is no KL; set algorithm.kl.beta=…, or take another objective"
     section, slash, _ = name.partition("/")
     if slash and section in OPEN_SECTIONS[verb]:
         return
-    known = [*evaluation_figures(verb, config), *METRICS[verb], *SUMMARY]
-    if name not in known:
+    figures = [*evaluation_figures(verb, config), *METRICS[verb], *SUMMARY]
+    if name not in figures:
         sections = "".join(f", {section}/…" for section in OPEN_SECTIONS[verb])
-        yield f"{key}: expected one of: {', '.join(known)}{sections}{did_you_mean(name, known)}"
+        yield f"{key}: expected one of: {', '.join(figures)}{sections}{did_you_mean(name, figures)}"
 
 
 def evaluation_figures(verb: str, config: Any) -> Sequence[str]:

@@ -180,6 +180,7 @@ def _expand_search(overrides: Sequence[Override], raw: DictConfig) -> Expansion:
     check_space(axes, settings.trials)
     low = settings.objective in LOWER_IS_BETTER
     direction = settings.direction or (Direction.minimize if low else Direction.maximize)
+    # Examples: all repeats of the first corner, and the other corners once.
     first, *others = [trial_overrides(axes, values) for values in corners(axes)]
     runs = [[*first, *repeat] for repeat in repeats] + [[*run, *repeats[0]] for run in others]
     search = TrialSearch(

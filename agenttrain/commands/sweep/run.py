@@ -37,7 +37,7 @@ from agenttrain.commands.sweep.search import Trial, next_trial
 from agenttrain.commands.sweep.table import results
 from agenttrain.launch.config import DistributedName
 from agenttrain.settings.command_line import TRUSTED
-from agenttrain.settings.machine import Machine, machine_problems
+from agenttrain.settings.machine import machine_problems
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tracking.run_folder import read_summary, update_summary
 from agenttrain.types import ConfigError
@@ -89,7 +89,7 @@ def divide_machine(
                 f"{' or '.join(sizes)}, or name the GPUs that divide: {GPUS}=…"
             )
         each = gpus // parallel
-        if problems := machine_problems(verb, configs, Machine(lambda: each)):
+        if problems := machine_problems(verb, configs, lambda: each):
             raise ConfigError("\n".join([f"{key}: each job has {each} of {gpus} GPUs", *problems]))
         visible = os.environ.get(GPUS, "").split(",")
         names = visible if len(visible) >= gpus else [str(number) for number in range(gpus)]

@@ -326,7 +326,8 @@ class Scheduler:
             for seat in self.seats.values()
             if seat.cached and not seat.mixed and (may_be_idle or seat.request is not None)
         ]
-        # For each prompt, the seat that was used least recently. Leaders have different prompts.
+        # `seats` is in the order of use. For each prompt, the seat that was used least recently:
+        # the last that a reversed dict keeps. Leaders have different prompts.
         firsts = {seat.prompt: seat for seat in reversed(cached)}
         leaders = [*reversed(firsts.values())][:MAX_LEADERS]
         for seat in sorted(self._joining, key=lambda seat: seat.order):

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from agenttrain.engines.adapters import adapter_config
-from agenttrain.engines.weight_files import list_names
+from agenttrain.utils.names import list_names
 from agenttrain.utils.temporary import TemporaryFolder
 
 MEMORY = Path("/dev/shm")

@@ -69,33 +69,22 @@ def _append(log: Path, line: str) -> None:
         file.write(f"{line}\n")
 
 
-class OutsideServers:
-    """Servers that somebody else started. They go on after the run."""
+def plan_node_servers(folder: Path, plan: ServerPlan) -> None:
+    """Write the plan for which `agenttrain engine-server` waits on other nodes.
 
-    def __init__(self, run: Path) -> None:
-        self._run = run
+    Records and orders of an earlier start of the run are removed.
+    """
+    for number in range(plan.servers["count"]):
+        record_path(folder, number).unlink(missing_ok=True)
+        # A wrapper without a record counts its starts from 1, which an old order may name.
+        order_path(folder, number).unlink(missing_ok=True)
+    plan.write(folder)
 
-    def end(self) -> None:
-        """Remove the weight files, if there are any."""
-        remove_weights_folder(self._run)
 
-
-class NodeServers:
-    """Servers on other nodes, where `agenttrain engine-server` waits for the plan of the run."""
-
-    def __init__(self, folder: Path, plan: ServerPlan) -> None:
-        """Write the plan. Remove records and orders of an earlier start of the run."""
-        self._folder, self._plan = folder, plan
-        for number in range(plan.servers["count"]):
-            record_path(folder, number).unlink(missing_ok=True)
-            # A wrapper without a record counts its starts from 1, which an old order may name.
-            order_path(folder, number).unlink(missing_ok=True)
-        plan.write(folder)
-
-    def end(self) -> None:
-        """Remove the weight files and the plan. The servers end when they miss the plan."""
-        if launcher_of(self._folder) is None:
-            _end(self._folder, {})
+def end_node_servers(folder: Path) -> None:
+    """Remove the weight files and the plan. The servers end when they miss the plan."""
+    if launcher_of(folder) is None:
+        _end(folder, {})
 
 
 class KeptWrapper:

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any
 
 from agenttrain.engines.config import ServersConfig
@@ -20,7 +19,7 @@ from agenttrain.engines.vllm_server.client import ServerClient, ServerFacts, Ser
 from agenttrain.engines.vllm_server.files_transport import BACKEND, METHODS
 from agenttrain.engines.vllm_server.guard import TOKEN
 from agenttrain.engines.vllm_server.health import EXAMINED, FAULTS, Member, Members, MemberState
-from agenttrain.engines.vllm_server.server_records import Condition, ServerRecord
+from agenttrain.engines.vllm_server.server_records import Condition, ServerPlan, ServerRecord
 
 WRITTEN_FOR = "0.32"
 """Version of vLLM whose routes the client calls."""
@@ -47,18 +46,8 @@ class Outside:
     urls: tuple[str, ...]
     router: str | None
     token: str
-    model: Path
-    dtype: str
-    max_context: int
-    quantization: str | None
-    backend: str
-    """Weight transfer backend, by vLLM's name."""
-    rank: int
-    """Rank of the adapters that are sent to them. 0: all weights are sent."""
-    adapters: int
-    """Versions of adapters on each server at once."""
-    grammars: bool
-    """Requests come with grammars."""
+    plan: ServerPlan
+    """The plan by which the run would start them itself."""
     text: str
     """A text with the special tokens of the run's tokenizer, to compare tokenizers."""
     token_ids: tuple[int, ...]
@@ -85,13 +74,14 @@ class Router:
 
 def problems(url: str, facts: ServerFacts, run: Outside) -> Iterator[str]:
     """Yield why a server cannot sample for the run, as ``key=value: problem; remedy``."""
-    key = f"servers.admin_urls={url}"
+    key, plan = f"servers.admin_urls={url}", run.plan
+    quantization = plan.engine["quantization"]
     if not facts.version.startswith(f"{WRITTEN_FOR}."):
         yield (
             f"{key}: vLLM {facts.version} runs there, and this agenttrain calls the routes of "
             f"{WRITTEN_FOR}; install vllm=={WRITTEN_FOR}.*"
         )
-    needs = {**NEEDS, **(ADAPTERS if run.rank else {})}
+    needs = {**NEEDS, **(ADAPTERS if plan.rank else {})}
     for flag in dict.fromkeys(needs.values()):
         missing = [path for path, adds in needs.items() if adds == flag and path not in facts.paths]
         if missing:
@@ -100,46 +90,46 @@ def problems(url: str, facts: ServerFacts, run: Outside) -> Iterator[str]:
         return
     model: Mapping[str, Any] = facts.config["model_config"]
     dtype = str(model["dtype"]).removeprefix("torch.")
-    if dtype != run.dtype:
+    if dtype != plan.dtype:
         yield (
-            f"engine.dtype={run.dtype}: {url} has {dtype}; set engine.dtype={dtype}, or start it "
-            f"with --dtype {run.dtype}"
+            f"engine.dtype={plan.dtype}: {url} has {dtype}; set engine.dtype={dtype}, or start it "
+            f"with --dtype {plan.dtype}"
         )
-    if model["max_model_len"] < run.max_context:
+    if model["max_model_len"] < plan.max_context:
         yield (
-            f"engine.max_context={run.max_context}: {url} takes {model['max_model_len']} tokens; "
-            f"lower it, or start it with --max-model-len {run.max_context}"
+            f"engine.max_context={plan.max_context}: {url} takes {model['max_model_len']} tokens; "
+            f"lower it, or start it with --max-model-len {plan.max_context}"
         )
     if model["logprobs_mode"] != "processed_logprobs":
         yield (
             f"{key}: its log-probabilities are {model['logprobs_mode']}, before the temperature; "
             "start it with --logprobs-mode processed_logprobs"
         )
-    if model["quantization"] != run.quantization:
+    if model["quantization"] != quantization:
         yield (
-            f"engine.quantization={run.quantization}: {url} has {model['quantization']}; set "
+            f"engine.quantization={quantization}: {url} has {model['quantization']}; set "
             "engine.quantization to it"
         )
-    if run.grammars and model["skip_tokenizer_init"]:
+    if plan.tokenizer is not None and model["skip_tokenizer_init"]:
         yield (
             f"rollout.structured_calls=true: {url} has no tokenizer, which grammars need; start it "
             "without --skip-tokenizer-init and --tokens-only"
         )
     backend = (facts.config["weight_transfer_config"] or {}).get("backend")
-    if not run.rank and backend != run.backend:
+    if not plan.rank and backend != plan.backend:
         yield (
             f"{key}: it takes weights by {backend}; start it with "
-            f'--weight-transfer-config \'{{"backend":"{run.backend}"}}\''
+            f'--weight-transfer-config \'{{"backend":"{plan.backend}"}}\''
         )
     methods = facts.config["parallel_config"]["worker_extension_cls"]
-    if not run.rank and run.backend == BACKEND and methods != METHODS:
+    if not plan.rank and plan.backend == BACKEND and methods != METHODS:
         yield f"{key}: its workers verify no files; start it with --worker-extension-cls {METHODS}"
     largest = (facts.config["lora_config"] or {}).get("max_lora_rank", 0)
-    if run.rank > largest:
+    if plan.rank > largest:
         yield (
-            f"model.lora.rank={run.rank}: {url} takes adapters of rank {largest}; start it with "
-            f"--enable-lora --max-lora-rank {run.rank} --max-loras "
-            f"{run.adapters}"
+            f"model.lora.rank={plan.rank}: {url} takes adapters of rank {largest}; start it with "
+            f"--enable-lora --max-lora-rank {plan.rank} --max-loras "
+            f"{plan.adapters}"
         )
 
 
@@ -162,7 +152,7 @@ async def inspect(client: ServerClient, url: str, run: Outside) -> tuple[ServerF
             name = facts.config["model_config"]["tokenizer"] if facts.config else "its own"
             reasons.append(
                 f"servers.admin_urls={url}: its tokenizer, {name}, has other ids than that of "
-                f"{run.model} for {run.text!r}; start it with the run's model"
+                f"{run.plan.model} for {run.text!r}; start it with the run's model"
             )
     return facts, reasons
 
@@ -243,7 +233,7 @@ async def _label(client: ServerClient, run: Outside, dead_s: float) -> str | Ser
     try:
         async with asyncio.timeout(dead_s):
             label = await client.weight_version()
-            if run.rank:
+            if run.plan.rank:
                 return None if await client.adapters() else "without adapters"
             return label
     except TimeoutError:

@@ -16,14 +16,12 @@ import shutil
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from agenttrain.engines.base import EngineError
 from agenttrain.engines.config import StartedServers
 from agenttrain.engines.vllm_server.client import ServerClient
-from agenttrain.engines.vllm_server.config import RoleConfig, VllmServerSettings
 from agenttrain.engines.vllm_server.frozen import FrozenFleet
 from agenttrain.engines.vllm_server.local import LocalServers
 from agenttrain.engines.vllm_server.server_records import (
@@ -37,7 +35,6 @@ from agenttrain.engines.vllm_server.status import OF_PROCESSES, OF_ROLES
 from agenttrain.engines.vllm_server.watched import StartProgress
 from agenttrain.utils.chat_api import ChatUnavailable, Transient
 from agenttrain.utils.role_names import ROLE, role_named
-from agenttrain.utils.sections import plain
 
 SALT = "frozen"
 """Salt of a frozen model's prefix cache: its entries stay valid."""
@@ -53,39 +50,6 @@ T = TypeVar("T")
 def role_folder(run: Path, role: str) -> Path:
     """Return the folder of a role's servers in a run's."""
     return run / OF_ROLES / role
-
-
-def role_plan(
-    role: str,
-    settings: RoleConfig,
-    model: Path,
-    *,
-    module: str,
-    dtype: str,
-    max_context: int,
-    seed: int,
-    gpus: tuple[tuple[int | str, ...], ...] | None,
-) -> ServerPlan:
-    """Return the plan by which a role's servers are started."""
-    engine = VllmServerSettings(max_context=max_context, **settings.server_keys())
-    servers = StartedServers(
-        **{field.name: getattr(settings, field.name) for field in fields(StartedServers)}
-    )
-    return ServerPlan(
-        module=module,
-        model=str(model),
-        tokenizer=str(model),
-        dtype=dtype,
-        max_context=max_context,
-        seed=seed,
-        engine=plain(engine),
-        servers=plain(servers),
-        rank=0,
-        adapters=0,
-        weights=None,
-        gpus=gpus,
-        role=role,
-    )
 
 
 def start_role(run: Path, plan: ServerPlan) -> LocalServers:

@@ -16,7 +16,6 @@ from agenttrain.engines.broadcast import Audience, BroadcastResult, Regathered, 
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.vllm_server.broadcast_fleet import BroadcastFleet
 from agenttrain.engines.vllm_server.fleet import Fleet
-from agenttrain.engines.vllm_server.local import LocalServers, NodeServers, OutsideServers
 from agenttrain.engines.weight_files import BadWeights, WeightFiles, WeightWriter
 from agenttrain.types import Completion
 
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-Servers = LocalServers | NodeServers | OutsideServers
 F = TypeVar("F", bound=Fleet)
 
 
@@ -43,13 +41,13 @@ class ServedForm:
 class ServerEngine(Generic[F]):
     """An `Engine` over a `Fleet`, without `update`: subclasses send weights in different ways."""
 
-    def __init__(self, fleet: F, servers: Servers, form: ServedForm) -> None:
+    def __init__(self, fleet: F, end_servers: Callable[[], None], form: ServedForm) -> None:
         self.fleet = fleet
         self.max_context = form.max_context
         self.dtype = form.dtype
         self.quantized = form.quantized
         self._grammars = form.grammars
-        self._servers: Servers | None = servers
+        self._end_servers: Callable[[], None] | None = end_servers
 
     async def generate(
         self,
@@ -108,23 +106,27 @@ class ServerEngine(Generic[F]):
 
     async def aclose(self) -> None:
         """End the servers. Calls still waiting fail. A second call does nothing."""
-        servers, self._servers = self._servers, None
-        if servers is not None:
+        end_servers, self._end_servers = self._end_servers, None
+        if end_servers is not None:
             try:
                 await self.fleet.aclose()
             finally:
-                await asyncio.to_thread(servers.end)
+                await asyncio.to_thread(end_servers)
 
 
 class VllmServerEngine(ServerEngine[Fleet]):
     """Servers that read new weights from files: implements `ReadsFiles`."""
 
     def __init__(
-        self, fleet: Fleet, servers: Servers, form: ServedForm, writer: WeightWriter
+        self,
+        fleet: Fleet,
+        end_servers: Callable[[], None],
+        form: ServedForm,
+        writer: WeightWriter,
     ) -> None:
-        super().__init__(fleet, servers, form)
+        super().__init__(fleet, end_servers, form)
         self.takes_adapters = writer.alpha is not None
-        self._writer = writer
+        self.writer = writer
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Write the weights to files and have every server load them; `verify` comes next.
@@ -132,18 +134,13 @@ class VllmServerEngine(ServerEngine[Fleet]):
         A server that fails gets them once it has started again. Raises EngineError and FleetLost.
         """
         try:
-            files = await asyncio.to_thread(self._writer.write, weights, version)
+            files = await asyncio.to_thread(self.writer.write, weights, version)
         except (BadWeights, OSError) as error:
             raise EngineError(
                 f"weight update {version}: {error}; the files of the weights are in "
-                f"{self._writer.folder} (weight_sync.folder)"
+                f"{self.writer.folder} (weight_sync.folder)"
             ) from error
         await self.load(files)
-
-    @property
-    def writer(self) -> WeightWriter:
-        """Implement `ReadsFiles.writer`."""
-        return self._writer
 
     async def load(self, files: WeightFiles) -> None:
         """Implement `ReadsFiles.load`."""
@@ -156,10 +153,14 @@ class BroadcastEngine(ServerEngine[BroadcastFleet]):
     takes_adapters = False
 
     def __init__(
-        self, fleet: BroadcastFleet, servers: Servers, form: ServedForm, sender: WeightSender
+        self,
+        fleet: BroadcastFleet,
+        end_servers: Callable[[], None],
+        form: ServedForm,
+        sender: WeightSender,
     ) -> None:
         """`sender` is only used if the policy is in this process."""
-        super().__init__(fleet, servers, form)
+        super().__init__(fleet, end_servers, form)
         self._sender = sender
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,8 +20,8 @@ from agenttrain.engines.vllm_server.files_transport import BACKEND as FILES
 from agenttrain.engines.vllm_server.guard import TOKEN
 from agenttrain.engines.vllm_server.local import (
     LocalServers,
-    NodeServers,
-    OutsideServers,
+    end_node_servers,
+    plan_node_servers,
     reusable_servers,
     weights_folder,
 )
@@ -35,6 +37,7 @@ from agenttrain.engines.vllm_server.server_records import (
     read_record,
 )
 from agenttrain.engines.vllm_server.versions import ADAPTERS
+from agenttrain.engines.weights_place import remove_weights_folder
 from agenttrain.training.config import Transport
 from agenttrain.types import ConfigError
 from agenttrain.utils.exit_codes import DONE
@@ -59,7 +62,6 @@ def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = S
     from agenttrain.engines.vllm_server.server_engine import (
         BroadcastEngine,
         ServedForm,
-        Servers,
         VllmServerEngine,
     )
     from agenttrain.engines.weight_files import WeightWriter
@@ -73,12 +75,12 @@ def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = S
         weights = weights_folder(folder, inputs.sync_folder, size, servers)
         plan = replace(plan, weights=str(weights))
     alpha = inputs.adapters.alpha if inputs.adapters and plan.rank else None
-    started: Servers
+    end_servers: Callable[[], None]
     outside: Outside | None = None
     if servers.outside:
         outside = outside_servers(plan, inputs)
         print(f"engine: {len(outside.urls)} servers of servers.admin_urls", flush=True)
-        started = OutsideServers(folder)
+        end_servers = partial(remove_weights_folder, folder)  # the servers go on after the run
     elif servers.nodes:
         where = f"servers.nodes={servers.nodes} other machines (logs: {folder / FOLDER})"
         print(
@@ -86,13 +88,14 @@ def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = S
             f"of submit, start each: agenttrain engine-server {folder} number=N host=ADDRESS",
             flush=True,
         )
-        started = NodeServers(folder.resolve(), plan)
+        plan_node_servers(folder.resolve(), plan)
+        end_servers = partial(end_node_servers, folder.resolve())
     else:
         progress = f"{servers.count} servers start" if servers.count > 1 else "a server starts"
         if running := reusable_servers(folder, plan):
             progress = f"{len(running)} of {servers.count} servers are running, and are reused"
         print(f"engine: {progress} (logs: {folder / FOLDER})", flush=True)
-        started = LocalServers(folder.resolve(), plan, servers.count)
+        end_servers = LocalServers(folder.resolve(), plan, servers.count).end
     form = ServedForm(
         max_context=plan.max_context,
         dtype=getattr(torch, plan.dtype),
@@ -103,9 +106,9 @@ def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = S
     if weights is None:
         ahead = inputs.max_staleness > 0
         broadcast_fleet = BroadcastFleet(folder.resolve(), servers, mode, outside, ahead=ahead)
-        return BroadcastEngine(broadcast_fleet, started, form, NcclSender())
+        return BroadcastEngine(broadcast_fleet, end_servers, form, NcclSender())
     fleet = Fleet(folder.resolve(), servers, mode, outside, plan.adapters)
-    return VllmServerEngine(fleet, started, form, WeightWriter(weights, alpha=alpha))
+    return VllmServerEngine(fleet, end_servers, form, WeightWriter(weights, alpha=alpha))
 
 
 def server_plan(settings: VllmServerSettings, inputs: EngineInputs, module: str) -> ServerPlan:
@@ -155,14 +158,7 @@ def outside_servers(plan: ServerPlan, inputs: EngineInputs) -> Outside:
         urls=tuple(url.rstrip("/") for url in servers.admin_urls),
         router=servers.url and servers.url.rstrip("/"),
         token=token,
-        model=inputs.model,
-        dtype=plan.dtype,
-        max_context=plan.max_context,
-        quantization=plan.engine["quantization"],
-        backend=plan.backend,
-        rank=plan.rank,
-        adapters=plan.adapters,
-        grammars=inputs.tokenizer is not None,
+        plan=plan,
         text=text,
         token_ids=ids,
     )

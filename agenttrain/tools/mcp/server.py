@@ -177,6 +177,7 @@ class McpTool:
                 parts += ["\n".join(texts), picture]
                 texts = []
             else:
+                # A sound has a type itself, an embedded file's is that of its resource.
                 kind = getattr(block, "mime_type", None)
                 kind = kind or getattr(block.resource, "mime_type", None)
                 raise ToolFailure(
@@ -184,6 +185,7 @@ class McpTool:
                     f"({kind or block.type})"
                 )
         if result.is_error:
+            texts = [part for part in parts if isinstance(part, str) and part] + texts
             raise ToolFailure("\n".join(texts) or "the tool failed and did not say why")
         if parts:
             return [*parts, "\n".join(texts)]

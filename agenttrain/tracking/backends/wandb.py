@@ -169,7 +169,7 @@ class WandBFile:
                     break  # not written yet
                 self._position += self.HEADER + length
                 self._parts += content
-                if kind in (b"\1", b"\4"):
+                if kind in (b"\1", b"\4"):  # a whole record, or the last part of one
                     self._add(Record.FromString(self._parts))
                     self._parts = b""
         return self.rows

@@ -1,8 +1,8 @@
 """Double of a server: a process with vLLM's routes, and a formula in place of a model.
 
-The wrapper starts it as it starts vLLM (`build(…, module="agenttrain.engines.vllm_server.stub")`),
-within a second. Its model is one number, the weight `w` [1]: every token has the log-probability
-``-w``. The next token depends only on the tokens before it and on the seed. Routes for tests::
+The wrapper starts it as it starts vLLM (`build(…, module="server_stub")`), within a second. Its
+model is one number, the weight `w` [1]: every token has the log-probability ``-w``. The next token
+depends only on the tokens before it and on the seed. Routes for tests::
 
     POST /stub/fault {"kind": "error", "times": 20}     the next 20 completions answer 500
     POST /stub/fault {"kind": "abort", "times": 1}      … end with finish_reason "abort"
@@ -31,6 +31,7 @@ from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
+from server_stub_workers import StubWorkers
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -38,7 +39,6 @@ from starlette.routing import Route
 
 from agenttrain.engines.vllm_server.files_transport import METHODS
 from agenttrain.engines.vllm_server.guard import HOST, TokenGuard
-from agenttrain.engines.vllm_server.stub_group import StubWorkers
 from agenttrain.engines.weight_files import BadWeights, read_verified, verify
 from agenttrain.utils.child_process import end_with_parent
 
