@@ -325,14 +325,14 @@ def _containers() -> Finding:
             continue
         problem = client_problem(client)
         if problem is None:
-            return Finding(part="containers", state=State.ok, detail=f"{client} answers")
-        return Finding(part="containers", state=State.warn, detail=f"{client}: {problem[0]}",
-                       remedy=problem[1])  # fmt: skip
+            return Finding("containers", State.ok, f"{client} answers")
+        reason, remedy = problem
+        return Finding("containers", State.warn, f"{client}: {reason}", remedy)
     return Finding(
-        part="containers",
-        state=State.missing,
-        detail="neither podman nor docker is installed",
-        remedy="for runtime=podman: apt-get install podman runc uidmap",
+        "containers",
+        State.missing,
+        "neither podman nor docker is installed",
+        "for runtime=podman: apt-get install podman runc uidmap",
     )
 
 

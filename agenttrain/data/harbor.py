@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
+from agenttrain.data.config import Paths
 from agenttrain.runtimes.harbor.task import COLUMN, read_task, task_folders
+from agenttrain.utils.data_fields import Data
 
 
-def harbor_rows(path: str | Sequence[str] | None, limit: int | None = None) -> list[dict[str, Any]]:
+def harbor_rows(path: Data[Paths], limit: Data[int | None] = None) -> list[dict[str, Any]]:
     """Return a row for each task folder in `path`: a folder of tasks, a task, or a list of these.
 
     Example: ``{"task_id": "fix-script", "prompt": "Fix …", "harbor": "/tasks/fix-script"}``.

@@ -41,6 +41,7 @@ async def call_client(
 
     With `on_output` standard output and error go there together.
     """
+    # Without a keeper, which would end the monitors that podman leaves beside its containers.
     try:
         process = await asyncio.create_subprocess_exec(
             *arguments,

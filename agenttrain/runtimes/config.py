@@ -73,7 +73,7 @@ class RuntimeConfig:
     """Image of rows without one of their own: a name, or a folder with a Dockerfile."""
     pull: Flag = False
     """Images that this machine lacks are pulled; otherwise they are refused before sampling."""
-    network: Data[Network] = Network.endpoint
+    network: Network = Network.endpoint
     """none, endpoint (an outside agent's, and nothing else) or open."""
     cpus: Number = Field(default=1.0, gt=0)
     """Processors of a container; a Harbor task may ask for fewer."""
@@ -94,7 +94,7 @@ class RuntimeConfig:
     read, e.g. [PIP_INDEX_URL]."""
     capabilities: list[str] = field(default_factory=list)
     """Linux capabilities that a container keeps, e.g. [CHOWN, SETUID]; all others are dropped."""
-    trust: Flag = False
+    trust: bool = False
     """Dockerfiles, tests, solutions and commands of task folders may run: they are code of whoever
     made the folder."""
     grade: Data[Grade] = Grade.task

@@ -37,6 +37,10 @@ COPY_S = 300.0
 DISK_CHECK_S = 1.0
 """Seconds between two measurements of what containers have written."""
 KILLED = 137
+ABSENT = 77
+"""Exit code for a path that is not there."""
+TAR_CHANGED = 1
+"""tar's exit code for a file that changed while it was read; the archive is whole."""
 MB = 1 << 20
 _numbers = itertools.count()
 
@@ -58,7 +62,7 @@ class Container:
         self.pid = 0
         """Its first process, on the host."""
         self.upper: str | None = None
-        """Folder on the host that holds what it wrote; None if it cannot be told."""
+        """Folder on the host that holds what it wrote; None for a storage driver without one."""
         self._staged = itertools.count()
 
     async def exec(
@@ -136,16 +140,19 @@ class Container:
     async def copy_out(self, source: str, target: Path) -> bool:
         """Copy a file or folder out, by the container's own tar."""
         folder, _, name = source.rstrip("/").rpartition("/")
+        script = f'test -e "$1/$2" || exit {ABSENT}; exec tar -c -f - -C "$1" -- "$2" 2>/dev/null'
         with tempfile.TemporaryFile() as archive:
             result = await self.exec(
-                ["tar", "-c", "-f", "-", "-C", folder or "/", "--", name or "."],
+                ["sh", "-c", script, "sh", folder or "/", name or "."],
                 timeout_s=COPY_S,
                 cwd="/",
                 on_output=archive.write,
                 max_bytes=1 << 12,
             )
-            if result.code:
+            if result.code == ABSENT:
                 return False
+            if result.code > TAR_CHANGED:  # also 127, for an image without tar
+                raise MachineLost(f"{source}: cannot be copied out: tar: exit code {result.code}")
             archive.seek(0)
             await asyncio.to_thread(_unpack, archive, name, target)
         return True

@@ -179,6 +179,10 @@ GYM = "agenttrain.environments.adapters.gymnasium.Gymnasium"
         ),
         ({"agent": {"command": "touch ran"}}, ["agent.command"]),
         (
+            {"runtime": {"name": "podman", "image": "evil", "trust": True, "network": "open"}},
+            ["runtime.image", "runtime.trust", "runtime.network"],
+        ),
+        (
             {"slurm": {"setup": ["touch ran"], "srun": ["--task-prolog=evil"]}},
             ["slurm.setup", "slurm.srun"],
         ),
