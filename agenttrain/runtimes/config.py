@@ -85,9 +85,9 @@ class RuntimeConfig:
     """Processes and threads of a container."""
     open_files: Whole = Field(default=1024, ge=64)
     """Open files of each process."""
-    user: str | None = None
+    user: Data[str | None] = None
     """User of commands, by name or id; None: the image's, or the Harbor task's."""
-    workdir: str | None = None
+    workdir: Data[str | None] = None
     """Folder in which commands begin; None: the image's, or the Harbor task's."""
     env: list[str] = field(default_factory=list)
     """Environment variables of the run that containers get, and that ${NAME} in a Harbor task may

@@ -27,6 +27,9 @@ UNDECLARED = {
     "MLflowSettings": {"uri"},
     "RoleConfig": {"args"},
     "RunConfig": {"tools", "environment", "user", "reward", "engine", "resume"},
+    "RuntimeConfig": {
+        *("_target_", "options", "image", "network", "env", "capabilities", "trust"),
+    },
     "ServersConfig": {"args", "admin_urls", "url"},
     "SlurmConfig": {"setup", "directives", "srun"},
     "SweepConfig": {"runs"},
