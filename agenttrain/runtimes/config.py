@@ -116,6 +116,11 @@ class RuntimeConfig:
         """True if each rollout has a machine of its own."""
         return self.name is not RuntimeName.bwrap or self._target_ is not None
 
+    @property
+    def is_client(self) -> bool:
+        """True if `client` makes the machines."""
+        return self.name is not RuntimeName.bwrap and self._target_ is None
+
     @model_validator(mode="after")
     def _check(self) -> RuntimeConfig:
         problems = []

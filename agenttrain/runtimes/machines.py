@@ -326,7 +326,7 @@ def make_runtime(settings: RuntimeConfig) -> Runtime:
 
 def runtime_problems(settings: RuntimeConfig) -> Iterator[str]:
     """Yield reasons why no container can be started on this machine, without starting one."""
-    if settings._target_ is not None or not settings.has_machines:
+    if not settings.is_client:
         return
     key = f"runtime.client={settings.client}"
     if shutil.which(settings.client) is None:

@@ -73,3 +73,36 @@ def task(**columns: Any) -> Task:
 
 def machines(**changes: Any) -> Machines:
     return Machines(settings(**changes))
+
+
+def make_task(folder: Path, toml: str = "", test: str = "", image: str = "x") -> Path:
+    """Make a Harbor task's folder; `test` is its script."""
+    (folder / "tests").mkdir(parents=True)
+    image_line = f'[environment]\ndocker_image = "{image}"\n' if "[environment]" not in toml else ""
+    (folder / "task.toml").write_text(f"{toml}\n{image_line}")
+    (folder / "instruction.md").write_text("Do it.\n")
+    script = folder / "tests" / "test.sh"
+    script.write_text(f"#!/bin/sh\n{test}\n")
+    script.chmod(0o755)
+    return folder
+
+
+# The client's own limits may be above this machine's.
+STRANGER = (
+    *("run", "-d", "--network", "none", "--ulimit", "nofile=1024:1024"),
+    *("--ulimit", "nproc=512:512"),
+)
+"""Arguments that start a container that is not ours."""
+
+
+def start_stranger(*options: str) -> str:
+    """Start a container that is not ours; return its id."""
+    return podman(*STRANGER, *options, IMAGE, "sleep", "100000")
+
+
+def is_running(container: str) -> bool:
+    return podman("inspect", "--format", "{{.State.Running}}", container) == "true"
+
+
+def remove(container: str) -> None:
+    podman("rm", "-f", "-t", "0", container)

@@ -19,7 +19,7 @@ from typing import Any
 import container_kit
 import parts
 import pytest
-from container_kit import IMAGE, make_image, needs_containers, ours, podman, task
+from container_kit import IMAGE, make_image, needs_containers, ours, task
 
 from agenttrain.agents.config import AgentConfig
 from agenttrain.agents.runner import Agents
@@ -310,6 +310,9 @@ case "$fault $1" in
 esac
 exec {podman} "$@"
 """
+FAILURES = {"start": 50, "hang": 50, "gone": 60, "dies": 14, "stops": 13, "full": 13}
+"""Failure of the client, or of a container that runs -> rollouts that meet it."""
+FILL = "while :; do head -c 4000000 /dev/zero >> /tmp/a; head -c 4000000 /dev/zero >> /tmp/b; done"
 
 
 @pytest.fixture
@@ -326,8 +329,7 @@ def fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_no_failure_of_the_infrastructure_becomes_a_reward(fault: Path) -> None:
-    """200 failures: 40 of each kind end as `error`, without a reward and with nothing left."""
-    kinds = ("start", "hang", "gone", "dies", "stops")
+    """200 rollouts that fail end as `error`, without a reward and with nothing left."""
 
     async def failing(pool: Machines, kind: str, number: int) -> Rollout:
         name = f"{kind}-{number}"
@@ -341,7 +343,8 @@ def test_no_failure_of_the_infrastructure_becomes_a_reward(fault: Path) -> None:
 
         striking = asyncio.ensure_future(strike()) if kind in ("dies", "stops") else None
         try:
-            answers = [bash("sleep 3"), bash("true"), "It is 7.<|im_end|>"]
+            command = bash(FILL) if kind == "full" else bash("sleep 3")
+            answers = [command, bash("true"), bash("true"), "It is 7.<|im_end|>"]
             return await rollout(pool, *answers, rollout_id=name)
         finally:
             if striking is not None:  # not done where the container never started
@@ -349,40 +352,39 @@ def test_no_failure_of_the_infrastructure_becomes_a_reward(fault: Path) -> None:
 
     async def work() -> None:
         done: list[Rollout] = []
-        for kind in kinds:
+        for kind, number in FAILURES.items():
             pool = container_kit.machines(
-                start_timeout_s=1.0 if kind == "hang" else 30.0,
+                start_timeout_s=1.0 if kind == "hang" else 60.0,
                 retries=0,
-                max_starting=8 if kind != "hang" else 40,
+                max_starting=50 if kind == "hang" else 4,
+                disk_mb=8 if kind == "full" else 32,
                 memory_mb=32,
             )
             fault.write_text(kind)
-            pool_rollouts = [failing(pool, kind, number) for number in range(40)]
-            done += await asyncio.gather(*pool_rollouts)
+            done += await asyncio.gather(*(failing(pool, kind, n) for n in range(number)))
             fault.write_text("")
             await pool.aclose()
         assert len(done) == 200
-        assert {(r.stop_reason, r.reward, r.environment_reward) for r in done} == {
-            (StopReason.error, None, None)
-        }
+        outcomes = {(r.stop_reason, r.reward, r.environment_reward) for r in done}
+        assert outcomes == {(StopReason.error, None, None)}
         assert all(r.grades == {} and r.error for r in done)
+        full = [r.error or "" for r in done if r.rollout_id.startswith("full")]
+        assert all("runtime.disk_mb=8" in error for error in full), full
 
     asyncio.run(work())
 
 
-STRANGER = ("run", "-d", "--network", "none", "--ulimit", "nofile=1024:1024")
-STRANGER = (*STRANGER, "--ulimit", "nproc=512:512")
-"""A container that is not ours. The client's own limits may be above this machine's."""
-KILLS = [*[8] * 18, 64, 64]
+FEW_KILLS, MANY_KILLS = (8, 8, 8, 8), (*(8,) * 20, 64, 64)
 """Containers at once in each killed process."""
 
 
-def test_nothing_is_left_of_killed_processes() -> None:
-    """Kill runs at random instants, half of them together with their reapers."""
-    stranger = podman(*STRANGER, IMAGE, "sleep", "1000")
+@pytest.mark.parametrize("kills", [FEW_KILLS, pytest.param(MANY_KILLS, marks=pytest.mark.long)])
+def test_nothing_is_left_of_killed_processes(kills: tuple[int, ...]) -> None:
+    """Kill processes at random instants, every second one together with its reaper."""
+    stranger = container_kit.start_stranger()
     chance = random.Random(7)
     try:
-        for number, count in enumerate(KILLS):
+        for number, count in enumerate(kills):
             script = Path(container_kit.__file__).with_name("container_process.py")
             process = subprocess.Popen(
                 [sys.executable, str(script), str(count)], stdout=subprocess.PIPE
@@ -399,9 +401,9 @@ def test_nothing_is_left_of_killed_processes() -> None:
         while ours() and time.monotonic() < deadline:
             time.sleep(1.0)
         assert ours() == []
-        assert podman("inspect", "--format", "{{.State.Running}}", stranger) == "true"
+        assert container_kit.is_running(stranger)
     finally:
-        podman("rm", "-f", "-t", "0", stranger)
+        container_kit.remove(stranger)
 
 
 def _reapers(pid: int) -> list[int]:
@@ -420,7 +422,7 @@ def test_the_next_start_removes_what_a_dead_process_left(tmp_path: Path) -> None
     left = f"agenttrain-{machine_id()}-{dead.stdout.strip()}-123abcd-0"
     alien = "agenttrain-00000000-1-1-0"  # of another machine
     for name in (left, alien):
-        podman(*STRANGER, "--name", name, "--label", "agenttrain.run=x", IMAGE, "sleep", "1000")
+        container_kit.start_stranger("--name", name, "--label", "agenttrain.run=x")
     assert is_left(left)
     assert not is_left(alien)
     assert not is_left(f"{own_prefix()}0")
@@ -433,4 +435,4 @@ def test_the_next_start_removes_what_a_dead_process_left(tmp_path: Path) -> None
     try:
         asyncio.run(work())
     finally:
-        podman("rm", "-f", "-t", "0", alien)
+        container_kit.remove(alien)

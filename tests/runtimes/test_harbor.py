@@ -10,8 +10,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from container_kit import BASE, needs_containers, podman
+from container_kit import BASE, make_task, needs_containers, podman
 
+from agenttrain import cli
 from agenttrain.data.harbor import harbor_rows
 from agenttrain.data.tasks import to_task
 from agenttrain.rewards.builtin.harbor import harbor
@@ -24,18 +25,6 @@ from agenttrain.types import ConfigError, Rollout, Task
 
 TASKS = Path(__file__).parents[2] / "examples" / "terminal_agent" / "tasks"
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "harbor.md"
-
-
-def make_task(folder: Path, toml: str = "", test: str = "", image: str = "x") -> Path:
-    """A task's folder; `test` is its script."""
-    (folder / "tests").mkdir(parents=True)
-    image_line = f'[environment]\ndocker_image = "{image}"\n' if "[environment]" not in toml else ""
-    (folder / "task.toml").write_text(f"{toml}\n{image_line}")
-    (folder / "instruction.md").write_text("Do it.\n")
-    script = folder / "tests" / "test.sh"
-    script.write_text(f"#!/bin/sh\n{test}\n")
-    script.chmod(0o755)
-    return folder
 
 
 def test_the_example_tasks_are_rows() -> None:
@@ -171,12 +160,29 @@ def outcome(tasks: list[Task], *, solved: bool) -> dict[str, dict[str, float]]:
 
 
 @needs_containers
-def test_oracle_and_no_op_of_the_example_tasks() -> None:
-    tasks = [to_task(row, n) for n, row in enumerate(harbor_rows(str(TASKS)))]
-    solved, untouched = outcome(tasks, solved=True), outcome(tasks, solved=False)
-    assert {name: grades["reward"] for name, grades in solved.items()} == dict.fromkeys(solved, 1.0)
-    assert {grades["reward"] for grades in untouched.values()} == {0.0}
-    assert solved["csv-total"] == {"total": 1.0, "best": 1.0, "reward": 1.0}
+def test_rehearse_lists_tasks_whose_solution_fails_or_that_pass_untouched(tmp_path: Path) -> None:
+    """The ten example tasks are good, and two more are not."""
+    give = "echo {} > /logs/verifier/reward.txt"
+    for name, reward in (("impossible", 0), ("free", 1)):
+        folder = make_task(tmp_path / name, test=give.format(reward), image=BASE)
+        (folder / "solution").mkdir()
+        (folder / "solution" / "solve.sh").write_text("#!/bin/sh\ntrue\n")
+    report = tmp_path / "report.json"
+    words = ("experiment=none", "data=harbor", "reward=[harbor]", "runtime=podman")
+    more = ("runtime.trust=true", f"data.path=[{TASKS},{tmp_path}]", "--json", str(report))
+    assert cli.main(["rehearse", *words, *more]) == 1
+    found = json.loads(report.read_text())
+    attempts = {attempt["task"]: attempt for attempt in found["attempts"]}
+    assert {
+        name: attempt["problems"] for name, attempt in attempts.items() if attempt["problems"]
+    } == {
+        "impossible": ["the solution does not pass the tests"],
+        "free": ["the tests pass without any attempt"],
+    }
+    assert (found["tasks"], found["bad"]) == (12, 2)
+    good = [attempt for attempt in attempts.values() if not attempt["problems"]]
+    assert {(a["oracle"]["reward"], a["untouched"]["reward"]) for a in good} == {(1.0, 0.0)}
+    assert attempts["csv-total"]["oracle"] == {"total": 1.0, "best": 1.0, "reward": 1.0}
 
 
 BAD_TESTS = {
