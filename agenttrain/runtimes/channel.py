@@ -52,6 +52,7 @@ PAUSE_S = 0.005
 the event loop busy."""
 KILLED = 137
 ENDED = "the container ended by itself"
+HANGS = "its shell hangs"
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +65,9 @@ class _Command:
     ended: asyncio.Future[int]
     killed: asyncio.Future[None]
     pid: str = ""
-    """Its process in the container."""
+    """Its process in the container; empty until the shell has started it."""
+    is_ending: bool = False
+    """The shell is asked to end it as soon as it has started it."""
     files: list[Path] = field(default_factory=list)
 
 
@@ -98,6 +101,8 @@ class ExecChannel:
         """Processes that have ended, for which the shell has not waited."""
         self.problem: str | None = None
         """Why no command can run any more; None while they can."""
+        self._endings: set[asyncio.Task[None]] = set()
+        """Tasks that end commands whose callers were cancelled."""
         os.write(self._in, INIT.encode())
 
     async def ready(self, *, timeout_s: float) -> None:
@@ -130,7 +135,7 @@ class ExecChannel:
             running = self._start(name, command, stdin, env or {}, cwd, max_bytes, on_output)
         except OSError as error:
             raise MachineLost(f"a command cannot be started: {error}") from error
-        timed_out = False
+        timed_out, cancelled = False, False
         try:
             self._loop.add_reader(running.reader, self._read_output, running)
             try:
@@ -138,17 +143,20 @@ class ExecChannel:
                     code = await running.ended
             except TimeoutError:
                 timed_out, code = True, KILLED
-                await self._kill(name, running)
+                await self._kill(name, running, timeout_s)
             self._read_rest(running)
         except asyncio.CancelledError:
-            self._write(f"k {running.pid}\n" if running.pid else "")
+            cancelled = True
             raise
         finally:
-            del self._commands[name]
             self._loop.remove_reader(running.reader)
-            os.close(running.reader)
-            for path in running.files:
-                path.unlink(missing_ok=True)
+            if cancelled:
+                # A shell that hangs must be noticed here too: a tool's own limit cancels this.
+                task = self._loop.create_task(self._end_cancelled(name, running))
+                self._endings.add(task)
+                task.add_done_callback(self._endings.discard)
+            else:
+                self._forget(name, running)
         output = running.output
         return CommandResult(
             code=code, output=output.bytes(), size=output.size, timed_out=timed_out
@@ -156,7 +164,7 @@ class ExecChannel:
 
     def close(self) -> None:
         """Close the connection, which ends the container."""
-        self._end("the container was stopped")
+        self.fail("the container was stopped")
         if self._in >= 0:
             os.close(self._in)
             os.close(self._status)
@@ -216,21 +224,46 @@ class ExecChannel:
             if self._in < 0 or os.write(self._in, data) != len(data):
                 raise BlockingIOError
         except OSError as error:
-            self._end("its shell reads no commands any more")
+            self.fail("its shell reads no commands any more")
             raise MachineLost("its shell reads no commands any more") from error
 
-    async def _kill(self, name: str, running: _Command) -> None:
-        """End a command with its descendants; break the channel if the shell cannot do that."""
-        self._write(f'k {running.pid}; echo "{name} k" >&9\n' if running.pid else "")
-        try:
-            async with asyncio.timeout(KILL_S):
-                await running.killed
-        except TimeoutError as error:
-            self._end("a command could not be ended")
-            raise MachineLost("a command could not be ended") from error
+    async def _kill(self, name: str, running: _Command, waited_s: float) -> None:
+        """End a command with its descendants, `waited_s` after it was sent. Raises MachineLost.
 
-    def _end(self, problem: str) -> None:
-        """Let all commands fail from now on."""
+        A shell that cannot do it within KILL_S hangs, and so does one that has not even started the
+        command by then: the channel is broken.
+        """
+        running.is_ending = True
+        if running.pid:
+            self._write_kill(name, running)
+        limit = KILL_S if running.pid else max(KILL_S - waited_s, 0.0)
+        try:
+            async with asyncio.timeout(limit):
+                await asyncio.shield(running.killed)  # a later attempt waits for it too
+        except TimeoutError as error:
+            self.fail(HANGS)
+            raise MachineLost(HANGS) from error
+
+    def _write_kill(self, name: str, running: _Command) -> None:
+        self._write(f'k {running.pid}; echo "{name} k" >&9\n')
+
+    async def _end_cancelled(self, name: str, running: _Command) -> None:
+        """End a command for which nobody waits any more."""
+        try:
+            with suppress(MachineLost):
+                await self._kill(name, running, 0.0)
+        finally:
+            self._forget(name, running)
+
+    def _forget(self, name: str, running: _Command) -> None:
+        del self._commands[name]
+        self._loop.remove_reader(running.reader)
+        os.close(running.reader)
+        for path in running.files:
+            path.unlink(missing_ok=True)
+
+    def fail(self, problem: str) -> None:
+        """Let all commands fail from now on, also those in progress."""
         if self.problem is None:
             self.problem = problem
             if self._status >= 0:
@@ -254,7 +287,7 @@ class ExecChannel:
         for line in lines:
             self._handle(line.decode("ascii", "replace").split())
         if not data or len(self._received) > MAX_LINE:
-            self._end(ENDED if not data else "its shell's connection was tampered with")
+            self.fail(ENDED if not data else "its shell's connection was tampered with")
 
     def _handle(self, words: list[str]) -> None:
         """Handle a report: ``ready``, ``7 p 12``, ``7 k`` or ``7 0``."""
@@ -269,6 +302,9 @@ class ExecChannel:
             self._unreaped.append(running.pid)
         elif len(words) == 3 and words[1] == "p" and words[2].isdigit():
             running.pid = words[2]
+            if running.is_ending:
+                with suppress(MachineLost):
+                    self._write_kill(words[0], running)
         elif len(words) == 2 and words[1].isdigit() and not running.ended.done():
             running.ended.set_result(int(words[1][:3]))
             if running.pid:
@@ -286,7 +322,8 @@ class ExecChannel:
             self._loop.call_later(PAUSE_S, self._read_on, running)
 
     def _read_on(self, running: _Command) -> None:
-        if running in self._commands.values() and not running.ended.done():
+        is_read = running in self._commands.values() and not running.is_ending
+        if is_read and not running.ended.done():
             self._loop.add_reader(running.reader, self._read_output, running)
 
     def _read_rest(self, running: _Command) -> None:

@@ -281,13 +281,15 @@ class Containers:
             await asyncio.sleep(DISK_CHECK_S)
             watched = [c for c in self._live.values() if c.upper and c.channel.problem is None]
             sizes = await asyncio.to_thread(_sizes, [container.upper for container in watched])
-            for container, size in zip(watched, sizes, strict=True):
-                limit = container.spec.disk_mb
-                if size > limit * MB:
-                    container.channel.problem = (
-                        f"runtime.disk_mb={limit}: the container wrote more and was ended"
-                    )
-                    await _try_to_stop(container)
+            full = [
+                container
+                for container, size in zip(watched, sizes, strict=True)
+                if size > container.spec.disk_mb * MB
+            ]
+            for container in full:
+                limit = f"runtime.disk_mb={container.spec.disk_mb}"
+                container.channel.fail(f"{limit}: the container wrote more and was ended")
+            await asyncio.gather(*map(_try_to_stop, full))
 
 
 async def _try_to_stop(container: Container) -> None:

@@ -24,6 +24,7 @@ from agenttrain.runtimes.machines import Machines, harbor_task
 from agenttrain.types import ConfigError, Rollout, Task
 
 TASKS = Path(__file__).parents[2] / "examples" / "terminal_agent" / "tasks"
+SWE = TASKS.parents[1] / "swe_mini" / "tasks"
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "harbor.md"
 
 
@@ -161,7 +162,7 @@ def outcome(tasks: list[Task], *, solved: bool) -> dict[str, dict[str, float]]:
 
 @needs_containers
 def test_rehearse_lists_tasks_whose_solution_fails_or_that_pass_untouched(tmp_path: Path) -> None:
-    """The ten example tasks are good, and two more are not."""
+    """The example tasks are good, and two more are not."""
     give = "echo {} > /logs/verifier/reward.txt"
     for name, reward in (("impossible", 0), ("free", 1)):
         folder = make_task(tmp_path / name, test=give.format(reward), image=BASE)
@@ -169,7 +170,7 @@ def test_rehearse_lists_tasks_whose_solution_fails_or_that_pass_untouched(tmp_pa
         (folder / "solution" / "solve.sh").write_text("#!/bin/sh\ntrue\n")
     report = tmp_path / "report.json"
     words = ("experiment=none", "data=harbor", "reward=[harbor]", "runtime=podman")
-    more = ("runtime.trust=true", f"data.path=[{TASKS},{tmp_path}]", "--json", str(report))
+    more = ("runtime.trust=true", f"data.path=[{TASKS},{SWE},{tmp_path}]", "--json", str(report))
     assert cli.main(["rehearse", *words, *more]) == 1
     found = json.loads(report.read_text())
     attempts = {attempt["task"]: attempt for attempt in found["attempts"]}
@@ -179,7 +180,7 @@ def test_rehearse_lists_tasks_whose_solution_fails_or_that_pass_untouched(tmp_pa
         "impossible": ["the solution does not pass the tests"],
         "free": ["the tests pass without any attempt"],
     }
-    assert (found["tasks"], found["bad"]) == (12, 2)
+    assert (found["tasks"], found["bad"]) == (15, 2)
     good = [attempt for attempt in attempts.values() if not attempt["problems"]]
     assert {(a["oracle"]["reward"], a["untouched"]["reward"]) for a in good} == {(1.0, 0.0)}
     assert attempts["csv-total"]["oracle"] == {"total": 1.0, "best": 1.0, "reward": 1.0}
