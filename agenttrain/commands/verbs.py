@@ -386,6 +386,9 @@ _DECLARED = (
             "images --build runtime=podman runtime.image=my_folder runtime.trust=true": (
                 "of a folder with a Dockerfile"
             ),
+            "images data=harbor data.path=tasks runtime=podman runtime.trust=true": (
+                "list those of Harbor's tasks"
+            ),
         },
         add_arguments=_images,
         command="single:images",

@@ -27,6 +27,8 @@ class MachineSpec:
     open_files: int = 1024
     is_open: bool = False
     """True: it has a network. False: it has its own loopback interface and nothing else."""
+    hosts: tuple[str, ...] = ()
+    """Hosts that a machine without a network reaches nevertheless, by a proxy in it."""
     user: str | None = None
     workdir: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)

@@ -37,6 +37,8 @@ class Network(StrEnum):
     """Nothing."""
     endpoint = "endpoint"
     """The endpoint of an outside agent, on 127.0.0.1, and nothing else."""
+    allowlist = "allowlist"
+    """The endpoint, and `runtime.hosts` through a proxy on 127.0.0.1."""
     open = "open"
     """What the client's default network reaches."""
 
@@ -52,6 +54,7 @@ class Grade(StrEnum):
     """A new one, with the artifacts that the task declares."""
 
 
+HOST = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 CAPABILITY = re.compile(r"[A-Z]+(_[A-Z]+)*")
 UNSAFE = ("SYS_ADMIN", "SYS_MODULE", "SYS_RAWIO", "SYS_PTRACE", "SYS_BOOT", "SYS_TIME", "ALL")
 """Capabilities that no container gets: they reach the host or other containers."""
@@ -74,7 +77,9 @@ class RuntimeConfig:
     pull: Flag = False
     """Images that this machine lacks are pulled; otherwise they are refused before sampling."""
     network: Network = Network.endpoint
-    """none, endpoint (an outside agent's, and nothing else) or open."""
+    """none, endpoint (an outside agent's, and nothing else), allowlist or open."""
+    hosts: list[str] = field(default_factory=list)
+    """Hosts of network=allowlist, e.g. [pypi.org, "*.pythonhosted.org"]."""
     cpus: Number = Field(default=1.0, gt=0)
     """Processors of a container; a Harbor task may ask for fewer."""
     memory_mb: Whole = Field(default=2048, ge=16)
@@ -130,6 +135,18 @@ class RuntimeConfig:
                 problems.append(
                     f"runtime.capabilities={capability}: is no capability that a container can "
                     f"have; refused are {', '.join(UNSAFE)}; leave it out"
+                )
+        is_list = self.network is Network.allowlist
+        if is_list != bool(self.hosts):
+            problems.append(
+                "runtime.hosts: are the hosts of runtime.network=allowlist; "
+                + ("name some" if is_list else "add it, or leave hosts out")
+            )
+        for host in self.hosts:
+            if not HOST.fullmatch(host):
+                problems.append(
+                    f"runtime.hosts={host}: expected a name like pypi.org or *.pypi.org, in lower "
+                    "case, without scheme, port and path"
                 )
         if self.options and self._target_ is None:
             problems.append(

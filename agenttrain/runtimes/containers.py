@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from agenttrain.runtimes import allowlist
 from agenttrain.runtimes.base import MachineLost, MachineSpec
 from agenttrain.runtimes.channel import INSIDE, START, ExecChannel
 from agenttrain.runtimes.client import call_client
@@ -63,6 +64,8 @@ class Container:
         """Its first process, on the host."""
         self.upper: str | None = None
         """Folder on the host that holds what it wrote; None for a storage driver without one."""
+        self.proxy: asyncio.Server | None = None
+        """Through which it reaches `spec.hosts`."""
         self._staged = itertools.count()
 
     async def exec(
@@ -164,6 +167,8 @@ class Container:
     async def stop(self) -> None:
         """Remove the container. Raises MachineLost if the client does not."""
         self.channel.close()
+        if self.proxy is not None:
+            self.proxy.close()
         result = await call_client([self.client, "rm", "-f", self.name], timeout_s=STOP_S)
         if result.code and "no such container" not in result.problem.lower():
             raise MachineLost(f"{self.name}: cannot be removed: {result.problem}")
@@ -204,6 +209,9 @@ class Containers:
             container.pid = await self._pid_of(name)
             if self._maps_ids:
                 await self._forbid_namespaces(container.pid)
+            if spec.hosts:
+                listener = container.listener(allowlist.PORT)
+                container.proxy = await allowlist.serve(listener, spec.hosts)
             container.upper = upper_folder(container.pid)
         except BaseException:
             await asyncio.shield(_try_to_stop(container))
@@ -247,7 +255,8 @@ class Containers:
             options += ["--cap-add", capability]
         for key, value in spec.labels.items():
             options += ["--label", f"{key}={value}"]
-        for key, value in spec.env.items():
+        proxy = allowlist.environment() if spec.hosts else {}
+        for key, value in {**proxy, **spec.env}.items():
             options += ["--env", f"{key}={value}"]
         if spec.user is not None:
             options += ["--user", spec.user]

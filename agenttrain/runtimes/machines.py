@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from agenttrain.runtimes import images
+from agenttrain.runtimes.allowlist import common_hosts
 from agenttrain.runtimes.base import MachineLost, MachineSpec, Runtime
 from agenttrain.runtimes.config import Client, Grade, Network, RuntimeConfig
 from agenttrain.runtimes.containers import Containers
@@ -223,18 +224,29 @@ class Machines:
             raise MachineLost(f"{task.name}: environment.env: {error}") from error
         timeout_s = min(place.build_timeout_s, self.settings.build_timeout_s)
         spec = self._spec(await self._image(place.image, timeout_s), labels or {})
+        is_open, hosts = self._reach_of(place)
         spec = replace(
             spec,
             cpus=min(place.cpus or spec.cpus, spec.cpus),
             memory_mb=min(place.memory_mb or spec.memory_mb, spec.memory_mb),
             disk_mb=min(place.disk_mb or spec.disk_mb, spec.disk_mb),
-            is_open=spec.is_open and place.wants_network,
+            is_open=is_open,
+            hosts=hosts,
             user=user,
             workdir=place.workdir or spec.workdir,
             env={**spec.env, **env},
         )
         async with self._starting:
             return await self._runtime.start(spec)
+
+    def _reach_of(self, place: TaskPlace) -> tuple[bool, tuple[str, ...]]:
+        """Return True for a network, and the hosts without one: what both task and run allow."""
+        is_open, hosts = self.settings.network is Network.open, tuple(self.settings.hosts)
+        if not place.wants_network:
+            return False, ()
+        if place.hosts is None:
+            return is_open, hosts
+        return False, place.hosts if is_open else common_hosts(place.hosts, hosts)
 
     def _spec(self, image: str, labels: Mapping[str, str]) -> MachineSpec:
         settings = self.settings
@@ -246,6 +258,7 @@ class Machines:
             processes=settings.processes,
             open_files=settings.open_files,
             is_open=settings.network is Network.open,
+            hosts=tuple(settings.hosts),
             user=settings.user,
             workdir=settings.workdir,
             env=self._env,
@@ -336,6 +349,11 @@ def runtime_problems(settings: RuntimeConfig) -> Iterator[str]:
         )
     elif (problem := client_problem(settings.client)) is not None:
         yield f"{key}: {problem[0]}; {problem[1]}"
+    if settings.network is Network.allowlist and os.geteuid():
+        yield (
+            "runtime.network=allowlist: only root can open a proxy in a container; run as root, or "
+            "set runtime.network=endpoint"
+        )
 
 
 @cache

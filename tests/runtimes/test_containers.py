@@ -198,6 +198,42 @@ def test_an_agents_program_reaches_the_endpoint_and_nothing_else(tmp_path: Path)
     asyncio.run(work())
 
 
+def test_an_allowlist_opens_its_hosts_and_no_others() -> None:
+    """A server of the host answers as `localhost`, which the list names, and as nothing else."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        writer.write(f"HTTP/1.1 200 OK\r\n\r\n{head.splitlines()[0]}".encode())
+        writer.close()
+
+    async def work() -> None:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        async with machine(network="allowlist", hosts=["localhost"]) as box:
+
+            async def send(*lines: str) -> str:
+                text = "".join(f"{line}\r\n" for line in lines)
+                command = 'nc -w 1 127.0.0.1 "${http_proxy##*:}"'
+                result = await box.exec(["sh", "-c", command], timeout_s=20, stdin=text.encode())
+                return result.text
+
+            plain = await send(f"GET http://localhost:{port}/a?b=c HTTP/1.1", "")
+            assert plain == "HTTP/1.1 200 OK\r\n\r\nGET /a?b=c HTTP/1.1"
+            tunnel = await send(f"CONNECT localhost:{port} HTTP/1.1", "", "GET /t HTTP/1.1", "")
+            assert tunnel.endswith("\r\n\r\nGET /t HTTP/1.1")
+            for other in ("127.0.0.1", "evil.localhost", "169.254.169.254"):
+                for line in (
+                    f"GET http://{other}:{port}/ HTTP/1.1",
+                    f"CONNECT {other}:80 HTTP/1.1",
+                ):
+                    assert (await send(line, "")).startswith(f"HTTP/1.1 403 Forbidden: {other} ")
+            links = await box.exec(["sh", "-c", "ip -o link | wc -l"], timeout_s=20)
+            assert links.text == "1\n"  # the loopback interface alone
+        server.close()
+
+    asyncio.run(work())
+
+
 ESCAPES = {
     "root file system of the host": ("ls /proc/1/root/work /proc/1/cwd/work", "No such file"),
     "mount": ("mount -t tmpfs none /tmp", "denied|not permitted"),

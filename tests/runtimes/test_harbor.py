@@ -49,6 +49,7 @@ REFUSED = {
     "[environment]\ndocker_image='x'\nvolumes = ['/:/host']": "environment.volumes: is no key",
     "[environment]\ndocker_image='x'\nos = 'windows'": "environment.os=windows",
     "[environment]\ndocker_image='x'\nnetwork_mode = 'host'": "environment.network_mode=host",
+    "[environment]\ndocker_image='x'\nallowed_hosts = ['a.com']": "allowed_hosts: are those of",
     "artifacts = ['../etc/passwd']": "artifacts=../etc/passwd: expected an absolute path",
     "[agent]\ntimeout_sec = -1": "agent.timeout_sec=-1: must be more than 0",
     "[verifier]\nenvironment_mode = 'x'": "verifier.environment_mode=x",
@@ -70,6 +71,34 @@ def test_older_keys_are_read(tmp_path: Path) -> None:
     )
     place = read_task(make_task(tmp_path / "task", toml)).place
     assert (place.memory_mb, place.disk_mb, place.wants_network) == (2048, 512, False)
+
+
+def test_a_task_reaches_what_both_it_and_the_run_allow(tmp_path: Path) -> None:
+    place = "[environment]\ndocker_image='x'\nnetwork_mode="
+    toml = {
+        "all": f"{place}'public'",
+        "some": f"{place}'allowlist'\nallowed_hosts=['pypi.org', '*.a.com']",
+        "none": f"{place}'no-network'",
+    }
+    places = {name: read_task(make_task(tmp_path / name, toml[name])).place for name in toml}
+    runs = {
+        "open": Machines(RuntimeConfig(name="podman", network="open")),
+        "list": Machines(
+            RuntimeConfig(name="podman", network="allowlist", hosts=["*.org", "b.a.com"])
+        ),
+        "endpoint": Machines(RuntimeConfig(name="podman")),
+    }
+    assert {(r, p): runs[r]._reach_of(places[p]) for r in runs for p in places} == {
+        ("open", "all"): (True, ()),
+        ("open", "some"): (False, ("pypi.org", "*.a.com")),
+        ("open", "none"): (False, ()),
+        ("list", "all"): (False, ("*.org", "b.a.com")),
+        ("list", "some"): (False, ("pypi.org", "b.a.com")),
+        ("list", "none"): (False, ()),
+        ("endpoint", "all"): (False, ()),
+        ("endpoint", "some"): (False, ()),
+        ("endpoint", "none"): (False, ()),
+    }
 
 
 def test_variables_of_this_machine_are_read_only_if_listed() -> None:

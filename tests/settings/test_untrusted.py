@@ -28,7 +28,7 @@ UNDECLARED = {
     "RoleConfig": {"args"},
     "RunConfig": {"tools", "environment", "user", "reward", "engine", "resume"},
     "RuntimeConfig": {
-        *("_target_", "options", "image", "network", "env", "capabilities", "trust"),
+        *("_target_", "options", "image", "network", "hosts", "env", "capabilities", "trust"),
     },
     "ServersConfig": {"args", "admin_urls", "url"},
     "SlurmConfig": {"setup", "directives", "srun"},

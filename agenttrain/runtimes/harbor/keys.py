@@ -40,7 +40,7 @@ _PLACE = {
     "healthcheck": Use.used,
     "workdir": Use.used,
     "network_mode": Use.used,
-    "allowed_hosts": Use.refused,
+    "allowed_hosts": Use.used,
     "allow_internet": Use.used,
 }
 _AGENT = {
@@ -96,7 +96,7 @@ REASONS = {
     "tpu": "containers here have no TPU",
     "mcp_servers": "declare them in `tools` instead (tools=mcp)",
     "skills_dir": "the run's own loop reads no skills",
-    "allowed_hosts": "a container has no network, or runtime.network=open",
+    "allowed_hosts": "one network holds for the whole task: [environment].allowed_hosts",
     "network_mode": "one network holds for the whole task: [environment].network_mode",
     "service": "containers of several services are not made",
     "exclude": "leave it out: the whole folder is copied",

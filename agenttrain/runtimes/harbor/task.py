@@ -19,6 +19,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from agenttrain.runtimes.config import HOST
 from agenttrain.runtimes.harbor.keys import HARMLESS, KEYS, REASONS, VERIFIER_ENVIRONMENT, Use
 from agenttrain.utils.names import did_you_mean
 
@@ -66,6 +67,8 @@ class TaskPlace:
     env: Mapping[str, str] = field(default_factory=dict)
     workdir: str | None = None
     wants_network: bool = True
+    hosts: tuple[str, ...] | None = None
+    """The only hosts of the network; None: all."""
     healthcheck: Healthcheck | None = None
 
     @property
@@ -255,10 +258,16 @@ def _place(section: Mapping[str, Any], folder: Path, *, required: bool = True) -
     network = section.get("network_mode")
     if network is None and section.get("allow_internet") is not None:
         network = "public" if section["allow_internet"] else "no-network"
-    if network not in (None, "public", "no-network"):
+    if network not in (None, "public", "no-network", "allowlist"):
         raise ValueError(
-            f"environment.network_mode={network}: a container has no network, or all of it with "
-            "runtime.network=open; expected public or no-network"
+            f"environment.network_mode={network}: expected public, no-network or allowlist"
+        )
+    hosts = [str(host).lower().rstrip(".") for host in section.get("allowed_hosts") or ()]
+    if hosts and network != "allowlist":
+        raise ValueError("environment.allowed_hosts: are those of network_mode='allowlist'")
+    if bad := [host for host in hosts if not HOST.fullmatch(host)]:
+        raise ValueError(
+            f"environment.allowed_hosts={bad[0]}: expected a name like pypi.org or *.pypi.org"
         )
     health = section.get("healthcheck")
     return TaskPlace(
@@ -271,6 +280,7 @@ def _place(section: Mapping[str, Any], folder: Path, *, required: bool = True) -
         env=_texts("environment.env", section.get("env")),
         workdir=_text(section.get("workdir")),
         wants_network=network != "no-network",
+        hosts=tuple(hosts) if network == "allowlist" else None,
         healthcheck=None if health is None else Healthcheck(**health),
     )
 
