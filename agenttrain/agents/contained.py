@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from agenttrain.agents.output import BoundedLog
@@ -22,12 +22,13 @@ class ContainedAgent:
         command: Sequence[str],
         machine_of: Callable[[str], RolloutMachine | None],
         *,
+        env: Mapping[str, str],
         timeout_s: float,
         exit_code: bool,
     ) -> None:
-        """`machine_of` returns the machine of a rollout. With `exit_code` the exit code is the
-        reward, as of `CommandAgent`."""
-        self._command, self._machine_of = list(command), machine_of
+        """`machine_of` returns the machine of a rollout; `env` is added to its variables. With
+        `exit_code` the exit code is the reward, as of `CommandAgent`."""
+        self._command, self._machine_of, self._env = list(command), machine_of, dict(env)
         self._timeout_s, self._exit_code = timeout_s + UNKILLED_S, exit_code
 
     async def attempt(self, assignment: AgentTask, log: Path) -> float | None:
@@ -41,7 +42,7 @@ class ContainedAgent:
                 self._command,
                 timeout_s=self._timeout_s,
                 stdin=assignment.line().encode() + b"\n",
-                env=assignment.environment(),
+                env={**self._env, **assignment.environment()},
                 max_bytes=1,
                 on_output=out.write,
             )

@@ -218,6 +218,7 @@ class Agents:
                 on_request=self._on_request,
             )
             attempt = EndpointRollout(request, policy, self.settings)
+            rollout = attempt.rollout
             entry = OpenRollout(rollout=attempt)
             entry.replays.joins = self.lockstep
             if isinstance(self._agent, ExternalAgent):  # no process of ours shows its end
@@ -227,13 +228,8 @@ class Agents:
             start = time.perf_counter()
             try:
                 async with self._machine(request) as machine:
-                    try:
-                        failure, reward = await self._run_agent(entry, machine)
-                    finally:
-                        del self._open[entry.name]
-                        attempt.over.set()
-                        await entry.replays.aclose()
-                        rollout = await attempt.close()
+                    failure, reward = await self._run_agent(entry, machine)
+                    await self._close(entry)  # nothing of it is open while it is graded
                     if attempt.failure is not None:
                         raise attempt.failure
                     # A reward sent to the endpoint goes before the one printed or returned.
@@ -247,10 +243,18 @@ class Agents:
             except ToolUnavailable as error:  # its container: no fault of the agent
                 if limits.on_tool_failure is OnToolFailure.error:
                     raise
-                rollout = attempt.rollout
                 rollout.stop_reason, rollout.error = StopReason.error, hide_secrets(str(error))
+            finally:
+                await self._close(entry)
             rollout.seconds = time.perf_counter() - start
             return rollout
+
+    async def _close(self, entry: OpenRollout) -> None:
+        """Take a rollout from the endpoint, and complete it; the second time, do nothing."""
+        if self._open.pop(entry.name, None) is not None:
+            entry.rollout.over.set()
+            await entry.replays.aclose()
+            await entry.rollout.close()
 
     async def aclose(self) -> None:
         """End the agents that are left, and the endpoint."""
@@ -516,6 +520,7 @@ def make_agent(
         return ContainedAgent(
             settings.command,
             machines.machine_of,
+            env={name: os.environ[name] for name in settings.env if name in os.environ},
             timeout_s=settings.timeout_s,
             exit_code=settings.exit_code_reward,
         )

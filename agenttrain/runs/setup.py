@@ -301,8 +301,8 @@ class Components:
     @cached_property
     def machines(self) -> Machines | None:
         """The machines of the run's rollouts; None with runtime=bwrap."""
-        runtime = self.config.runtime
-        return Machines(runtime) if runtime.has_machines else None
+        runtime, agent = self.config.runtime, self.config.agent
+        return Machines(runtime, install=agent.install) if runtime.has_machines else None
 
     @cached_property
     def roles(self) -> dict[str, RoleServers]:

@@ -5,6 +5,7 @@ machines.py    a machine for each rollout: how many, which image, tried again, e
 containers.py  podman and docker, by their own programs
 channel.py     commands in a running container, without the client
 network.py     a port of the host's that only the container reaches
+allowlist.py   the proxy on such a port, for the hosts of a list
 images.py      images made of folders, once for each content
 leftovers.py   containers of runs that have ended
 reaper.py      the process that outlives the run and removes its containers

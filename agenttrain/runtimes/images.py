@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import hashlib
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from agenttrain.runtimes.base import MachineLost
 from agenttrain.runtimes.client import call_client
 from agenttrain.runtimes.output import Clipped
 from agenttrain.utils.files import cache_folder
+from agenttrain.utils.temporary import TemporaryFolder
 
 DOCKERFILE = "Dockerfile"
 TAG = "localhost/agenttrain/"
@@ -83,6 +85,30 @@ async def build(client: str, folder: Path, *, timeout_s: float, is_open: bool) -
     finally:
         os.close(lock)
     return tag
+
+
+async def install(client: str, image: str, script: Path, *, timeout_s: float, is_open: bool) -> str:
+    """Return the name of an image in which a script has run, once for each image and script.
+
+    The script runs with ``sh``, as the image's own user. Raises MachineLost.
+    """
+    asked = await call_client(
+        [client, "image", "inspect", "--format", "{{.Id}}", image], timeout_s=ASK_S
+    )
+    if asked.code:
+        raise MachineLost(f"image {image}: {asked.problem}")
+    with TemporaryFolder() as parent:
+        folder = parent / f"{image.rpartition('/')[2].partition(':')[0]}-agent"
+        folder.mkdir()
+        shutil.copyfile(script, folder / "install.sh")
+        lines = [
+            f"# {asked.out.decode().strip()}",  # the image's content is a part of the name
+            f"FROM {image}",
+            "COPY install.sh /tmp/agenttrain-install.sh",
+            "RUN sh /tmp/agenttrain-install.sh",
+        ]
+        (folder / DOCKERFILE).write_text("\n".join(lines) + "\n")
+        return await build(client, folder, timeout_s=timeout_s, is_open=is_open)
 
 
 def _lock(tag: str) -> int:

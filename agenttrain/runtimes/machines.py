@@ -52,8 +52,14 @@ class Machines:
         await machines.release("train-3-0-1")
     """
 
-    def __init__(self, settings: RuntimeConfig, runtime: Runtime | None = None) -> None:
-        """`runtime` replaces the one that the settings name. Raises ConfigError."""
+    def __init__(
+        self, settings: RuntimeConfig, runtime: Runtime | None = None, install: str | None = None
+    ) -> None:
+        """`runtime` replaces the one that the settings name. Raises ConfigError.
+
+        `install` is a script that runs once in every image for rollouts, but not in those for the
+        tests of Harbor's tasks.
+        """
         self.settings = settings
         self._runtime = runtime or make_runtime(settings)
         self._own = settings._target_ is not None or runtime is not None
@@ -62,8 +68,11 @@ class Machines:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running = self._starting = asyncio.Semaphore()
         self._env = {name: os.environ[name] for name in settings.env if name in os.environ}
-        self._images: dict[str, str] = {}
-        """Folder with a Dockerfile -> name of the image that was built of it."""
+        self._images: dict[tuple[str, bool], str] = {}
+        """Name or folder of an image, and True for a rollout's -> name of the image to start."""
+        self._install = None if install is None else Path(install).expanduser()
+        if self._install is not None and not self._install.is_file():
+            raise ConfigError(f"agent.install={install}: there is no such file")
 
     def machine_of(self, rollout_id: str) -> RolloutMachine | None:
         """Return a rollout's machine; None before it is started and after its end."""
@@ -142,8 +151,11 @@ class Machines:
 
     async def prepare(self, tasks: Sequence[Task]) -> None:
         """Build or look for the images of tasks before anything is sampled; raises MachineLost."""
+        harbor_tasks = [task for task in map(harbor_task, tasks) if task is not None]
+        for_tests = {t.verifier_place.image for t in harbor_tasks if t.verifier_place is not None}
+        for_tests -= {task.place.image for task in harbor_tasks}
         for image, timeout_s in self.images_of(tasks).items():
-            await self._image(image, timeout_s)
+            await self._image(image, timeout_s, for_rollout=image not in for_tests)
 
     def images_of(self, tasks: Sequence[Task]) -> dict[str, float]:
         """Return the images that tasks need, with the seconds that the build of each may take.
@@ -196,7 +208,9 @@ class Machines:
         labels = {"agenttrain.rollout": rollout_id}
         if harbor is not None:
             user = harbor.agent_user or self.settings.user
-            machine = await self._start_place(harbor, harbor.place, user=user, labels=labels)
+            machine = await self._start_place(
+                harbor, harbor.place, user=user, labels=labels, for_rollout=True
+            )
             try:
                 await grading.make_folders(machine, user)
                 if harbor.place.healthcheck is not None:
@@ -205,7 +219,8 @@ class Machines:
                 await self._end(machine)
                 raise
             return machine
-        image = await self._image(self._image_name(task), self.settings.build_timeout_s)
+        name, timeout_s = self._image_name(task), self.settings.build_timeout_s
+        image = await self._image(name, timeout_s, for_rollout=True)
         async with self._starting:
             return await self._runtime.start(self._spec(image, labels))
 
@@ -216,6 +231,7 @@ class Machines:
         *,
         user: str | None,
         labels: Mapping[str, str] | None = None,
+        for_rollout: bool = False,
     ) -> RolloutMachine:
         """Start a container that a Harbor task describes, within the run's own limits."""
         try:
@@ -223,7 +239,8 @@ class Machines:
         except ValueError as error:
             raise MachineLost(f"{task.name}: environment.env: {error}") from error
         timeout_s = min(place.build_timeout_s, self.settings.build_timeout_s)
-        spec = self._spec(await self._image(place.image, timeout_s), labels or {})
+        image = await self._image(place.image, timeout_s, for_rollout=for_rollout)
+        spec = self._spec(image, labels or {})
         is_open, hosts = self._reach_of(place)
         spec = replace(
             spec,
@@ -276,11 +293,12 @@ class Machines:
             )
         return image
 
-    async def _image(self, image: str, timeout_s: float) -> str:
+    async def _image(self, image: str, timeout_s: float, *, for_rollout: bool) -> str:
         """Return the name of an image, which is built if it is a folder. Raises MachineLost."""
         if self._own:
             return image
-        if image not in self._images:
+        key = (image, for_rollout)
+        if key not in self._images:
             client, is_open = self.settings.client, self.settings.network is Network.open
             if images.is_folder(image):
                 folder = images.folder_of(image)
@@ -292,8 +310,12 @@ class Machines:
                     f"image {image}: this machine does not have it; build or load it first "
                     f"({client} load -i …), or pull it with runtime.pull=true"
                 )
-            self._images[image] = name
-        return self._images[image]
+            if for_rollout and self._install is not None:
+                name = await images.install(
+                    client, name, self._install, timeout_s=timeout_s, is_open=is_open
+                )
+            self._images[key] = name
+        return self._images[key]
 
     async def _end(self, machine: RolloutMachine) -> None:
         with suppress(MachineLost):

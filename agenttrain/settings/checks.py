@@ -184,7 +184,14 @@ def _runtime(config: RunConfig) -> Iterator[str]:
         needs += ["data.train"] if config.data.train.get("_target_") == HARBOR else []
         for key in needs:
             yield f"{key}: needs a container for each rollout; add runtime=podman"
+        if agent.install is not None:
+            yield f"agent.install={agent.install}: needs an image to install in; add runtime=podman"
         return
+    if agent.install is not None and not runtime.is_client:
+        yield (
+            f"agent.install={agent.install}: runtime._target_={runtime._target_} makes its images "
+            "itself; install there, and leave it out"
+        )
     if agent.sandbox != "none":
         yield (
             f"agent.sandbox={agent.sandbox}: agents run in the containers of runtime="

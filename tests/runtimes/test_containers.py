@@ -198,6 +198,56 @@ def test_an_agents_program_reaches_the_endpoint_and_nothing_else(tmp_path: Path)
     asyncio.run(work())
 
 
+def test_an_agent_whose_container_does_not_start_frees_its_place(tmp_path: Path) -> None:
+    async def work() -> None:
+        pool = container_kit.machines(image="localhost/not/there:1", retries=0)
+        settings = AgentConfig(name="endpoint", command=["true"])
+        agents = Agents(settings, parts.chat(), tmp_path, machines=pool)
+        request = RolloutRequest(task=task(), sampling=Sampling(), rollout_id="rollout")
+        engine = ScriptedEngine([])
+        done = await agents.attempt(request, engine, parts.LIMITS)
+        assert (done.stop_reason, done.environment_reward) == (StopReason.error, None)
+        assert "this machine does not have it" in str(done.error)
+        assert engine.released == ["rollout"]  # else other rollouts of a lockstep would wait
+        await agents.aclose()
+        await pool.aclose()
+
+    asyncio.run(work())
+
+
+def test_an_agent_is_installed_once_in_the_image_of_its_containers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "install.sh"
+    script.write_text(
+        f"echo {time.time()} > /made\n"  # another image each time
+        "printf '#!/bin/sh\\necho \"$KEY $OTHER\"' > /bin/my-agent\n"
+        "chmod 755 /bin/my-agent\n"
+    )
+    for name in ("KEY", "OTHER"):
+        monkeypatch.setenv(name, name.lower())
+    made = []
+
+    async def work() -> None:
+        for number in range(2):  # two runs share the image
+            pool = Machines(container_kit.settings(), install=str(script))
+            await pool.prepare([task()])
+            settings = AgentConfig(name="endpoint", command=["my-agent"], env=["KEY"])
+            agents = Agents(settings, parts.chat(), tmp_path, machines=pool)
+            request = RolloutRequest(task=task(), sampling=Sampling(), rollout_id=f"r{number}")
+            await agents.attempt(request, ScriptedEngine([]), parts.LIMITS)
+            await agents.aclose()
+            await pool.aclose()
+            made.extend(pool._images.values())
+
+    asyncio.run(work())
+    assert (tmp_path / "r0.stdout").read_text() == "key \n"
+    assert (tmp_path / "r1.stdout").read_text() == "key \n"
+    assert len(set(made)) == 1
+    assert capsys.readouterr().err.count("building") == 1
+    container_kit.podman("rmi", made[0])
+
+
 def test_an_allowlist_opens_its_hosts_and_no_others() -> None:
     """A server of the host answers as `localhost`, which the list names, and as nothing else."""
 

@@ -20,7 +20,7 @@ from agenttrain.utils.locate import locate
 from agenttrain.utils.sections import sections_below
 
 UNDECLARED = {
-    "AgentConfig": {"command", "_target_", "env", "host", "read"},
+    "AgentConfig": {"command", "_target_", "env", "host", "install", "read"},
     "AlgorithmConfig": {"objective"},
     "DataConfig": {"train", "test", "image_urls"},
     "DistributedConfig": {"rendezvous"},
