@@ -383,11 +383,9 @@ _DECLARED = (
         help="the images of the rows' containers, and building them before a run",
         page="guides/containers.md",
         examples={
-            "images --build runtime=podman runtime.image=my_folder runtime.trust=true": (
-                "of a folder with a Dockerfile"
-            ),
-            "images data=harbor data.path=tasks runtime=podman runtime.trust=true": (
-                "list those of Harbor's tasks"
+            "images runtime=podman runtime.image=debian:12": "does this machine have it?",
+            "images --build runtime=podman runtime.image=folder runtime.trust=true": (
+                "made of a Dockerfile"
             ),
         },
         add_arguments=_images,
