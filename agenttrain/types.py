@@ -18,7 +18,8 @@ from array import array
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 Message = dict[str, Any]
 """One chat message: `role`, `content`, and, if they apply, `reasoning_content`, `tool_calls`,
@@ -334,6 +335,60 @@ class TurnReward:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CommandResult:
+    """Outcome of a command on a machine."""
+
+    code: int
+    """Exit code; 128 + n if signal n ended it."""
+    output: bytes
+    """Standard output and error in the order written, without the middle if it was too long."""
+    size: int
+    """Bytes of the whole output."""
+    timed_out: bool = False
+    """The command was ended because its time was over; `code` is 137 then."""
+
+    @property
+    def text(self) -> str:
+        """The output as text; invalid UTF-8 becomes U+FFFD."""
+        return self.output.decode("utf-8", "replace")
+
+
+class RolloutMachine(Protocol):
+    """A rollout's own computer: a container, or a cloud back end's.
+
+    Every method raises ToolUnavailable if the machine cannot do what it promises: it has ended, or
+    its client fails. Faults of the command are in its result.
+    """
+
+    async def exec(
+        self,
+        command: Sequence[str],
+        *,
+        timeout_s: float,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        user: str | None = None,
+        max_bytes: int = 1 << 20,
+        on_output: Callable[[bytes], object] | None = None,
+    ) -> CommandResult:
+        """Run a command to its end, or kill it with its descendants after `timeout_s`.
+
+        `env` is added to the image's variables. `user` and `cwd` None: those of the machine.
+        `on_output` gets the output as it comes.
+        """
+
+    async def copy_in(self, source: Path, target: str) -> None:
+        """Copy a file, or the contents of a folder, to the path `target`, made if missing."""
+
+    async def copy_out(self, source: str, target: Path) -> bool:
+        """Copy a file or folder to `target`; return False if there is none."""
+
+    async def stop(self) -> None:
+        """End it with everything in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ToolContext:
     """Information about the calling rollout, for a tool that asks for it."""
 
@@ -349,6 +404,8 @@ class ToolContext:
         default=None, repr=False, compare=False
     )
     """Coroutine function that runs a sub-agent for `delegate`; None outside a rollout."""
+    machine: RolloutMachine | None = field(default=None, repr=False, compare=False)
+    """Container of the rollout, where tools run commands; None with runtime=bwrap."""
 
     async def delegate(
         self,
@@ -625,6 +682,8 @@ class Rollout:
     stop_reason: StopReason | None = None
     error: str | None = None
     """The failure if `stop_reason` is `error`, or why a reward gave no score."""
+    grades: dict[str, float] = field(default_factory=dict)
+    """Rewards of the task's own tests, by name; empty if it has none or they could not be run."""
     environment_reward: float | None = None
     """Value of the environment's `reward`, perhaps NaN; None if there is none."""
     rewards: dict[str, float | None] = field(default_factory=dict)

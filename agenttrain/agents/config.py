@@ -153,6 +153,9 @@ class AgentConfig:
     env: list[str] = field(default_factory=list)
     """Environment variables of the run that the agent's process gets besides PATH, HOME and the
     like, e.g. [SEARCH_API_KEY]; other secrets are not passed on."""
+    install: str | None = None
+    """Script that installs the program in the image of each container, with sh, once per image;
+    needs runtime=podman."""
     host: str = "127.0.0.1"
     """Address on which the endpoint listens."""
     port: Whole = Field(default=0, ge=0, le=65535)
@@ -176,6 +179,10 @@ class AgentConfig:
             problems.append(f"agent.{key}: has no effect with agent=none; add agent=endpoint")
         if self.reuse and not self.command:
             problems.append("agent.reuse=true: only processes are reused; add agent.command=[…]")
+        if self.install is not None and not self.command:
+            problems.append(
+                f"agent.install={self.install}: installs the program of agent.command; add it"
+            )
         if self.sandbox is not Sandbox.none and not self.command:
             problems.append(
                 f"agent.sandbox={self.sandbox}: only processes are confined; add agent.command=[…]"

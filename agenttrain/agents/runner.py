@@ -14,8 +14,8 @@ import socket
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +26,7 @@ from agenttrain.agents.app import ON_RESET, OpenRollout, build_app
 from agenttrain.agents.attempt import EndpointRollout, ServedPolicy
 from agenttrain.agents.certified import CertifiedTools
 from agenttrain.agents.config import AgentConfig, OnFailure, OnForm, Sandbox, Served
+from agenttrain.agents.contained import ContainedAgent
 from agenttrain.agents.output import DividedOutput
 from agenttrain.agents.processes import CommandAgent, environment_of
 from agenttrain.agents.restarts import Restart
@@ -41,9 +42,11 @@ from agenttrain.chat.wire.openai import RequestError
 from agenttrain.engines.base import Engine
 from agenttrain.engines.registry import names_with
 from agenttrain.rewards.function import copy_task
-from agenttrain.rollout.config import RolloutConfig, RolloutRequest
+from agenttrain.rollout.config import OnToolFailure, RolloutConfig, RolloutRequest
+from agenttrain.runtimes.base import Listens
+from agenttrain.runtimes.machines import Machines
 from agenttrain.tools.arguments import ArgumentSchema
-from agenttrain.types import Rollout, StopReason
+from agenttrain.types import Finish, Rollout, RolloutMachine, StopReason, ToolUnavailable
 from agenttrain.utils.locate import locate
 from agenttrain.utils.redaction import hide_secrets
 from agenttrain.utils.temporary import TemporaryFolder
@@ -130,6 +133,19 @@ class EndpointProtocol(BoundedHead):
 class LoopServer(uvicorn.Server):
     """uvicorn on the run's event loop, which leaves the run's signals alone."""
 
+    async def listen(self, listener: socket.socket) -> asyncio.Server:
+        """Serve on one more socket, which the caller closes."""
+        loop = asyncio.get_running_loop()
+        return await loop.create_server(
+            partial(
+                EndpointProtocol,
+                config=self.config,
+                server_state=self.server_state,
+                app_state=self.lifespan.state,
+            ),
+            sock=listener,
+        )
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Handle no signals."""
@@ -146,19 +162,22 @@ class Agents:
         folder: Path,
         *,
         lockstep: bool = False,
+        machines: Machines | None = None,
         on_request: Callable[[str, Question], None] | None = None,
         on_restart: Callable[[Restart, str, str], None] | None = None,
     ) -> None:
         """`folder` gets the agents' output. `on_request` and `on_restart` are `ServedPolicy`'s.
 
-        Without `on_restart` the first restart of each kind is a warning. Raises ValueError for a
-        function that does not exist.
+        With `machines` each rollout has a container, in which `command` runs. Without `on_restart`
+        the first restart of each kind is a warning. Raises ValueError for a function that does not
+        exist.
         """
         self.settings, self.chat = settings, chat
         self._on_request = on_request or (lambda session, question: None)
         self._on_restart = on_restart or self._warn_of_restart
         self.folder, self.lockstep = folder, lockstep
-        self._agent = make_agent(settings, folder, self._command)
+        self._machines = machines
+        self._agent = make_agent(settings, folder, self._command, machines)
         self._gate = asyncio.Semaphore(settings.concurrency)
         self._open: dict[str, OpenRollout] = {}
         self._app = build_app(self._open.get)
@@ -200,6 +219,7 @@ class Agents:
                 on_request=self._on_request,
             )
             attempt = EndpointRollout(request, policy, self.settings)
+            rollout = attempt.rollout
             entry = OpenRollout(rollout=attempt)
             entry.replays.joins = self.lockstep
             if isinstance(self._agent, ExternalAgent):  # no process of ours shows its end
@@ -208,21 +228,34 @@ class Agents:
             self._open[entry.name] = entry
             start = time.perf_counter()
             try:
-                failure, reward = await self._run_agent(entry)
+                async with self._machine(request) as machine:
+                    failure, reward = await self._run_agent(entry, machine)
+                    await self._close(entry)  # nothing of it is open while it is graded
+                    if attempt.failure is not None:
+                        raise attempt.failure
+                    # A reward sent to the endpoint goes before the one printed or returned.
+                    reward = reward if attempt.reward is None else attempt.reward
+                    self._set_stop_reason(attempt, failure)
+                    if reward is not None:
+                        rollout.environment_reward = reward
+                    if machine is not None and rollout.stop_reason is not StopReason.error:
+                        assert self._machines is not None
+                        await self._machines.grade(rollout)
+            except ToolUnavailable as error:  # its container: no fault of the agent
+                if limits.on_tool_failure is OnToolFailure.error:
+                    raise
+                rollout.stop_reason, rollout.error = StopReason.error, hide_secrets(str(error))
             finally:
-                del self._open[entry.name]
-                attempt.over.set()
-                await entry.replays.aclose()
-                rollout = await attempt.close()
+                await self._close(entry)
             rollout.seconds = time.perf_counter() - start
-            if attempt.failure is not None:
-                raise attempt.failure
-            # A reward that was sent to the endpoint goes before the one printed or returned.
-            reward = reward if attempt.reward is None else attempt.reward
-            self._set_stop_reason(attempt, failure)
-            if reward is not None:
-                rollout.environment_reward = reward
             return rollout
+
+    async def _close(self, entry: OpenRollout) -> None:
+        """Take a rollout from the endpoint, and complete it; the second time, do nothing."""
+        if self._open.pop(entry.name, None) is not None:
+            entry.rollout.over.set()
+            await entry.replays.aclose()
+            await entry.rollout.close()
 
     async def aclose(self) -> None:
         """End the agents that are left, and the endpoint."""
@@ -243,7 +276,27 @@ class Agents:
         socket = self._folder.path / "endpoint"
         return [*sandbox_command(self.settings, socket=socket, port=port), *command]
 
-    async def _run_agent(self, entry: OpenRollout) -> tuple[str | None, float | None]:
+    @asynccontextmanager
+    async def _machine(self, request: RolloutRequest) -> AsyncIterator[RolloutMachine | None]:
+        """Start a rollout's container, in which the endpoint is on 127.0.0.1, and end it."""
+        machines = self._machines
+        if machines is None:
+            yield None
+            return
+        machine, inside = await machines.start(request.rollout_id, request.task), None
+        try:
+            if self._server is not None and isinstance(machine, Listens):
+                port = int(self.address.rpartition(":")[2])
+                inside = await self._server.listen(machine.listener(port))
+            yield machine
+        finally:
+            if inside is not None:
+                inside.close()
+            await machines.release(request.rollout_id)
+
+    async def _run_agent(
+        self, entry: OpenRollout, machine: RolloutMachine | None
+    ) -> tuple[str | None, float | None]:
         """Run a rollout's agent to its end. Return its failure or None, and its reward or None."""
         rollout, url = entry.rollout, f"{self.address}/{entry.name}"
         assignment = AgentTask(
@@ -252,6 +305,7 @@ class Agents:
             url=url,
             api_key=entry.key,
             model=self._model,
+            machine=machine,
             transport=lambda: EndpointTransport(self._app, url, entry.key),
         )
         log = self.folder / rollout.request.rollout_id
@@ -457,7 +511,10 @@ def tools_problem(certified: CertifiedTools, schemas: Sequence[dict[str, Any]]) 
 
 
 def make_agent(
-    settings: AgentConfig, folder: Path, command: Callable[[], Sequence[str]] = tuple
+    settings: AgentConfig,
+    folder: Path,
+    command: Callable[[], Sequence[str]] = tuple,
+    machines: Machines | None = None,
 ) -> OutsideAgent:
     """Return the agent that the settings describe. Raises ValueError.
 
@@ -473,6 +530,14 @@ def make_agent(
         return FunctionAgent(function)
     if not settings.command:
         return ExternalAgent()
+    if machines is not None:
+        return ContainedAgent(
+            settings.command,
+            machines.machine_of,
+            env={name: os.environ[name] for name in settings.env if name in os.environ},
+            timeout_s=settings.timeout_s,
+            exit_code=settings.exit_code_reward,
+        )
     if settings.sandbox is Sandbox.bwrap:
         check_sandbox(settings)
     env = environment_of(settings.env)

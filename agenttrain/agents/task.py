@@ -11,7 +11,7 @@ import httpx
 
 from agenttrain.agents.transport import EndpointClient, EndpointTransport
 from agenttrain.rewards.function import TRUSTED_PACKAGES, as_reward
-from agenttrain.types import AgenttrainError, Task
+from agenttrain.types import AgenttrainError, RolloutMachine, Task
 
 MODEL_VARIABLES = (
     *("OPENAI_MODEL", "ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL"),
@@ -59,6 +59,8 @@ class AgentTask:
     api_key: str
     model: str
     """Name of the policy in requests."""
+    machine: RolloutMachine | None = field(default=None, repr=False)
+    """Container of the rollout, for a function that runs commands; None with runtime=bwrap."""
     transport: Callable[[], EndpointTransport] | None = field(default=None, repr=False)
     """Makes the way to the endpoint within the run's process. None: over the network."""
 

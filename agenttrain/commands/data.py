@@ -72,8 +72,12 @@ async def _with_prompts(tasks: Sequence[Task], components: Components) -> list[T
     try:
         for task in tasks:
             rollout = Rollout(task=task, rollout_id=f"data-{task.task_id}")
-            seeds = {"seed": derive_seed(seed, task.task_id), "group_seed": derive_seed(seed)}
-            episode = await start_episode(rollout, components.environments, **seeds)
+            episode = await start_episode(
+                rollout,
+                components.environments,
+                seed=derive_seed(seed, task.task_id),
+                group_seed=derive_seed(seed),
+            )
             started.append(rollout.task)
             await end_episode(rollout, episode)
     finally:

@@ -140,6 +140,7 @@ class Player:
             chat=components.chat,
             toolbox=components.toolbox,
             environments=components.environments,
+            machines=components.machines,
             limits=components.config.rollout,
             on_messages=self._show,
         )

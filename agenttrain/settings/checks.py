@@ -167,6 +167,51 @@ def _agent(config: RunConfig) -> Iterator[str]:
         )
 
 
+FILES = "agenttrain.tools.builtin.files.Files"
+HARBOR = "agenttrain.data.harbor.harbor_rows"
+
+
+def _runtime(config: RunConfig) -> Iterator[str]:
+    """Check what needs containers, and what contradicts them."""
+    runtime, agent = config.runtime, config.agent
+    targets = {
+        f"tools.{name}": section.get("_target_")
+        for name, section in config.tools.items()
+        if isinstance(section, Mapping)
+    }
+    if not runtime.has_machines:
+        needs = [key for key, target in targets.items() if target == FILES]
+        needs += ["data.train"] if config.data.train.get("_target_") == HARBOR else []
+        for key in needs:
+            yield f"{key}: needs a container for each rollout; add runtime=podman"
+        if agent.install is not None:
+            yield f"agent.install={agent.install}: needs an image to install in; add runtime=podman"
+        return
+    if agent.install is not None and not runtime.is_client:
+        yield (
+            f"agent.install={agent.install}: runtime._target_={runtime._target_} makes its images "
+            "itself; install there, and leave it out"
+        )
+    if agent.sandbox != "none":
+        yield (
+            f"agent.sandbox={agent.sandbox}: agents run in the containers of runtime="
+            f"{runtime.name}; leave it out"
+        )
+    if agent.reuse:
+        yield (
+            "agent.reuse=true: a process cannot go from one rollout's container to the next; leave "
+            "it out, or set runtime=bwrap"
+        )
+    at_once = min(config.engine.max_rows, config.tasks_per_step * config.algorithm.group_size)
+    repeats = config.rollout.deterministic is not False and not config.async_training.max_staleness
+    if repeats and runtime.max_running < at_once:
+        yield (
+            f"runtime.max_running={runtime.max_running}: with rollout.deterministic the engine "
+            f"waits for {at_once} rollouts at once; set runtime.max_running={at_once}, or "
+            "rollout.deterministic=false"
+        )
+
+
 def _reference(config: RunConfig) -> Iterator[str]:
     kl = config.algorithm.kl
     if kl is not None and kl.reference is not None and config.model.lora.rank:
@@ -260,7 +305,9 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
     if not has_test_rows(data) and evaluation.every is not None:
         yield f"eval.every={evaluation.every}: data.test names no rows; {HOLD_OUT}"
     # Only with data.path: a user who types the same file for both splits wants this.
+    # Harbor's tasks too are evaluated where they are trained: pass@k of the folder is the question.
     same = data.train == data.test and data.path is not None
+    same = same and data.train.get("_target_") != HARBOR
     if data.test_fraction is None and same and evaluation.questions:
         yield (
             "data.test: has the same rows as data.train; hold some out with "
@@ -501,6 +548,13 @@ CHECKS: tuple[Check | VerbCheck, ...] = (
         (
             *("agent", "rollout", "environment", "distributed", "user", "engine"),
             *("tasks_per_step", "algorithm", "async_training"),
+        ),
+    ),
+    Check(
+        _runtime,
+        (
+            *("runtime", "agent", "tools", "data", "engine", "tasks_per_step", "algorithm"),
+            *("rollout", "async_training"),
         ),
     ),
     Check(_reference, ("algorithm", "model")),

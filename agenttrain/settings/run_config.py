@@ -30,6 +30,7 @@ from agenttrain.health.config import GuardsConfig, StopWhenConfig, WatchdogConfi
 from agenttrain.launch.config import DistributedConfig
 from agenttrain.rollout.asynchronous.config import AsyncConfig
 from agenttrain.rollout.config import EvalConfig, RolloutConfig
+from agenttrain.runtimes.config import RuntimeConfig
 from agenttrain.tracking.config import TrackerConfig
 from agenttrain.training.config import (
     OPTIMIZERS,
@@ -94,6 +95,7 @@ class RunConfig:
     """Name -> `_target_` (a class), settings (EnvironmentSettings) and bound arguments; the column
     `environment` picks one per row."""
     agent: AgentConfig = field(default_factory=AgentConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     user: dict[str, Any] = field(default_factory=dict)
     """`_target_` of a simulated user, settings (UserSettings) and bound arguments."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)

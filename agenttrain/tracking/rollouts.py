@@ -113,6 +113,8 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
         ]
     if rollout.turn_scores:
         record["turn_scores"] = rollout.turn_scores
+    if rollout.grades:
+        record["grades"] = rollout.grades
     if rollout.environment_reward is not None:
         record["environment_reward"] = rollout.environment_reward
     if rollout.counts:
@@ -402,6 +404,7 @@ def read_rollout(record: Record, task: Task) -> Rollout:
         tool_results=tool_results(record),
         stop_reason=None if record["stop_reason"] is None else StopReason(record["stop_reason"]),
         error=record.get("error"),
+        grades={name: _number(value) for name, value in record.get("grades", {}).items()},
         environment_reward=environment_reward,
         rewards=dict(record["rewards"]),
         turn_scores={n: tuple(values) for n, values in record.get("turn_scores", {}).items()},

@@ -1,0 +1,279 @@
+"""Harbor's tasks: what is read and refused, and grading on the double of a runtime."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from container_kit import BASE, make_task, needs_containers, podman
+
+from agenttrain import cli
+from agenttrain.data.harbor import harbor_rows
+from agenttrain.data.tasks import to_task
+from agenttrain.rewards.builtin.harbor import harbor
+from agenttrain.runtimes.base import MachineLost
+from agenttrain.runtimes.config import RuntimeConfig
+from agenttrain.runtimes.harbor.keys import KEYS, Use
+from agenttrain.runtimes.harbor.task import BadTask, read_task, resolve_variables
+from agenttrain.runtimes.machines import Machines, harbor_task
+from agenttrain.types import ConfigError, Rollout, Task
+
+TASKS = Path(__file__).parents[2] / "examples" / "terminal_agent" / "tasks"
+SWE = TASKS.parents[1] / "swe_mini" / "tasks"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "harbor.md"
+
+
+def test_the_example_tasks_are_rows() -> None:
+    rows = harbor_rows(str(TASKS))
+    assert len(rows) == 10
+    assert rows[0]["task_id"] == "archive"
+    assert rows[0]["prompt"].startswith("Pack the folder /app/docs")
+    task = read_task(TASKS / "archive")
+    assert task.artifacts == ("/app/docs.tar.gz",)
+    assert task.verifier_place == task.place
+    assert not task.bundled_tests
+    assert (task.agent_timeout_s, task.verifier_timeout_s) == (120.0, 60.0)
+    assert (task.place.memory_mb, task.place.wants_network) == (512, False)
+
+
+REFUSED = {
+    'steps = [{ name = "a" }]': "steps: tasks of several steps are not run",
+    "[environment]\ndocker_image='x'\ngpus = 1": "environment.gpus: containers here have no GPU",
+    "[environment]\ndocker_image='x'\nprivileged = true": "environment.privileged: is no key",
+    "[environment]\ndocker_image='x'\ndevices = ['/dev/kvm']": "environment.devices: is no key",
+    "[environment]\ndocker_image='x'\nvolumes = ['/:/host']": "environment.volumes: is no key",
+    "[environment]\ndocker_image='x'\nos = 'windows'": "environment.os=windows",
+    "[environment]\ndocker_image='x'\nnetwork_mode = 'host'": "environment.network_mode=host",
+    "[environment]\ndocker_image='x'\nallowed_hosts = ['a.com']": "allowed_hosts: are those of",
+    "artifacts = ['../etc/passwd']": "artifacts=../etc/passwd: expected an absolute path",
+    "[agent]\ntimeout_sec = -1": "agent.timeout_sec=-1: must be more than 0",
+    "[verifier]\nenvironment_mode = 'x'": "verifier.environment_mode=x",
+}
+"""task.toml -> part of the refusal."""
+
+
+@pytest.mark.parametrize("toml", REFUSED)
+def test_tasks_that_ask_for_more_are_refused_by_the_key(toml: str, tmp_path: Path) -> None:
+    with pytest.raises(BadTask) as caught:
+        read_task(make_task(tmp_path / "task", toml))
+    assert REFUSED[toml] in str(caught.value)
+
+
+def test_older_keys_are_read(tmp_path: Path) -> None:
+    toml = (
+        "version = '1.0'\n[environment]\ndocker_image='x'\nmemory = '2G'\nstorage = '512M'\n"
+        "allow_internet = false"
+    )
+    place = read_task(make_task(tmp_path / "task", toml)).place
+    assert (place.memory_mb, place.disk_mb, place.wants_network) == (2048, 512, False)
+
+
+def test_a_task_reaches_what_both_it_and_the_run_allow(tmp_path: Path) -> None:
+    place = "[environment]\ndocker_image='x'\nnetwork_mode="
+    toml = {
+        "all": f"{place}'public'",
+        "some": f"{place}'allowlist'\nallowed_hosts=['pypi.org', '*.a.com']",
+        "none": f"{place}'no-network'",
+    }
+    places = {name: read_task(make_task(tmp_path / name, toml[name])).place for name in toml}
+    runs = {
+        "open": Machines(RuntimeConfig(name="podman", network="open")),
+        "list": Machines(
+            RuntimeConfig(name="podman", network="allowlist", hosts=["*.org", "b.a.com"])
+        ),
+        "endpoint": Machines(RuntimeConfig(name="podman")),
+    }
+    assert {(r, p): runs[r]._reach_of(places[p]) for r in runs for p in places} == {
+        ("open", "all"): (True, ()),
+        ("open", "some"): (False, ("pypi.org", "*.a.com")),
+        ("open", "none"): (False, ()),
+        ("list", "all"): (False, ("*.org", "b.a.com")),
+        ("list", "some"): (False, ("pypi.org", "b.a.com")),
+        ("list", "none"): (False, ()),
+        ("endpoint", "all"): (False, ()),
+        ("endpoint", "some"): (False, ()),
+        ("endpoint", "none"): (False, ()),
+    }
+
+
+def test_variables_of_this_machine_are_read_only_if_listed() -> None:
+    env = {"A": "${TOKEN}", "B": "${OTHER:-seven}", "C": "plain"}
+    with pytest.raises(ValueError, match=r"runtime\.env=\[TOKEN\]"):
+        resolve_variables(env, {})
+    resolved = {"A": "x", "B": "seven", "C": "plain"}
+    assert resolve_variables(env, {"TOKEN": "x"}) == resolved
+
+
+def test_a_stranger_s_files_need_trust() -> None:
+    tasks = [to_task(row, n) for n, row in enumerate(harbor_rows(str(TASKS)))]
+    with pytest.raises(ConfigError, match=r"runtime\.trust=true"):
+        Machines(RuntimeConfig(name="podman")).images_of(tasks)
+    assert len(Machines(RuntimeConfig(name="podman", trust=True)).images_of(tasks)) == 10
+
+
+def test_the_page_lists_every_key() -> None:
+    page = PAGE.read_text()
+    assert all(f"| `{key}` | {use} |" in page for key, use in KEYS.items())
+
+
+def test_rewards_are_picked_by_name() -> None:
+    task = Task(task_id="t", messages=())
+    several = Rollout(task=task, rollout_id="r", grades={"total": 1.0, "best": 0.0})
+    assert harbor(several, name="best") == 0.0
+    with pytest.raises(ValueError, match="wrote total, best"):
+        harbor(several)
+    assert harbor(Rollout(task=task, rollout_id="r", grades={"only": 0.5})) == 0.5
+    assert harbor(Rollout(task=task, rollout_id="r")) is None
+
+
+@pytest.mark.skipif(
+    "HARBOR_PYTHON" not in os.environ, reason="needs HARBOR_PYTHON, a Python with harbor 0.26"
+)
+def test_every_key_of_harbor_s_schema_is_known() -> None:
+    script = """
+import json, typing
+from pydantic import BaseModel
+from harbor.models.task.config import TaskConfig
+def models(hint):
+    if isinstance(hint, type) and issubclass(hint, BaseModel):
+        return [hint]
+    return [m for part in typing.get_args(hint) for m in models(part)]
+def walk(model, prefix, depth=0):
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        for inner in models(field.annotation):
+            if depth < 4:
+                yield from walk(inner, f"{prefix}{name}.", depth + 1)
+print(json.dumps(list(walk(TaskConfig, ""))))
+"""
+    printed = subprocess.run(
+        [os.environ["HARBOR_PYTHON"], "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    missing = set()
+    for key in json.loads(printed.stdout.strip().splitlines()[-1]):
+        parts = key.split(".")
+        above = [".".join(parts[:end]) for end in range(1, len(parts))]
+        refused = any(KEYS.get(name) is not None and KEYS[name] is not Use.used for name in above)
+        is_section = any(name.startswith(f"{key}.") for name in KEYS)
+        if key not in KEYS and not is_section and not refused:
+            missing.add(key)
+    assert missing == set()
+
+
+def outcome(tasks: list[Task], *, solved: bool) -> dict[str, dict[str, float]]:
+    """The rewards of each task, solved by its solution or untouched."""
+
+    async def work() -> dict[str, dict[str, float]]:
+        machines = Machines(RuntimeConfig(name="podman", trust=True, memory_mb=512))
+        grades = {}
+        for task in tasks:
+            harbor_of = harbor_task(task)
+            assert harbor_of is not None
+            machine = await machines.start(task.task_id, task)
+            if solved:
+                assert await machines.solve(harbor_of, machine) is None
+            grades[task.task_id] = await machines.grade_task(harbor_of, machine)
+            await machines.release(task.task_id)
+        await machines.aclose()
+        return grades
+
+    return asyncio.run(work())
+
+
+@needs_containers
+def test_rehearse_lists_tasks_whose_solution_fails_or_that_pass_untouched(tmp_path: Path) -> None:
+    """The example tasks are good, and two more are not."""
+    give = "echo {} > /logs/verifier/reward.txt"
+    for name, reward in (("impossible", 0), ("free", 1)):
+        folder = make_task(tmp_path / name, test=give.format(reward), image=BASE)
+        (folder / "solution").mkdir()
+        (folder / "solution" / "solve.sh").write_text("#!/bin/sh\ntrue\n")
+    report = tmp_path / "report.json"
+    words = ("experiment=none", "data=harbor", "reward=[harbor]", "runtime=podman")
+    more = ("runtime.trust=true", f"data.path=[{TASKS},{SWE},{tmp_path}]", "--json", str(report))
+    assert cli.main(["rehearse", *words, *more]) == 1
+    found = json.loads(report.read_text())
+    attempts = {attempt["task"]: attempt for attempt in found["attempts"]}
+    assert {
+        name: attempt["problems"] for name, attempt in attempts.items() if attempt["problems"]
+    } == {
+        "impossible": ["the solution does not pass the tests"],
+        "free": ["the tests pass without any attempt"],
+    }
+    assert (found["tasks"], found["bad"]) == (15, 2)
+    good = [attempt for attempt in attempts.values() if not attempt["problems"]]
+    assert {(a["oracle"]["reward"], a["untouched"]["reward"]) for a in good} == {(1.0, 0.0)}
+    assert attempts["csv-total"]["oracle"] == {"total": 1.0, "best": 1.0, "reward": 1.0}
+
+
+BAD_TESTS = {
+    "true": "wrote neither",
+    "echo x > /logs/verifier/reward.txt": "is no reward",
+    ": > /logs/verifier/reward.txt": "left it empty",
+    "echo nan > /logs/verifier/reward.txt": "a reward is a finite number",
+    'echo \'{"a": "1"}\' > /logs/verifier/reward.json': "a reward is a finite number",
+    "sleep 30": "verifier.timeout_sec=1",
+}
+
+
+@needs_containers
+def test_tests_that_fail_are_trouble_of_the_infrastructure(tmp_path: Path) -> None:
+    for number, (script, problem) in enumerate(BAD_TESTS.items()):
+        toml = "[verifier]\ntimeout_sec = 1.0" if "sleep" in script else ""
+        folder = make_task(tmp_path / str(number), toml, script, BASE)
+        task = Task(task_id="t", messages=(), columns={"harbor": str(folder)})
+        with pytest.raises(MachineLost) as caught:
+            outcome([task], solved=False)
+        assert problem in str(caught.value)
+
+
+@needs_containers
+@pytest.mark.skipif(
+    "HARBOR_PYTHON" not in os.environ, reason="needs HARBOR_PYTHON, a Python with harbor 0.26"
+)
+@pytest.mark.timeout(1800)
+def test_grades_equal_those_of_harbor(tmp_path: Path) -> None:
+    """Harbor's podman back end knows no `no-network`: it gets the tasks without this line."""
+    copies = tmp_path / "tasks"
+    shutil.copytree(TASKS, copies)
+    for folder in copies.iterdir():
+        file = folder / "task.toml"
+        lines = file.read_text().splitlines(keepends=True)
+        file.write_text("".join(line for line in lines if "network_mode" not in line))
+    conf = tmp_path / "containers.conf"
+    conf.write_text(
+        '[containers]\ndefault_ulimits = ["nofile=1024:1024", "nproc=4096:4096"]\n'
+        '[engine]\nruntime = "runc"\n'
+    )
+    python = Path(os.environ["HARBOR_PYTHON"])
+    env = {
+        **os.environ,
+        "PATH": f"{python.parent}:{os.environ['PATH']}",
+        "CONTAINERS_CONF": str(conf),
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    }
+    env.pop("PYTHONPATH", None)
+    tasks = [to_task(row, n) for n, row in enumerate(harbor_rows(str(TASKS)))]
+    for agent, solved in (("oracle", True), ("nop", False)):
+        subprocess.run(
+            [python.parent / "harbor", "run", "-p", copies, "-a", agent, "-e", "podman", "-n", "2",
+             "--timeout-multiplier", "10", "-o", tmp_path / "jobs", "--job-name", agent,
+             "-y", "-q"],
+            env=env, check=True, capture_output=True,
+        )  # fmt: skip
+        theirs = {}
+        for file in (tmp_path / "jobs" / agent).glob("*/result.json"):
+            result = json.loads(file.read_text())
+            name = result["task_name"].rpartition("/")[2]
+            theirs[name] = result["verifier_result"]["rewards"]
+        assert theirs == outcome(tasks, solved=solved)
+    assert podman("ps", "-q", "--filter", "label=agenttrain.run") == ""
