@@ -433,7 +433,7 @@ def _own_objective(config: RunConfig, verb: str, overrides: Sequence[str]) -> It
 
 UNTRAINED = ("eval", "sft", "plan", "play", "serve")
 """Verbs that do not train on sampled tokens."""
-SUPERVISED = ("Training", "Time", "Supervised")
+SUPERVISED = ("Training", "Time", "Cost and speed", "Supervised")
 """Sections of METRICS that supervised learning writes."""
 
 

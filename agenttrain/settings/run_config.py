@@ -31,7 +31,7 @@ from agenttrain.launch.config import DistributedConfig
 from agenttrain.rollout.asynchronous.config import AsyncConfig
 from agenttrain.rollout.config import EvalConfig, RolloutConfig
 from agenttrain.runtimes.config import RuntimeConfig
-from agenttrain.tracking.config import TrackerConfig
+from agenttrain.tracking.config import CostConfig, TrackerConfig
 from agenttrain.training.config import (
     OPTIMIZERS,
     AdamWSettings,
@@ -118,6 +118,7 @@ class RunConfig:
     sft: SftConfig = field(default_factory=SftConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    cost: CostConfig = field(default_factory=CostConfig)
     guards: GuardsConfig = field(default_factory=GuardsConfig)
     stop_when: StopWhenConfig = field(default_factory=StopWhenConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)

@@ -1,7 +1,7 @@
 """Metrics of a step's rollouts, as one flat dict of floats, and estimates with their uncertainty.
 
 Names are TRL's if the meaning is. Metrics that depend on the clock, and so differ between two runs
-of one seed, end in ``_s``. The estimates are for evaluation tables.
+of one seed, are those of `names.depends_on_clock`. The estimates are for evaluation tables.
 """
 
 from __future__ import annotations

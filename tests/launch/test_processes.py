@@ -30,6 +30,7 @@ from agenttrain.launch.processes import (
 )
 from agenttrain.settings.checks import validate
 from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
+from agenttrain.tracking.names import depends_on_clock
 from agenttrain.types import ConfigError
 from agenttrain.utils.exit_codes import FAILED, INTERRUPTED, PREEMPTED, REFUSED
 from agenttrain.utils.temporary import PREFIX
@@ -108,7 +109,7 @@ def summary(folder: Path) -> dict[str, object]:
 def rows(folder: Path) -> list[dict[str, float]]:
     """metrics.jsonl without what a clock says."""
     return [
-        {name: value for name, value in json.loads(line).items() if not name.endswith("_s")}
+        {name: value for name, value in json.loads(line).items() if not depends_on_clock(name)}
         for line in (folder / "metrics.jsonl").open()
     ]
 

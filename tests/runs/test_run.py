@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agenttrain.cli import main
+from agenttrain.tracking.names import depends_on_clock
 from agenttrain.utils.model_path import model_folder
 
 AGENTTRAIN = [sys.executable, "-m", "agenttrain.cli"]
@@ -76,7 +77,7 @@ def here(folder: Path, *overrides: str) -> None:
 def metrics(folder: Path) -> list[dict]:
     """The rows of metrics.jsonl without what depends on the clock."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.endswith("_s")} for row in rows]
+    return [{k: v for k, v in row.items() if not depends_on_clock(k)} for row in rows]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
