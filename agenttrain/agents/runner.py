@@ -46,7 +46,7 @@ from agenttrain.rollout.config import OnToolFailure, RolloutConfig, RolloutReque
 from agenttrain.runtimes.base import Listens
 from agenttrain.runtimes.machines import Machines
 from agenttrain.tools.arguments import ArgumentSchema
-from agenttrain.types import Finish, Rollout, RolloutMachine, StopReason, ToolUnavailable
+from agenttrain.types import Rollout, RolloutMachine, StopReason, ToolUnavailable
 from agenttrain.utils.locate import locate
 from agenttrain.utils.redaction import hide_secrets
 from agenttrain.utils.temporary import TemporaryFolder
