@@ -346,7 +346,7 @@ def test_ranks_that_have_agreed_do_not_meet_again_after_their_run(tmp_path):
     assert [code for code, *_ in ends] == [0, 0], ends
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("other", "problem"),
     [
