@@ -174,14 +174,14 @@ HARBOR = "agenttrain.data.harbor.harbor_rows"
 def _runtime(config: RunConfig) -> Iterator[str]:
     """Check what needs containers, and what contradicts them."""
     runtime, agent = config.runtime, config.agent
-    targets = {
-        f"tools.{name}": section.get("_target_")
-        for name, section in config.tools.items()
-        if isinstance(section, Mapping)
-    }
+    sections = {f"tools.{name}": section for name, section in config.tools.items()}
+    sections["data.train"] = config.data.train
     if not runtime.has_machines:
-        needs = [key for key, target in targets.items() if target == FILES]
-        needs += ["data.train"] if config.data.train.get("_target_") == HARBOR else []
+        needs = [
+            key
+            for key, section in sections.items()
+            if isinstance(section, Mapping) and section.get("_target_") in (FILES, HARBOR)
+        ]
         for key in needs:
             yield f"{key}: needs a container for each rollout; add runtime=podman"
         if agent.install is not None:
