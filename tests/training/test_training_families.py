@@ -74,6 +74,22 @@ def test_packed_is_separate(name: str) -> None:
         assert gap <= 1e-5 * gradient.abs().max() + 1e-7, parameter
 
 
+def test_no_window_is_crossed_with_gradients() -> None:
+    """Gemma 3's own window, of 1,024 tokens: a pass with gradients keeps all that is computed."""
+    config = transformers.Gemma3TextConfig(
+        **{**SMALL, **FAMILIES["Gemma3"], "sliding_window": 1024, "max_position_embeddings": 2048}
+    )
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForCausalLM(config).eval()
+    tokens: dict[bool, list[int]] = {True: [], False: []}
+    model.get_input_embeddings().register_forward_hook(
+        lambda _, inputs, __: tokens[torch.is_grad_enabled()].append(inputs[0].numel())
+    )
+    assert why_not_packed(model) is None
+    assert tokens[True] == [23, 23]  # 9 + 6 + 5 + 3 of the two checks for leaks
+    assert max(tokens[False]) > 1024
+
+
 def test_a_soft_cap_is_not_left_to_attention_that_ignores_it() -> None:
     model = tiny_family("Gemma2")
     model.config._attn_implementation = "sdpa"  # as transformers before 5.21 loads it
