@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agenttrain.engines.mixers import has_mixers
+from agenttrain.engines.soft_cap import keep_soft_cap
 from agenttrain.engines.vision import Vision
 from agenttrain.training.attention import (
     PackedTree,
@@ -31,7 +32,6 @@ from agenttrain.training.attention import (
     backbone,
     exclude_from_compilation,
     has_kernel,
-    keep_soft_cap,
     packing,
 )
 from agenttrain.training.batch import (

@@ -8,9 +8,9 @@ import transformers
 from packing_families import FAMILIES, SMALL, WINDOW, tiny_family
 from training_cases import one_microbatch, rollout, with_tool
 
+from agenttrain.engines.soft_cap import keep_soft_cap
 from agenttrain.training.attention import (
     UnsupportedAttention,
-    keep_soft_cap,
     packed_mask,
     packing,
 )
