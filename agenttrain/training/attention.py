@@ -192,19 +192,6 @@ def backbone(model: PreTrainedModel) -> torch.nn.Module:
     return model.model if model.base_model is model else model.base_model
 
 
-def keep_soft_cap(model: PreTrainedModel) -> None:
-    """Use eager attention where fused attention would ignore the model's soft cap of scores.
-
-    Before transformers 5.21, Gemma 2 loads with `sdpa`, which drops the cap without a word.
-    """
-    config: Any = model.config.get_text_config()
-    if (
-        getattr(config, "attn_logit_softcapping", None) is not None
-        and config._attn_implementation == "sdpa"
-    ):
-        model.set_attn_implementation("eager")
-
-
 @cache
 def exclude_from_compilation() -> None:
     """Have torch.compile call packed attention as it is: its layout changes with the microbatch."""

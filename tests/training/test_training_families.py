@@ -8,9 +8,9 @@ import transformers
 from packing_families import FAMILIES, SMALL, WINDOW, tiny_family
 from training_cases import one_microbatch, rollout, with_tool
 
+from agenttrain.engines.soft_cap import keep_soft_cap
 from agenttrain.training.attention import (
     UnsupportedAttention,
-    keep_soft_cap,
     packed_mask,
     packing,
 )
@@ -72,6 +72,22 @@ def test_packed_is_separate(name: str) -> None:
     for parameter, gradient in expected.items():
         gap = (found[parameter] - gradient).abs().max()
         assert gap <= 1e-5 * gradient.abs().max() + 1e-7, parameter
+
+
+def test_no_window_is_crossed_with_gradients() -> None:
+    """Gemma 3's own window, of 1,024 tokens: a pass with gradients keeps all that is computed."""
+    config = transformers.Gemma3TextConfig(
+        **{**SMALL, **FAMILIES["Gemma3"], "sliding_window": 1024, "max_position_embeddings": 2048}
+    )
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForCausalLM(config).eval()
+    tokens: dict[bool, list[int]] = {True: [], False: []}
+    model.get_input_embeddings().register_forward_hook(
+        lambda _, inputs, __: tokens[torch.is_grad_enabled()].append(inputs[0].numel())
+    )
+    assert why_not_packed(model) is None
+    assert tokens[True] == [23, 23]  # 9 + 6 + 5 + 3 of the two checks for leaks
+    assert max(tokens[False]) > 1024
 
 
 def test_a_soft_cap_is_not_left_to_attention_that_ignores_it() -> None:

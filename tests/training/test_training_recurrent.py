@@ -260,6 +260,40 @@ def test_a_function_that_lost_its_layout_is_found(name, function, dtype, monkeyp
     assert "packed, " in (why_not_packed(model) or "")
 
 
+@pytest.mark.parametrize("lost", ["initial_state", "last_state"])
+def test_a_state_without_a_gradient_beyond_a_chunk_is_found(lost: str, monkeypatch) -> None:
+    """The scan is right forwards, and backwards up to the 64 tokens of a chunk."""
+    model = tiny_recurrent("Qwen3_5")
+    module = sys.modules[type(model).__module__]
+    name = "torch_chunk_gated_delta_rule"
+    function = getattr(module, name)
+    original = getattr(function, "function", function)
+
+    def scan(query, *arguments, initial_state=None, **keywords):
+        is_long = query.shape[1] > 64
+        if is_long and lost == "initial_state" and initial_state is not None:
+            initial_state = initial_state.detach()
+        output, state = original(query, *arguments, initial_state=initial_state, **keywords)
+        is_lost = is_long and lost == "last_state" and state is not None
+        return output, state.detach() if is_lost else state
+
+    monkeypatch.setattr(module, name, scan)
+    assert "its gradients differ by" in (why_not_packed(model) or "")
+
+
+def test_the_trial_of_a_long_chunk_has_few_tokens_with_gradients() -> None:
+    """Bamba's own chunk, of 256 tokens: a pass with gradients keeps all that is computed."""
+    model = tiny_recurrent("Bamba", mamba_chunk_size=256)
+    tokens: list[int] = []
+    model.get_input_embeddings().register_forward_hook(
+        lambda _, inputs, __: tokens.append(inputs[0].numel() * torch.is_grad_enabled())
+    )
+    assert why_not_packed(model) is None
+    # 9 + 6 + 2 + 1 + 258 + 5 in one pass, three times; alone each with all before it, in one pass:
+    # 9 + 6 + 8 + 7 + 265 + 270
+    assert sum(tokens) == 3 * 281 + 565
+
+
 def test_a_kernel_with_wrong_gradients_stops_the_run(monkeypatch) -> None:
     """A package's convolution, right forwards, whose weight has half of its gradient."""
     from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
