@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import BaseModel, Field
@@ -117,8 +117,8 @@ def read_served(
         raise not_forced("tool_choice", data["tool_choice"])
     if question.form != ANY_FORM:
         raise _refused("text.format", (data.get("text") or {}).get("format"))
-    validated(SampledFrom, question.sampling)
-    return question
+    sampling = validated(SampledFrom, question.sampling).model_dump(exclude_none=True)
+    return replace(question, sampling=sampling)
 
 
 def _refused(name: str, value: object) -> RequestError:
