@@ -548,9 +548,8 @@ class EndpointRollout:
                 trajectory = rollout.begin(role=role, delegation=None)
             trajectory.schemas = tuple(question.schemas)
             trajectory.prompt_messages = len(plan.messages)
-            conversation = plan.conversation
-            if conversation is None:
-                conversation = max(transcript.conversations, default=-1) + 1
+            # Of two requests at once with one opening, the later answer finds the earlier here.
+            conversation = transcript.conversation_of(planned.messages, planned.match)
             transcript.conversations.append(conversation)
             transcript.models.append(question.model)
             transcript.sessions.append(plan.session)
