@@ -40,7 +40,7 @@ from agenttrain.chat.wire.http import (
     unknown_route,
     wait_until_disconnected,
 )
-from agenttrain.chat.wire.normal import Question, find_none
+from agenttrain.chat.wire.normal import AnswerHead, Question, find_none
 from agenttrain.chat.wire.openai import RequestError, read_object
 from agenttrain.rewards.function import MAX_REWARD
 from agenttrain.types import Message
@@ -144,7 +144,8 @@ class AnswerResponse(Response):
             await start_response(send, 200 if error is None else error.status, kind)
         dialect = self.dialect
         if error is not None:
-            text = dialect.error_event(error) if is_stream else to_json(dialect.error(error))
+            writer = dialect.writer(AnswerHead(model=self.question.model or "policy"), False)
+            text = "".join(writer.fail(error)) if is_stream else to_json(dialect.error(error))
         elif is_stream:
             text = "".join(dialect.events(answer, self.question.include_usage))
         else:

@@ -503,8 +503,9 @@ class EndpointRollout:
         scan = StopScan(chat.text_of, question.stops)
         own: dict[str, Any] = {}
         if not transcript.trained:
-            own = {k: v for k, v in question.sampling.items() if k in SampledFrom.model_fields}
-            own["top_k"] = max(own.get("top_k", 0), 0)  # some clients write -1 for all tokens
+            own = validated(SampledFrom, question.sampling).model_dump(exclude_none=True)
+            if "top_k" in own:
+                own["top_k"] = max(own["top_k"], 0)  # some clients write -1 for all tokens
         sampling = replace(
             request.sampling,
             **own,
@@ -547,9 +548,8 @@ class EndpointRollout:
                 trajectory = rollout.begin(role=role, delegation=None)
             trajectory.schemas = tuple(question.schemas)
             trajectory.prompt_messages = len(plan.messages)
-            conversation = plan.conversation
-            if conversation is None:
-                conversation = max(transcript.conversations, default=-1) + 1
+            # Of two requests at once with one opening, the later answer finds the earlier here.
+            conversation = transcript.conversation_of(planned.messages, planned.match)
             transcript.conversations.append(conversation)
             transcript.models.append(question.model)
             transcript.sessions.append(plan.session)

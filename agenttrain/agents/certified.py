@@ -20,6 +20,8 @@ from agenttrain.tracking.run_folder import write_atomically
 
 FORM = 1
 """Number of the files' form."""
+KEPT = 4096
+"""Results that are kept, the last used: a file takes a block of the disk."""
 
 
 def cache_folder() -> Path:
@@ -40,6 +42,8 @@ class CertifiedTools:
         path = cache_folder() / f"{self._key(schemas)}.json"
         with suppress(OSError, ValueError, KeyError, TypeError):
             problem: str | None = json.loads(path.read_text(encoding="utf-8"))["problem"]
+            with suppress(OSError):
+                os.utime(path)
             return problem
         certificate = certify(self.chat, schemas)
         problem = None
@@ -49,6 +53,7 @@ class CertifiedTools:
         with suppress(OSError):  # a home that cannot be written
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps({"problem": problem}))
+            _prune(path.parent)
         return problem
 
     def _key(self, schemas: Sequence[dict[str, Any]]) -> str:
@@ -57,6 +62,14 @@ class CertifiedTools:
             self._chat_digest = _digest_of(self.chat)
         text = json.dumps([FORM, _code_digest(), self._chat_digest, schemas])
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _prune(folder: Path) -> None:
+    """Remove the results that were used longest ago, down to `KEPT`. Raises OSError."""
+    paths = list(folder.iterdir())
+    if len(paths) > KEPT:
+        for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns)[:-KEPT]:
+            path.unlink(missing_ok=True)
 
 
 def _digest_of(chat: Chat) -> str:

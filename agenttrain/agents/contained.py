@@ -42,7 +42,7 @@ class ContainedAgent:
                 self._command,
                 timeout_s=self._timeout_s,
                 stdin=assignment.line().encode() + b"\n",
-                env={**self._env, **assignment.environment()},
+                env=assignment.environment(self._env),
                 max_bytes=1,
                 on_output=out.write,
             )

@@ -45,8 +45,6 @@ class Plan:
     """Why the request does not continue the turns that it repeats. None: it does, or is new."""
     difference: str = ""
     """The first difference from those turns."""
-    conversation: int | None = None
-    """Number of the conversation that a new trajectory belongs to. None: it begins one."""
 
 
 class RequestPlanner:
@@ -64,11 +62,7 @@ class RequestPlanner:
     ) -> Plan:
         """Plan to continue the matched turn, or else to render a prompt. Raises RequestError."""
         turn = match.turn
-        position, restart, difference = find_relation(messages, transcript.issued.turns, match)
-        conversation = None
-        if position is not None:
-            near = transcript.issued.turns[position]
-            conversation = transcript.conversations[near.trajectory]
+        _, restart, difference = find_relation(messages, transcript.issued.turns, match)
         if turn is not None:
             with suppress(ChatError):  # a role that the template refuses behind an answer
                 return self._continue_turn(transcript, turn, match)
@@ -90,7 +84,6 @@ class RequestPlanner:
             seed=self._opening_seed(transcript, ids),
             restart=restart,
             difference=difference,
-            conversation=conversation,
         )
 
     def _continue_turn(
@@ -123,7 +116,6 @@ class RequestPlanner:
             answers=turn,
             restart=Restart.dropped,
             difference="a turn was sampled from these messages already",
-            conversation=transcript.conversations[turn.trajectory],
         )
 
     def render(

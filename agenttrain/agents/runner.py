@@ -305,6 +305,7 @@ class Agents:
             url=url,
             api_key=entry.key,
             model=self._model,
+            has_frozen=Served.frozen in self.settings.models.values(),
             machine=machine,
             transport=lambda: EndpointTransport(self._app, url, entry.key),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,8 @@ MODEL_VARIABLES = (
     *(f"ANTHROPIC_DEFAULT_{size}_MODEL" for size in ("OPUS", "SONNET", "HAIKU")),
 )
 """Environment variables in which programs look for the name of their model."""
+SMALL_MODEL_VARIABLES = ("ANTHROPIC_SMALL_FAST_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL")
+"""Those for the model of titles and the like."""
 
 
 class AgentFailed(AgenttrainError):
@@ -59,6 +61,8 @@ class AgentTask:
     api_key: str
     model: str
     """Name of the policy in requests."""
+    has_frozen: bool = False
+    """`agent.models` has frozen models: programs ask for their own small model."""
     machine: RolloutMachine | None = field(default=None, repr=False)
     """Container of the rollout, for a function that runs commands; None with runtime=bwrap."""
     transport: Callable[[], EndpointTransport] | None = field(default=None, repr=False)
@@ -104,9 +108,16 @@ class AgentTask:
         except (TypeError, ValueError, RecursionError) as error:
             raise AgentFailed(f"cannot be sent its task as JSON: {error}") from error
 
-    def environment(self) -> dict[str, str]:
-        """Return the variables by which a program and the clients in it find the policy."""
+    def environment(self, own: Mapping[str, str]) -> dict[str, str]:
+        """Return a program's environment: `own`, and the variables by which it finds the policy.
+
+        Names of models in `own` stay, because `agent.models` says which of them is the policy.
+        """
+        kept = SMALL_MODEL_VARIABLES if self.has_frozen else ()
+        named = [name for name in MODEL_VARIABLES if name not in kept]
         return {
+            **dict.fromkeys(named, self.model),
+            **own,
             "AGENTTRAIN_URL": self.url,
             "AGENTTRAIN_ROLLOUT": self.rollout_id,
             "AGENTTRAIN_MODEL": self.model,
@@ -115,5 +126,4 @@ class AgentTask:
             "OPENAI_API_BASE": self.base_url,
             "ANTHROPIC_BASE_URL": self.url,
             "ANTHROPIC_API_KEY": self.api_key,
-            **dict.fromkeys(MODEL_VARIABLES, self.model),
         }

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 from agenttrain.agents.config import Trained
-from agenttrain.chat.wire.issued_turns import IssuedTurn, IssuedTurns
+from agenttrain.agents.restarts import find_relation
+from agenttrain.chat.wire.issued_turns import IssuedTurn, IssuedTurns, Match
 from agenttrain.tools.arguments import ArgumentSchema, InvalidArguments
 from agenttrain.types import Message, Rollout, ToolCall, ToolError
 from agenttrain.utils.content import parts
@@ -57,6 +58,13 @@ class Transcript:
         """Return True if nothing follows a turn in its trajectory, and nothing is about to."""
         trajectory = self.rollout.trajectories[turn.trajectory]
         return trajectory.length == turn.end and trajectory.index not in self.growing
+
+    def conversation_of(self, messages: Sequence[Message], match: Match[AgentTurn]) -> int:
+        """Return the number of the conversation of a request's messages: a new one if it is new."""
+        position = find_relation(messages, self.issued.turns, match).position
+        if position is None:
+            return max(self.conversations, default=-1) + 1
+        return self.conversations[self.issued.turns[position].trajectory]
 
     def indices_of(self, conversations: Collection[int]) -> list[int]:
         """Return the indices of the trajectories of some conversations."""

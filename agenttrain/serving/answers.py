@@ -12,7 +12,7 @@ from typing import Any
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.stop_texts import StopScan, before_stop
-from agenttrain.chat.wire.events import StreamWriter
+from agenttrain.chat.wire.dialects import StreamWriter
 from agenttrain.chat.wire.http import KEEP_ALIVE, KEPT_ALIVE_S
 from agenttrain.chat.wire.normal import Answer, AnswerHead, Question, issue
 from agenttrain.chat.wire.openai import RequestError

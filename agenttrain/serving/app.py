@@ -36,7 +36,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from agenttrain.chat.wire.dialects import DIALECTS, WireDialect
+from agenttrain.chat.wire.dialects import DIALECTS, StreamWriter, WireDialect
 from agenttrain.chat.wire.fields import MAX_QUOTED
 from agenttrain.chat.wire.http import (
     ANSWERED_ERRORS,
@@ -123,9 +123,9 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 class EventStream(Response):
     """Sends server-sent events. A client that disconnects ends the generator."""
 
-    def __init__(self, events: AsyncGenerator[str], dialect: WireDialect) -> None:
+    def __init__(self, events: AsyncGenerator[str], writer: StreamWriter) -> None:
         super().__init__()
-        self.events, self.dialect = events, dialect
+        self.events, self.writer = events, writer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
@@ -136,7 +136,7 @@ class EventStream(Response):
                 async for event in self.events:
                     await send_text(send, event, more=True)
             except RequestError as error:  # the status was sent already
-                await send_text(send, self.dialect.error_event(error), more=True)
+                await send_text(send, "".join(self.writer.fail(error)), more=True)
             finally:
                 await self.events.aclose()
             await send_text(send, "", more=False)
@@ -175,7 +175,7 @@ def build_app(
         answering = await read(len(body), begin, body, dialect)
         if answering.question.stream:
             writer = dialect.writer(answering.head, answering.question.include_usage)
-            return EventStream(server.stream(answering, writer), dialect)
+            return EventStream(server.stream(answering, writer), writer)
         try:
             answer = await while_connected(request.receive, server.answer(answering))
         except Disconnected:

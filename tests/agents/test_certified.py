@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 
 import parts
@@ -56,3 +57,20 @@ def test_a_home_that_cannot_be_written_only_costs_time(
     blocked.write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
     assert CertifiedTools(parts.chat()).problem(TOOLS) is None
+
+
+def test_results_that_were_used_longest_ago_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(certified, "KEPT", 2)
+    tools = CertifiedTools(parts.chat())
+    paths = []
+    for count, schemas in enumerate([TOOLS, TOOLS[:1]]):
+        tools.problem(schemas)
+        paths += set(cache_folder().iterdir()) - set(paths)
+        os.utime(paths[-1], (count, count))
+    tools.problem(TOOLS)
+    tools.problem([])
+    assert paths[0].exists() and not paths[1].exists()
+    assert len(list(cache_folder().iterdir())) == 2

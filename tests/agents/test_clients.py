@@ -21,6 +21,7 @@ from agenttrain.agents.task import AgentTask
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.config import ChatTemplateConfig, ResponseSchemaConfig
 from agenttrain.chat.loading import load_chat
+from agenttrain.engines.config import Sampling
 from agenttrain.rollout.ledger import verify
 from agenttrain.tracking.metrics import agent_metrics
 from agenttrain.tracking.rollouts import read_rollout, rollout_record
@@ -249,6 +250,36 @@ def test_a_frozen_model_samples_at_the_temperature_of_its_request() -> None:
     engine = agent_kit.engine_of(SEVEN)
     rollout(drive, engine=engine, models={"small": "frozen", "*": "policy"})
     assert [sent.sampling.temperature for sent in engine.sent] == [0, 1]
+
+
+def test_a_frozen_model_keeps_what_its_request_leaves_open_and_gets_numbers() -> None:
+    async def drive(agent: AgentTask) -> None:
+        async with client(agent) as http:
+            await ask(http, ASK, tools=[], model="small", temperature="0.5")
+            title = [{"role": "user", "content": "a title?"}]
+            await ask(http, title, tools=[], model="small", top_k="5")
+            await ask(http, ASK)
+
+    engine = agent_kit.engine_of(SEVEN)
+    models = {"small": "frozen", "*": "policy"}
+    rollout(drive, engine=engine, models=models, sampling=Sampling(top_k=7))
+    assert [(sent.sampling.temperature, sent.sampling.top_k) for sent in engine.sent] == [
+        (0.5, 7),
+        (1.0, 5),
+        (1.0, 7),
+    ]
+
+
+def test_two_first_requests_at_once_are_one_conversation() -> None:
+    async def drive(agent: AgentTask) -> None:
+        engine.delay = 0.1
+        async with client(agent) as http:
+            await asyncio.gather(ask(http, ASK), ask(http, ASK))
+
+    engine = agent_kit.engine_of(SEVEN)
+    done = rollout(drive, engine=engine, train="main")
+    assert [trajectory.role for trajectory in done.trajectories] == ["main", "main"]
+    assert (done.untrained, done.counts["agent/conversations"]) == ((), 1)
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "messages"])

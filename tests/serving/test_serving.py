@@ -146,6 +146,13 @@ def test_serve_refuses_what_it_would_not_follow_of_responses(serve, fields, text
     assert (answer.status_code, text in answer.json()["error"]["message"]) == (400, True)
 
 
+def test_serve_samples_responses_at_the_number_that_a_text_stands_for(serve) -> None:
+    served = serve("It is 7.<|im_end|>")
+    body = {"input": "x", "temperature": "0.5"}
+    assert httpx.post(f"{served.url}/responses", json=body, timeout=30).status_code == 200
+    assert repr(served.engine.sent[0].sampling.temperature) == "0.5"
+
+
 def test_two_branches_of_one_answer_get_sessions_of_their_own(serve) -> None:
     served = serve(*(f"{word}.<|im_end|>" for word in ("one", "two", "three")))
     answer = served.ask(ASK).choices[0].message
@@ -469,6 +476,30 @@ def test_an_engines_failure_is_a_server_error(serve) -> None:
     served = serve(engine=ScriptedEngine([]))
     with pytest.raises(openai.InternalServerError, match="the script has no answer"):
         served.ask(ASK)
+
+
+def test_an_engines_failure_ends_a_stream_of_chat(serve) -> None:
+    served = serve(engine=ScriptedEngine([]))
+    body = {"messages": ASK, "stream": True}
+    answer = httpx.post(f"{served.url}/chat/completions", json=body, timeout=30)
+    events = answer.text.split("\n\n")[1:]
+    assert "the script has no answer" in json.loads(events[0][6:])["error"]["message"]
+    assert events[1:] == ["data: [DONE]", ""]
+
+
+def test_an_engines_failure_ends_the_response_that_has_begun(serve) -> None:
+    served = serve(engine=ScriptedEngine([]))
+    body = {"input": "x", "stream": True}
+    answer = httpx.post(f"{served.url}/responses", json=body, timeout=30)
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line[:5] == "data:"]
+    assert [event["type"] for event in events] == [
+        "response.created",
+        "response.in_progress",
+        "response.failed",
+    ]
+    assert [event["sequence_number"] for event in events] == [0, 1, 2]
+    assert len({event["response"]["id"] for event in events}) == 1
+    assert {event["response"]["model"] for event in events} == {"agent"}
 
 
 def test_forgotten_conversations_are_rendered_and_their_sessions_released(serve) -> None:

@@ -271,6 +271,10 @@ class MessageWriter:
         for name, data in message_events(answer):
             yield event_text({"type": name, **data}, name)
 
+    def fail(self, error: RequestError) -> Iterator[str]:
+        """Yield an error."""
+        yield event_text(error_body(error), "error")
+
 
 def message_events(answer: Answer) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield an answer as the events of a stream: (name, data)."""

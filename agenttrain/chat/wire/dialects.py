@@ -4,16 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from agenttrain.chat.wire import anthropic, openai, responses
-from agenttrain.chat.wire.events import StreamWriter, event_text
 from agenttrain.chat.wire.normal import Answer, AnswerHead, FindIssued, Question
 from agenttrain.chat.wire.openai import RequestError, read_object
 
 Read = Callable[[Mapping[str, Any], Mapping[str, str], FindIssued], Question]
 """Reads a request, given `chat_template.roles` and the answers issued so far. Raises
 RequestError."""
+
+
+class StreamWriter(Protocol):
+    """Writes an answer as server-sent events, as far as it is known."""
+
+    def begin(self) -> Iterator[str]:
+        """Yield the events before any text."""
+
+    def add(self, delta: Mapping[str, str]) -> Iterator[str]:
+        """Yield the events of more text: of `content` and `reasoning_content`."""
+
+    def end(self, answer: Answer) -> Iterator[str]:
+        """Yield the rest of the complete answer."""
+
+    def fail(self, error: RequestError) -> Iterator[str]:
+        """Yield an error in place of the rest, or of all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +45,6 @@ class WireDialect:
     """Returns the writer of a stream, which ends with its usage if the request asked for that."""
     error: Callable[[RequestError], dict[str, Any]]
     """Returns an error's body."""
-    error_event: Callable[[RequestError], str]
-    """Returns an error as events of a stream that has not begun."""
     text_arguments: bool
     """Arguments of calls are a text, which may be malformed."""
 
@@ -53,7 +66,6 @@ DIALECTS = {
         body=openai.completion_body,
         writer=openai.CompletionWriter,
         error=RequestError.body,
-        error_event=lambda error: event_text(error.body()),
         text_arguments=True,
     ),
     "responses": WireDialect(
@@ -62,7 +74,6 @@ DIALECTS = {
         body=responses.response_body,
         writer=responses.ResponseWriter,
         error=RequestError.body,
-        error_event=responses.failed_events,
         text_arguments=True,
     ),
     "messages": WireDialect(
@@ -70,7 +81,6 @@ DIALECTS = {
         body=anthropic.message_body,
         writer=anthropic.MessageWriter,
         error=anthropic.error_body,
-        error_event=lambda error: event_text(anthropic.error_body(error), "error"),
         text_arguments=False,
     ),
 }

@@ -3,23 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
-
-from agenttrain.chat.wire.normal import Answer
-
-
-class StreamWriter(Protocol):
-    """Writes an answer as server-sent events, as far as it is known."""
-
-    def begin(self) -> Iterator[str]:
-        """Yield the events before any text."""
-
-    def add(self, delta: Mapping[str, str]) -> Iterator[str]:
-        """Yield the events of more text: of `content` and `reasoning_content`."""
-
-    def end(self, answer: Answer) -> Iterator[str]:
-        """Yield the rest of the complete answer."""
+from typing import Any
 
 
 def unsent(text: str, earlier: str) -> str:

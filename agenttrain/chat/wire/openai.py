@@ -447,6 +447,11 @@ class CompletionWriter:
             yield event_text({**_head(answer, CHUNK), "choices": [], "usage": _usage(answer)})
         yield DONE
 
+    def fail(self, error: RequestError) -> Iterator[str]:
+        """Yield an error, and the end of the stream."""
+        yield event_text(error.body())
+        yield DONE
+
 
 def chunk(head: AnswerHead, delta: Mapping[str, Any], reason: str | None = None) -> dict[str, Any]:
     """Return a `chat.completion.chunk`."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import BaseModel, Field
@@ -117,8 +117,8 @@ def read_served(
         raise not_forced("tool_choice", data["tool_choice"])
     if question.form != ANY_FORM:
         raise _refused("text.format", (data.get("text") or {}).get("format"))
-    validated(SampledFrom, question.sampling)
-    return question
+    sampling = validated(SampledFrom, question.sampling).model_dump(exclude_none=True)
+    return replace(question, sampling=sampling)
 
 
 def _refused(name: str, value: object) -> RequestError:
@@ -481,7 +481,9 @@ class ResponseWriter:
         yield self._event(f"response.{'incomplete' if is_cut else 'completed'}", response=body)
 
     def fail(self, error: RequestError) -> Iterator[str]:
-        """Yield the event of a response that failed."""
+        """Yield the events of a response that failed, which may not have begun."""
+        if not self._number:
+            yield from self.begin()
         failure = {"code": error.code or "server_error", "message": str(error)}
         response = {**_response(self.head, "failed"), "error": failure}
         yield self._event("response.failed", response=response)
@@ -533,9 +535,3 @@ class ResponseWriter:
     def _event(self, kind: str, /, **fields: Any) -> str:
         number, self._number = self._number, self._number + 1
         return event_text({"type": kind, "sequence_number": number, **fields}, kind)
-
-
-def failed_events(error: RequestError) -> str:
-    """Return the events of a response that failed before it had begun."""
-    writer = ResponseWriter(AnswerHead(model="policy"), False)
-    return "".join((*writer.begin(), *writer.fail(error)))
