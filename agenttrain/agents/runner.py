@@ -81,7 +81,7 @@ class FunctionAgent:
         self._output = DividedOutput()
 
     async def attempt(self, assignment: AgentTask, log: Path) -> float | None:
-        """Await the function. Whatever it raises is the agent's failure."""
+        """Await the function. Whatever it raises is its failure, but for a machine that is lost."""
 
         async def call() -> Any:  # so that an error of the call itself is caught too
             return await self._function(assignment)
@@ -89,12 +89,23 @@ class FunctionAgent:
         with self._output.redirect(log):
             outcome = await attempt_async(call())
         if (error := outcome.error) is not None:
+            if (lost := unavailable_in(error)) is not None:
+                raise lost
             raise AgentFailed(f"raised {type(error).__name__}: {error}") from error
         result = outcome.value
         return agent_reward(result.get("reward") if isinstance(result, dict) else result)
 
     async def aclose(self) -> None:
         self._output.restore()
+
+
+def unavailable_in(error: BaseException) -> ToolUnavailable | None:
+    """Return the failure of the infrastructure that an error is, holds or was raised from."""
+    if isinstance(error, ToolUnavailable):
+        return error
+    inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    causes = (*inner, error.__cause__) if error.__cause__ is not None else inner
+    return next((found for cause in causes if (found := unavailable_in(cause))), None)
 
 
 class ExternalAgent:

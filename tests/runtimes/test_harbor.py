@@ -18,6 +18,7 @@ from agenttrain.data.tasks import to_task
 from agenttrain.rewards.builtin.harbor import harbor
 from agenttrain.runtimes.base import MachineLost
 from agenttrain.runtimes.config import RuntimeConfig
+from agenttrain.runtimes.harbor import grading
 from agenttrain.runtimes.harbor.keys import KEYS, Use
 from agenttrain.runtimes.harbor.task import BadTask, read_task, resolve_variables
 from agenttrain.runtimes.machines import Machines, harbor_task
@@ -41,6 +42,7 @@ def test_the_example_tasks_are_rows() -> None:
     assert (task.place.memory_mb, task.place.wants_network) == (512, False)
 
 
+HEALTH = "[environment]\ndocker_image='x'\n[environment.healthcheck]\ncommand = 'true'\n"
 REFUSED = {
     'steps = [{ name = "a" }]': "steps: tasks of several steps are not run",
     "[environment]\ndocker_image='x'\ngpus = 1": "environment.gpus: containers here have no GPU",
@@ -53,6 +55,16 @@ REFUSED = {
     "artifacts = ['../etc/passwd']": "artifacts=../etc/passwd: expected an absolute path",
     "[agent]\ntimeout_sec = -1": "agent.timeout_sec=-1: must be more than 0",
     "[verifier]\nenvironment_mode = 'x'": "verifier.environment_mode=x",
+    f"{HEALTH}timeout_sec = '5'": "environment.healthcheck.timeout_sec=5: expected a number",
+    f"{HEALTH}interval_sec = -1": "environment.healthcheck.interval_sec=-1: must be more than 0",
+    f"{HEALTH}retries = 0": "environment.healthcheck.retries=0: expected a whole number",
+    f"{HEALTH}start_period_sec = 0\ncommand2 = 1": "environment.healthcheck.command2: is no key",
+    f"[agent]\ntimeout_sec = 1{'0' * 400}": "too large",
+    "[environment]\ndocker_image='x'\nmemory = '1e400G'": "cannot convert float infinity",
+    "[[verifier.collect]]\ntimeout_sec = 1": "command: is missing",
+    "[verifier.env]\n'a b' = 'x'": "verifier.env.a b: is no name of a variable",
+    "[agent]\nuser = '\\u0000'": "holds a NUL character",
+    "[environment]\ndocker_image='--privileged'": "docker_image=--privileged: names no image",
 }
 """task.toml -> part of the refusal."""
 
@@ -213,6 +225,14 @@ def test_rehearse_lists_tasks_whose_solution_fails_or_that_pass_untouched(tmp_pa
     good = [attempt for attempt in attempts.values() if not attempt["problems"]]
     assert {(a["oracle"]["reward"], a["untouched"]["reward"]) for a in good} == {(1.0, 0.0)}
     assert attempts["csv-total"]["oracle"] == {"total": 1.0, "best": 1.0, "reward": 1.0}
+
+
+@pytest.mark.parametrize(
+    "text", ['{"reward": 1' + "0" * 400 + "}", "[" * 65_000, '{"\\ud800": 1}', "{}", "[1]", '"1"']
+)
+def test_no_reward_file_is_more_than_trouble_of_its_rollout(text: str) -> None:
+    with pytest.raises(MachineLost, match="reward"):
+        grading._rewards(grading.REWARD_JSON, text)
 
 
 BAD_TESTS = {

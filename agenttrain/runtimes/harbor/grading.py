@@ -95,14 +95,22 @@ def _rewards(path: str, text: str) -> dict[str, float]:
         raise MachineLost(f"{path}: the tests left it empty")
     try:
         value = json.loads(text) if path == REWARD_JSON else float(text)
-    except ValueError as error:
-        raise MachineLost(f"{path}: is no reward: {text[:200]!r}") from error
-    rewards = value if isinstance(value, dict) else {"reward": value}
-    for name, number in rewards.items():
-        is_number = isinstance(number, int | float) and isfinite(number)
-        if not is_number:
-            raise MachineLost(f"{path}: {name}={number!r:.100}: a reward is a finite number")
-    return {name: float(number) for name, number in rewards.items()}
+        rewards = value if isinstance(value, dict) else {"reward": value}
+        numbers = {name: _finite(number) for name, number in rewards.items()}
+        "".join(numbers).encode()  # JSON can name half of a surrogate pair, which no file can hold
+    except (ValueError, OverflowError, RecursionError) as error:
+        reason = f"{text[:200]!r} is no reward: a reward is a finite number"
+        raise MachineLost(f"{path}: {reason}") from error
+    if not numbers:
+        raise MachineLost(f"{path}: names no reward")
+    return numbers
+
+
+def _finite(value: object) -> float:
+    """Return a number. Raises ValueError, and OverflowError for one that no float can hold."""
+    if not isinstance(value, int | float) or not isfinite(value):
+        raise ValueError
+    return float(value)
 
 
 async def _read(machine: RolloutMachine, path: str) -> str | None:
