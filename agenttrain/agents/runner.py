@@ -319,6 +319,10 @@ class Agents:
             machine=machine,
             transport=lambda: EndpointTransport(self._app, url, entry.key),
         )
+        key, limit_s = "agent.timeout_s", self.settings.timeout_s
+        task_s = None if self._machines is None else self._machines.limit_s(assignment.task)
+        if task_s is not None and task_s < limit_s:
+            key, limit_s = "agent.timeout_sec of the task", task_s
         log = self.folder / rollout.request.rollout_id
         log.parent.mkdir(parents=True, exist_ok=True)
         agent = asyncio.ensure_future(self._agent.attempt(assignment, log))
@@ -326,11 +330,14 @@ class Agents:
         try:
             await asyncio.wait(
                 (agent, over),
-                timeout=self.settings.timeout_s,
+                timeout=limit_s,
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if not agent.done() and not over.done():
-                return f"agent.timeout_s={self.settings.timeout_s:g} passed", None
+                if limit_s == task_s:  # as in the run's own loop: it is graded
+                    rollout.end(StopReason.timeout, f"{key}={limit_s:g} passed")
+                    return None, None
+                return f"{key}={limit_s:g} passed", None
             if not agent.done() and not isinstance(self._agent, ExternalAgent):
                 await asyncio.wait((agent,), timeout=GRACE_S)
             if agent.done():
@@ -352,6 +359,8 @@ class Agents:
         rollout, end = attempt.rollout, attempt.ended
         if end is not None and end.stop_reason is not StopReason.completed:
             rollout.stop_reason, text = end
+            if rollout.stop_reason is StopReason.timeout and not rollout.turns:
+                rollout.stop_reason = StopReason.error
             rollout.error = text if rollout.stop_reason is StopReason.error else None
             if failure is not None and rollout.error is None:
                 # A limit ended the rollout, and the agent failed on the error that reports it.

@@ -32,6 +32,7 @@ from agenttrain.utils.temporary import TemporaryFolder
 FIRST_ID, IDS = 0x7800_0000, 1 << 16
 """Host ids of the users in containers that root has started; the same for all, so that an image is
 mapped once."""
+ROOT = ("0", "root")
 STOP_S = 30.0
 """Seconds that the removal of a container may take."""
 COPY_S = 300.0
@@ -62,6 +63,8 @@ class Container:
         self.channel, self._forget = channel, forget
         self.pid = 0
         """Its first process, on the host."""
+        self.is_root = False
+        """Commands of the channel run as its root."""
         self.upper: str | None = None
         """Folder on the host that holds what it wrote; None for a storage driver without one."""
         self.proxy: asyncio.Server | None = None
@@ -81,7 +84,7 @@ class Container:
         on_output: Callable[[bytes], object] | None = None,
     ) -> CommandResult:
         """Run a command over the channel; for another user by the client's `exec`."""
-        if user is None or user == self.spec.user:
+        if user is None or user == self.spec.user or (user in ROOT and self.is_root):
             return await self.channel.exec(
                 command,
                 timeout_s=timeout_s,
@@ -130,7 +133,7 @@ class Container:
                 ["sh", "-c", script, "sh", inside, target, parent],
                 timeout_s=COPY_S,
                 cwd="/",
-                user=None if self.spec.user is None else "0",
+                user="0",
             )
         finally:
             if source.is_file():
@@ -159,6 +162,10 @@ class Container:
             archive.seek(0)
             await asyncio.to_thread(_unpack, archive, name, target)
         return True
+
+    async def end_processes(self) -> None:
+        """End all processes of its user but its shell. Raises MachineLost."""
+        await self.channel.end_processes()
 
     def listener(self, port: int) -> socket.socket:
         """Return a socket that listens on 127.0.0.1 in the container's network."""
@@ -207,6 +214,7 @@ class Containers:
                 raise MachineLost(f"image {spec.image}: no container starts: {result.problem}")
             await container.channel.ready(timeout_s=self._start_timeout_s)
             container.pid = await self._pid_of(name)
+            container.is_root = runs_as_root(container.pid)
             if self._maps_ids:
                 await self._forbid_namespaces(container.pid)
             if spec.hosts:
@@ -305,6 +313,18 @@ async def _try_to_stop(container: Container) -> None:
     """Remove a container; what the client cannot remove now is left to a later attempt."""
     with suppress(MachineLost):
         await container.stop()
+
+
+def runs_as_root(pid: int) -> bool:
+    """Return True if a process has id 0 in its user namespace; False if it cannot be seen."""
+    with suppress(OSError):
+        status = Path(f"/proc/{pid}/status").read_text()
+        outside = int(status.partition("\nUid:")[2].split()[0])
+        for line in Path(f"/proc/{pid}/uid_map").read_text().splitlines():
+            first, mapped, _ = map(int, line.split())
+            if first == 0:
+                return outside == mapped
+    return False
 
 
 def upper_folder(pid: int) -> str | None:

@@ -10,17 +10,26 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from container_kit import BASE, make_task, needs_containers, podman
+from container_kit import (
+    BASE,
+    IMAGE,
+    machines,
+    make_image,
+    make_task,
+    needs_containers,
+    podman,
+)
 
 from agenttrain import cli
 from agenttrain.data.harbor import harbor_rows
 from agenttrain.data.tasks import to_task
 from agenttrain.rewards.builtin.harbor import harbor
-from agenttrain.runtimes.base import MachineLost
+from agenttrain.runtimes.base import MachineLost, MachineSpec
 from agenttrain.runtimes.config import RuntimeConfig
 from agenttrain.runtimes.harbor import grading
 from agenttrain.runtimes.harbor.keys import KEYS, Use
 from agenttrain.runtimes.harbor.task import BadTask, read_task, resolve_variables
+from agenttrain.runtimes.local import LocalMachine, LocalRuntime
 from agenttrain.runtimes.machines import Machines, harbor_task
 from agenttrain.types import ConfigError, Rollout, Task
 
@@ -185,17 +194,17 @@ def outcome(tasks: list[Task], *, solved: bool) -> dict[str, dict[str, float]]:
     """The rewards of each task, solved by its solution or untouched."""
 
     async def work() -> dict[str, dict[str, float]]:
-        machines = Machines(RuntimeConfig(name="podman", trust=True, memory_mb=512))
+        pool = Machines(RuntimeConfig(name="podman", trust=True, memory_mb=512))
         grades = {}
         for task in tasks:
             harbor_of = harbor_task(task)
             assert harbor_of is not None
-            machine = await machines.start(task.task_id, task)
+            machine = await pool.start(task.task_id, task)
             if solved:
-                assert await machines.solve(harbor_of, machine) is None
-            grades[task.task_id] = await machines.grade_task(harbor_of, machine)
-            await machines.release(task.task_id)
-        await machines.aclose()
+                assert await pool.solve(harbor_of, machine) is None
+            grades[task.task_id] = await pool.grade_task(harbor_of, machine)
+            await pool.release(task.task_id)
+        await pool.aclose()
         return grades
 
     return asyncio.run(work())
@@ -297,3 +306,77 @@ def test_grades_equal_those_of_harbor(tmp_path: Path) -> None:
             theirs[name] = result["verifier_result"]["rewards"]
         assert theirs == outcome(tasks, solved=solved)
     assert podman("ps", "-q", "--filter", "label=agenttrain.run") == ""
+
+
+FORGE = "while :; do echo 1 > /tmp/x; mv /tmp/x /logs/verifier/reward.txt; done"
+
+
+@needs_containers
+@pytest.mark.parametrize("user", [None, "1000"])
+def test_a_process_that_the_agent_left_does_not_grade(tmp_path: Path, user: str | None) -> None:
+    make_image()
+    test = "sleep 0.5; echo 0.25 > /logs/verifier/reward.txt; sleep 0.5; id -u"
+    folder = make_task(tmp_path / "task", test=test, image=IMAGE)
+    row = Task(task_id="t", messages=(), columns={"harbor": str(folder)})
+
+    async def work() -> dict[str, float]:
+        pool = machines(trust=True, user=user)
+        try:
+            box = await pool.start("r", row)
+            await box.exec(["sh", "-c", f"({FORGE}) >/dev/null 2>&1 &"], timeout_s=10)
+            rollout = Rollout(task=row, rollout_id="r")
+            await pool.grade(rollout)
+            log = await box.exec(["cat", "/logs/verifier/test-stdout.txt"], timeout_s=10)
+            assert log.text == "0\n"  # the tests run as root, whoever the agent is
+            return rollout.grades
+        finally:
+            await pool.aclose()
+
+    assert asyncio.run(work()) == {"reward": 0.25}
+
+
+def test_nothing_of_a_task_folder_runs_without_trust(tmp_path: Path) -> None:
+    (tmp_path / "image").mkdir()
+    (tmp_path / "image" / "Dockerfile").write_text("FROM scratch\n")
+    folder = make_task(tmp_path / "task")
+    rows = [{"image": str(tmp_path / "image")}, {"harbor": str(folder)}]
+
+    async def work() -> None:
+        runtime = LocalRuntime()
+        pool = Machines(RuntimeConfig(name="podman", image="x"), runtime)
+        for columns in rows:
+            with pytest.raises(ConfigError, match=r"runtime\.trust=false"):
+                await pool.start("r", Task(task_id="t", messages=(), columns=columns))
+        machine = await runtime.start(MachineSpec(image="x"))
+        with pytest.raises(ConfigError, match=r"runtime\.trust=false"):
+            await pool.grade_task(read_task(folder), machine)
+        await pool.aclose()
+
+    asyncio.run(work())
+
+
+def test_a_release_that_is_cancelled_or_fails_frees_its_place() -> None:
+    class Stubborn(LocalMachine):
+        async def stop(self) -> None:
+            await asyncio.sleep(0.05)
+            raise ValueError("a bug of the back end's")
+
+    class Cloud(LocalRuntime):
+        async def start(self, spec: MachineSpec) -> LocalMachine:
+            return Stubborn(spec)
+
+    async def work() -> None:
+        pool = Machines(RuntimeConfig(name="podman", image="x", max_running=1), Cloud())
+        row = Task(task_id="t", messages=())
+        await pool.start("a", row)
+        ending = asyncio.ensure_future(pool.release("a"))
+        await asyncio.sleep(0.01)
+        ending.cancel()
+        await asyncio.wait((ending,))
+        async with asyncio.timeout(5):
+            await pool.start("b", row)
+            with pytest.raises(ValueError, match="a bug"):
+                await pool.release("b")
+            await pool.start("c", row)
+
+    asyncio.run(work())
