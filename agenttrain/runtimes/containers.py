@@ -10,18 +10,19 @@ import asyncio
 import itertools
 import os
 import resource
+import secrets
 import shutil
 import socket
 import tarfile
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from agenttrain.runtimes import allowlist
 from agenttrain.runtimes.base import MachineLost, MachineSpec
 from agenttrain.runtimes.channel import INSIDE, START, ExecChannel
-from agenttrain.runtimes.client import call_client
+from agenttrain.runtimes.client import ClientTimeout, call_client
 from agenttrain.runtimes.leftovers import own_prefix, remove_leftovers, start_reaper
 from agenttrain.runtimes.network import listener_inside
 from agenttrain.runtimes.output import Clipped
@@ -36,6 +37,8 @@ ROOT = ("0", "root")
 STOP_S = 30.0
 """Seconds that the removal of a container may take."""
 COPY_S = 300.0
+PROBLEM_CHARS = 500
+"""Characters of a client's output that an error quotes."""
 DISK_CHECK_S = 1.0
 """Seconds between two measurements of what containers have written."""
 KILLED = 137
@@ -96,25 +99,36 @@ class Container:
             )
         if self.channel.problem is not None:
             raise MachineLost(self.channel.problem)
-        output = Clipped(max_bytes, on_output)
+        output = _AfterMark(Clipped(max_bytes, on_output))
         folder = cwd if cwd is not None else self.spec.workdir
         options = ["--interactive"] if stdin else []
-        options += [part for key, value in (env or {}).items() for part in ("-e", f"{key}={value}")]
         options += [] if folder is None else ["-w", folder]
+        started = ("sh", "-c", f'echo {output.mark}; exec "$@"', "sh")
         try:
-            result = await call_client(
-                [self.client, "exec", "-u", user, *options, self.name, *command],
-                timeout_s=timeout_s,
-                stdin=stdin,
-                on_output=output.add,
-            )
-        except MachineLost:
+            with env_options(env or {}) as variables:
+                result = await call_client(
+                    [
+                        self.client,
+                        "exec",
+                        "-u",
+                        user,
+                        *options,
+                        *variables,
+                        self.name,
+                        *started,
+                        *command,
+                    ],
+                    timeout_s=timeout_s,
+                    stdin=stdin,
+                    on_output=output.add,
+                )
+        except ClientTimeout:
             # The client was killed; what it started goes on in the container.
             await self.stop()
-            return CommandResult(
-                code=KILLED, output=output.bytes(), size=output.size, timed_out=True
-            )
-        return CommandResult(code=result.code, output=output.bytes(), size=output.size)
+            return output.result(KILLED, timed_out=True)
+        if not output.is_marked:  # the exit code is the client's own
+            raise MachineLost(f"{self.name}: a command cannot be started: {output.problem}")
+        return output.result(result.code)
 
     async def copy_in(self, source: Path, target: str) -> None:
         """Copy a file or a folder's contents; by the container's own mkdir and cp, as its root."""
@@ -182,6 +196,62 @@ class Container:
         self._forget(self.name, None)
 
 
+class _AfterMark:
+    """The output of a command, which follows a line that says that it has started."""
+
+    def __init__(self, output: Clipped) -> None:
+        self.mark = f"started-{secrets.token_hex(8)}"
+        self.is_marked = False
+        self._output, self._before = output, b""
+
+    def add(self, data: bytes) -> None:
+        """Add output, of which what precedes the mark is the client's."""
+        if self.is_marked:
+            self._output.add(data)
+            return
+        self._before += data
+        before, line, after = self._before.partition(f"{self.mark}\n".encode())
+        if line:
+            self.is_marked, self._before = True, before
+            if after:
+                self._output.add(after)
+
+    @property
+    def problem(self) -> str:
+        """What the client said instead of the mark."""
+        text = self._before.decode("utf-8", "replace").strip()
+        return text[-PROBLEM_CHARS:] or "its client says nothing"
+
+    def result(self, code: int, *, timed_out: bool = False) -> CommandResult:
+        """Return the outcome of the command."""
+        output = self._output
+        return CommandResult(
+            code=code, output=output.bytes(), size=output.size, timed_out=timed_out
+        )
+
+
+@contextmanager
+def env_options(env: Mapping[str, str]) -> Iterator[list[str]]:
+    """Yield a client's options that set variables, whose values other users must not see.
+
+    Variables of this process go by their name. Others go in a file: in the client's environment
+    they could change what it does. The file's format has no values of several lines, which stand
+    on the command line.
+    """
+    options, lines = [], []
+    for key, value in env.items():
+        if os.environ.get(key) == value:
+            options += ["--env", key]
+        elif "\n" in value or "\r" in value:
+            options += ["--env", f"{key}={value}"]
+        else:
+            lines.append(f"{key}={value}\n")
+    with tempfile.NamedTemporaryFile("w", errors="surrogateescape") as file:
+        file.writelines(lines)
+        file.flush()
+        yield [*options, "--env-file", file.name] if lines else options
+
+
 class Containers:
     """Starts containers, and ends those that are left."""
 
@@ -206,10 +276,13 @@ class Containers:
         container = Container(self.client, name, spec, ExecChannel(folder), self._live.pop)
         self._live[name] = container
         try:
-            result = await call_client(
-                [self.client, *self._run_options(name, folder, spec), spec.image, "-c", START],
-                timeout_s=self._start_timeout_s,
-            )
+            proxy = allowlist.environment() if spec.hosts else {}
+            with env_options({**proxy, **spec.env}) as variables:
+                options = [*self._run_options(name, folder, spec), *variables]
+                result = await call_client(
+                    [self.client, *options, spec.image, "-c", START],
+                    timeout_s=self._start_timeout_s,
+                )
             if result.code:
                 raise MachineLost(f"image {spec.image}: no container starts: {result.problem}")
             await container.channel.ready(timeout_s=self._start_timeout_s)
@@ -263,9 +336,6 @@ class Containers:
             options += ["--cap-add", capability]
         for key, value in spec.labels.items():
             options += ["--label", f"{key}={value}"]
-        proxy = allowlist.environment() if spec.hosts else {}
-        for key, value in {**proxy, **spec.env}.items():
-            options += ["--env", f"{key}={value}"]
         if spec.user is not None:
             options += ["--user", spec.user]
         return options
