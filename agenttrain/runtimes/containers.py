@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import os
 import resource
 import secrets
 import shutil
 import socket
+import stat
 import tarfile
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -42,6 +45,10 @@ PROBLEM_CHARS = 500
 DISK_CHECK_S = 1.0
 """Seconds between two measurements of what containers have written."""
 KILLED = 137
+INODE = 4096
+"""Bytes that count for each file and folder, also an empty one."""
+DEEPEST = 200
+"""Folders within folders that are measured; a container that nests more counts as full."""
 ABSENT = 77
 """Exit code for a path that is not there."""
 TAR_CHANGED = 1
@@ -262,6 +269,7 @@ class Containers:
         self._prefix = own_prefix()
         self._maps_ids = os.path.basename(client) == "podman" and os.geteuid() == 0
         self._folder: TemporaryFolder | None = None
+        self._warned_of_disk = False
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self, spec: MachineSpec) -> Container:
@@ -371,8 +379,17 @@ class Containers:
             full = [
                 container
                 for container, size in zip(watched, sizes, strict=True)
-                if size > container.spec.disk_mb * MB
+                if size is not None and size > container.spec.disk_mb * MB
             ]
+            for container, size in zip(watched, sizes, strict=True):
+                if size is None and not self._warned_of_disk:
+                    self._warned_of_disk = True
+                    warnings.warn(
+                        f"runtime.disk_mb={container.spec.disk_mb}: what a container wrote cannot "
+                        "be read, so that only single files are limited",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
             for container in full:
                 limit = f"runtime.disk_mb={container.spec.disk_mb}"
                 container.channel.fail(f"{limit}: the container wrote more and was ended")
@@ -410,21 +427,46 @@ def upper_folder(pid: int) -> str | None:
     return None
 
 
-def _sizes(folders: Sequence[str | None]) -> list[int]:
-    return [0 if folder is None else size_of(folder) for folder in folders]
+def _sizes(folders: Sequence[str | None]) -> list[float | None]:
+    """Return the size of each folder; None for one that cannot be read."""
+    sizes: list[float | None] = []
+    for folder in folders:
+        try:
+            sizes.append(0.0 if folder is None else size_of(folder))
+        except OSError:
+            sizes.append(None)
+    return sizes
 
 
-def size_of(folder: str) -> int:
-    """Return the bytes on disk below a folder."""
-    total, folders = 0, [folder]
-    while folders:
-        with suppress(OSError), os.scandir(folders.pop()) as entries:
-            for entry in entries:
-                with suppress(OSError):
-                    total += 512 * entry.stat(follow_symlinks=False).st_blocks
-                    if entry.is_dir(follow_symlinks=False):
-                        folders.append(entry.path)
+def size_of(folder: str | int, depth: int = DEEPEST) -> float:
+    """Return the bytes on disk below a folder, with INODE for each entry; infinity if it is deep.
+
+    What disappears meanwhile does not count. Raises OSError for what cannot be read.
+    """
+    if not depth:
+        return math.inf
+    total = 0.0
+    with suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError, NotADirectoryError):
+                status = entry.stat(follow_symlinks=False)
+                total += INODE + 512 * status.st_blocks
+                if stat.S_ISDIR(status.st_mode):
+                    total += _size_inside(folder, entry.name, depth - 1)
     return total
+
+
+def _size_inside(folder: str | int, name: str, depth: int) -> float:
+    """Return the size of a subfolder, whatever the length of its path."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    if isinstance(folder, str):
+        descriptor = os.open(os.path.join(folder, name), flags)
+    else:
+        descriptor = os.open(name, flags, dir_fd=folder)
+    try:
+        return size_of(descriptor, depth)
+    finally:
+        os.close(descriptor)
 
 
 def _at_most(value: int, kind: int) -> int:

@@ -26,6 +26,7 @@ from agenttrain.data.tasks import to_task
 from agenttrain.rewards.builtin.harbor import harbor
 from agenttrain.runtimes.base import MachineLost, MachineSpec
 from agenttrain.runtimes.config import RuntimeConfig
+from agenttrain.runtimes.containers import size_of
 from agenttrain.runtimes.harbor import grading
 from agenttrain.runtimes.harbor.keys import KEYS, Use
 from agenttrain.runtimes.harbor.task import BadTask, read_task, resolve_variables
@@ -380,3 +381,30 @@ def test_a_release_that_is_cancelled_or_fails_frees_its_place() -> None:
             await pool.start("c", row)
 
     asyncio.run(work())
+
+
+def test_what_a_container_writes_is_measured_at_any_depth(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    assert size_of(str(tmp_path)) == 4096
+    inside = os.open(tmp_path, os.O_RDONLY)
+    for _ in range(30):  # a path of 7,500 characters, which no system call takes
+        os.mkdir("x" * 250, dir_fd=inside)
+        below = os.open("x" * 250, os.O_RDONLY, dir_fd=inside)
+        os.close(inside)
+        inside = below
+    file = os.open("file", os.O_WRONLY | os.O_CREAT, dir_fd=inside)
+    os.write(file, bytes(1 << 20))
+    assert 1 << 20 < size_of(str(tmp_path)) < 2 << 20
+    assert size_of(str(tmp_path), depth=30) == float("inf")
+    for descriptor in (file, inside):
+        os.close(descriptor)
+
+
+@needs_containers
+def test_a_call_of_a_tool_is_tried_in_a_container(capsys: pytest.CaptureFixture[str]) -> None:
+    make_image()
+    words = ("experiment=none", "model=shop", "debug=tiny", "tools=[bash]", "stop_tools=[]")
+    more = ("runtime=podman", f"runtime.image={IMAGE}", "--call", "bash", '{"command": "hostname"}')
+    assert cli.main(["tools", *words, *more]) == 0
+    assert "sandbox" in capsys.readouterr().out
+    assert podman("ps", "-q", "--filter", "label=agenttrain.run") == ""
