@@ -81,7 +81,7 @@ class FunctionAgent:
         self._output = DividedOutput()
 
     async def attempt(self, assignment: AgentTask, log: Path) -> float | None:
-        """Await the function. Whatever it raises is the agent's failure."""
+        """Await the function. Whatever it raises is its failure, but for a machine that is lost."""
 
         async def call() -> Any:  # so that an error of the call itself is caught too
             return await self._function(assignment)
@@ -89,12 +89,23 @@ class FunctionAgent:
         with self._output.redirect(log):
             outcome = await attempt_async(call())
         if (error := outcome.error) is not None:
+            if (lost := unavailable_in(error)) is not None:
+                raise lost
             raise AgentFailed(f"raised {type(error).__name__}: {error}") from error
         result = outcome.value
         return agent_reward(result.get("reward") if isinstance(result, dict) else result)
 
     async def aclose(self) -> None:
         self._output.restore()
+
+
+def unavailable_in(error: BaseException) -> ToolUnavailable | None:
+    """Return the failure of the infrastructure that an error is, holds or was raised from."""
+    if isinstance(error, ToolUnavailable):
+        return error
+    inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    causes = (*inner, error.__cause__) if error.__cause__ is not None else inner
+    return next((found for cause in causes if (found := unavailable_in(cause))), None)
 
 
 class ExternalAgent:
@@ -309,6 +320,10 @@ class Agents:
             machine=machine,
             transport=lambda: EndpointTransport(self._app, url, entry.key),
         )
+        key, limit_s = "agent.timeout_s", self.settings.timeout_s
+        task_s = None if self._machines is None else self._machines.limit_s(assignment.task)
+        if task_s is not None and task_s < limit_s:
+            key, limit_s = "agent.timeout_sec of the task", task_s
         log = self.folder / rollout.request.rollout_id
         log.parent.mkdir(parents=True, exist_ok=True)
         agent = asyncio.ensure_future(self._agent.attempt(assignment, log))
@@ -316,11 +331,14 @@ class Agents:
         try:
             await asyncio.wait(
                 (agent, over),
-                timeout=self.settings.timeout_s,
+                timeout=limit_s,
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if not agent.done() and not over.done():
-                return f"agent.timeout_s={self.settings.timeout_s:g} passed", None
+                if limit_s == task_s:  # as in the run's own loop: it is graded
+                    rollout.end(StopReason.timeout, f"{key}={limit_s:g} passed")
+                    return None, None
+                return f"{key}={limit_s:g} passed", None
             if not agent.done() and not isinstance(self._agent, ExternalAgent):
                 await asyncio.wait((agent,), timeout=GRACE_S)
             if agent.done():
@@ -342,6 +360,8 @@ class Agents:
         rollout, end = attempt.rollout, attempt.ended
         if end is not None and end.stop_reason is not StopReason.completed:
             rollout.stop_reason, text = end
+            if rollout.stop_reason is StopReason.timeout and not rollout.turns:
+                rollout.stop_reason = StopReason.error
             rollout.error = text if rollout.stop_reason is StopReason.error else None
             if failure is not None and rollout.error is None:
                 # A limit ended the rollout, and the agent failed on the error that reports it.

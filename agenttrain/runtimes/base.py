@@ -48,6 +48,14 @@ class Runtime(Protocol):
 
 
 @runtime_checkable
+class EndsProcesses(Protocol):
+    """A machine that can end whatever its commands have left running."""
+
+    async def end_processes(self) -> None:
+        """End all processes of the machine's user. Raises MachineLost."""
+
+
+@runtime_checkable
 class Listens(Protocol):
     """A machine in which a port of the run can be reached on 127.0.0.1."""
 

@@ -162,6 +162,15 @@ class ExecChannel:
             code=code, output=output.bytes(), size=output.size, timed_out=timed_out
         )
 
+    async def end_processes(self) -> None:
+        """End all processes of the shell's user but the shell itself. Raises MachineLost."""
+        if self.problem is not None:
+            raise MachineLost(self.problem)
+        self._is_ready, self._unreaped = self._loop.create_future(), []
+        # Only the first process, which this signal spares, can send it and go on.
+        self._write("kill -9 -1 2>/dev/null; wait; echo ready >&9\n")
+        await self.ready(timeout_s=KILL_S)
+
     def close(self) -> None:
         """Close the connection, which ends the container."""
         self.fail("the container was stopped")
@@ -182,19 +191,26 @@ class ExecChannel:
         on_output: Callable[[bytes], object] | None,
     ) -> _Command:
         """Send a command to the shell."""
-        files = [self.folder / name]
-        _make_fifo(files[0])
         words = [f"export {key}={shlex.quote(value)};" for key, value in env.items()]
         words += [f"cd {shlex.quote(cwd)} || exit 126;"] if cwd is not None else []
         text = " ".join([*words, "exec", *map(shlex.quote, command)])
-        if len(text) > LONGEST_TEXT:
-            files.append(self._write_file(f"{name}.sh", text.encode("utf-8", "replace")))
-            text = f". {INSIDE}/{name}.sh"
+        files = [self.folder / name]
         source = "/dev/null"
-        if stdin:
-            files.append(self._write_file(f"{name}.in", stdin))
-            source = f"{INSIDE}/{name}.in"
-        reader = os.open(files[0], os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            _make_fifo(files[0])
+            if len(text) > LONGEST_TEXT:
+                files.append(self.folder / f"{name}.sh")
+                _write_file(files[-1], text.encode("utf-8", "replace"))
+                text = f". {INSIDE}/{name}.sh"
+            if stdin:
+                files.append(self.folder / f"{name}.in")
+                _write_file(files[-1], stdin)
+                source = f"{INSIDE}/{name}.in"
+            reader = os.open(files[0], os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            for path in files:
+                path.unlink(missing_ok=True)
+            raise
         reaped, self._unreaped = " ".join(self._unreaped), []
         wait = f"wait {reaped} 2>/dev/null; " if reaped else ""
         running = _Command(
@@ -205,17 +221,15 @@ class ExecChannel:
             files=files,
         )
         self._commands[name] = running
-        self._write(
-            f"{wait}{{ ( exec 9>&-; {text} ) <{source} >{INSIDE}/{name} 2>&1; "
-            f'echo "{name} $?" >&9; }} & echo "{name} p $!" >&9\n'
-        )
+        try:
+            self._write(
+                f"{wait}{{ ( exec 9>&-; {text} ) <{source} >{INSIDE}/{name} 2>&1; "
+                f'echo "{name} $?" >&9; }} & echo "{name} p $!" >&9\n'
+            )
+        except MachineLost:
+            self._forget(name, running)
+            raise
         return running
-
-    def _write_file(self, name: str, data: bytes) -> Path:
-        path = self.folder / name
-        path.write_bytes(data)
-        path.chmod(0o644)
-        return path
 
     def _write(self, text: str) -> None:
         """Write to the shell. Raises MachineLost if it has stopped to read."""
@@ -332,6 +346,11 @@ class ExecChannel:
         with suppress(BlockingIOError):
             while running.output.size < limit and (data := os.read(running.reader, CHUNK)):
                 running.output.add(data)
+
+
+def _write_file(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+    path.chmod(0o644)
 
 
 def _make_fifo(path: Path) -> None:

@@ -15,6 +15,10 @@ LAST_LINES = 3
 """Lines of a client's error output that an error quotes."""
 
 
+class ClientTimeout(MachineLost):
+    """A client took too long, and was ended."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientResult:
     """Outcome of a call of the client."""
@@ -37,7 +41,7 @@ async def call_client(
     stdin: bytes = b"",
     on_output: Callable[[bytes], object] | None = None,
 ) -> ClientResult:
-    """Run a client to its end. Raises MachineLost if it is missing or hangs.
+    """Run a client to its end. Raises MachineLost if it is missing, ClientTimeout if it hangs.
 
     With `on_output` standard output and error go there together.
     """
@@ -66,7 +70,7 @@ async def call_client(
             return ClientResult(code=await process.wait(), out=b"", err=b"")
     except TimeoutError as error:
         words = " ".join(arguments[:2])
-        raise MachineLost(f"`{words}` did not end within {timeout_s:g} s") from error
+        raise ClientTimeout(f"`{words}` did not end within {timeout_s:g} s") from error
     finally:
         if process.returncode is None:
             with suppress(ProcessLookupError):

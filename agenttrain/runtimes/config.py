@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from agenttrain.utils.data_fields import Data
-from agenttrain.utils.sections import SETTINGS, Flag, Number, Whole, raise_problems
+from agenttrain.utils.sections import SETTINGS, Number, Whole, raise_problems
 
 
 class RuntimeName(StrEnum):
@@ -74,7 +74,7 @@ class RuntimeConfig:
     """The program that makes containers: podman or docker."""
     image: str | None = None
     """Image of rows without one of their own: a name, or a folder with a Dockerfile."""
-    pull: Flag = False
+    pull: bool = False
     """Images that this machine lacks are pulled; otherwise they are refused before sampling."""
     network: Network = Network.endpoint
     """none, endpoint (an outside agent's, and nothing else), allowlist or open."""
@@ -104,6 +104,9 @@ class RuntimeConfig:
     made the folder."""
     grade: Data[Grade] = Grade.task
     """Container in which a Harbor task is graded: its own choice, shared or fresh."""
+    keep_processes: bool = False
+    """What an agent left running goes on while a Harbor task's tests run in its container: for
+    tasks that ask for a service. Such a process can also write the reward itself."""
     max_running: Whole = Field(default=128, ge=1)
     """Containers at once; more rollouts wait."""
     max_starting: Whole = Field(default=8, ge=1)
@@ -115,6 +118,13 @@ class RuntimeConfig:
     retries: Whole = Field(default=2, ge=0)
     """Times a start that failed is tried again; then the rollout ends as `error`, without a
     reward."""
+
+    @property
+    def label(self) -> str:
+        """The setting that chose the machines, for errors."""
+        if self._target_ is not None:
+            return f"runtime._target_={self._target_}"
+        return f"runtime={self.name}"
 
     @property
     def has_machines(self) -> bool:

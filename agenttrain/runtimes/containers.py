@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import os
 import resource
+import secrets
 import shutil
 import socket
+import stat
 import tarfile
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from agenttrain.runtimes import allowlist
 from agenttrain.runtimes.base import MachineLost, MachineSpec
 from agenttrain.runtimes.channel import INSIDE, START, ExecChannel
-from agenttrain.runtimes.client import call_client
+from agenttrain.runtimes.client import ClientTimeout, call_client
 from agenttrain.runtimes.leftovers import own_prefix, remove_leftovers, start_reaper
 from agenttrain.runtimes.network import listener_inside
 from agenttrain.runtimes.output import Clipped
@@ -32,12 +36,19 @@ from agenttrain.utils.temporary import TemporaryFolder
 FIRST_ID, IDS = 0x7800_0000, 1 << 16
 """Host ids of the users in containers that root has started; the same for all, so that an image is
 mapped once."""
+ROOT = ("0", "root")
 STOP_S = 30.0
 """Seconds that the removal of a container may take."""
 COPY_S = 300.0
+PROBLEM_CHARS = 500
+"""Characters of a client's output that an error quotes."""
 DISK_CHECK_S = 1.0
 """Seconds between two measurements of what containers have written."""
 KILLED = 137
+INODE = 4096
+"""Bytes that count for each file and folder, also an empty one."""
+DEEPEST = 200
+"""Folders within folders that are measured; a container that nests more counts as full."""
 ABSENT = 77
 """Exit code for a path that is not there."""
 TAR_CHANGED = 1
@@ -62,6 +73,8 @@ class Container:
         self.channel, self._forget = channel, forget
         self.pid = 0
         """Its first process, on the host."""
+        self.is_root = False
+        """Commands of the channel run as its root."""
         self.upper: str | None = None
         """Folder on the host that holds what it wrote; None for a storage driver without one."""
         self.proxy: asyncio.Server | None = None
@@ -81,7 +94,7 @@ class Container:
         on_output: Callable[[bytes], object] | None = None,
     ) -> CommandResult:
         """Run a command over the channel; for another user by the client's `exec`."""
-        if user is None or user == self.spec.user:
+        if user is None or user == self.spec.user or (user in ROOT and self.is_root):
             return await self.channel.exec(
                 command,
                 timeout_s=timeout_s,
@@ -93,25 +106,36 @@ class Container:
             )
         if self.channel.problem is not None:
             raise MachineLost(self.channel.problem)
-        output = Clipped(max_bytes, on_output)
+        output = _AfterMark(Clipped(max_bytes, on_output))
         folder = cwd if cwd is not None else self.spec.workdir
         options = ["--interactive"] if stdin else []
-        options += [part for key, value in (env or {}).items() for part in ("-e", f"{key}={value}")]
         options += [] if folder is None else ["-w", folder]
+        started = ("sh", "-c", f'echo {output.mark}; exec "$@"', "sh")
         try:
-            result = await call_client(
-                [self.client, "exec", "-u", user, *options, self.name, *command],
-                timeout_s=timeout_s,
-                stdin=stdin,
-                on_output=output.add,
-            )
-        except MachineLost:
+            with env_options(env or {}) as variables:
+                result = await call_client(
+                    [
+                        self.client,
+                        "exec",
+                        "-u",
+                        user,
+                        *options,
+                        *variables,
+                        self.name,
+                        *started,
+                        *command,
+                    ],
+                    timeout_s=timeout_s,
+                    stdin=stdin,
+                    on_output=output.add,
+                )
+        except ClientTimeout:
             # The client was killed; what it started goes on in the container.
             await self.stop()
-            return CommandResult(
-                code=KILLED, output=output.bytes(), size=output.size, timed_out=True
-            )
-        return CommandResult(code=result.code, output=output.bytes(), size=output.size)
+            return output.result(KILLED, timed_out=True)
+        if not output.is_marked:  # the exit code is the client's own
+            raise MachineLost(f"{self.name}: a command cannot be started: {output.problem}")
+        return output.result(result.code)
 
     async def copy_in(self, source: Path, target: str) -> None:
         """Copy a file or a folder's contents; by the container's own mkdir and cp, as its root."""
@@ -130,7 +154,7 @@ class Container:
                 ["sh", "-c", script, "sh", inside, target, parent],
                 timeout_s=COPY_S,
                 cwd="/",
-                user=None if self.spec.user is None else "0",
+                user="0",
             )
         finally:
             if source.is_file():
@@ -160,6 +184,10 @@ class Container:
             await asyncio.to_thread(_unpack, archive, name, target)
         return True
 
+    async def end_processes(self) -> None:
+        """End all processes of its user but its shell. Raises MachineLost."""
+        await self.channel.end_processes()
+
     def listener(self, port: int) -> socket.socket:
         """Return a socket that listens on 127.0.0.1 in the container's network."""
         return listener_inside(self.pid, port)
@@ -175,6 +203,62 @@ class Container:
         self._forget(self.name, None)
 
 
+class _AfterMark:
+    """The output of a command, which follows a line that says that it has started."""
+
+    def __init__(self, output: Clipped) -> None:
+        self.mark = f"started-{secrets.token_hex(8)}"
+        self.is_marked = False
+        self._output, self._before = output, b""
+
+    def add(self, data: bytes) -> None:
+        """Add output, of which what precedes the mark is the client's."""
+        if self.is_marked:
+            self._output.add(data)
+            return
+        self._before += data
+        before, line, after = self._before.partition(f"{self.mark}\n".encode())
+        if line:
+            self.is_marked, self._before = True, before
+            if after:
+                self._output.add(after)
+
+    @property
+    def problem(self) -> str:
+        """What the client said instead of the mark."""
+        text = self._before.decode("utf-8", "replace").strip()
+        return text[-PROBLEM_CHARS:] or "its client says nothing"
+
+    def result(self, code: int, *, timed_out: bool = False) -> CommandResult:
+        """Return the outcome of the command."""
+        output = self._output
+        return CommandResult(
+            code=code, output=output.bytes(), size=output.size, timed_out=timed_out
+        )
+
+
+@contextmanager
+def env_options(env: Mapping[str, str]) -> Iterator[list[str]]:
+    """Yield a client's options that set variables, whose values other users must not see.
+
+    Variables of this process go by their name. Others go in a file: in the client's environment
+    they could change what it does. The file's format has no values of several lines, which stand
+    on the command line.
+    """
+    options, lines = [], []
+    for key, value in env.items():
+        if os.environ.get(key) == value:
+            options += ["--env", key]
+        elif "\n" in value or "\r" in value:
+            options += ["--env", f"{key}={value}"]
+        else:
+            lines.append(f"{key}={value}\n")
+    with tempfile.NamedTemporaryFile("w", errors="surrogateescape") as file:
+        file.writelines(lines)
+        file.flush()
+        yield [*options, "--env-file", file.name] if lines else options
+
+
 class Containers:
     """Starts containers, and ends those that are left."""
 
@@ -185,6 +269,7 @@ class Containers:
         self._prefix = own_prefix()
         self._maps_ids = os.path.basename(client) == "podman" and os.geteuid() == 0
         self._folder: TemporaryFolder | None = None
+        self._warned_of_disk = False
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self, spec: MachineSpec) -> Container:
@@ -199,14 +284,18 @@ class Containers:
         container = Container(self.client, name, spec, ExecChannel(folder), self._live.pop)
         self._live[name] = container
         try:
-            result = await call_client(
-                [self.client, *self._run_options(name, folder, spec), spec.image, "-c", START],
-                timeout_s=self._start_timeout_s,
-            )
+            proxy = allowlist.environment() if spec.hosts else {}
+            with env_options({**proxy, **spec.env}) as variables:
+                options = [*self._run_options(name, folder, spec), *variables]
+                result = await call_client(
+                    [self.client, *options, spec.image, "-c", START],
+                    timeout_s=self._start_timeout_s,
+                )
             if result.code:
                 raise MachineLost(f"image {spec.image}: no container starts: {result.problem}")
             await container.channel.ready(timeout_s=self._start_timeout_s)
             container.pid = await self._pid_of(name)
+            container.is_root = runs_as_root(container.pid)
             if self._maps_ids:
                 await self._forbid_namespaces(container.pid)
             if spec.hosts:
@@ -255,9 +344,6 @@ class Containers:
             options += ["--cap-add", capability]
         for key, value in spec.labels.items():
             options += ["--label", f"{key}={value}"]
-        proxy = allowlist.environment() if spec.hosts else {}
-        for key, value in {**proxy, **spec.env}.items():
-            options += ["--env", f"{key}={value}"]
         if spec.user is not None:
             options += ["--user", spec.user]
         return options
@@ -293,8 +379,17 @@ class Containers:
             full = [
                 container
                 for container, size in zip(watched, sizes, strict=True)
-                if size > container.spec.disk_mb * MB
+                if size is not None and size > container.spec.disk_mb * MB
             ]
+            for container, size in zip(watched, sizes, strict=True):
+                if size is None and not self._warned_of_disk:
+                    self._warned_of_disk = True
+                    warnings.warn(
+                        f"runtime.disk_mb={container.spec.disk_mb}: what a container wrote cannot "
+                        "be read, so that only single files are limited",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
             for container in full:
                 limit = f"runtime.disk_mb={container.spec.disk_mb}"
                 container.channel.fail(f"{limit}: the container wrote more and was ended")
@@ -305,6 +400,18 @@ async def _try_to_stop(container: Container) -> None:
     """Remove a container; what the client cannot remove now is left to a later attempt."""
     with suppress(MachineLost):
         await container.stop()
+
+
+def runs_as_root(pid: int) -> bool:
+    """Return True if a process has id 0 in its user namespace; False if it cannot be seen."""
+    with suppress(OSError):
+        status = Path(f"/proc/{pid}/status").read_text()
+        outside = int(status.partition("\nUid:")[2].split()[0])
+        for line in Path(f"/proc/{pid}/uid_map").read_text().splitlines():
+            first, mapped, _ = map(int, line.split())
+            if first == 0:
+                return outside == mapped
+    return False
 
 
 def upper_folder(pid: int) -> str | None:
@@ -320,21 +427,46 @@ def upper_folder(pid: int) -> str | None:
     return None
 
 
-def _sizes(folders: Sequence[str | None]) -> list[int]:
-    return [0 if folder is None else size_of(folder) for folder in folders]
+def _sizes(folders: Sequence[str | None]) -> list[float | None]:
+    """Return the size of each folder; None for one that cannot be read."""
+    sizes: list[float | None] = []
+    for folder in folders:
+        try:
+            sizes.append(0.0 if folder is None else size_of(folder))
+        except OSError:
+            sizes.append(None)
+    return sizes
 
 
-def size_of(folder: str) -> int:
-    """Return the bytes on disk below a folder."""
-    total, folders = 0, [folder]
-    while folders:
-        with suppress(OSError), os.scandir(folders.pop()) as entries:
-            for entry in entries:
-                with suppress(OSError):
-                    total += 512 * entry.stat(follow_symlinks=False).st_blocks
-                    if entry.is_dir(follow_symlinks=False):
-                        folders.append(entry.path)
+def size_of(folder: str | int, depth: int = DEEPEST) -> float:
+    """Return the bytes on disk below a folder, with INODE for each entry; infinity if it is deep.
+
+    What disappears meanwhile does not count. Raises OSError for what cannot be read.
+    """
+    if not depth:
+        return math.inf
+    total = 0.0
+    with suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError, NotADirectoryError):
+                status = entry.stat(follow_symlinks=False)
+                total += INODE + 512 * status.st_blocks
+                if stat.S_ISDIR(status.st_mode):
+                    total += _size_inside(folder, entry.name, depth - 1)
     return total
+
+
+def _size_inside(folder: str | int, name: str, depth: int) -> float:
+    """Return the size of a subfolder, whatever the length of its path."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    if isinstance(folder, str):
+        descriptor = os.open(os.path.join(folder, name), flags)
+    else:
+        descriptor = os.open(name, flags, dir_fd=folder)
+    try:
+        return size_of(descriptor, depth)
+    finally:
+        os.close(descriptor)
 
 
 def _at_most(value: int, kind: int) -> int:

@@ -7,7 +7,7 @@ import getpass
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -15,19 +15,20 @@ from pathlib import Path
 
 from agenttrain.runtimes import images
 from agenttrain.runtimes.allowlist import common_hosts
-from agenttrain.runtimes.base import MachineLost, MachineSpec, Runtime
+from agenttrain.runtimes.base import EndsProcesses, MachineLost, MachineSpec, Runtime
 from agenttrain.runtimes.config import Client, Grade, Network, RuntimeConfig
 from agenttrain.runtimes.containers import Containers
 from agenttrain.runtimes.harbor import grading
 from agenttrain.runtimes.harbor.task import (
     COLUMN,
+    TASK_FILE,
     HarborTask,
     Healthcheck,
     TaskPlace,
     read_task,
     resolve_variables,
 )
-from agenttrain.types import ConfigError, Rollout, RolloutMachine, Task
+from agenttrain.types import ConfigError, Rollout, RolloutMachine, Task, ToolUnavailable
 from agenttrain.utils.locate import locate
 from agenttrain.utils.redaction import hide_secrets
 
@@ -104,6 +105,7 @@ class Machines:
 
     async def grade_task(self, task: HarborTask, machine: RolloutMachine) -> dict[str, float]:
         """Return the rewards of a task's tests, in the container that settings or task ask for."""
+        self._check_trust([task.tests / "test.sh"])
         try:
             env = resolve_variables(task.verifier_env, self._env)
         except ValueError as error:
@@ -113,11 +115,15 @@ class Machines:
         if self.settings.grade is Grade.fresh and place is None:
             place = task.place
         if place is None or self.settings.grade is Grade.shared:
-            return await grading.grade(machine, replace(task, bundled_tests=False), env)
+            if isinstance(machine, EndsProcesses) and not self.settings.keep_processes:
+                await machine.end_processes()
+            user = task.agent_user or self.settings.user
+            shared = replace(task, agent_user=user, bundled_tests=False)
+            return await grading.grade(machine, shared, env)
         fresh = await self._start_place(task, place, user=task.verifier_user)
         try:
             alone = replace(task, agent_user=None, verifier_user=None)
-            await grading.make_folders(fresh, task.verifier_user)
+            await grading.make_folders(fresh)
             await grading.move_artifacts(machine, fresh, alone)
             return await grading.grade(fresh, alone, env)
         finally:
@@ -127,6 +133,7 @@ class Machines:
         """Run a task's solution; return its problem, or None. Raises MachineLost."""
         if task.solution is None:
             return "it has no solution/solve.sh"
+        self._check_trust([task.solution / "solve.sh"])
         try:
             env = resolve_variables(task.solution_env, self._env)
         except ValueError as error:
@@ -139,15 +146,20 @@ class Machines:
     async def release(self, rollout_id: str) -> None:
         """End a rollout's machine. A client that fails leaves it to the end of the run."""
         machine = self._machines.pop(rollout_id, None)
-        if machine is not None:
+        if machine is None:
+            return
+        try:
             await self._end(machine)
+        finally:  # also where this is cancelled: the end goes on by itself
             self._running.release()
 
     async def aclose(self) -> None:
         """End all machines."""
-        for rollout_id in list(self._machines):
-            await self.release(rollout_id)
-        await self._runtime.aclose()
+        try:
+            for rollout_id in list(self._machines):
+                await self.release(rollout_id)
+        finally:
+            await self._runtime.aclose()
 
     async def prepare(self, tasks: Sequence[Task]) -> None:
         """Build or look for the images of tasks before anything is sampled; raises MachineLost."""
@@ -171,15 +183,20 @@ class Machines:
                 found[place.image] = min(place.build_timeout_s, self.settings.build_timeout_s)
             if harbor is None:
                 found[self._image_name(task)] = self.settings.build_timeout_s
-        if not self.settings.trust and (files := list(_strangers_files(tasks, found))):
-            more = "" if len(files) <= SHOWN else f"\n  … and {len(files) - SHOWN} more"
-            listed = "\n".join(f"  {file}" for file in files[:SHOWN])
-            raise ConfigError(
-                "runtime.trust=false: these files of task folders would run in containers, and "
-                f"they are code of whoever made them:\n{listed}{more}\nread them, and add "
-                "runtime.trust=true"
-            )
+        self._check_trust(_strangers_files(tasks, found))
         return found
+
+    def _check_trust(self, files: Iterable[Path]) -> None:
+        """Raise ConfigError if files of task folders would run, and are not trusted."""
+        if self.settings.trust or not (listed := list(files)):
+            return
+        more = "" if len(listed) <= SHOWN else f"\n  … and {len(listed) - SHOWN} more"
+        shown = "\n".join(f"  {file}" for file in listed[:SHOWN])
+        raise ConfigError(
+            "runtime.trust=false: these files of task folders would run in containers, and "
+            f"they are code of whoever made them:\n{shown}{more}\nread them, and add "
+            "runtime.trust=true"
+        )
 
     def _bind_to_loop(self) -> None:
         """Make the limits anew for another event loop."""
@@ -198,7 +215,7 @@ class Machines:
             except MachineLost as error:
                 if attempt == self.settings.retries:
                     text = hide_secrets(str(error))
-                    raise MachineLost(f"runtime={self.settings.name}: {text}") from error
+                    raise MachineLost(f"{self.settings.label}: {text}") from error
                 await asyncio.sleep(pause)
                 pause *= 2
         raise AssertionError
@@ -212,7 +229,7 @@ class Machines:
                 harbor, harbor.place, user=user, labels=labels, for_rollout=True
             )
             try:
-                await grading.make_folders(machine, user)
+                await grading.make_folders(machine)
                 if harbor.place.healthcheck is not None:
                     await wait_until_healthy(machine, harbor.place.healthcheck)
             except BaseException:
@@ -234,6 +251,7 @@ class Machines:
         for_rollout: bool = False,
     ) -> RolloutMachine:
         """Start a container that a Harbor task describes, within the run's own limits."""
+        self._check_trust([task.folder / TASK_FILE])
         try:
             env = resolve_variables(place.env, self._env)
         except ValueError as error:
@@ -295,6 +313,8 @@ class Machines:
 
     async def _image(self, image: str, timeout_s: float, *, for_rollout: bool) -> str:
         """Return the name of an image, which is built if it is a folder. Raises MachineLost."""
+        if images.is_folder(image):  # rows that no check has seen come here too
+            self._check_trust([images.folder_of(image) / images.DOCKERFILE])
         if self._own:
             return image
         key = (image, for_rollout)
@@ -318,7 +338,7 @@ class Machines:
         return self._images[key]
 
     async def _end(self, machine: RolloutMachine) -> None:
-        with suppress(MachineLost):
+        with suppress(ToolUnavailable):
             await asyncio.shield(asyncio.ensure_future(machine.stop()))
 
 
@@ -412,12 +432,12 @@ def package_of(client: Client) -> str:
     return "podman runc" if client is Client.podman else "docker.io"
 
 
-def _strangers_files(tasks: Sequence[Task], found: Mapping[str, float]) -> Iterator[str]:
+def _strangers_files(tasks: Sequence[Task], found: Mapping[str, float]) -> Iterator[Path]:
     """Yield the files of task folders that would run."""
     for image in found:
         if images.is_folder(image):
-            yield str(Path(image) / images.DOCKERFILE)
+            yield images.folder_of(image) / images.DOCKERFILE
     for task in tasks:
         harbor = harbor_task(task)
         if harbor is not None:
-            yield str(harbor.tests / "test.sh")
+            yield harbor.tests / "test.sh"

@@ -23,6 +23,7 @@ from agenttrain.settings.engine_checks import engine_problems
 from agenttrain.settings.overrides import as_typed, key_of
 from agenttrain.settings.role_checks import role_problems, used_roles
 from agenttrain.settings.run_config import RunConfig
+from agenttrain.tools.sandbox.config import RUNTIME
 from agenttrain.tracking.config import tracker_problems
 from agenttrain.tracking.names import METRICS, metric_row
 from agenttrain.training.config import Dtype, MixedPrecision, Schedule
@@ -181,6 +182,11 @@ def _runtime(config: RunConfig) -> Iterator[str]:
             key
             for key, section in sections.items()
             if isinstance(section, Mapping) and section.get("_target_") in (FILES, HARBOR)
+        ]
+        needs += [
+            f"{key}.sandbox={RUNTIME}"
+            for key, section in sections.items()
+            if isinstance(section, Mapping) and section.get("sandbox") == RUNTIME
         ]
         for key in needs:
             yield f"{key}: needs a container for each rollout; add runtime=podman"

@@ -31,6 +31,7 @@ from agenttrain.engines.config import Sampling
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.rollout.config import RolloutRequest
 from agenttrain.rollout.ledger import verify
+from agenttrain.runtimes.base import MachineLost
 from agenttrain.tracking.rollouts import read_rollout, rollout_record
 from agenttrain.types import Completion, Rollout, StopReason, ToolError
 
@@ -549,6 +550,20 @@ def test_an_agent_that_raises_is_an_error_and_no_zero() -> None:
     assert (done.stop_reason, done.turns) == (StopReason.error, 1)
     assert done.error == "the agent raised OSError: no network"
     assert rollout(drive, SEVEN, on_failure="zero").stop_reason is StopReason.agent_failed
+
+
+@pytest.mark.parametrize("wrap", ["", "cause", "group"])
+def test_a_machine_that_is_lost_is_no_failure_of_the_agent(wrap: str) -> None:
+    async def drive(agent: AgentTask) -> None:
+        async with client(agent) as http:
+            await ask(http, ASK)
+        lost = MachineLost("the container ended")
+        if wrap == "cause":
+            raise ValueError from lost
+        raise ExceptionGroup("g", [lost]) if wrap else lost
+
+    done = rollout(drive, SEVEN, on_failure="zero")
+    assert (done.stop_reason, done.error) == (StopReason.error, "the container ended")
 
 
 def test_an_agent_that_hangs_runs_out_of_time() -> None:

@@ -113,6 +113,30 @@ def test_a_command_gets_input_variables_and_folder_and_gives_output_and_code() -
     asyncio.run(work())
 
 
+def test_another_user_s_command_and_variables_go_by_the_client(
+    fault: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OWN", "a secret")
+
+    async def work() -> None:
+        async with machine(env=["OWN"]) as box:
+            script = 'echo "$OWN,$A,$B"; id -u; cat; exit 125'
+            env = {"A": "it's # x", "B": "two\nlines"}
+            result = await box.exec(
+                ["sh", "-c", script], timeout_s=30, user="1000", env=env, stdin=b"in"
+            )
+            assert (result.code, result.text) == (125, "a secret,it's # x,two\nlines\n1000\nin")
+            assert result.size == len(result.output)
+            assert "a secret" not in fault.with_name("log").read_text()
+            assert "it's" not in fault.with_name("log").read_text()
+            fault.write_text("gone")
+            with pytest.raises(MachineLost, match="cannot connect to the daemon"):
+                await box.exec(["true"], timeout_s=30, user="1000")
+            fault.write_text("")
+
+    asyncio.run(work())
+
+
 def test_a_command_that_takes_too_long_ends_with_its_descendants() -> None:
     async def work() -> None:
         async with machine() as box:
@@ -389,6 +413,7 @@ def test_rollouts_see_no_files_and_processes_of_each_other() -> None:
 CLIENT = """#!/bin/sh
 # The real podman, unless the file FAULT says otherwise.
 fault=$(cat {fault} 2>/dev/null)
+echo "$@" >> {log}
 case "$fault $1" in
   "start run") echo "cannot start" >&2; exit 125;;
   "hang run") sleep 60;;
@@ -408,7 +433,7 @@ def fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     file = tmp_path / "fault"
     client = folder / "podman"
-    client.write_text(CLIENT.format(fault=file, podman=real))
+    client.write_text(CLIENT.format(fault=file, log=tmp_path / "log", podman=real))
     client.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     return file

@@ -10,16 +10,27 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from container_kit import BASE, make_task, needs_containers, podman
+from container_kit import (
+    BASE,
+    IMAGE,
+    machines,
+    make_image,
+    make_task,
+    needs_containers,
+    podman,
+)
 
 from agenttrain import cli
 from agenttrain.data.harbor import harbor_rows
 from agenttrain.data.tasks import to_task
 from agenttrain.rewards.builtin.harbor import harbor
-from agenttrain.runtimes.base import MachineLost
+from agenttrain.runtimes.base import MachineLost, MachineSpec
 from agenttrain.runtimes.config import RuntimeConfig
+from agenttrain.runtimes.containers import size_of
+from agenttrain.runtimes.harbor import grading
 from agenttrain.runtimes.harbor.keys import KEYS, Use
 from agenttrain.runtimes.harbor.task import BadTask, read_task, resolve_variables
+from agenttrain.runtimes.local import LocalMachine, LocalRuntime
 from agenttrain.runtimes.machines import Machines, harbor_task
 from agenttrain.types import ConfigError, Rollout, Task
 
@@ -41,6 +52,7 @@ def test_the_example_tasks_are_rows() -> None:
     assert (task.place.memory_mb, task.place.wants_network) == (512, False)
 
 
+HEALTH = "[environment]\ndocker_image='x'\n[environment.healthcheck]\ncommand = 'true'\n"
 REFUSED = {
     'steps = [{ name = "a" }]': "steps: tasks of several steps are not run",
     "[environment]\ndocker_image='x'\ngpus = 1": "environment.gpus: containers here have no GPU",
@@ -53,6 +65,16 @@ REFUSED = {
     "artifacts = ['../etc/passwd']": "artifacts=../etc/passwd: expected an absolute path",
     "[agent]\ntimeout_sec = -1": "agent.timeout_sec=-1: must be more than 0",
     "[verifier]\nenvironment_mode = 'x'": "verifier.environment_mode=x",
+    f"{HEALTH}timeout_sec = '5'": "environment.healthcheck.timeout_sec=5: expected a number",
+    f"{HEALTH}interval_sec = -1": "environment.healthcheck.interval_sec=-1: must be more than 0",
+    f"{HEALTH}retries = 0": "environment.healthcheck.retries=0: expected a whole number",
+    f"{HEALTH}start_period_sec = 0\ncommand2 = 1": "environment.healthcheck.command2: is no key",
+    f"[agent]\ntimeout_sec = 1{'0' * 400}": "too large",
+    "[environment]\ndocker_image='x'\nmemory = '1e400G'": "cannot convert float infinity",
+    "[[verifier.collect]]\ntimeout_sec = 1": "command: is missing",
+    "[verifier.env]\n'a b' = 'x'": "verifier.env.a b: is no name of a variable",
+    "[agent]\nuser = '\\u0000'": "holds a NUL character",
+    "[environment]\ndocker_image='--privileged'": "docker_image=--privileged: names no image",
 }
 """task.toml -> part of the refusal."""
 
@@ -173,17 +195,17 @@ def outcome(tasks: list[Task], *, solved: bool) -> dict[str, dict[str, float]]:
     """The rewards of each task, solved by its solution or untouched."""
 
     async def work() -> dict[str, dict[str, float]]:
-        machines = Machines(RuntimeConfig(name="podman", trust=True, memory_mb=512))
+        pool = Machines(RuntimeConfig(name="podman", trust=True, memory_mb=512))
         grades = {}
         for task in tasks:
             harbor_of = harbor_task(task)
             assert harbor_of is not None
-            machine = await machines.start(task.task_id, task)
+            machine = await pool.start(task.task_id, task)
             if solved:
-                assert await machines.solve(harbor_of, machine) is None
-            grades[task.task_id] = await machines.grade_task(harbor_of, machine)
-            await machines.release(task.task_id)
-        await machines.aclose()
+                assert await pool.solve(harbor_of, machine) is None
+            grades[task.task_id] = await pool.grade_task(harbor_of, machine)
+            await pool.release(task.task_id)
+        await pool.aclose()
         return grades
 
     return asyncio.run(work())
@@ -213,6 +235,14 @@ def test_rehearse_lists_tasks_whose_solution_fails_or_that_pass_untouched(tmp_pa
     good = [attempt for attempt in attempts.values() if not attempt["problems"]]
     assert {(a["oracle"]["reward"], a["untouched"]["reward"]) for a in good} == {(1.0, 0.0)}
     assert attempts["csv-total"]["oracle"] == {"total": 1.0, "best": 1.0, "reward": 1.0}
+
+
+@pytest.mark.parametrize(
+    "text", ['{"reward": 1' + "0" * 400 + "}", "[" * 65_000, '{"\\ud800": 1}', "{}", "[1]", '"1"']
+)
+def test_no_reward_file_is_more_than_trouble_of_its_rollout(text: str) -> None:
+    with pytest.raises(MachineLost, match="reward"):
+        grading._rewards(grading.REWARD_JSON, text)
 
 
 BAD_TESTS = {
@@ -276,4 +306,105 @@ def test_grades_equal_those_of_harbor(tmp_path: Path) -> None:
             name = result["task_name"].rpartition("/")[2]
             theirs[name] = result["verifier_result"]["rewards"]
         assert theirs == outcome(tasks, solved=solved)
+    assert podman("ps", "-q", "--filter", "label=agenttrain.run") == ""
+
+
+FORGE = "while :; do echo 1 > /tmp/x; mv /tmp/x /logs/verifier/reward.txt; done"
+
+
+@needs_containers
+@pytest.mark.parametrize("user", [None, "1000"])
+def test_a_process_that_the_agent_left_does_not_grade(tmp_path: Path, user: str | None) -> None:
+    make_image()
+    test = "sleep 0.5; echo 0.25 > /logs/verifier/reward.txt; sleep 0.5; id -u"
+    folder = make_task(tmp_path / "task", test=test, image=IMAGE)
+    row = Task(task_id="t", messages=(), columns={"harbor": str(folder)})
+
+    async def work() -> dict[str, float]:
+        pool = machines(trust=True, user=user)
+        try:
+            box = await pool.start("r", row)
+            await box.exec(["sh", "-c", f"({FORGE}) >/dev/null 2>&1 &"], timeout_s=10)
+            rollout = Rollout(task=row, rollout_id="r")
+            await pool.grade(rollout)
+            log = await box.exec(["cat", "/logs/verifier/test-stdout.txt"], timeout_s=10)
+            assert log.text == "0\n"  # the tests run as root, whoever the agent is
+            return rollout.grades
+        finally:
+            await pool.aclose()
+
+    assert asyncio.run(work()) == {"reward": 0.25}
+
+
+def test_nothing_of_a_task_folder_runs_without_trust(tmp_path: Path) -> None:
+    (tmp_path / "image").mkdir()
+    (tmp_path / "image" / "Dockerfile").write_text("FROM scratch\n")
+    folder = make_task(tmp_path / "task")
+    rows = [{"image": str(tmp_path / "image")}, {"harbor": str(folder)}]
+
+    async def work() -> None:
+        runtime = LocalRuntime()
+        pool = Machines(RuntimeConfig(name="podman", image="x"), runtime)
+        for columns in rows:
+            with pytest.raises(ConfigError, match=r"runtime\.trust=false"):
+                await pool.start("r", Task(task_id="t", messages=(), columns=columns))
+        machine = await runtime.start(MachineSpec(image="x"))
+        with pytest.raises(ConfigError, match=r"runtime\.trust=false"):
+            await pool.grade_task(read_task(folder), machine)
+        await pool.aclose()
+
+    asyncio.run(work())
+
+
+def test_a_release_that_is_cancelled_or_fails_frees_its_place() -> None:
+    class Stubborn(LocalMachine):
+        async def stop(self) -> None:
+            await asyncio.sleep(0.05)
+            raise ValueError("a bug of the back end's")
+
+    class Cloud(LocalRuntime):
+        async def start(self, spec: MachineSpec) -> LocalMachine:
+            return Stubborn(spec)
+
+    async def work() -> None:
+        pool = Machines(RuntimeConfig(name="podman", image="x", max_running=1), Cloud())
+        row = Task(task_id="t", messages=())
+        await pool.start("a", row)
+        ending = asyncio.ensure_future(pool.release("a"))
+        await asyncio.sleep(0.01)
+        ending.cancel()
+        await asyncio.wait((ending,))
+        async with asyncio.timeout(5):
+            await pool.start("b", row)
+            with pytest.raises(ValueError, match="a bug"):
+                await pool.release("b")
+            await pool.start("c", row)
+
+    asyncio.run(work())
+
+
+def test_what_a_container_writes_is_measured_at_any_depth(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    assert size_of(str(tmp_path)) == 4096
+    inside = os.open(tmp_path, os.O_RDONLY)
+    for _ in range(30):  # a path of 7,500 characters, which no system call takes
+        os.mkdir("x" * 250, dir_fd=inside)
+        below = os.open("x" * 250, os.O_RDONLY, dir_fd=inside)
+        os.close(inside)
+        inside = below
+    file = os.open("file", os.O_WRONLY | os.O_CREAT, dir_fd=inside)
+    os.write(file, bytes(1 << 20))
+    assert 1 << 20 < size_of(str(tmp_path)) < 2 << 20
+    assert size_of(str(tmp_path), depth=30) == float("inf")
+    for descriptor in (file, inside):
+        os.close(descriptor)
+
+
+@needs_containers
+def test_a_call_of_a_tool_is_tried_in_a_container(capsys: pytest.CaptureFixture[str]) -> None:
+    make_image()
+    words = ("experiment=none", "model=shop", "debug=tiny", "tools=[bash]", "stop_tools=[]")
+    more = ("runtime=podman", f"runtime.image={IMAGE}", "--call", "bash", '{"command": "hostname"}')
+    assert cli.main(["tools", *words, *more]) == 0
+    assert "sandbox" in capsys.readouterr().out
     assert podman("ps", "-q", "--filter", "label=agenttrain.run") == ""

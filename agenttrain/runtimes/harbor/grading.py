@@ -16,24 +16,25 @@ REWARD_JSON, REWARD_TEXT = f"{VERIFIER_LOGS}/reward.json", f"{VERIFIER_LOGS}/rew
 LOGS = ("/logs/agent", VERIFIER_LOGS, "/logs/artifacts")
 LARGEST_REWARD = 1 << 16
 """Bytes of a reward file."""
+ROOT = "0"
+"""User of the grader's own steps, whoever the machine's user is."""
 STEP_S = 60.0
 LAST_CHARS = 500
 """Characters of the tests' output that an error quotes."""
 
 
-async def make_folders(machine: RolloutMachine, user: str | None) -> None:
+async def make_folders(machine: RolloutMachine) -> None:
     """Make the folders that Harbor mounts, which every user may write to."""
     folders = " ".join(LOGS)
     script = f"chmod u+w / 2>/dev/null; mkdir -p {folders} && chmod 777 {folders}"
-    await _run(machine, script, user=None if user is None else "0")
+    await _run(machine, script)
 
 
 async def solve(machine: RolloutMachine, task: HarborTask, env: dict[str, str]) -> CommandResult:
     """Run the task's solution as the agent's user. Raises MachineLost if it cannot be copied."""
     assert task.solution is not None
     await machine.copy_in(task.solution, SOLUTION)
-    root = None if task.agent_user is None else "0"
-    await _run(machine, f"chmod +x {SOLUTION}/solve.sh", user=root)
+    await _run(machine, f"chmod +x {SOLUTION}/solve.sh")
     return await machine.exec(
         ["sh", "-c", f"({SOLUTION}/solve.sh) > /logs/agent/oracle.txt 2>&1"],
         timeout_s=task.agent_timeout_s or task.verifier_timeout_s,
@@ -65,13 +66,15 @@ async def grade(machine: RolloutMachine, task: HarborTask, env: dict[str, str]) 
 
     Whatever keeps them from writing one is trouble of the infrastructure: MachineLost, never 0.
     """
-    root = None if task.agent_user is None else "0"
-    await _run(machine, f"rm -rf {TESTS}; rm -f {REWARD_JSON} {REWARD_TEXT}", user=root)
+    await _run(machine, f"rm -rf {TESTS} {VERIFIER_LOGS}")
+    await make_folders(machine)  # its files may be anything that the agent has prepared
     if not task.bundled_tests:
         await machine.copy_in(task.tests, TESTS)
     script = f"({TESTS}/test.sh) > {VERIFIER_LOGS}/test-stdout.txt 2>&1"
-    await _run(machine, f"chmod +x {TESTS}/test.sh", user=root)
-    user = task.verifier_user if task.verifier_user is not None else root
+    await _run(machine, f"chmod +x {TESTS}/test.sh")
+    user = task.verifier_user
+    if user is None and task.agent_user is not None:
+        user = ROOT
     result = await machine.exec(
         ["sh", "-c", script], timeout_s=task.verifier_timeout_s, env=env, user=user
     )
@@ -95,14 +98,22 @@ def _rewards(path: str, text: str) -> dict[str, float]:
         raise MachineLost(f"{path}: the tests left it empty")
     try:
         value = json.loads(text) if path == REWARD_JSON else float(text)
-    except ValueError as error:
-        raise MachineLost(f"{path}: is no reward: {text[:200]!r}") from error
-    rewards = value if isinstance(value, dict) else {"reward": value}
-    for name, number in rewards.items():
-        is_number = isinstance(number, int | float) and isfinite(number)
-        if not is_number:
-            raise MachineLost(f"{path}: {name}={number!r:.100}: a reward is a finite number")
-    return {name: float(number) for name, number in rewards.items()}
+        rewards = value if isinstance(value, dict) else {"reward": value}
+        numbers = {name: _finite(number) for name, number in rewards.items()}
+        "".join(numbers).encode()  # JSON can name half of a surrogate pair, which no file can hold
+    except (ValueError, OverflowError, RecursionError) as error:
+        reason = f"{text[:200]!r} is no reward: a reward is a finite number"
+        raise MachineLost(f"{path}: {reason}") from error
+    if not numbers:
+        raise MachineLost(f"{path}: names no reward")
+    return numbers
+
+
+def _finite(value: object) -> float:
+    """Return a number. Raises ValueError, and OverflowError for one that no float can hold."""
+    if not isinstance(value, int | float) or not isfinite(value):
+        raise ValueError
+    return float(value)
 
 
 async def _read(machine: RolloutMachine, path: str) -> str | None:
@@ -111,13 +122,14 @@ async def _read(machine: RolloutMachine, path: str) -> str | None:
         ["sh", "-c", 'test -f "$1" && head -c "$2" "$1"', "sh", path, str(LARGEST_REWARD)],
         timeout_s=STEP_S,
         cwd="/",
+        user=ROOT,
         max_bytes=4 * LARGEST_REWARD,
     )
     return None if result.code else result.text
 
 
-async def _run(machine: RolloutMachine, script: str, *, user: str | None) -> None:
-    result = await machine.exec(["sh", "-c", script], timeout_s=STEP_S, cwd="/", user=user)
+async def _run(machine: RolloutMachine, script: str) -> None:
+    result = await machine.exec(["sh", "-c", script], timeout_s=STEP_S, cwd="/", user=ROOT)
     if result.code:
         raise MachineLost(f"`{script}` failed in the container: {_end_of(result)}")
 

@@ -10,6 +10,7 @@ fix-script/
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +29,8 @@ COLUMN = "harbor"
 TASK_FILE, INSTRUCTION = "task.toml", "instruction.md"
 COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "singularity-compose.yaml")
 LARGEST_FILE = 1 << 20
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+"""Name of an environment variable."""
 VARIABLE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
 UNITS = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
 FREE_FORM = (
@@ -128,7 +131,9 @@ def read_task(folder: Path) -> HarborTask:
         raise BadTask("\n".join(f"{folder / TASK_FILE}: {problem}" for problem in problems))
     try:
         return _task(folder, settings)
-    except (TypeError, ValueError, AttributeError) as error:
+    except KeyError as error:
+        raise BadTask(f"{folder / TASK_FILE}: {error.args[0]}: is missing") from error
+    except (TypeError, ValueError, AttributeError, OverflowError, OSError) as error:
         raise BadTask(f"{folder / TASK_FILE}: {error}") from error
 
 
@@ -173,8 +178,11 @@ def _settings(folder: Path) -> dict[str, Any]:
         file = folder / TASK_FILE
         if file.stat().st_size > LARGEST_FILE:
             raise BadTask(f"{file}: is larger than {LARGEST_FILE >> 20} MiB")
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        settings = tomllib.loads(file.read_text(encoding="utf-8"))
+        if "\\u0000" in json.dumps(settings, default=str):
+            raise BadTask(f"{file}: holds a NUL character, which no command can")
+        return settings
+    except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, BadTask):
             raise
         raise BadTask(f"{folder / TASK_FILE}: cannot be read: {error}") from error
@@ -246,6 +254,8 @@ def _task(folder: Path, settings: Mapping[str, Any]) -> HarborTask:
 
 def _place(section: Mapping[str, Any], folder: Path, *, required: bool = True) -> TaskPlace:
     image = _text(section.get("docker_image"))
+    if image is not None and image.startswith("-"):
+        raise ValueError(f"environment.docker_image={image}: names no image")
     compose = next((name for name in COMPOSE if (folder / name).is_file()), None)
     if compose is not None:
         raise ValueError(f"{folder.name}/{compose}: containers of several services are not made")
@@ -269,7 +279,6 @@ def _place(section: Mapping[str, Any], folder: Path, *, required: bool = True) -
         raise ValueError(
             f"environment.allowed_hosts={bad[0]}: expected a name like pypi.org or *.pypi.org"
         )
-    health = section.get("healthcheck")
     return TaskPlace(
         docker_image=image,
         folder=folder,
@@ -281,8 +290,26 @@ def _place(section: Mapping[str, Any], folder: Path, *, required: bool = True) -
         workdir=_text(section.get("workdir")),
         wants_network=network != "no-network",
         hosts=tuple(hosts) if network == "allowlist" else None,
-        healthcheck=None if health is None else Healthcheck(**health),
+        healthcheck=_healthcheck(section.get("healthcheck")),
     )
+
+
+def _healthcheck(table: Mapping[str, Any] | None) -> Healthcheck | None:
+    """Return a health check whose values have the types that it declares."""
+    if table is None:
+        return None
+    check = Healthcheck(**table)
+    key = "environment.healthcheck"
+    if not isinstance(check.command, str):
+        raise ValueError(f"{key}.command={check.command}: expected a text")
+    _number(f"{key}.timeout_sec", check.timeout_sec)
+    for name in ("interval_sec", "start_period_sec", "start_interval_sec"):
+        if getattr(check, name) != 0:
+            _number(f"{key}.{name}", getattr(check, name))
+    retries = check.retries
+    if isinstance(retries, bool) or not isinstance(retries, int) or retries < 1:
+        raise ValueError(f"{key}.retries={retries}: expected a whole number above 0")
+    return check
 
 
 def _megabytes(name: str, section: Mapping[str, Any]) -> int | None:
@@ -315,7 +342,9 @@ def _text(value: Any) -> str | None:
 def _texts(key: str, value: Any) -> dict[str, str]:
     if not isinstance(value, Mapping | None):
         raise ValueError(f"{key}: expected a table of texts")
-    return {str(name): str(text) for name, text in (value or {}).items()}
+    if bad := [name for name in value or {} if not NAME.fullmatch(name)]:
+        raise ValueError(f"{key}.{bad[0]}: is no name of a variable")
+    return {name: str(text) for name, text in (value or {}).items()}
 
 
 def _artifact(item: Any) -> str:
