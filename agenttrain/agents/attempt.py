@@ -501,14 +501,14 @@ class EndpointRollout:
             seed = transcript.seeds[plan.extends.index]
             turns = plan.extends.turns
         scan = StopScan(chat.text_of, question.stops)
-        own: dict[str, Any] = {}
+        sent: dict[str, Any] = {}
         if not transcript.trained:
-            own = validated(SampledFrom, question.sampling).model_dump(exclude_none=True)
-            if "top_k" in own:
-                own["top_k"] = max(own["top_k"], 0)  # some clients write -1 for all tokens
+            sent = validated(SampledFrom, question.sampling).model_dump(exclude_none=True)
+            if "top_k" in sent:
+                sent["top_k"] = max(sent["top_k"], 0)  # some clients write -1 for all tokens
         sampling = replace(
             request.sampling,
-            **own,
+            **sent,
             ends=scan.push if question.stops else None,
             max_tokens=budget,
             seed=derive_seed(seed, turns),

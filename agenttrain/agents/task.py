@@ -108,16 +108,16 @@ class AgentTask:
         except (TypeError, ValueError, RecursionError) as error:
             raise AgentFailed(f"cannot be sent its task as JSON: {error}") from error
 
-    def environment(self, own: Mapping[str, str]) -> dict[str, str]:
-        """Return a program's environment: `own`, and the variables by which it finds the policy.
+    def environment(self, of_agent: Mapping[str, str]) -> dict[str, str]:
+        """Return a program's environment: `of_agent`, and how it finds the policy.
 
-        Names of models in `own` stay, because `agent.models` says which of them is the policy.
+        Names of models in `of_agent` stay, because `agent.models` says which of them is the policy.
         """
         kept = SMALL_MODEL_VARIABLES if self.has_frozen else ()
         named = [name for name in MODEL_VARIABLES if name not in kept]
         return {
             **dict.fromkeys(named, self.model),
-            **own,
+            **of_agent,
             "AGENTTRAIN_URL": self.url,
             "AGENTTRAIN_ROLLOUT": self.rollout_id,
             "AGENTTRAIN_MODEL": self.model,

@@ -163,8 +163,8 @@ async def run_rollout(request: RolloutRequest, context: RolloutContext) -> Rollo
 
 def _limit_s(task: Task, context: RolloutContext) -> float | None:
     """Return the wall seconds of a rollout: the run's limit, or the task's own if it is lower."""
-    own = None if context.machines is None else context.machines.limit_s(task)
-    limits = [limit for limit in (context.limits.timeout_s, own) if limit is not None]
+    task_limit = None if context.machines is None else context.machines.limit_s(task)
+    limits = [limit for limit in (context.limits.timeout_s, task_limit) if limit is not None]
     return min(limits, default=None)
 
 

@@ -24,6 +24,6 @@ def peak_tflops(name: str) -> float | None:
     words = set(re.split(r"[\s-]+", name))  # ``NVIDIA A100-SXM4-80GB``
     if words & OTHER_RATE:
         return None
-    known = [entry for entry in PEAK_TFLOPS if set(entry.split()) <= words]
-    best = max(known, key=lambda entry: len(entry.split()), default=None)
+    matches = [entry for entry in PEAK_TFLOPS if set(entry.split()) <= words]
+    best = max(matches, key=lambda entry: len(entry.split()), default=None)
     return None if best is None else PEAK_TFLOPS[best]

@@ -227,9 +227,9 @@ class _ItemReader:
             return item
         name = str(item.get("id"))
         issued = self.find_issued(_key(name))
-        for known in output_items(issued, {}) if issued is not None else ():
-            if known["id"] == name:
-                return known
+        for candidate in output_items(issued, {}) if issued is not None else ():
+            if candidate["id"] == name:
+                return candidate
         raise RequestError(
             f"{where}.id={quote(name)}: no such item was issued in this conversation; send the "
             "items themselves, with store=false",

@@ -219,9 +219,11 @@ def _task(folder: Path, settings: Mapping[str, Any]) -> HarborTask:
         raise ValueError("verifier.environment: contradicts verifier.environment_mode=shared")
     verifier_place, bundled = None, False
     if separate:
-        own = _place(verifier.get("environment", {}), folder / "tests", required=False)
-        bundled = own.docker_image is not None or (own.folder / "Dockerfile").is_file()
-        verifier_place = own if bundled else place
+        tests_place = _place(verifier.get("environment", {}), folder / "tests", required=False)
+        bundled = (
+            tests_place.docker_image is not None or (tests_place.folder / "Dockerfile").is_file()
+        )
+        verifier_place = tests_place if bundled else place
     instruction = folder / INSTRUCTION
     if not instruction.is_file():
         raise ValueError(f"{INSTRUCTION}: is missing in the folder")
