@@ -122,6 +122,7 @@ def words(command: str) -> list[str]:
     return done.stdout.split("\0")[:-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", WITH_COMMANDS, ids=str)
 def test_commands(block: Block, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in block.commands():
@@ -160,6 +161,7 @@ def compose(arguments: list[str], block: Block) -> None:
             assert compose_all(command)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", PROGRAM_BLOCKS, ids=str)
 def test_programs(block: Block, place: Path) -> None:
     code = block.title or "program.py"
@@ -226,6 +228,7 @@ def test_the_check_of_an_outside_agent_prints_what_its_page_says(
     assert f"`{last.removeprefix('agent').strip()}`" in page.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_generated_pages_are_those_of_the_code() -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "reference"), "--check"],

@@ -37,6 +37,7 @@ def loaded() -> Any:
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--json", str(tmp_path / "found.json")]

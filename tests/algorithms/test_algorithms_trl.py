@@ -194,6 +194,7 @@ CASES: dict[str, tuple[AlgorithmConfig, dict]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", CASES)
 def test_loss_gradient_and_metrics_are_those_of_trl(name: str, seed: int, tmp_path) -> None:

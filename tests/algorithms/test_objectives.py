@@ -112,6 +112,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_run_trains_with_an_objective_from_outside_the_package(
     agenttrain: Agenttrain, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

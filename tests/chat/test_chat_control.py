@@ -101,6 +101,7 @@ def forged(chat: Chat, texts: Sequence[str]) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", QWEN)
 def test_no_added_token_of_qwen_can_be_forged(family: str) -> None:
     chat = real_qwen(family)

@@ -479,6 +479,7 @@ def test_chatml_and_the_first_mistrals_are_known() -> None:
     assert certificates["mistral-v1"] == "passed"
 
 
+@pytest.mark.slow
 def test_the_command_certifies_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     tokenizer = copy.copy(small_tokenizer(families()["qwen3"]))
     tokenizer.chat_template = original("qwen3")

@@ -224,6 +224,7 @@ def test_weights_that_were_copied_in_part(tmp_path: Path, capsys: pytest.Capture
     assert f"model.path={model}: cannot be loaded: " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_without_test_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

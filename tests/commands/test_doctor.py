@@ -63,6 +63,7 @@ def endpoint() -> Iterator[tuple[str, list[int]]]:
     server.server_close()
 
 
+@pytest.mark.slow
 def test_a_machine_that_can_run(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     install(place, "torch>=2", "pytest>=1; extra == 'quick'", "nowhere>=1; extra == 'rare'")
     install(place, "torch==0.1", "absent>=3", "rich; extra == 'x'", name="hydra-core")

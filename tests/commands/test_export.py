@@ -87,6 +87,7 @@ def test_the_exported_settings_are_those_of_the_run(run, tmp_path) -> None:
     assert composed.plain == recorded
 
 
+@pytest.mark.slow
 def test_adapters_alone_or_merged(adapters, tmp_path) -> None:
     assert main(["export", f"run={adapters}", f"to={tmp_path}/a", "format=adapter"]) == 0
     names = {file.name for file in (tmp_path / "a").iterdir()}
@@ -139,6 +140,7 @@ def ends(folder: Path) -> dict[str, object]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "formats"), [((), ["transformers"]), (LORA, ["merged", "adapter"])]
 )

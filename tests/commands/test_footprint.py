@@ -195,6 +195,7 @@ def test_the_largest_moment_of_a_backward_pass(checkpointing, vocabulary, budget
     assert 0.9 < told / seen.peak < 1.4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("budget_mb, tokens", [(1024, 600), (1, 600)])
 def test_the_head_takes_what_was_told(dtype, budget_mb, tokens):
@@ -265,6 +266,7 @@ def test_a_recurrent_layer_keeps_the_inputs_of_its_scan_alone(monkeypatch) -> No
     assert (kept - recomputed) / (128 * 2 * 1024) == pytest.approx(7.8, abs=0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Gemma2", "DeepseekV3", "Lfm2"])
 def test_a_trace_of_some_layers_gives_the_bytes_of_all(
     monkeypatch: pytest.MonkeyPatch, name: str

@@ -71,6 +71,7 @@ def test_a_run_is_pinned_to_a_commit_of_its_data(
     assert f"data.train.revision={other}: " in errors(capsys, *CHECK, f"data.revision={other}")
 
 
+@pytest.mark.slow
 def test_answers_of_the_hub(
     hub: StubHub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

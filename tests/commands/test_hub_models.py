@@ -125,6 +125,7 @@ def test_demonstrations_read_no_reward_model(hub: StubHub) -> None:
     assert pins(composed.config, "sft") == [f'++model.revision="{commit}"']
 
 
+@pytest.mark.slow
 def test_data_and_tools_take_an_id(hub: StubHub, capsys: pytest.CaptureFixture[str]) -> None:
     hub.publish(NAME)
     assert cli.main(["data", "--rows", "1", f"model.path={NAME}"]) == 0
@@ -169,6 +170,7 @@ def test_submit_refuses_weights_that_nodes_cannot_fetch(
     assert f'++model.revision="{commit}"' in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_all_jobs_of_a_sweep_have_the_commit_of_its_start(hub: StubHub) -> None:
     first, second = hub.publish(NAME), hub.publish("me/other", with_limits())
     grid = parse(["-m", "experiment=none", f"model.path={NAME},me/other"])

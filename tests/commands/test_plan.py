@@ -65,6 +65,7 @@ def parts(found: dict) -> dict[str, int]:
     return {part["name"]: part["bytes"] for part in found["parts"]}
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_bfloat16_run(capsys, folder):
     settings = ("model.dtype=bfloat16", "engine.max_rows=4", "engine.max_context=3072")
     code, found = plan(capsys, folder, *settings, "algorithm.kl.beta=0.1")
@@ -93,6 +94,7 @@ def test_experts_in_float32(capsys, tmp_path: Path, family: str) -> None:
     assert parts(found)["activations"] > 0
 
 
+@pytest.mark.slow
 def test_what_fsdp2_divides_and_ddp_does_not(capsys, short):
     _, one = plan(capsys, short)
     _, four = plan(capsys, short, "distributed=fsdp2", "distributed.processes=4")
@@ -125,6 +127,7 @@ def test_a_teacher_is_counted_where_it_is_larger_than_the_policy(capsys, short, 
     assert got["gathered"] > parts(alone)["gathered"] > 0
 
 
+@pytest.mark.slow
 def test_the_cache_holds_what_is_in_flight_and_an_evaluation_that_is_longer(capsys, short):
     rows = ("model.dtype=bfloat16", "engine.max_rows=4", "engine.max_context=4096")
     _, as_trained = plan(capsys, short, *rows)
@@ -182,6 +185,7 @@ def test_a_run_that_does_not_fit_names_overrides_with_which_it_does(capsys, shor
         assert (code, again["peak_bytes"]) == (0, remedy["peak_bytes"]), remedy
 
 
+@pytest.mark.slow
 def test_more_nodes_are_named_as_they_can_be_typed(capsys, short):
     run = (
         *("--gpu-memory-gb", "7.5", "distributed=fsdp2", "distributed.processes=8"),
@@ -196,6 +200,7 @@ def test_more_nodes_are_named_as_they_can_be_typed(capsys, short):
     assert (code, again["devices"]) == (0, 16)
 
 
+@pytest.mark.slow
 def test_several_settings_together_where_no_one_is_enough(capsys, short):
     code, found = plan(capsys, short, "--gpu-memory-gb", "7.5")
     assert code == 1
@@ -206,6 +211,7 @@ def test_several_settings_together_where_no_one_is_enough(capsys, short):
     assert code == 0 and again["fits"] is True
 
 
+@pytest.mark.slow
 def test_vllm_takes_its_share_and_says_whom_it_holds(capsys, short):
     settings = ("--gpu-memory-gb", "8", "engine=vllm", "model.dtype=bfloat16")
     _, found = plan(capsys, short, *settings)
@@ -226,6 +232,7 @@ def test_vllm_takes_its_share_and_says_whom_it_holds(capsys, short):
     assert sized["rollouts_bytes"] - found["rollouts_bytes"] == GIB // 2 - got["keys and values"]
 
 
+@pytest.mark.slow
 def test_the_bundled_model_in_words(capsys):
     assert cli.main(["plan", "--gpu-memory-gb", "8"]) == 0
     told = capsys.readouterr().out
@@ -340,6 +347,7 @@ def test_the_engines_own_format_is_what_it_takes(engines):
     )
 
 
+@pytest.mark.slow
 def test_32b_on_gpus_of_80_gib_is_refused_with_what_helps(engines, capsys):
     config, sizes = engines["32B"]
     machine = PlannedHardware(devices=64, memory=80 * GIB)
@@ -397,6 +405,7 @@ def test_adapters_that_training_continues_are_planned_on_their_base(capsys, shor
     assert not [part for part in new["parts"] if part["name"] == "reference"]
 
 
+@pytest.mark.slow
 def test_nothing_is_known_that_helps(capsys, short):
     lora = ("model.lora.rank=8", "model.dtype=bfloat16")
     code = cli.main(
@@ -448,6 +457,7 @@ def test_options_may_stand_anywhere():
     assert (options.devices, options.machine.kind, rest) == (2, "cpu", ["seed=1", "engine=vllm"])
 
 
+@pytest.mark.slow
 def test_servers_on_gpus_of_their_own(capsys, folder: Path) -> None:
     fleet = ("--devices", "4", "engine=vllm_server", "servers.count=3", "--gpu-memory-gb", "80")
     speeds = ("--server-tokens-per-s", "4000", "--trainer-tokens-per-s", "9000")

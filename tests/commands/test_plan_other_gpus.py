@@ -39,6 +39,7 @@ def judged(tmp_path: Path, model: str) -> tuple[str, ...]:
     return ("reward=[judge]", "reward.judge.url=role:judge", f"roles.judge.model={judge}")
 
 
+@pytest.mark.slow
 def test_rollouts_ahead_have_a_copy_of_the_policy_on_the_next_gpu(capsys, folder: Path) -> None:
     code, record = plan(capsys, folder, "--devices", "2", "--gpu-memory-gb", "80", *AHEAD)
     (copy,) = record["beside"]
@@ -51,6 +52,7 @@ def test_rollouts_ahead_have_a_copy_of_the_policy_on_the_next_gpu(capsys, folder
     assert record["tokens"]["rollouts_in_flight"] == 4
 
 
+@pytest.mark.slow
 def test_a_copy_that_does_not_fit_names_fewer_rows(capsys, folder: Path) -> None:
     few = ("training.gradient_checkpointing=true", "training.token_budget=4096")
     gpu = ("--devices", "2", "--gpu-memory-gb", "8", "training.logits_budget_mb=64", *few)
@@ -64,6 +66,7 @@ def test_a_copy_that_does_not_fit_names_fewer_rows(capsys, folder: Path) -> None
     assert record["beside"][0]["fits"]
 
 
+@pytest.mark.slow
 def test_on_one_gpu_the_copy_is_beside_the_trainer(capsys, folder: Path) -> None:
     _, apart = plan(capsys, folder, "--devices", "2", *AHEAD)
     _, shared = plan(capsys, folder, "--devices", "1", *AHEAD)
@@ -75,6 +78,7 @@ def test_on_one_gpu_the_copy_is_beside_the_trainer(capsys, folder: Path) -> None
     assert moments[0] - moments[1] == 2 * WEIGHTS + 3 * GIB
 
 
+@pytest.mark.slow
 def test_on_cpus_one_copy_serves_all_processes(capsys, folder: Path) -> None:
     cpu = ("--cpu", "--host-memory-gb", "64", "--devices", "2", "distributed=ddp")
     _, same = plan(capsys, folder, *cpu, *AHEAD[:3])
@@ -87,6 +91,7 @@ def test_on_cpus_one_copy_serves_all_processes(capsys, folder: Path) -> None:
 # GiB of bfloat16 weights, passes with 256 rows, graphs and workspaces, and what 0.9 x 80 leaves:
 # 8B 15.256 + 0.638 + 1.5 leave 54.6 and a sequence of 40,960 tokens takes 5.6;
 # 32B 61.024 + 0.806 + 1.5 leave 8.7 of the 10.0 that one takes. On two GPUs 72 - 32.4 and 5.0.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "settings", "fits", "remedy"),
     [
@@ -170,6 +175,7 @@ def test_an_optimizer_that_is_in_host_memory_while_rollouts_are_made(capsys, fol
     assert hosts[0] - hosts[1] == 4 * optimizer
 
 
+@pytest.mark.slow
 def test_a_checkpoint_in_background_keeps_its_copy_while_training_goes_on(
     capsys, folder: Path
 ) -> None:

@@ -34,6 +34,7 @@ def play(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     return played
 
 
+@pytest.mark.slow
 def test_the_rows_question_gets_the_ids_of_a_greedy_evaluation(play, tmp_path) -> None:
     folder = tmp_path / "eval"
     arguments = ["eval.questions=1", "tracker=none", f"hydra.run.dir={folder}"]
@@ -69,6 +70,7 @@ def test_the_model_before_training_answers_too(play, run) -> None:
     assert printed.count("stop_tool") == 2
 
 
+@pytest.mark.slow
 def test_commands(play, run) -> None:
     lines = ["/row 3", "/tokens", "/reset", "/resett", "/help", "/quit", "How many?"]
     printed = play(lines, f"run={run}", "--step", "2", *GREEDY)

@@ -56,6 +56,7 @@ def test_a_finished_run_has_nothing_to_do(capsys):
     assert "finished after 2 steps" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_eval_scores_the_checkpoint_as_the_run_itself_did():
     assert main(["eval", "run=run", "hydra.run.dir=evaluation"]) == 0
     after, recorded = summary("evaluation")["eval"]["after"], summary("run")["eval"]["after"]

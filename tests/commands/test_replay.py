@@ -64,6 +64,7 @@ def edit(shop, tmp_path) -> Callable[[Callable[[dict[str, Any]], None]], Path]:
     return edited
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tools", ["recorded", "live"])
 @pytest.mark.parametrize("task", ["shop", "calculator"])
 def test_ten_rollouts_replay_to_identical_ids(request, capsys, task, tools):
@@ -320,6 +321,7 @@ def quiz(tmp_path_factory) -> Path:
         sys.path.remove(str(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tools", ["recorded", "live"])
 def test_rollouts_of_an_environment_replay_too(quiz, monkeypatch, capsys, tools):
     monkeypatch.syspath_prepend(str(quiz.parent))
@@ -333,6 +335,7 @@ def test_rollouts_of_an_environment_replay_too(quiz, monkeypatch, capsys, tools)
     assert "10 of 10 rollouts of step 0 replay to identical ids" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_supervised_step_is_made_anew_from_its_rows(tmp_path, capsys):
     folder = tmp_path / "run"
     run = ("sft", "debug=tiny", "data=shop_demonstrations", "tracker=none", "steps=1")

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
+from jsonschema import Draft202012Validator, ValidationError
 from omegaconf import OmegaConf
 
 from agenttrain.cli import main
@@ -53,9 +53,15 @@ def test_the_page_has_a_table_for_each_section() -> None:
 OURS = [file for group in ("experiment", "debug") for file in (conf_folder() / group).iterdir()]
 
 
+@pytest.fixture(scope="module")
+def schema() -> Draft202012Validator:
+    Draft202012Validator.check_schema(json_schema())
+    return Draft202012Validator(json_schema())
+
+
 @pytest.mark.parametrize("file", OURS, ids=lambda file: file.stem)
-def test_our_own_files_pass_the_schema(file: Path) -> None:
-    jsonschema.validate(OmegaConf.to_container(OmegaConf.load(file)), json_schema())
+def test_our_own_files_pass_the_schema(file: Path, schema: Draft202012Validator) -> None:
+    schema.validate(OmegaConf.to_container(OmegaConf.load(file)))
 
 
 @pytest.mark.parametrize(
@@ -68,12 +74,14 @@ def test_our_own_files_pass_the_schema(file: Path) -> None:
         {"tools": {"sql": {"timeout_s": "long"}}},
     ],
 )
-def test_the_schema_refuses_what_the_settings_refuse(content: dict[str, Any]) -> None:
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(content, json_schema())
+def test_the_schema_refuses_what_the_settings_refuse(
+    content: dict[str, Any], schema: Draft202012Validator
+) -> None:
+    with pytest.raises(ValidationError):
+        schema.validate(content)
 
 
-def test_the_schema_takes_interpolations() -> None:
+def test_the_schema_takes_interpolations(schema: Draft202012Validator) -> None:
     content = {
         "steps": "???",
         "optimizer": {"lr": "${oc.env:LR}"},
@@ -81,7 +89,7 @@ def test_the_schema_takes_interpolations() -> None:
         "engine": "${mine}",
         "defaults": [{"override /model": "shop"}],
     }
-    jsonschema.validate(content, json_schema())
+    schema.validate(content)
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ def test_prompts_that_do_not_fit(capsys):
     assert "fill the context of 30 and are left" in told
 
 
+@pytest.mark.slow
 def test_rows_without_end(capsys):
     assert cli.main(["data", "--rows", "2", "data.train.split=tune"]) == 0
     told = capsys.readouterr().out

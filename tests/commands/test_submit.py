@@ -62,6 +62,7 @@ def arguments_of(script: str, **environment: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_a_run_becomes_a_script_and_nothing_is_written(capsys, elsewhere):
     script = rendered(
         capsys,

@@ -502,6 +502,7 @@ def test_a_curve_is_averaged_over_steps() -> None:
     assert plot.smoothed(rows, "reward", 2) == {0: 0.0, 2: 0.5, 3: 1.0}
 
 
+@pytest.mark.slow
 def test_the_picture_is_of_the_kind_that_its_name_says(sweep: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pip install 'agenttrain[sweep]'")
     finish(sweep / "2", 0.25)

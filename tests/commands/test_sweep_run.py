@@ -114,6 +114,7 @@ def test_a_sweep_stops_at_a_failure_and_its_unfinished_jobs_run_later(tmp_path: 
     assert len({number for _, number in ran}) == 3
 
 
+@pytest.mark.slow
 def test_a_job_tells_its_code_and_its_last_words(tmp_path: Path) -> None:
     output = tmp_path / "output.txt"
     process = JobProcess(["stepz=1"], output)
@@ -124,6 +125,7 @@ def test_a_job_tells_its_code_and_its_last_words(tmp_path: Path) -> None:
     assert "unknown key" in output.read_text()
 
 
+@pytest.mark.slow
 def test_a_job_hears_ctrl_c_though_its_sweep_inherited_that_it_is_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
 
 
+@pytest.mark.slow
 def test_tools_are_shown_and_tried_without_torch_and_without_a_folder(tmp_path: Path) -> None:
     script = (
         "import sys; from agenttrain.cli import main; code = main(sys.argv[1:]); "
@@ -97,6 +98,7 @@ def test_the_printed_calls_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert "multiply" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_tools_of_an_mcp_server(capsys: pytest.CaptureFixture[str]) -> None:
     server = ["tools=[mcp]", f"tools.mcp.command=[{sys.executable},{PLAIN}]", "tools.mcp.prefix=x_"]
     assert main(["tools", *server, "stop_tools=[x_echo]"]) == 0
@@ -188,6 +190,7 @@ def test_the_tools_of_the_first_row(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "the tools of the first row are: final_answer, city" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_tools_of_a_row_that_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -213,6 +213,7 @@ def test_a_folder_of_data_files_as_from_the_hub(tmp_path, monkeypatch):
         HubRows(str(tmp_path), subset="maths")
 
 
+@pytest.mark.slow
 def test_a_hub_dataset_that_cannot_be_had_offline(tmp_path):
     script = "from agenttrain.data.files import HubRows\nHubRows('someone/questions')"
     done = subprocess.run(

@@ -37,6 +37,7 @@ def forget(monkeypatch) -> None:
     monkeypatch.delitem(sys.modules, "my_engine", raising=False)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_samples_with_it_and_its_folder_is_read_without_it(
     folder, monkeypatch, capsys

@@ -240,6 +240,7 @@ def test_weights_that_a_server_cannot_read(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_full_folder_of_weights(tmp_path: Path) -> None:
     """One error with the folder and its setting; the servers keep the weights that they have."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -265,6 +266,7 @@ def test_a_full_folder_of_weights(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_no_server_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN_S, "0.01")
 

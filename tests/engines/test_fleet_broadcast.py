@@ -105,6 +105,7 @@ async def versions(folder: Path, number: int) -> set[str]:
     return {one["version"] for one in await call(folder, number, "GET", "/stub/log")}
 
 
+@pytest.mark.slow
 def test_servers_of_two_one_and_four_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,6 +138,7 @@ def test_servers_of_two_one_and_four_workers(
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_dead_server_is_left_out_and_is_in_the_next_group(tmp_path: Path) -> None:
     """It serves nothing before; the weights are gathered once."""
 
@@ -266,6 +268,7 @@ def test_a_group_that_never_comes_about(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_weights_that_cannot_be_gathered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl_transport, "GRACE_S", 0.2)
 

@@ -161,6 +161,7 @@ def test_requests_of_a_killed_server_are_sent_to_another(
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_what_servers_refuse_and_servers_that_are_gone(tmp_path: Path) -> None:
     run = tmp_path / "run"
     config = composed("roles.judge.restarts=0", "roles.teacher.restarts=0")

@@ -371,6 +371,7 @@ def test_without_the_package_the_command_that_installs_it(monkeypatch: pytest.Mo
         Gymnasium.check(**TAXI)
 
 
+@pytest.mark.slow
 def test_a_run_learns_from_seeds_alone(tmp_path: Path):
     own = ["experiment=none", "data=seeds", "tools=[]", "reward=[]", "environment=frozen_lake"]
     short = ["debug=tiny", "steps=1", "eval.questions=0", "tracker=none"]

@@ -43,6 +43,7 @@ def test_the_shop_agent_with_openais_client_is_trained(enter: Callable[..., Path
     train_shop(enter("shop_openai"))
 
 
+@pytest.mark.slow
 def test_the_retrieval_agent_is_trained(
     enter: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -70,6 +71,7 @@ def test_the_mcp_agent_is_trained(
     assert len(train(folder)) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*Overriding environment")  # a copy was imported before
 def test_the_gymnasium_game_is_trained(
     enter: Callable[..., Path], capsys: pytest.CaptureFixture[str]

@@ -50,6 +50,7 @@ def rewards(tmp_path, monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "stage", "culprits", "cause"),
     [
@@ -99,6 +100,7 @@ def does_not_fail_again(bundle: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out.endswith("replayed  nothing failed this time\n")
 
 
+@pytest.mark.slow
 def test_a_planted_reward_of_a_rollout_of_several_trajectories(tmp_path, rewards, capsys):
     run = tmp_path / "run"
     reward = ["reward=[]", "reward.r._target_=planted_rewards.huge", "algorithm.scale=none"]

@@ -118,6 +118,7 @@ def test_a_run_ends_early_and_goes_on_when_asked(tmp_path, capsys):
     assert (summary["steps"], summary.get("stopped_when")) == (4, None)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_counts_the_steps_before(tmp_path):
     """The mean of three steps: two of the first start, one of the second."""
     run = tmp_path / "run"
@@ -127,6 +128,7 @@ def test_a_resumed_run_counts_the_steps_before(tmp_path):
     assert json.loads((run / "summary.json").read_text())["steps"] == 3
 
 
+@pytest.mark.slow
 def test_a_metric_that_a_run_has_not_is_named(tmp_path):
     """A KL without a reference: in the table, and not in this run."""
     run = tmp_path / "run"

@@ -187,6 +187,7 @@ def test_the_table_says_which_tool_rollouts_wait_for(stalled):
     assert chain.index("run_rollout (loop.py:") < chain.index("_execute (loop.py:")
 
 
+@pytest.mark.slow
 def test_a_stalled_run_goes_on(stalled, monkeypatch):
     run = stalled.run
     monkeypatch.syspath_prepend(str(run.parent))

@@ -114,6 +114,7 @@ def rows(folder: Path) -> list[dict[str, float]]:
     ]
 
 
+@pytest.mark.slow
 def test_two_processes_make_one_run(tmp_path):
     end = done(command(*TINY, *TWO, "eval.questions=2", "hydra.run.dir=run"), tmp_path)
     assert end.returncode == 0, end.stderr

@@ -203,6 +203,7 @@ def process_box(**settings: object) -> Toolbox:
     )
 
 
+@pytest.mark.slow
 def test_dies_with_its_process():
     bad, collected = batch(process_box(retries=1), call("behave", '{"how": "segfault"}'))
     assert (bad.stop_reason, bad.reward) == (StopReason.error, None)

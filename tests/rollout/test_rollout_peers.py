@@ -111,6 +111,7 @@ def test_groups_stay_whole_and_one_process_may_have_none(of_two: list[dict]) -> 
         assert sum(holders) == 1
 
 
+@pytest.mark.slow
 def test_an_evaluation_has_the_same_figures_on_every_process(
     of_one: dict, of_two: list[dict]
 ) -> None:

@@ -43,6 +43,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if not depends_on_clock(k)} for row in found]
 
 
+@pytest.mark.slow
 def test_evaluation_changes_nothing_of_training(tmp_path, rewards):
     reward = "reward.r._target_=evaluation_rewards.noise"
     without, within = tmp_path / "without", tmp_path / "within"

@@ -99,6 +99,7 @@ def test_errors_of_ours_are_raised_again_as_what_they_are() -> None:
     assert type(again) is FileNotFoundError and "No such file: '/x'" in str(again)
 
 
+@pytest.mark.slow
 def test_an_error_of_a_module_that_the_trainer_has_not_imported() -> None:
     """The trainer imports no fleet, and saves a checkpoint if its error is an EngineDead."""
     program = """

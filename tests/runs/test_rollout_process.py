@@ -67,6 +67,7 @@ def log(folder: Path) -> str:
     return (folder / "logs" / "rollouts.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_process_more_changes_no_byte(tmp_path: Path) -> None:
     """Ten steps that sample from weights which cross as files; metrics, rollouts and weights."""
     one, two = tmp_path / "same", tmp_path / "own"

@@ -91,6 +91,7 @@ def uninterrupted(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_one_seed_gives_one_run(uninterrupted, tmp_path):
     here(tmp_path / "again", *TINY)
     assert metrics(tmp_path / "again") == metrics(uninterrupted)

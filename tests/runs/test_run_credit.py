@@ -34,6 +34,7 @@ RUNS = {
 IN_CI = ("gigpo and summary",)
 
 
+@pytest.mark.slow
 def test_a_run_that_credits_turns_and_compacts(tmp_path: Path, capsys) -> None:
     folder = tmp_path / "run"
     run = [*TINY, *RUNS["gigpo and summary"], "steps=1"]

@@ -71,6 +71,7 @@ def test_such_a_run_goes_on_to_the_bit(whole: Path, tmp_path: Path, capsys) -> N
     assert "\nhelper" in capsys.readouterr().out  # the report at its end
 
 
+@pytest.mark.slow
 def test_replay_rescore_and_view_know_sub_agents(whole: Path, tmp_path: Path, capsys) -> None:
     assert main(["replay", str(whole)]) == 0
     assert "8 of 8 rollouts of step 2 replay to identical ids" in capsys.readouterr().out

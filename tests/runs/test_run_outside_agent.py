@@ -58,6 +58,7 @@ def test_the_page_shows_calls_and_replies_of_the_agent(run: Path, tmp_path: Path
     assert "sql" in calls and "final_answer" in calls
 
 
+@pytest.mark.slow
 def test_an_evaluation_starts_the_agent_again(run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "eval"
     words = [f"run={run}", "eval.questions=2", "tracker=none", f"hydra.run.dir={folder}"]

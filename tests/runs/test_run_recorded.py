@@ -51,6 +51,7 @@ def sampled(record: dict) -> list[list[int]]:
     ]
 
 
+@pytest.mark.slow
 def test_the_best_rollouts_are_learned_in_the_ids_that_were_sampled(
     recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -50,6 +50,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_random_weights_begin_at_the_entropy_of_the_vocabulary(whole: Path) -> None:
     """ln 641 = 6.46 nats: the vocabulary of bundled:shop."""
     first, *_, last = metrics(whole)
@@ -119,6 +120,7 @@ def hybrid(tmp_path: Path) -> Path:
     return tmp_path / "hybrid"
 
 
+@pytest.mark.slow
 def test_a_model_with_recurrent_layers_is_trained_packed_and_resumed_to_the_bit(
     hybrid: Path, tmp_path: Path
 ) -> None:
@@ -146,6 +148,7 @@ def test_the_warm_started_model_acts_and_its_rollouts_pass_the_ledger(
     assert len(metrics(folder)) == 2
 
 
+@pytest.mark.slow
 def test_eval_of_the_run_wants_tasks_and_loads_what_was_learnt(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -245,6 +248,7 @@ def own(folder: Path, *overrides: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_a_users_own_rows_are_learnt_in_their_order(tmp_path: Path) -> None:
     rows_file(tmp_path, ROW, ROW[:1] + ROW[3:])
     assert main(own(tmp_path, "optimizer.lr=1e-3")) == 0

@@ -26,6 +26,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_short_run_samples_and_trains_with_images(run: Path) -> None:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
@@ -59,6 +60,7 @@ def test_blank_pictures_are_evaluated(blank: str, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "summary.json").read_text())["eval"]["after"]
 
 
+@pytest.mark.slow
 def test_a_crash_bundle_holds_the_images_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -83,6 +85,7 @@ def test_an_exported_model_reads_images_and_its_card_says_so(run: Path, tmp_path
     assert isinstance(load_placeholders(tmp_path / "model"), Placeholders)
 
 
+@pytest.mark.slow
 def test_data_shows_sizes_and_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "experiment=sight", "--rows", "1"]) == 0
     printed = capsys.readouterr().out

@@ -60,6 +60,7 @@ def test_a_run_whose_rewards_never_apply_stops_at_its_first_step(start, capsys):
     assert (start.run / "metrics.jsonl").read_text() == ""
 
 
+@pytest.mark.slow
 def test_an_evaluation_without_one_reward_fails(start, capsys):
     reward = ["model.path=bundled:shop", "reward=[]", "reward.it._target_=silent_code.never"]
     run = [f"hydra.run.dir={start.run}", "eval.questions=2", "eval.greedy=false", "tracker=none"]

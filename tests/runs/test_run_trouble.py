@@ -96,6 +96,7 @@ def test_an_evaluation_has_nothing_to_go_on_with(tmp_path, monkeypatch, capsys):
     assert read_summary(tmp_path / "eval")["status"] == "interrupted"
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_before_it_is_built_goes_on(tmp_path, monkeypatch):
     """Importing the user's module is a part of building."""
     (tmp_path / "stops_at_once.py").write_text(STOPS.format(name="SIGTERM") + "stop(None)\n")
@@ -116,6 +117,7 @@ def test_a_run_that_cannot_be_built_leaves_its_name_free(tmp_path):
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
+@pytest.mark.slow
 def test_seconds_add_up_over_a_run_that_goes_on(run):
     update_summary(run, seconds=1000.0, training_seconds=900.0)
     assert main([f"resume={run}", "steps=2"]) == 0
@@ -167,6 +169,7 @@ def test_a_disk_that_is_full_is_told_in_a_line(tmp_path, monkeypatch, capsys):
     assert read_summary(tmp_path / "run")["status"] == "failed"
 
 
+@pytest.mark.slow
 def test_the_checkpoint_of_the_best_evaluation_is_kept(tmp_path):
     settings = ("steps=4", "eval.every=1", "eval.questions=1", "eval.greedy=false")
     settings += ("checkpoint.every=null", "checkpoint.keep=1", "checkpoint.keep_best=true")
@@ -226,6 +229,7 @@ def test_runs_of_a_sweep_share_a_dashboard(tmp_path, capsys):
     assert not (folder / "trackio").exists()
 
 
+@pytest.mark.slow
 def test_a_dashboard_that_failed_is_not_recommended(tmp_path, capsys):
     (tmp_path / "trackio").write_text("a file where the folder should be")
     settings = ("tracker=trackio", "tracker.trackio.finish_s=5")

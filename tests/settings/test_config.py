@@ -226,6 +226,7 @@ def test_a_model_of_the_users_picks_its_companions(tmp_path: Path) -> None:
     assert config.chat_template.name == "auto"
 
 
+@pytest.mark.slow
 def test_stop_tools_from_groups(tmp_path: Path) -> None:
     for group, text in (
         ("tools", "# @package tools.submit\n_target_: parts.add\nstop: true\n"),

@@ -432,6 +432,7 @@ def test_code_is_imported_last_and_only_where_it_may_be(
     assert Path("imported").exists()
 
 
+@pytest.mark.slow
 def test_every_setting_suggests_itself() -> None:
     for key in setting_keys():
         assert suggest_key(key + "_") != "", key

@@ -67,6 +67,7 @@ def test_a_resumed_run_may_change_some_settings(run: Path) -> None:
     assert composed.plain["steps"] == 20
 
 
+@pytest.mark.slow
 def test_another_engine_has_no_use_for_the_servers_of_the_one_before(run: Path) -> None:
     servers = ("engine=vllm_server", "servers.count=2", "servers.dead_s=60.0")
     with hydra_session(SOURCE):
@@ -281,6 +282,7 @@ def save(folder: Path, *overrides: str, **sections: dict[str, object]) -> None:
 OWN = ("engine=vllm_server", "servers.args.worker-cls=mine.Worker", "algorithm=rloo")
 
 
+@pytest.mark.slow
 def test_a_run_of_the_users_own_asks_nothing(run: Path) -> None:
     save(run, *OWN)
     assert resume(run).config.servers.args == {"worker-cls": "mine.Worker"}
@@ -290,6 +292,7 @@ def test_a_run_of_the_users_own_asks_nothing(run: Path) -> None:
     assert resume(run).config.steps == 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("section", "changes", "key"),
     [
@@ -335,6 +338,7 @@ def viewed_run(folder: Path) -> Composed:
         return saved_settings("view run", folder, SOURCE)
 
 
+@pytest.mark.slow
 def test_a_typed_value_is_the_users_and_what_it_is_merged_into_is_not(run: Path) -> None:
     theirs = {"mine": {"_target_": "evil.reward", "path": "a"}}
     rewrite(run, reward=theirs)
@@ -347,6 +351,7 @@ def test_a_typed_value_is_the_users_and_what_it_is_merged_into_is_not(run: Path)
     assert evaluate(run, "reward=[exact_match]").config.reward.keys() == {"exact_match"}
 
 
+@pytest.mark.slow
 def test_signatures_without_a_list_cover_what_they_did(run: Path) -> None:
     """Those of runs that were written before config.yaml listed the sections."""
     rewrite(run, tools={"lookup": {"_target_": "mine.lookup"}}, rollout={"compaction": "mine.C"})

@@ -90,6 +90,7 @@ def test_credentials_in_a_url_are_refused_and_not_printed(tmp_path, capsys, verb
     assert "SECRET" not in told.err + told.out and not folder.exists()
 
 
+@pytest.mark.slow
 def test_the_names_of_credentials_stay_in_a_url(monkeypatch, capsys, tmp_path):
     """What is sent is their values; what is printed and written, their names or nothing."""
     pytest.importorskip("mcp")

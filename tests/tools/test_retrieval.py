@@ -6,6 +6,8 @@ import asyncio
 import json
 from pathlib import Path
 
+import pytest
+
 from agenttrain.cli import main
 from agenttrain.data.bundled.encyclopedia import ALL_PEOPLE
 from agenttrain.engines.scripted import ScriptedEngine
@@ -17,6 +19,7 @@ from agenttrain.settings.compose import Source, compose_run, hydra_session
 from agenttrain.types import StopReason
 
 
+@pytest.mark.slow
 def test_the_experiment_trains_for_two_steps(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     arguments = ["experiment=retrieval", "debug=tiny", "tracker=none", "eval.questions=2"]

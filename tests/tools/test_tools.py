@@ -336,6 +336,7 @@ def test_keys_of_the_same_text_are_an_error():
     assert returning({Color.red: 1, "r": 2}).error is ToolError.exception
 
 
+@pytest.mark.slow
 def test_a_value_that_contains_itself_is_an_error():
     value: list = [1]
     value.append(value)

@@ -252,6 +252,7 @@ async def count(lines: list[Line]) -> int:
     return sum(line.count for line in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isolation", ["thread", "process"])
 def test_instances_are_made_where_the_tool_runs(isolation):
     section = {"_target_": f"{__name__}.count", "isolation": isolation}

@@ -184,6 +184,7 @@ def test_a_server_that_stays_away_is_nobodys_fault(tmp_path: Path) -> None:
         asyncio.run(tool({}, CONTEXT))
 
 
+@pytest.mark.slow
 def test_nothing_is_left_at_exit() -> None:
     script = (
         "import asyncio, sys; from agenttrain.tools.mcp.server import McpServer\n"
@@ -362,6 +363,7 @@ def test_without_the_sdk_the_error_says_what_to_install(monkeypatch) -> None:
         McpServer(command=COMMAND)
 
 
+@pytest.mark.slow
 def test_references_are_put_in_place() -> None:
     schema = {
         "type": "object",

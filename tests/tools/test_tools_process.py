@@ -203,6 +203,7 @@ def test_columns_that_cannot_be_sent_are_named(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_there_are_at_most_as_many_workers_as_calls_at_once():
     async def main() -> None:
         toolbox = box("slow", concurrency=2)
@@ -234,6 +235,7 @@ def test_cancelling_a_call_kills_its_worker():
 WAYS_OUT = ["start_new_session", "setpgid", "setsid", "double fork", "orphans of orphans"]
 
 
+@pytest.mark.slow
 def test_what_left_the_process_group_ends_with_a_call_that_hangs(marker):
     async def main() -> None:
         # Long enough for all workers to start on a busy machine.

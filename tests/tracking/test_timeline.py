@@ -250,6 +250,7 @@ def test_a_run_records_its_phases_and_rollouts(tiny):
     assert first["time"] + first["seconds"] <= rolled["time"] + rolled["seconds"] + 1e-3
 
 
+@pytest.mark.slow
 def test_times_change_nothing_else(tiny, tmp_path):
     words = ["debug=tiny", "tracker=none", "tracker.rollouts=all", "eval.questions=2"]
     other = tmp_path / "run"

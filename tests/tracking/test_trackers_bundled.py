@@ -120,6 +120,7 @@ def test_every_tracker_has_everything_and_says_where_it_can_be_seen(finished):
     ]
 
 
+@pytest.mark.slow
 def test_trackio_has_every_step_once(finished):
     with sqlite3.connect(finished.shared / "trackio" / "shop.db") as database:
         rows = database.execute("select run_name, step, metrics from metrics order by step, id")
@@ -251,6 +252,7 @@ def test_mlflow_shows_how_a_run_ended(how, status, tmp_path, monkeypatch):
     assert (shown.info.status, shown.data.tags["agenttrain.status"]) == (status, str(how))
 
 
+@pytest.mark.slow
 def test_wandb_shows_how_a_run_ended(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     folder, out = tmp_path / "run", io.StringIO()

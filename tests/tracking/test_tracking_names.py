@@ -65,6 +65,7 @@ def test_every_metric_has_a_row(names: set[str]) -> None:
     assert {name for name in names if metric_row(name) is None} == of_objectives
 
 
+@pytest.mark.slow
 def test_every_row_is_a_metric(names: set[str]) -> None:
     used = {row.pattern for name in names if (row := metric_row(name)) is not None}
     assert {row.pattern for rows in METRICS.values() for row in rows} - used == set()

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import vision_kit
 
 from agenttrain.tracking.backends.trackio import trace
@@ -59,6 +60,7 @@ tracker.finish()
 """
 
 
+@pytest.mark.slow
 def test_a_trace_of_trackio_shows_images(tmp_path: Path) -> None:
     """In a process of its own, as in a run: trackio has one state for each."""
     (tmp_path / "rollouts" / "images").mkdir(parents=True)

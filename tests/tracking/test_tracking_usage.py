@@ -106,6 +106,7 @@ def test_gpus_of_a_run(overrides: list[str], verb: str, trainers: int, gpus: int
     assert run_gpus(config, verb, trainers) == gpus
 
 
+@pytest.mark.slow
 def test_a_run_with_a_price_and_a_peak_rate(tmp_path: Path, capsys) -> None:
     """On a CPU; the peak rate of a card is looked up on a GPU only."""
     folder = tmp_path / "run"

@@ -82,6 +82,7 @@ def scored() -> dict:
     return rollout_record(rollout)
 
 
+@pytest.mark.slow
 def test_the_page_shows_the_gap_and_the_entropy_of_each_token(tmp_path):
     page = tmp_path / "page.html"
     page.write_text(render([scored(), record()], decode), encoding="utf-8")

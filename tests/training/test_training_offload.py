@@ -21,6 +21,7 @@ def places(trained) -> dict[int, int]:
     return {id(t): t.data_ptr() for values in states for t in values.values() if t.ndim}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_state_that_moves_gives_the_same_bits(tmp_path: Path, name: str) -> None:
     def made(training: dict):

@@ -191,6 +191,7 @@ def test_adapters_of_packed_experts_get_the_gradients_of_each_sequence_alone() -
     assert_same(run(model, packed=True, layout=SHORT), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_gradients_repeat_to_the_bit(name: str, threads: int) -> None:

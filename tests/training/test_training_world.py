@@ -40,6 +40,7 @@ def test_values_cross_in_the_order_of_ranks(of_two: dict[int, dict]) -> None:
     assert [of_two[rank]["is_main"] for rank in (0, 1)] == [True, False]
 
 
+@pytest.mark.slow
 def test_a_failure_of_one_is_raised_by_all(of_two: dict[int, dict]) -> None:
     assert [of_two[rank]["exchange"] for rank in (0, 1)] == [[0, 1], [0, 1]]
     assert of_two[0]["failed"] == "PeerFailed: rank 1: ValueError: no"

@@ -9,6 +9,7 @@ import pytest
 from agenttrain.utils.garbage import no_garbage_collection
 
 
+@pytest.mark.slow
 def test_nothing_is_collected_in_the_block_and_its_objects_are_old_afterwards():
     with no_garbage_collection():
         assert not gc.isenabled()

@@ -299,6 +299,7 @@ def test_a_killed_download_leaves_a_cache_that_works(hub: StubHub, tmp_path: Pat
     assert weights.read_bytes() == bundled_files()["model.safetensors"]
 
 
+@pytest.mark.slow
 def test_one_of_several_processes_downloads(hub: StubHub, tmp_path: Path) -> None:
     hub.publish(NAME)
     hub.fail(WEIGHTS, seconds_per_block=0.02)  # 1.3 MB take 1.6 s

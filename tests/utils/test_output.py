@@ -34,6 +34,7 @@ def test_a_reader_that_has_gone_ends_a_verb_quietly(verb: str, tmp_path: Path) -
     assert (ended.returncode, ended.stderr) == (0, b"")
 
 
+@pytest.mark.slow
 def test_closed_streams_and_what_an_encoding_lacks(tmp_path: Path) -> None:
     assert through_shell("agenttrain --help >&- 2>&-", tmp_path).returncode == 0
     escaped = through_shell("agenttrain --help", tmp_path, PYTHONIOENCODING="ascii")
@@ -53,6 +54,7 @@ def test_a_verb_whose_answer_cannot_be_written_says_so(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "environment"),
     [
