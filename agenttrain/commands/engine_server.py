@@ -64,7 +64,7 @@ def engine_server(args: Namespace, overrides: Sequence[str]) -> int:
     if host is not None and not plan["servers"].get("nodes"):
         raise ConfigError(without_port)
     if host is not None:
-        _check_free(host, 0)
+        _check_free(host, 0)  # any port: is it an address of this machine?
     run_server = specs()[plan["engine"]["name"]].run_server
     assert run_server is not None
     return run_server(folder, number, args.parent, host or HOST)

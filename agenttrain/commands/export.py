@@ -28,7 +28,7 @@ READABLE, ENTERABLE = 0o644, 0o755
 
 def export_checkpoint(args: Namespace) -> int:
     """Run `export`; return the exit code. Raises ConfigError."""
-    if (args.folder is None) == (args.run is None):
+    if (args.folder is None) == (args.run is None):  # neither, or both
         raise ConfigError("export: name one run: agenttrain export <run folder> --to <new folder>")
     if not args.to:
         raise ConfigError(f"--to: where to? give a new folder, or {HUB}org/name")
@@ -114,7 +114,7 @@ def export(
                     shutil.copyfile(checkpoint / file, part / file)
         else:
             adapted = (checkpoint / ADAPTER_FILES[0]).is_file()
-            if adapted and dtype == "auto":
+            if adapted and dtype == "auto":  # adapter files do not name their base model's dtype
                 dtype = _run_config(checkpoint).get("model", {}).get("dtype", dtype)
             wanted: torch.dtype | str = dtype if dtype == "auto" else getattr(torch, dtype)
             with only_tensors(checkpoint):

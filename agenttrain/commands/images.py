@@ -42,6 +42,7 @@ def show(config: RunConfig, args: Namespace) -> int:
 
 
 async def _examine(client: str, names: list[str]) -> list[ImageReport]:
+    """Return a report of each name: that of an image, or the folder from which one is built."""
     reports = []
     for name in names:
         folder = images.is_folder(name)

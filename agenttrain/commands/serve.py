@@ -69,7 +69,10 @@ def serve(config: RunConfig, args: Namespace, *, engine_named: bool = False) -> 
                 "model; nothing is authenticated"
             )
         with refusing():
-            (_serve_by_engine if own_server else _serve_here)(config, args, listener)
+            if own_server:
+                _serve_by_engine(config, args, listener)
+            else:
+                _serve_here(config, args, listener)
     return 0
 
 
@@ -111,7 +114,7 @@ def _serve_by_engine(config: RunConfig, args: Namespace, listener: socket) -> No
     chat, parser = _load_chat(config), None
     try:
         parser = server_parser(chat, config.response_schema)
-    except ChatError:
+    except ChatError:  # without tools no parser of calls is needed
         if config.tools or config.environment:
             raise
     server = spec_of(config.engine).server

@@ -86,7 +86,7 @@ def run_workers(command: Command, composed: Composed, folder: Path, program: str
     received: list[signal.Signals] = []
     had_finished = _finished(folder)
     with ExitStack() as stack:
-        # Between two starts of the workers, too, signals are recorded in `received`.
+        # `Workers` handles these signals, also between two starts: restore the handlers at the end.
         if current_thread() is main_thread():
             for number in (*PASSED_ON, *ELASTIC):
                 stack.callback(signal.signal, number, signal.getsignal(number))
@@ -124,6 +124,7 @@ def run_workers(command: Command, composed: Composed, folder: Path, program: str
                 file=sys.stderr,
             )
             _end_orphans(folder)
+            # A new run that has begun is resumed by its next workers.
             if command.saved is None and (folder / "config.yaml").exists():
                 words = resuming(command.verb).split()
                 arguments = [*words, f"resume={folder.resolve()}", TRUSTED]
@@ -183,7 +184,7 @@ def _run_once(
             entrypoint=sys.executable,
             args=("-u", "-m", "agenttrain.launch.worker", json.dumps(asdict(command))),
             rdzv_handler=meet(section, node),
-            max_restarts=0,
+            max_restarts=0,  # elastic's: `run_workers` decides on restarts itself
             monitor_interval=0.1,
         )
         workers = Workers(
@@ -192,7 +193,7 @@ def _run_once(
             spec=spec,
             logs_specs=DefaultLogsSpecs(log_dir=str(exchange)),
         )
-        workers.received = received
+        workers.received = received  # the same list, so that the caller sees new signals
         # Silence elastic's report of a failed worker: `_report` prints ours.
         logging.getLogger(MultiprocessContext.__module__).setLevel(logging.CRITICAL)
         try:

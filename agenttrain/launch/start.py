@@ -55,7 +55,7 @@ def start(
             if is_rank():
                 from agenttrain.launch.ranks import run
 
-                if started_by_others():
+                if started_by_others():  # torchrun has decided how many processes there are
                     adopt(composed, ())
                 return run(command, composed, folder, sweep=sweep)
             with no_garbage_collection():

@@ -194,9 +194,10 @@ def tracker_problems(config: TrackerConfig) -> Iterator[str]:
     """Yield settings of trackers that are not enabled, and addresses with secrets or conflicts."""
     for name in BUNDLED:
         settings: TrackerSettings = getattr(config, name)
+        defaults = type(settings)()
         for part in fields(settings):
             value = getattr(settings, part.name)
-            if not settings.enabled and value != getattr(type(settings)(), part.name):
+            if not settings.enabled and value != getattr(defaults, part.name):
                 yield (
                     f"tracker.{name}.{part.name}={shown(value)}: has no effect without the "
                     f"tracker; add tracker=[{name}], or leave it out"

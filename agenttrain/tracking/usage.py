@@ -115,6 +115,8 @@ class Usage:
         in_phases = {phase: measured.get(f"time/{phase}_s") for phase in PHASES}
         for phase, value in in_phases.items():
             self._add(f"time/{phase}_s", value)
+        # Means over steps are weighted by seconds: `_sums["mfu"]` adds up value x seconds, and
+        # `_sums["mfu_of"]` the seconds.
         weights = {
             ("idle", "idle/rollout"): in_phases["rollout"],
             ("mfu", "perf/mfu"): in_phases["train"],
