@@ -73,7 +73,7 @@ STYLES = {State.ok: "green", State.warn: "yellow", State.missing: "dim", State.b
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report."""
+    """One line of the report of `agenttrain doctor`."""
 
     part: str
     state: State

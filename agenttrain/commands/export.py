@@ -165,7 +165,8 @@ def _describe(checkpoint: Path, folder: Path, name: str, form: str, weights: str
     (folder / "README.md").write_text(card, encoding="utf-8")
     (folder / SETTINGS).write_text(published_settings(config), encoding="utf-8")
     model_settings = config.get("model", {})
-    # In the checkpoint, the adapters' file names the snapshot in this machine's cache.
+    # The checkpoint's file may name the base model by its folder in this machine's cache. Others
+    # need the name and revision of the hub.
     if adapter and ID.fullmatch(str(model_settings.get("path"))) and model_settings.get("revision"):
         file = folder / ADAPTER_FILES[0]
         adapter_config = json.loads(file.read_text(encoding="utf-8"))

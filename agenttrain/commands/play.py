@@ -277,7 +277,7 @@ class Session:
         config = self.config
         verify_model(config)
         components = self._components = Components(config, "play")
-        if self.folder is None:
+        if self.folder is None:  # a run has checked its template before it trained
             components.certificate.raise_if_refused()
         self.players.append(Player("agent", components, sampling_engine(config), self.console))
         if self.compares:

@@ -87,7 +87,7 @@ def rescore(args: Namespace, overrides: Sequence[str]) -> int:
             f"rescore {args.folder}",
             args.folder,
             source,
-            overrides=open_keys(settings),
+            overrides=open_keys(settings),  # reward functions have keys that no YAML lists
             allowed=("reward",),
             runs=SCORING,
             trust=trust,

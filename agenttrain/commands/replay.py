@@ -414,7 +414,10 @@ class RecordedToolbox(Toolbox):
         *,
         allowed: Sequence[str] | None = None,
     ) -> list[ToolResult]:
-        """Return the recorded results; raises ToolUnavailable for a call without one."""
+        """Return the recorded results, and repeat the sub-agents that the calls began.
+
+        Raises ToolUnavailable for a call without a recorded result.
+        """
         for call in calls:
             if not self._results.get(call.id):
                 raise ToolUnavailable(f"no result was recorded for the call {call.id} {call.name}")

@@ -100,7 +100,9 @@ def _serve_here(config: RunConfig, args: Namespace, listener: socket) -> None:
     server = ChatServer(engine=engine, chat=chat, model=args.name, defaults=config.eval.sampling())
     _announce(config, args, listener.getsockname()[1])
     local = args.host in LOOPBACK
-    names = {*LOOPBACK, *args.hosts} | (set() if local else {args.host, gethostname()})
+    names = {*LOOPBACK, *args.hosts}
+    if not local:
+        names |= {args.host, gethostname()}
     app = build_app(server, hosts=names, any_address=not local, on_end=engine.aclose)
     run(app, listener)
 

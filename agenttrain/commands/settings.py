@@ -174,10 +174,11 @@ def _sections(cls: type) -> Iterator[type]:
 def _setting(cls: type, field: Field[Any], hint: Any, key: str) -> Setting:
     """Return the setting `key`, a field of the settings class `cls` with the annotation `hint`."""
     info = getattr(cls, "__pydantic_fields__", {}).get(field.name)
-    made = field.default_factory() if field.default_factory is not MISSING else field.default
-    default = getattr(made, "default", made)  # pydantic leaves its own description of a field
     if info is not None:
         default = info.get_default(call_default_factory=True)
+    else:
+        made = field.default_factory() if field.default_factory is not MISSING else field.default
+        default = getattr(made, "default", made)  # of pydantic's Field(default=…)
     is_required = info is not None and info.is_required()
     text = "" if is_required or default == "???" else shown(plain(default))
     bounds = [

@@ -170,12 +170,12 @@ class TableRow:
 def rows() -> list[TableRow]:
     """Return a row for each known family: certified now, or as shipped if a template is missing."""
     shipped = recorded()
-    return [
-        shipped[name]
-        if name in shipped and any(original(source) is None for source in _sources(family))
-        else _row(name, family)
-        for name, family in families().items()
-    ]
+    table = []
+    for name, family in families().items():
+        has_originals = all(original(source) is not None for source in _sources(family))
+        is_shipped_row = name in shipped and not has_originals
+        table.append(shipped[name] if is_shipped_row else _row(name, family))
+    return table
 
 
 @cache
@@ -211,6 +211,7 @@ def _row(name: str, family: Family) -> TableRow:
             continue
         tokenizer = copy.copy(small_tokenizer(owner))
         tokenizer.chat_template = text
+        # A family with marks has to be recognised by its template's source.
         template = ChatTemplateConfig(name="auto" if family.marks else name)
         chat = load_chat(tokenizer, template, ResponseSchemaConfig())
         certificate = certify(chat, EXAMPLE_TOOLS if family.tools else ())

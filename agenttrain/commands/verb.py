@@ -138,6 +138,7 @@ class VerbParser(ArgumentParser):
         if settings and self.verb.settings is None:
             raise ConfigError(self._unknown_message(settings[0]))
         parsed = self.parse_intermixed_args(arguments)
+        # `_divide` keeps settings from argparse: what argparse still takes for one is a mistake.
         if misplaced := getattr(parsed, "settings", None):
             if misplaced[0] in VERBS:
                 raise ConfigError(

@@ -79,9 +79,10 @@ def run_workers(command: Command, composed: Composed, folder: Path, program: str
     """Run a command in the processes of `distributed`; return the exit code. Raises ConfigError."""
     section = composed.config.distributed
     processes, node = resolve(section), node_rank(section)
-    # The launcher has asked the user already whether a saved run's code may run.
-    trusted = [TRUSTED] if command.saved is not None else pins(composed.config, command.verb)
-    arguments = [*command.arguments, *trusted]
+    # The workers compose the settings again. What is decided already is added: that a saved run's
+    # code may run, or which revisions of the hub a new run uses.
+    decided = [TRUSTED] if command.saved is not None else pins(composed.config, command.verb)
+    arguments = [*command.arguments, *decided]
     restarts = 0 if command.verb == "eval" else section.restarts
     received: list[signal.Signals] = []
     had_finished = _finished(folder)
@@ -248,6 +249,7 @@ def _report(workers: Workers, exchange: Path, verb: str, folder: Path, *, first_
     for rank in workers.killed:
         pid = workers.ended[rank].pid
         message += f"; rank {rank} (process {pid}) did not answer and was killed"
+    # The first rank prints and records its own errors, unless a signal killed it.
     reports_itself = first is not None and first.rank == 0 and first.code > 0
     if not reports_itself or crash.get("of_peer") or workers.killed:
         again = f"agenttrain {resuming(verb)}resume={quote(str(folder))}"

@@ -94,6 +94,7 @@ def as_rank(command: Callable[[], int], verb: str) -> int:
             if rank == 0 and isinstance(error, ConfigError):
                 raise
             if isinstance(error, Disagreement):
+                # torchrun ends all ranks once one has ended: the first one has to print it before.
                 time.sleep(LAST_S)
             else:
                 line, trace = described(error)

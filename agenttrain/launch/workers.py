@@ -106,6 +106,7 @@ class Workers(LocalElasticAgent):
             self._forwarded = signal.SIGINT
         leave_terminal()
         with suppress(OSError):
+            # The first signal is the reason for the stop, whichever is forwarded.
             self._announce(self.received[0].name)
         if self._forwarded is signal.SIGINT:
             self._stop_soon()
@@ -182,7 +183,7 @@ class Workers(LocalElasticAgent):
         try:
             if self.early:
                 store.set(KEY, self._describe(self.early[0]))
-                self._check_at = float("inf")
+                self._check_at = float("inf")  # one failure is enough
             elif store.check([KEY]):
                 self.other_node = store.get(KEY).decode()
         except (DistNetworkError, DistStoreError):

@@ -138,6 +138,7 @@ class TrackerConfig:
         for name, target in BUNDLED.items():
             settings: TrackerSettings = getattr(self, name)
             if settings.enabled:
+                # Arguments of the constructor: the settings that only this tracker has.
                 common = field_names(TrackerSettings)
                 arguments = {n: v for n, v in plain(settings).items() if n not in common}
                 sections.append(_section(name, f"tracker.{name}", target, arguments, settings))

@@ -27,7 +27,7 @@ LAST_PAUSE_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackerReport:
-    """News of one tracker."""
+    """A line from the trackers' process to the run, about one tracker."""
 
     tracker: str
     reason: str = ""

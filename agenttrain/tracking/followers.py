@@ -58,7 +58,7 @@ class FollowedTracker:
         try:
             tracker: ExperimentTracker = locate(section.target, key=section.key)(**section.settings)
             self.description = tracker.describe(replace(run, id=cursor.id))
-            cursor.write(self._path)
+            cursor.write(self._path)  # so that a resumed run keeps the id
         except Exception as error:
             self.turn_off(f"{type(error).__name__}: {error}")
         for note in self.description.notes:
@@ -189,6 +189,7 @@ class Followers:
                 self._read_reports()
                 break
             self._ended_early(self._process)
+            # Another attempt needs at least a second.
             if self._restart_at is not None and time.monotonic() < deadline - 1:
                 time.sleep(min(LAST_PAUSE_S, max(self._restart_at - time.monotonic(), 0)))
                 self._start()

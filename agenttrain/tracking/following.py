@@ -189,9 +189,8 @@ def _send_table(
             tracker.rollouts(step, list(islice(read_step(folder, step), TABLE_ROWS)))
             tracker.flush()
     except Exception as error:
-        if not is_transient(
-            error
-        ):  # the tracker refuses this table: it must not block what follows
+        if not is_transient(error):
+            # The tracker refuses this table: skip it, so that it does not block what follows.
             cursor.table = step
             cursor.write(path)
         raise

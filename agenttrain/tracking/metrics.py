@@ -99,9 +99,11 @@ def _reward_metrics(
         "frac_reward_zero_std": _mean([len(set(group)) == 1 for group in compared]),
         "success": _mean([solved(reward) for reward in values]),
     }
-    by_function = [rollout.rewards for group in groups for rollout in group]
-    for name in _declared_first(declared, (name for rewards in by_function for name in rewards)):
-        values = [value for rewards in by_function if (value := rewards.get(name)) is not None]
+    rewards_of_rollouts = [rollout.rewards for group in groups for rollout in group]
+    used = (name for rewards in rewards_of_rollouts for name in rewards)
+    for name in _declared_first(declared, used):
+        results = [rewards.get(name) for rewards in rewards_of_rollouts]
+        values = [value for value in results if value is not None]
         metrics[f"rewards/{name}/mean"] = _mean(values)
         metrics[f"rewards/{name}/std"] = _std(values)
     return metrics

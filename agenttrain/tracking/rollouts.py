@@ -305,7 +305,7 @@ def _completions(trajectory: Record) -> list[Completion]:
     """Return the completion of each turn of a recorded trajectory."""
     result = []
     for _, group in groupby(_sampled(trajectory), key=lambda span: span["turn"]):
-        spans = list(group)
+        spans = list(group)  # one for each policy version that sampled the turn
         start, end = spans[0]["start"], spans[-1]["end"]
         result.append(
             Completion(

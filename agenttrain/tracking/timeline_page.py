@@ -44,7 +44,7 @@ class NoTimes(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedPhase:
-    """A phase of a process."""
+    """A phase of a process, from the process's timeline file."""
 
     start: float
     end: float
@@ -92,6 +92,7 @@ def read_processes(run_folder: Path) -> list[Process]:
                     )
                 )
         processes.append(process)
+    # If another process makes the rollouts, a trainer only waits for them in its rollout phase.
     has_rollout_process = any(process.name == ROLLOUTS for process in processes)
     for process in processes:
         if process.name != ROLLOUTS:
@@ -218,6 +219,7 @@ class Page:
         """Number of the oldest rollouts, which the page has no space for."""
         remaining_parts = MOST_PARTS
         for process in processes:
+            # The newest first, because the oldest are left out.
             rollouts = sorted(process.rollouts, key=lambda rollout: -float(rollout["time"]))
             shown = []
             for rollout in rollouts:

@@ -88,6 +88,7 @@ class Usage:
         phases = {phase: sums[name] for phase in PHASES if (name := f"time/{phase}_s") in sums}
         figures |= {f"{phase}_s": value for phase, value in phases.items()}
         figures["other_s"] = max(seconds - sum(phases.values()), 0.0)
+        # Means weighted by seconds: see `_count`.
         if "idle" in sums:
             figures["rollout_idle"] = sums["idle"] / sums["idle_of"]
         if "mfu" in sums:

@@ -398,6 +398,7 @@ def _files(
     """Yield the parts that loading and saving take, on the host if there are GPUs."""
     sharded, on_gpu = config.distributed.name is DistributedName.fsdp2, machine.kind != "cpu"
     shards = _shards(config, load)
+    # Otherwise a process trains the weights that it loads, and "weights" counts them.
     if sharded or on_gpu:
         size, why = _loading(config, sizes)
         yield MemoryItem(name="loading", bytes=size, why=why, when=(When.start,), on_host=on_gpu)

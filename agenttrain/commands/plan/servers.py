@@ -38,7 +38,7 @@ class ServerMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetPlan:
-    """The servers of a run."""
+    """Plan of the policy's servers: their memory, and how many keep the trainers busy."""
 
     chosen: ServerMemory
     """Memory with servers.tensor_parallel_size GPUs."""
@@ -185,8 +185,11 @@ def lines(fleet: FleetPlan, speeds: Speeds) -> Iterator[str]:
     yield f"{fleet.count} x {fleet.chosen.gpus} GPUs beside {trainers}"
     yield f"{'GPUs of a server':<18}{'GiB':>8}  of each; rollouts that it holds"
     for server in fleet.alternatives:
-        notes = ["does not fit"] * (server.fits is False)
-        notes += ["servers.tensor_parallel_size"] * (server.gpus == fleet.chosen.gpus)
+        notes = []
+        if server.fits is False:
+            notes.append("does not fit")
+        if server.gpus == fleet.chosen.gpus:
+            notes.append("servers.tensor_parallel_size")
         note = f" ({', '.join(notes)})" if notes else ""
         yield f"{server.gpus:<18}{server.gpu_bytes / GIB:8.2f}  {server.rollouts:,}{note}"
     if fleet.chosen.fits is False:

@@ -33,7 +33,7 @@ OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobScript:
-    """What the script needs beside the settings."""
+    """Inputs of a job's batch script besides the section `slurm`; `render` writes the script."""
 
     name: str
     """Name of the job, unless slurm.name is set."""

@@ -147,7 +147,8 @@ def _resume_held(
     for job in jobs:
         if not job.unfinished:
             continue
-        if (job.folder / "config.yaml").exists() and record.verb != "eval":  # it has begun
+        if (job.folder / "config.yaml").exists() and record.verb != "eval":
+            # It has begun, and is resumed. An evaluation cannot be: it starts again.
             composed = settings_for_resume(job.folder, changes, command.source, trust=command.trust)
             validate(composed.config)
             check_for_verb(record.verb, composed.config)
@@ -213,6 +214,7 @@ def _jobs(runs: Sequence[Sequence[str]], source: Source, subdir: str) -> list[Sw
         if subdir == NUMBERED:
             folders.append(str(number))
             continue
+        # Resolve the name as Hydra does for this job: it may have the job's number or settings.
         numbered = [*overrides, f"++hydra.job.num={number}"]
         raw = compose_raw(numbered, source, with_hydra=True)
         folders.append(str(raw.hydra.sweep.subdir))

@@ -54,7 +54,7 @@ GPUS = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """A sweep to be run."""
+    """A recorded sweep, with all that `run` needs to start its jobs."""
 
     folder: Path
     """Folder of the sweep, with its record."""
@@ -138,7 +138,7 @@ def run(sweep: Sweep) -> int:
             record_end(folder / job.folder, end, signalled=bool(signals.received))
             finished = _print_end(folder, job)
             if signals.received:
-                code = code or end.code
+                code = code or end.code  # of the first job that did not end well
             elif stop_on_failure and not finished and not stopped:
                 print("the others wait: sweep.on_failed_job=stop", flush=True)
                 stopped = True

@@ -153,8 +153,8 @@ def rows(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
 def print_table(comparison: Comparison) -> None:
     """Print the table in its full width: wrapped figures cannot be read."""
     head, body = rows(comparison)
-    seeds = any(len(one.jobs) > 1 for one in comparison.configurations)
-    explained = "mean ± standard deviation over the seeds, " if seeds else ""
+    has_seeds = any(len(each.jobs) > 1 for each in comparison.configurations)
+    explained = "mean ± standard deviation over the seeds, " if has_seeds else ""
     table = Table(title=f"{explained}{status_counts(comparison.jobs)}", title_justify="left")
     for name in head:
         justify: Literal["left", "right"] = "right" if name in comparison.metrics else "left"
@@ -182,11 +182,11 @@ def as_json(comparison: Comparison, resume: str | None) -> dict[str, Any]:
         "metrics": comparison.metrics,
         "configurations": [
             {
-                "overrides": one.chosen,
-                "folders": [job.job.folder for job in one.jobs],
-                "figures": {name: asdict(figure) for name, figure in one.figures.items()},
+                "overrides": each.chosen,
+                "folders": [job.job.folder for job in each.jobs],
+                "figures": {name: asdict(figure) for name, figure in each.figures.items()},
             }
-            for one in comparison.configurations
+            for each in comparison.configurations
         ],
         "jobs": [
             {
