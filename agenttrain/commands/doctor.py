@@ -61,9 +61,9 @@ class State(StrEnum):
 
     ok = "ok"
     warn = "warn"
-    """It works, and may surprise."""
+    """It works, with a caveat."""
     missing = "missing"
-    """Not there; what needs it says so."""
+    """It is not there. The default command does not need it."""
     broken = "broken"
     """The default command cannot run: exit code 1."""
 

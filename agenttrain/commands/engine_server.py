@@ -105,6 +105,7 @@ def _serve_alone(args: Namespace, overrides: list[str]) -> int:
 def _check_free(host: str, port: int) -> None:
     """Raise ConfigError if nothing can listen on the address."""
     with socket() as probe:
+        # As servers set it: a port whose last connections still close is free.
         probe.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

@@ -65,7 +65,10 @@ def export_checkpoint(args: Namespace) -> int:
 
 
 def _checkpoint(source: Path, step: str | None) -> Path:
-    """Return the checkpoint of `--step`, or `source` itself, or its newest. Raises ConfigError."""
+    """Return the checkpoint of a `--step`, else the newest of a run, else `source` itself.
+
+    Raises ConfigError if that is no checkpoint.
+    """
     if step is not None:
         return checkpoint_of(source, step).resolve()
     checkpoint = source / LATEST if (source / LATEST).is_dir() else source

@@ -312,5 +312,6 @@ def _launch(command: Command, composed: Composed, folder: Path, *, announce: boo
         print(f"{command.verb} in {folder}", flush=True)
     from agenttrain.commands.sweep.record import is_job
 
+    # A resumed run reads from its summary whether it belongs to a sweep.
     sweep = command.saved is None and is_job(folder)
     return start(command, composed, folder, program="agenttrain.cli", sweep=sweep)

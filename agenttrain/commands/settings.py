@@ -242,7 +242,9 @@ def _type(hint: Any) -> str:
         return f"{len(parts)} numbers"
     if get_origin(hint) is list:
         return "list"
-    return "keys and values" if get_origin(hint) is dict else TYPES.get(hint, "text or null")
+    if get_origin(hint) is dict:
+        return "keys and values"
+    return TYPES.get(hint, "text or null")  # `Any` is read as a text too
 
 
 def json_schema() -> dict[str, Any]:

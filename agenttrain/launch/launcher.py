@@ -144,9 +144,11 @@ def _is_restartable(workers: Workers, exchange: Path) -> bool:
     first = _first_failure(workers, exchange)
     if first is None or workers.received:
         return False
-    crashes = filter(None, (read_crash(exchange, ended.rank) for ended in workers.early))
-    has_own_error = any(not (c["of_peer"] or re.search(PEER_GONE, c["error"])) for c in crashes)
-    return not has_own_error and (first.code < 0 or first.code == STALLED)
+    for ended in workers.early:
+        crash = read_crash(exchange, ended.rank)
+        if crash and not (crash["of_peer"] or re.search(PEER_GONE, crash["error"])):
+            return False  # an error of its own, not one that the death of a peer caused
+    return first.code < 0 or first.code == STALLED
 
 
 def _end_orphans(folder: Path) -> None:

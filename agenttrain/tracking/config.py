@@ -97,13 +97,16 @@ class TrackerSection:
     """One tracker of a run, ready to be built."""
 
     name: str
+    """Name of its files in the run folder: ``wandb``, ``own-mine``."""
     key: str
     """Key of its section: ``tracker.wandb``, ``tracker.own.mine``."""
     target: str
     settings: dict[str, Any]
     """Arguments of its constructor."""
     system: bool
+    """Send the load of the machine too."""
     finish_s: float
+    """Longest wait at the end of the run, in seconds."""
 
 
 @dataclass(config=SETTINGS)
