@@ -30,7 +30,8 @@ def check(verb: str, runs: Sequence[Composed]) -> int:
             "data, tools and rewards of your own",
             flush=True,
         )
-    passed = certify(runs, "train" if verb == CHECK else verb)
+    checked_verb = "train" if verb == CHECK else verb  # `agenttrain check` alone names no verb
+    passed = certify(runs, checked_verb)
     if passed:
         _converse(runs)
     notes = dict.fromkeys(note for run in runs if (note := float32_on_gpu(run.config)))
@@ -49,6 +50,7 @@ def _converse(runs: Sequence[Composed]) -> None:
         return
     from agenttrain.commands.dry_conversation import converse  # imports torch
 
+    # Runs of a sweep that agree in all these sections have the same conversation: print it once.
     parts = (*CERTIFIED, "agent", "rollout")
     distinct = {repr([getattr(config, part) for part in parts]): config for config in outside}
     for config in distinct.values():
@@ -91,24 +93,27 @@ def certify(runs: Sequence[Composed], verb: str = "train") -> bool:
     from agenttrain.runs.sampling import verify_model
     from agenttrain.runs.setup import Components, complete, overlong_notes, sampling_note
 
-    shown: dict[str, Components] = {}
-    checked: set[str] = set()
+    # Runs of a sweep often agree in the settings that a check reads: each check is made once for
+    # each distinct value of these settings.
+    certified: dict[str, Components] = {}
+    completed: set[str] = set()
     for config in (run.config for run in runs):
         structured = config.rollout.structured_calls
-        key = repr([structured, *(getattr(config, part) for part in CERTIFIED)])
+        certificate_key = repr([structured, *(getattr(config, part) for part in CERTIFIED)])
         others = [config.engine, config.eval, config.training, config.optimizer.name]
         others += [config.algorithm.teacher, config.roles]
-        run_key = repr([key, *others, config.tasks_per_step, config.resume])
+        run_key = repr([certificate_key, *others, config.tasks_per_step, config.resume])
         with refusing():
-            is_first = key not in shown
+            is_first = certificate_key not in certified
             if is_first:
                 verify_model(config)
-                shown[key] = Components(config, verb)
-                print("\n" + "\n".join(shown[key].certificate.lines()), flush=True)
-            if not shown[key].certificate.passed or run_key in checked:
+                certified[certificate_key] = Components(config, verb)
+                lines = certified[certificate_key].certificate.lines()
+                print("\n" + "\n".join(lines), flush=True)
+            if not certified[certificate_key].certificate.passed or run_key in completed:
                 continue
-            checked.add(run_key)
-            components = shown[key].with_config(config)
+            completed.add(run_key)
+            components = certified[certificate_key].with_config(config)
             complete(components)
             if is_first:
                 prompts = "; ".join(
@@ -123,4 +128,4 @@ def certify(runs: Sequence[Composed], verb: str = "train") -> bool:
                     if note is not None:
                         print(note)
             check_resumed(components)
-    return all(components.certificate.passed for components in shown.values())
+    return all(components.certificate.passed for components in certified.values())

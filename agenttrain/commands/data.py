@@ -35,13 +35,13 @@ def show(config: RunConfig, prompts: int) -> int:
         columns = components.rubric.columns
         for line in _summary(components, context_of(config)):
             print(line)
-        known = {key: column_names(source) for key, source in tasks.by_key.items()}
+        columns_by_key = {key: column_names(source) for key, source in tasks.by_key.items()}
         missing, reward_lines = False, []
         for reward, names in columns.items():
             if not names:
                 reward_lines.append(f"reward.{reward}  needs no column")
             for name in names:
-                absent = [key for key in known if name not in known[key]]
+                absent = [key for key, present in columns_by_key.items() if name not in present]
                 place = f"in {' and '.join(absent)}: MISSING" if absent else "found"
                 reward_lines.append(f"reward.{reward}  column {name} {place}")
                 missing = missing or bool(absent)
@@ -90,7 +90,7 @@ def _summary(components: Components, context: int | None) -> Iterator[str]:
     config, tasks = components.config, components.tasks
     yield from tasks.notes
     for key, source in tasks.by_key.items():
-        endless = len(source) == sys.maxsize
+        endless = len(source) == sys.maxsize  # a generator of rows
         section = config.data.test if key == "data.test" else config.data.train
         target = section.get("_target_", "held out of data.train")
         yield f"{key}  {'rows without end' if endless else f'{len(source):,} rows'}, {target}"
@@ -111,7 +111,10 @@ def _images(first: Sequence[Task], components: Components, note: str) -> Iterato
     placeholders = components.chat.placeholders
     if not images or placeholders is None:
         return
-    sizes = sorted({(one.width * one.height, f"{one.width}x{one.height}") for one in images})
+    # By area: the first and the last are the smallest and the largest.
+    sizes = sorted(
+        {(image.width * image.height, f"{image.width}x{image.height}") for image in images}
+    )
     tokens = sorted(map(placeholders.tokens, images))
     rows = sum(any(images_in(task.messages)) for task in first)
     span = sizes[0][1] if len(sizes) == 1 else f"{sizes[0][1]} to {sizes[-1][1]}"

@@ -61,9 +61,9 @@ class State(StrEnum):
 
     ok = "ok"
     warn = "warn"
-    """It works, and may surprise."""
+    """It works, with a caveat."""
     missing = "missing"
-    """Not there; what needs it says so."""
+    """It is not there. The default command does not need it."""
     broken = "broken"
     """The default command cannot run: exit code 1."""
 
@@ -73,7 +73,7 @@ STYLES = {State.ok: "green", State.warn: "yellow", State.missing: "dim", State.b
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report."""
+    """One line of the report of `agenttrain doctor`."""
 
     part: str
     state: State
@@ -108,16 +108,16 @@ def examine() -> Iterator[Finding]:
     """Yield the findings, those that the default command needs first."""
     packages = {name: spec.package for name, spec in specs().items()}
     with ThreadPoolExecutor(2) as pool:
-        torch = pool.submit(_python, TORCH)
+        torch_report = pool.submit(_python, TORCH)
         imports = {
             name: pool.submit(_python, f"import {package}")
             for name, package in packages.items()
             if package is not None and find_spec(package)
         }
         yield from _versions()
-        printed, problem = torch.result()
-        facts = json.loads(printed) if not problem else {"gpus": []}
-        yield from _torch(facts, problem)
+        printed, torch_problem = torch_report.result()
+        facts = json.loads(printed) if not torch_problem else {"gpus": []}
+        yield from _torch(facts, torch_problem)
         yield _processor()
         yield from _disks()
         for name, spec in specs().items():
@@ -125,9 +125,11 @@ def examine() -> Iterator[Finding]:
                 spec.check_machine(spec.settings(name=name), lambda: len(facts["gpus"]))
             )
             state = State.missing if problems else State.ok
-            if not problems and name in imports and (problem := imports[name].result()[1]):
-                state = State.warn
-                problems = [f"{packages[name]} {problem}; install it again"]
+            if not problems and name in imports:
+                _, import_problem = imports[name].result()
+                if import_problem:
+                    state = State.warn
+                    problems = [f"{packages[name]} {import_problem}; install it again"]
             engine = f"engine={name}"
             detail = "; ".join(text.removeprefix(f"{engine}: ") for text in problems)
             yield Finding(engine, state, detail or "can sample on this machine")
@@ -152,8 +154,11 @@ def _python(code: str) -> tuple[str, str]:
         )
     except subprocess.TimeoutExpired:
         return "", f"not imported after {IMPORT_S} s"
-    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines() or [""]
-    return (lines[-1], "") if done.returncode == 0 else ("", f"fails to import: {lines[-1]}")
+    output = done.stdout if done.returncode == 0 else done.stderr
+    last_line = (output.strip().splitlines() or [""])[-1]
+    if done.returncode == 0:
+        return last_line, ""
+    return "", f"fails to import: {last_line}"
 
 
 def _versions() -> Iterator[Finding]:
@@ -191,7 +196,8 @@ def _versions() -> Iterator[Finding]:
         yield Finding(
             f"[{extra}]", state, "; ".join(problems) or listed, remedy if problems else ""
         )
-    # Packages that set limits on each other, as an engine does on torch.
+    # Packages that set limits on each other, as an engine does on torch. trl is not a requirement,
+    # but often in the same environment.
     for name in dict.fromkeys([*(r.name for r in requirements), "trl"]):
         if _installed(name) is None:
             continue
@@ -284,7 +290,7 @@ def _disks() -> Iterator[Finding]:
     """Yield findings about the folders that are written to: free space and permission."""
     home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
     cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
-    for part, folder, change, needed in (
+    for part, folder, remedy, needed in (
         ("outputs", Path("outputs").absolute(), "hydra.run.dir=<folder> names another one", True),
         ("hub cache", cache, "HF_HOME=<folder> names another one", False),
     ):
@@ -301,7 +307,7 @@ def _disks() -> Iterator[Finding]:
             part,
             state,
             f"{folder}: {free:.1f} GiB free{'' if writable else ', may not be written'}",
-            "" if state is State.ok else change,
+            "" if state is State.ok else remedy,
         )
 
 
@@ -312,6 +318,7 @@ def _sandbox() -> Finding:
     try:
         backend = usable_backend("required")
     except ValueError as error:
+        # The error ends with what the sandbox takes.
         problem, _, remedy = str(error).partition("; it takes ")
         return Finding("sandbox", State.missing, problem, f"it takes {remedy}")
     there = "" if shutil.which("bwrap") else "; bubblewrap is not installed"

@@ -62,15 +62,18 @@ class DryModel:
         form, tools = question.form, [schema["function"] for schema in question.schemas]
         after_tool = after == "tool"
         stops = self.components.stop_tools(self.task)
-        chosen = [tool for tool in tools if (tool["name"] in stops) == after_tool] or tools
-        chosen = [tool for tool in tools if tool["name"] == form.tool] or chosen
+        # After a user's message an ordinary tool, after a tool result a stop tool, if there is one.
+        suitable = [tool for tool in tools if (tool["name"] in stops) == after_tool]
+        demanded = [tool for tool in tools if tool["name"] == form.tool]
+        candidates = demanded or suitable or tools
         column_texts, words = task_texts(self.task)
         make_value = partial(example, words=[*column_texts, *words], rng=random.Random(config.seed))
         calls: tuple[ToolCall, ...] = ()
         content = "ok" if form.schema is None else json.dumps(make_value(json.loads(form.schema)))
-        if chosen and (form.call or not after_tool):
-            name, arguments = chosen[0]["name"], make_value(chosen[0]["parameters"])
-            calls, content = (ToolCall(id=f"call_{turn}_0", name=name, arguments=arguments),), ""
+        if candidates and (form.call or not after_tool):
+            tool, content = candidates[0], ""
+            arguments = make_value(tool["parameters"])
+            calls = (ToolCall(id=f"call_{turn}_0", name=tool["name"], arguments=arguments),)
         reply = AssistantTurn(content=content, reasoning=None, calls=calls)
         return turn_ids(self.components.chat, reply, question.schemas, after)
 
@@ -120,13 +123,13 @@ async def _attempt(
     model = DryModel(components, task)
     # No limit cuts a scripted turn, and a failure of the agent is an error.
     limits = replace(config.rollout, max_turn_tokens=context, max_completion_tokens=context)
+    in_lockstep = config.rollout.deterministic is not False and spec_of(config.engine).deterministic
     with TemporaryFolder() as folder:
         agents = Agents(
             replace(config.agent, on_failure=OnFailure.error),
             components.chat,
             folder,
-            lockstep=config.rollout.deterministic is not False
-            and spec_of(config.engine).deterministic,
+            lockstep=in_lockstep,
             on_request=model.questions.__setitem__,
             on_restart=lambda kind, rollout_id, difference: differences.append((kind, difference)),
         )

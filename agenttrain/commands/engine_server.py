@@ -64,7 +64,7 @@ def engine_server(args: Namespace, overrides: Sequence[str]) -> int:
     if host is not None and not plan["servers"].get("nodes"):
         raise ConfigError(without_port)
     if host is not None:
-        _check_free(host, 0)
+        _check_free(host, 0)  # any port: is it an address of this machine?
     run_server = specs()[plan["engine"]["name"]].run_server
     assert run_server is not None
     return run_server(folder, number, args.parent, host or HOST)
@@ -105,6 +105,7 @@ def _serve_alone(args: Namespace, overrides: list[str]) -> int:
 def _check_free(host: str, port: int) -> None:
     """Raise ConfigError if nothing can listen on the address."""
     with socket() as probe:
+        # As servers set it: a port whose last connections still close is free.
         probe.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

@@ -28,7 +28,7 @@ READABLE, ENTERABLE = 0o644, 0o755
 
 def export_checkpoint(args: Namespace) -> int:
     """Run `export`; return the exit code. Raises ConfigError."""
-    if (args.folder is None) == (args.run is None):
+    if (args.folder is None) == (args.run is None):  # neither, or both
         raise ConfigError("export: name one run: agenttrain export <run folder> --to <new folder>")
     if not args.to:
         raise ConfigError(f"--to: where to? give a new folder, or {HUB}org/name")
@@ -65,7 +65,10 @@ def export_checkpoint(args: Namespace) -> int:
 
 
 def _checkpoint(source: Path, step: str | None) -> Path:
-    """Return the checkpoint of `--step`, or `source` itself, or its newest. Raises ConfigError."""
+    """Return the checkpoint of a `--step`, else the newest of a run, else `source` itself.
+
+    Raises ConfigError if that is no checkpoint.
+    """
     if step is not None:
         return checkpoint_of(source, step).resolve()
     checkpoint = source / LATEST if (source / LATEST).is_dir() else source
@@ -114,7 +117,7 @@ def export(
                     shutil.copyfile(checkpoint / file, part / file)
         else:
             adapted = (checkpoint / ADAPTER_FILES[0]).is_file()
-            if adapted and dtype == "auto":
+            if adapted and dtype == "auto":  # adapter files do not name their base model's dtype
                 dtype = _run_config(checkpoint).get("model", {}).get("dtype", dtype)
             wanted: torch.dtype | str = dtype if dtype == "auto" else getattr(torch, dtype)
             with only_tensors(checkpoint):
@@ -165,7 +168,8 @@ def _describe(checkpoint: Path, folder: Path, name: str, form: str, weights: str
     (folder / "README.md").write_text(card, encoding="utf-8")
     (folder / SETTINGS).write_text(published_settings(config), encoding="utf-8")
     model_settings = config.get("model", {})
-    # In the checkpoint, the adapters' file names the snapshot in this machine's cache.
+    # The checkpoint's file may name the base model by its folder in this machine's cache. Others
+    # need the name and revision of the hub.
     if adapter and ID.fullmatch(str(model_settings.get("path"))) and model_settings.get("revision"):
         file = folder / ADAPTER_FILES[0]
         adapter_config = json.loads(file.read_text(encoding="utf-8"))

@@ -65,8 +65,9 @@ def _section(verb: Verb) -> str:
     text = f"## {verb.name}\n\n{verb.help[0].upper()}{verb.help[1:]} ([more](../{verb.page})).\n"
     usage = " ".join(parser.format_usage().split()).removeprefix("usage: ")
     text += f"\n    {usage}\n"
-    lines = (f"| `{name}` | {meaning} |" for name, meaning in rows.items())
-    text += "\n" + "\n".join(["| | meaning |", "|---|---|", *lines]) + "\n" if rows else ""
+    if rows:
+        lines = (f"| `{name}` | {meaning} |" for name, meaning in rows.items())
+        text += "\n" + "\n".join(["| | meaning |", "|---|---|", *lines]) + "\n"
     commands = (f"# {meaning}\nagenttrain {words}" for words, meaning in verb.examples.items())
     return text + "\n```text\n" + "\n".join(commands) + "\n```\n"
 

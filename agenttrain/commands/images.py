@@ -31,8 +31,8 @@ def show(config: RunConfig, args: Namespace) -> int:
             raise ConfigError(f"runtime={config.runtime.name}: has no images; add runtime=podman")
         if args.build:
             prepare_images(components)
-        found = components.machines.images_of(tasks_to_prepare(components))
-        reports = asyncio.run(_examine(config.runtime.client, list(found)))
+        names = list(components.machines.images_of(tasks_to_prepare(components)))
+        reports = asyncio.run(_examine(config.runtime.client, names))
     if write_report([asdict(report) for report in reports], args.json):
         for report in reports:
             state = "present" if report.present else "missing"
@@ -42,6 +42,7 @@ def show(config: RunConfig, args: Namespace) -> int:
 
 
 async def _examine(client: str, names: list[str]) -> list[ImageReport]:
+    """Return a report of each name: that of an image, or the folder from which one is built."""
     reports = []
     for name in names:
         folder = images.is_folder(name)

@@ -44,7 +44,7 @@ def model_card(
     base, revision = str(model.get("path")), model.get("revision")
     data = config.get("data", {})
     train = dict(data.get("train", {}))
-    front: dict[str, Any] = {
+    front: dict[str, Any] = {  # YAML front matter, which the hub reads
         # An id of the hub, which turns it into a link; a folder means nothing to others.
         **({"base_model": base} if ID.fullmatch(base) else {}),
         "license": _license(base),
@@ -94,7 +94,10 @@ def model_card(
 
 
 def published_settings(config: Mapping[str, Any]) -> str:
-    """Return a run's config.yaml as a file for `--config-name`, without signature and secrets."""
+    """Return a run's config.yaml as a file for `--config-name`, without secrets.
+
+    Hydra's keys are added. `provenance` is left out: it describes the run, and holds its signature.
+    """
     plain = {key: value for key, value in config.items() if key != "provenance"}
     text = yaml.safe_dump(
         {
@@ -111,6 +114,7 @@ def published_settings(config: Mapping[str, Any]) -> str:
 def _evaluations(summary: Mapping[str, Any], step: int) -> list[tuple[str, int, str, str]]:
     """Return (decoding, questions, reward before, reward after) of each evaluation."""
     evaluations = dict(summary.get("eval", {}))
+    # The run was evaluated after its last step: that says nothing of an earlier checkpoint.
     after = evaluations.get("after") if summary.get("steps") == step else None
     before_scores, after_scores = (
         {scores.label: scores for scores in from_json(side or {})}
@@ -132,6 +136,7 @@ def _license(base: str) -> str:
         return "apache-2.0"  # this package's
     head: Sequence[str] = ()
     if card.is_file():
+        # Front matter stands between the first two lines `---`.
         head = card.read_text(encoding="utf-8", errors="replace").split("---", 2)
     match = LICENSE.search(head[1]) if len(head) == 3 else None
     return match[1] if match else "unknown"

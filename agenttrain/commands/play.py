@@ -94,7 +94,7 @@ def play(config: RunConfig, args: Namespace, folder: Path | None) -> int:
                     runner.run(session.reset())
                     text = "interrupted; the next message begins a new conversation"
                     session.print(text, "yellow")
-                except EngineDead:
+                except EngineDead:  # no further message can be answered
                     raise
                 except (AgenttrainError, OSError, ValueError) as error:
                     runner.run(session.reset())
@@ -150,7 +150,11 @@ class Player:
         """True if the cursor is at the beginning of a line."""
 
     async def ask(self, task: Task, text: str | None, number: int) -> None:
-        """Let the model answer `text`, or `task` if that begins conversation `number`."""
+        """Let the model answer `text`.
+
+        If no conversation goes on, begin conversation `number` with `task`, whose last message is
+        then answered instead of `text`.
+        """
         from agenttrain.engines.base import Streaming
         from agenttrain.rollout.config import RolloutRequest
         from agenttrain.rollout.conversation import Conversation
@@ -199,7 +203,8 @@ class Player:
                 origin: sum(len(s.token_ids) for s in trajectory.spans if s.origin is origin)
                 for origin in STYLES
             }
-            text.append("\n" * (not text.plain.endswith("\n")))
+            if not text.plain.endswith("\n"):
+                text.append("\n")
             for origin, count in counts.items():
                 text.append(f"{origin} {count}  ", f"bold {STYLES[origin]}")
         return text if text.plain else Text("nothing has been said yet", "dim")
@@ -214,6 +219,7 @@ class Player:
 
         for message in messages:
             if message["role"] == "assistant":
+                # A streaming engine has called `_show_token` for each token already.
                 if not isinstance(self.engine, Streaming):
                     *_, last = rollout.trajectories[-1].sampled_spans()
                     for token_id in last.token_ids:
@@ -271,7 +277,7 @@ class Session:
         config = self.config
         verify_model(config)
         components = self._components = Components(config, "play")
-        if self.folder is None:
+        if self.folder is None:  # a run has checked its template before it trained
             components.certificate.raise_if_refused()
         self.players.append(Player("agent", components, sampling_engine(config), self.console))
         if self.compares:
@@ -345,8 +351,9 @@ class Session:
         """Send a message to every player in turn; None sends the row's own question."""
         task = self._task()
         if text is not None:
-            first = [m for m in task.messages[:1] if m["role"] == "system"]
-            task = replace(task, messages=(*first, {"role": "user", "content": text}))
+            # The typed message takes the place of the row's question, after its system message.
+            system = [m for m in task.messages[:1] if m["role"] == "system"]
+            task = replace(task, messages=(*system, {"role": "user", "content": text}))
         self._conversations += 1
         for player in self.players:
             if player.stop_reason is not None:
@@ -366,6 +373,7 @@ class Session:
     def _task(self) -> Task:
         """Return the task of the row, without a demonstration's answers. Raises ConfigError."""
         assert self._components is not None
+        # The last split is data.test, or data.train if there are no test rows.
         splits = self._components.tasks
         key, source = list(splits.by_key.items())[-1]
         if self.row >= len(source):

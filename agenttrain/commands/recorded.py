@@ -40,10 +40,9 @@ def recorded_rubric(
     Raises ValueError for a reward on a tool that the run did not have, if its tools.json exists. An
     outside agent has tools of its own, which cannot be checked.
     """
-    recorded = list(records)
-    names = list(config.environment)
-    rewarded = any("environment_reward" in record for record in recorded)
-    rubric = rubric_of(config, names if rewarded else [])
+    # The rubric has the environments' own reward if the run recorded it.
+    rewarded = any("environment_reward" in record for record in records)
+    rubric = rubric_of(config, list(config.environment) if rewarded else [])
     declared = read_declared(folder)
     if declared is not None and not config.agent.outside:
         toolbox, environments = declared
@@ -82,12 +81,12 @@ def find_tasks(records: Iterable[Record], source: TaskSource, drawn: int) -> dic
             break
         (task,) = source.tasks(position, 1)
         prompt = [dict(message) for message in task.messages]
-        left = []
+        unmatched = []
         for record in wanted.pop(task.task_id, []):
             if record["trajectories"][0]["messages"][: len(prompt)] == prompt:
                 tasks[record["rollout_id"]] = task
             else:
-                left.append(record)
-        if left:
-            wanted[task.task_id] = left
+                unmatched.append(record)
+        if unmatched:  # a later row may have the same name
+            wanted[task.task_id] = unmatched
     return tasks

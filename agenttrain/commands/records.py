@@ -37,15 +37,16 @@ def replay(args: Namespace) -> int:
     live = args.tools == "live"
     # Options that choose rollouts replay those of a crash bundle instead of its failed stage.
     chooses_rollouts = step is not None or args.rollout is not None or live
-    crash = None if chooses_rollouts else _crash_stage(folder)
-    runs = STAGES[crash] if crash is not None else ("data", "rollout")
+    failed_stage = None if chooses_rollouts else _crash_stage(folder)
+    # Sections of the saved settings whose code will run: the user has to trust it.
+    code = STAGES[failed_stage] if failed_stage is not None else ("data", "rollout")
     # With the schemas in tools.json no code of tools has to run.
-    if crash is None and (live or not (folder / "tools.json").is_file()):
-        runs = (*runs, "tools", "environment", "user")
+    if failed_stage is None and (live or not (folder / "tools.json").is_file()):
+        code = (*code, "tools", "environment", "user")
     with hydra_session(Source()):
-        config = saved_settings(f"replay {folder}", folder, Source(), runs=runs, trust=trust).config
+        config = saved_settings(f"replay {folder}", folder, Source(), runs=code, trust=trust).config
     with refusing():
-        if crash is not None:
+        if failed_stage is not None:
             from agenttrain.commands.replay_crash import replay_crash  # torch comes with it
 
             return replay_crash(config, folder)
@@ -86,7 +87,7 @@ def rescore(args: Namespace, overrides: Sequence[str]) -> int:
             f"rescore {args.folder}",
             args.folder,
             source,
-            overrides=open_keys(settings),
+            overrides=open_keys(settings),  # reward functions have keys that no YAML lists
             allowed=("reward",),
             runs=SCORING,
             trust=trust,
@@ -113,6 +114,7 @@ def view(args: Namespace) -> int:
     from agenttrain.runs.report import write_page
 
     print(page := write_page(composed.config, folder, step, args.to))
+    # Only a run with pictures can have a page with images: other pages need not be read.
     pictures = folder / "rollouts" / PICTURES
     if pictures.is_dir() and "data:image/" in page.read_text(encoding="utf-8"):
         print("the page holds the images of its rollouts", file=sys.stderr)

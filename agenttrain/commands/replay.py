@@ -114,12 +114,12 @@ def replay_rollouts(
             f"{command} step={step}: task {missing[0]} with its recorded prompt is not in the data "
             "now; a replay needs the rows that the run had"
         )
-    if step == EVALUATED:
+    if step == EVALUATED:  # evaluations may have fewer tools, and limits of their own
         environments = components.environments
-        for name, task in tasks.items():
+        for evaluated_id, task in tasks.items():
             methods = environments.toolbox_of(environments.kind_of(task))
             declared = (*components.toolbox.names, *methods.names)
-            tasks[name] = restricted(task, config.eval.tools, declared)
+            tasks[evaluated_id] = restricted(task, config.eval.tools, declared)
         config = replace(config, rollout=limits_of(config.rollout, config.eval))
     differences = asyncio.run(_replay_all(config, components, records, tasks, live=live))
     return _print_all(records, differences, step)
@@ -142,11 +142,12 @@ def _outside_agent_differences(
         except LedgerError as error:
             differences.append(str(error))
             continue
+        if not rollout.turns:  # nothing was rendered or parsed
+            differences.append(None)
+            continue
         first = rollout.trajectories[0]
         schemas = [dict(schema) for schema in first.schemas or ()]
-        differences.append(
-            rendering_difference(rollout, first.messages, chat, schemas) if rollout.turns else None
-        )
+        differences.append(rendering_difference(rollout, first.messages, chat, schemas))
     return differences
 
 
@@ -243,6 +244,7 @@ async def replay(
         engine=engine,
         chat=components.chat,
         toolbox=tools,
+        # No record says when time ran out. A fault of a tool must end this rollout, not the replay.
         limits=replace(config.rollout, timeout_s=None, on_tool_failure=OnToolFailure.drop),
         environments=environments,
         simulated_user=user,
@@ -253,8 +255,11 @@ async def replay(
 def difference(
     record: Record, rollout: Rollout, decode: Callable[[Sequence[int]], str]
 ) -> str | None:
-    """Describe the first difference between a replayed rollout and its record; None: there is
-    none."""
+    """Return a text about the first difference between a replayed rollout and its record.
+
+    Return None if they are the same.
+    """
+    # Through JSON, as the record was: tuples become lists.
     replayed_record = json.loads(dumps(rollout_record(rollout)))
     where = f"rollout {record['rollout_id']}: DIFFERS"
     recorded, replayed = record["trajectories"], replayed_record["trajectories"]
@@ -265,6 +270,7 @@ def difference(
             return where + _token_difference(before, after, decode, replayed_record.get("error"))
         if _sampled_ranges(before) != _sampled_ranges(after):
             return f"{where}: the ids are the same, the mask is not"
+        # Reading the record put the images back into its messages: compare their hashes instead.
         old, new = recorded_messages(before["messages"]), after["messages"]
         for index, (was, now) in enumerate(zip(old, new, strict=False)):
             if was != now:
@@ -280,13 +286,17 @@ def difference(
 
 
 def _token_difference(
-    record: Record, made: Record, decode: Callable[[Sequence[int]], str], error: str | None
+    recorded: Record, replayed: Record, decode: Callable[[Sequence[int]], str], error: str | None
 ) -> str:
-    """Describe the first position at which two trajectories have different ids."""
-    old, new = record["token_ids"], made["token_ids"]
+    """Describe the first position at which two trajectories have different ids.
+
+    `error` is the one that ended the replayed rollout, if any.
+    """
+    old, new = recorded["token_ids"], replayed["token_ids"]
     pairs = enumerate(zip(old, new, strict=False))
+    # If one of them is the beginning of the other, they differ where the shorter one ends.
     position = next((i for i, (a, b) in pairs if a != b), min(len(old), len(new)))
-    span = next((span for span in record["spans"] if position < span["end"]), None)
+    span = next((span for span in recorded["spans"] if position < span["end"]), None)
     place = "after its end" if span is None else f"turn {span['turn']}, {span['origin']}"
 
     def around(token_ids: Sequence[int]) -> str:
@@ -333,10 +343,12 @@ def recorded_tools(
     tools = RecordedToolbox(boxes, tool_results(record), record["trajectories"])
     if kind is None:
         return tools, Environments()
-    before = prompt_messages(record["trajectories"][0])
+    prompt = prompt_messages(record["trajectories"][0])
     ended = record["stop_reason"] in (StopReason.environment_done, StopReason.environment_truncated)
     replies = RecordedReplies(
-        messages=tuple(before[len(task.messages) :]),
+        # `reset` added the prompt's messages after those of the task.
+        messages=tuple(prompt[len(task.messages) :]),
+        # The tool loop itself sends the user's messages that the task scripts.
         user=_user_texts(record)[len(task.user_turns) :],
         reward=record.get("environment_reward"),
         done=lambda: ended and in_last_turn(),
@@ -354,7 +366,9 @@ def recorded_user(
     """
     if not config.user or environments.kind_of(task) is not None:
         return None
+    # The tool loop itself sends the user's messages that the task scripts.
     texts = iter(_user_texts(record)[len(task.user_turns) :])
+    # The record says when the user stops, not a limit.
     endless = UserSettings(max_turns=LARGEST - 1)
     return SimulatedUser(lambda task, spoken, seed: next(texts, None), endless)
 
@@ -400,7 +414,10 @@ class RecordedToolbox(Toolbox):
         *,
         allowed: Sequence[str] | None = None,
     ) -> list[ToolResult]:
-        """Return the recorded results; raises ToolUnavailable for a call without one."""
+        """Return the recorded results, and repeat the sub-agents that the calls began.
+
+        Raises ToolUnavailable for a call without a recorded result.
+        """
         for call in calls:
             if not self._results.get(call.id):
                 raise ToolUnavailable(f"no result was recorded for the call {call.id} {call.name}")
@@ -414,6 +431,7 @@ class RecordedToolbox(Toolbox):
                         max_turns=delegation["max_turns"],
                         max_tokens=delegation["max_tokens"],
                     )
+        # `call` is the call as it was parsed now: a difference from the recorded call must show.
         return [replace(self._results[call.id].pop(0), call=call) for call in calls]
 
     async def release(self, rollout_id: str) -> None:

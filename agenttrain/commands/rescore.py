@@ -33,7 +33,7 @@ class Rescored:
     new: Rollout
 
     def line(self) -> str:
-        """Return a line of the `to=` file."""
+        """Return the rollout's line in the file of `--to`."""
         record = {
             "step": self.step,
             "rollout_id": self.old.rollout_id,
@@ -77,7 +77,8 @@ def rescore(config: RunConfig, folder: Path, *, step: int | None, to: Path | Non
             task = step_tasks.get(record["rollout_id"]) or Task(
                 task_id=record["task_id"], messages=()
             )
-            old, new = (read_rollout(record, task) for _ in range(2))
+            # Two copies: scoring fills in the rewards of the new one.
+            old, new = read_rollout(record, task), read_rollout(record, task)
             rows.append(Rescored(step=number, old=old, new=new))
     asyncio.run(rubric.score([row.new for row in rows if may_be_scored(row.new)]))
     for line in report(rows):
@@ -97,7 +98,7 @@ def report(rows: Sequence[Rescored]) -> Iterator[str]:
     names = [TOTAL, *dict.fromkeys(functions)]
     steps = list(dict.fromkeys(row.step for row in rows))
     header = ["step", "rollouts"]
-    table = [header + [text for name in names for text in (f"{name}", "now")]]
+    table = [header + [text for name in names for text in (name, "now")]]
     for step in steps:
         table.append(_means(str(step), [row for row in rows if row.step == step], names))
     if len(steps) > 1:

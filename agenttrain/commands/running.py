@@ -76,6 +76,7 @@ def run(command: Command) -> int:
             for composed in runs:
                 fetch(composed.config, command.verb)
             return sweeps.start(command, runs)
+        # `assigned` is set if a launcher started this process as a rank: the folder is its choice.
         assigned, composed = assigned_folder(), runs[0]
         joins_run = assigned is not None or is_later_node(composed.config.distributed)
         if not joins_run and command.saved is None:
@@ -86,6 +87,7 @@ def run(command: Command) -> int:
             return _launch_new(command, composed)
     if command.saved is not None and assigned is None:
         return _continue_run(command, command.saved, composed)
+    # A later node has no folder yet: the first rank sends it the name.
     return _launch(command, composed, assigned or Path(), announce=False)
 
 
@@ -176,6 +178,7 @@ def compose_all(command: Command) -> list[Composed]:
     runs = []
     for combination in expand(overrides, source).runs:
         try:
+            # Without `raw`, which only a started run needs: a sweep may have thousands of runs.
             runs.append(replace(_compose_one(combination, command), raw=None))
         except ConfigError as error:
             typed = " ".join(as_typed(text) for text in combination)
@@ -288,6 +291,7 @@ def _launch_new(command: Command, composed: Composed) -> int:
     """Make the folder of a new run and start it there."""
 
     def launch(folder: Path) -> int:
+        """Start the run in the folder that was chosen for it."""
         if _holds_run(folder) and command.auto:  # another node has begun it in the meantime
             composed.config.resume = str(folder)
         if _holds_run(folder) and composed.config.resume is None:
@@ -308,5 +312,6 @@ def _launch(command: Command, composed: Composed, folder: Path, *, announce: boo
         print(f"{command.verb} in {folder}", flush=True)
     from agenttrain.commands.sweep.record import is_job
 
+    # A resumed run reads from its summary whether it belongs to a sweep.
     sweep = command.saved is None and is_job(folder)
     return start(command, composed, folder, program="agenttrain.cli", sweep=sweep)

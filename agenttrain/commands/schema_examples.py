@@ -31,7 +31,7 @@ def example(
     "required": ["n"]}`` -> ``{"n": 7}``. Patterns and formats of texts are not followed.
     """
     resolver = SchemaResolver(schema) if resolver is None else resolver
-    value = partial(example, words=words, rng=rng, resolver=resolver, depth=depth + 1)
+    inner = partial(example, words=words, rng=rng, resolver=resolver, depth=depth + 1)
     deep = depth >= MAX_DEPTH
 
     def pick(choices: Sequence[Any]) -> Any:
@@ -39,10 +39,13 @@ def example(
 
     schema = resolver.expand(schema)
     if options := resolver.options(schema):
-        parts = [part for part in options if resolver.types(part) != ["null"]]
-        flat = [part for part in parts if deep and not set(COMBINED) & set(part)]
-        small = [part for part in options if deep and part not in parts]
-        return value(pick(flat or small or parts or options))
+        not_null = [part for part in options if resolver.types(part) != ["null"]]
+        if deep:
+            # End the nesting: an option that refers to no other schema, else null.
+            flat = [part for part in not_null if not set(COMBINED) & set(part)]
+            null = [part for part in options if part not in not_null]
+            return inner(pick(flat or null or not_null or options))
+        return inner(pick(not_null or options))
     for listed in ("enum", "examples"):
         if schema.get(listed):
             return pick(schema[listed])
@@ -54,19 +57,18 @@ def example(
             properties = schema.get("properties", {})
             required = schema.get("required", ())
             return {
-                name: value(part)
+                name: inner(part)
                 for name, part in properties.items()
                 if name in required or (rng and not deep and rng.random() < 0.5)
             }
         case "array":
-            min_items = schema.get("minItems", 0)
+            min_items, items = schema.get("minItems", 0), schema.get("items", {})
             if rng is None:
-                return [value(schema.get("items", {}))] * max(min_items, not deep)
-            max_items = (
-                min_items if deep else min(schema.get("maxItems", min_items + 2), min_items + 2)
-            )
-            items = schema.get("items", {})
-            return [value(items) for _ in range(rng.randint(min_items, max_items))]
+                return [inner(items)] * max(min_items, 0 if deep else 1)
+            max_items = min_items
+            if not deep:
+                max_items = min(schema.get("maxItems", min_items + 2), min_items + 2)
+            return [inner(items) for _ in range(rng.randint(min_items, max_items))]
         case "integer" | "number":
             # Strictly between exclusive bounds: a step of 1, or of a part of the range.
             above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")

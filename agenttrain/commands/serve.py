@@ -69,7 +69,10 @@ def serve(config: RunConfig, args: Namespace, *, engine_named: bool = False) -> 
                 "model; nothing is authenticated"
             )
         with refusing():
-            (_serve_by_engine if own_server else _serve_here)(config, args, listener)
+            if own_server:
+                _serve_by_engine(config, args, listener)
+            else:
+                _serve_here(config, args, listener)
     return 0
 
 
@@ -97,7 +100,9 @@ def _serve_here(config: RunConfig, args: Namespace, listener: socket) -> None:
     server = ChatServer(engine=engine, chat=chat, model=args.name, defaults=config.eval.sampling())
     _announce(config, args, listener.getsockname()[1])
     local = args.host in LOOPBACK
-    names = {*LOOPBACK, *args.hosts} | (set() if local else {args.host, gethostname()})
+    names = {*LOOPBACK, *args.hosts}
+    if not local:
+        names |= {args.host, gethostname()}
     app = build_app(server, hosts=names, any_address=not local, on_end=engine.aclose)
     run(app, listener)
 
@@ -111,7 +116,7 @@ def _serve_by_engine(config: RunConfig, args: Namespace, listener: socket) -> No
     chat, parser = _load_chat(config), None
     try:
         parser = server_parser(chat, config.response_schema)
-    except ChatError:
+    except ChatError:  # without tools no parser of calls is needed
         if config.tools or config.environment:
             raise
     server = spec_of(config.engine).server

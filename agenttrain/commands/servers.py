@@ -20,6 +20,7 @@ COLUMNS = ("server", "state", "version", "in flight", "completions", "boot", "ad
 def servers(args: Namespace) -> int:
     """Print the servers of a run, with the last lines of each log; raises ConfigError."""
     folder = args.folder
+    # A run has one engine, and only that engine finds records of its servers.
     records = (
         spec.read_servers(folder, args.lines) for spec in specs().values() if spec.read_servers
     )

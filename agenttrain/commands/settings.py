@@ -66,6 +66,7 @@ def settings(args: Namespace) -> int:
             hint = did_you_mean(section, names)
             raise ConfigError(f"{section}: no such section{hint}; there are: {', '.join(names)}")
         keys = dict.fromkeys(setting.key for setting in listed)
+        # The dots end both names: `eval` finds `eval.samples`, but no section `evaluator`.
         listed = [setting for setting in listed if f"{setting.key}.".startswith(f"{section}.")]
         if not listed:
             raise ConfigError(
@@ -129,6 +130,8 @@ def all_settings(cls: type = RunConfig, prefix: str = "") -> Iterator[Setting]:
             yield from all_settings(below[field.name], f"{key}.")
         else:
             yield _setting(cls, field, hints[field.name], key)
+            # Settings that a component has beside the arguments of its `_target_`. The section of
+            # the run holds components by name (tools.<name>.timeout_s), or is one (user.max_turns).
             if cls is RunConfig and key in SETTINGS_BESIDE:
                 yield from all_settings(SETTINGS_BESIDE[key], f"{key}.<name>.")
             if cls is RunConfig and key in ONE_BESIDE:
@@ -136,7 +139,10 @@ def all_settings(cls: type = RunConfig, prefix: str = "") -> Iterator[Setting]:
 
 
 def _of_choices(section: str, description: str) -> Iterator[Setting]:
-    """Yield the setting of the choice, then each key of all choices once for each default."""
+    """Yield `<section>.name`, then the keys of all choices of a section.
+
+    A key that has different defaults in different choices comes once for each default.
+    """
     classes = choices()[section]
     yield Setting(
         key=f"{section}.name",
@@ -147,14 +153,15 @@ def _of_choices(section: str, description: str) -> Iterator[Setting]:
     )
     names = dict.fromkeys(name for cls in classes.values() for name in field_names(cls))
     for name in (name for name in names if name != "name"):
-        same: dict[Setting, list[str]] = {}
+        choices_of: dict[Setting, list[str]] = {}
         for option, cls in classes.items():
             for field in (field for field in fields(cls) if field.name == name):
                 setting = _setting(cls, field, get_type_hints(cls)[name], f"{section}.{name}")
-                same.setdefault(setting, []).append(f"{section.replace('.', '/')}={option}")
-        for setting, owners in same.items():
-            in_all = len(owners) == len(classes)
-            yield replace(setting, choices=() if in_all else tuple(owners))
+                override = f"{section.replace('.', '/')}={option}"
+                choices_of.setdefault(setting, []).append(override)
+        for setting, overrides in choices_of.items():
+            in_all = len(overrides) == len(classes)
+            yield replace(setting, choices=() if in_all else tuple(overrides))
 
 
 def _sections(cls: type) -> Iterator[type]:
@@ -167,10 +174,11 @@ def _sections(cls: type) -> Iterator[type]:
 def _setting(cls: type, field: Field[Any], hint: Any, key: str) -> Setting:
     """Return the setting `key`, a field of the settings class `cls` with the annotation `hint`."""
     info = getattr(cls, "__pydantic_fields__", {}).get(field.name)
-    made = field.default_factory() if field.default_factory is not MISSING else field.default
-    default = getattr(made, "default", made)  # pydantic leaves its own description of a field
     if info is not None:
         default = info.get_default(call_default_factory=True)
+    else:
+        made = field.default_factory() if field.default_factory is not MISSING else field.default
+        default = getattr(made, "default", made)  # of pydantic's Field(default=…)
     is_required = info is not None and info.is_required()
     text = "" if is_required or default == "???" else shown(plain(default))
     bounds = [
@@ -181,18 +189,20 @@ def _setting(cls: type, field: Field[Any], hint: Any, key: str) -> Setting:
     ]
     kind = ", ".join([_type(hint), *bounds])
     # The values of an enum follow with their own texts: "`sum`: …; `mean`: …".
-    enums = [part for part in (hint, *get_args(hint)) if isinstance(part, type)]
+    types = [part for part in (hint, *get_args(hint)) if isinstance(part, type)]
+    enums = [part for part in types if issubclass(part, Enum)]
     members = "; ".join(
         f"`{member.value}`: {about.rstrip('.')}"
         for enum in enums
-        if issubclass(enum, Enum)
         for member in enum
         if (about := _field_texts(enum).get(member.name))
     )
     description = " ".join(part for part in (_description(cls, field.name), members) if part)
-    values = [str(m.value) for enum in enums if issubclass(enum, Enum) for m in enum]
-    values += ["true", "false"] * (bool in enums)
-    values += ["null"] * (bool(values) and NoneType in enums)
+    values = [str(member.value) for enum in enums for member in enum]
+    if bool in types:
+        values += ["true", "false"]
+    if values and NoneType in types:
+        values.append("null")
     return Setting(key=key, type=kind, default=text, description=description, values=tuple(values))
 
 
@@ -232,7 +242,9 @@ def _type(hint: Any) -> str:
         return f"{len(parts)} numbers"
     if get_origin(hint) is list:
         return "list"
-    return "keys and values" if get_origin(hint) is dict else TYPES.get(hint, "text or null")
+    if get_origin(hint) is dict:
+        return "keys and values"
+    return TYPES.get(hint, "text or null")  # `Any` is read as a text too
 
 
 def json_schema() -> dict[str, Any]:
@@ -243,6 +255,7 @@ def json_schema() -> dict[str, Any]:
     classes: dict[str, type] = {"": RunConfig, **SETTINGS_BESIDE, **ONE_BESIDE}
     for section, named in choices().items():
         classes |= {f"{section}={name}": cls for name, cls in named.items()}
+    # `references` maps (key of `classes`, "validation") to {"$ref": "#/$defs/<class name>"}.
     references, schemas = TypeAdapter.json_schemas(
         [(name, "validation", TypeAdapter[Any](cls)) for name, cls in classes.items()]
     )
@@ -250,6 +263,7 @@ def json_schema() -> dict[str, Any]:
     for definition in definitions.values():
         definition.pop("required", None)
         for name, part in definition.get("properties", {}).items():
+            # They describe the setting as a whole, so they stay outside of `anyOf`.
             about = {
                 key: part.pop(key) for key in ("title", "description", "default") if key in part
             }
@@ -267,13 +281,14 @@ def json_schema() -> dict[str, Any]:
         parent = definitions["AlgorithmConfig"] if owner else root
         options = [references[f"{section}={name}", "validation"] for name in named]
         for name, option in zip(named, options, strict=True):
+            # Choices may share a class, and so a definition: it then lists all their names.
             definition = definitions[option["$ref"].rpartition("/")[2]]
-            same = definition["properties"].get("name", {}).get("enum", [])
-            definition["properties"] |= {"name": {"enum": [*same, name]}}
+            earlier_names = definition["properties"].get("name", {}).get("enum", [])
+            definition["properties"] |= {"name": {"enum": [*earlier_names, name]}}
         # A choice from outside the package has other keys.
         outside = {"type": "object", "required": ["_target_"]}
         parent["properties"][key]["anyOf"] = [
-            *{option["$ref"]: option for option in options}.values(),
+            *{option["$ref"]: option for option in options}.values(),  # each definition once
             *([outside] if section not in CHOICES else []),
             INTERPOLATION,
         ]

@@ -72,7 +72,9 @@ def rehearse(args: Namespace, overrides: Sequence[str]) -> int:
 
 def play(args: Namespace, overrides: Sequence[str]) -> int:
     """Talk to an agent."""
-    folder, words = at_step(overrides, None if args.step == "0" else args.step, args.step)
+    # Step 0 is no checkpoint: then the newest one answers, and the model before training too.
+    checkpoint_step = None if args.step == "0" else args.step
+    folder, words = at_step(overrides, checkpoint_step, typed=args.step)
     composed = compose_single("play", args, words)
     admit_engine(composed)
     from agenttrain.commands.play import check_engine, play  # imports torch
@@ -88,7 +90,8 @@ def serve(args: Namespace, overrides: Sequence[str]) -> int:
     admit_engine(composed)
     from agenttrain.commands.serve import serve
 
-    args.name = args.name or ("agent" if folder is None else run_of(folder).resolve().name)
+    if not args.name:
+        args.name = "agent" if folder is None else run_of(folder).resolve().name
     return serve(composed.config, args, engine_named=typed_engine(words) is not None)
 
 

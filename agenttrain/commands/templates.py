@@ -93,13 +93,13 @@ def _certify(options: argparse.Namespace) -> int:
     from transformers import AutoTokenizer
 
     name = options.chat_template or ("file" if options.path else "auto")
-    tools = EXAMPLE_TOOLS * (not options.no_tools)
+    tools = () if options.no_tools else EXAMPLE_TOOLS
     chat = load_chat(
         AutoTokenizer.from_pretrained(options.folder),
-        ChatTemplateConfig(name=name, path=options.path and str(options.path)),
+        ChatTemplateConfig(name=name, path=None if options.path is None else str(options.path)),
         ResponseSchemaConfig(
             name=options.response_schema or ("file" if options.schema_path else "auto"),
-            path=options.schema_path and str(options.schema_path),
+            path=None if options.schema_path is None else str(options.schema_path),
         ),
         tools=bool(tools),
     )
@@ -170,12 +170,12 @@ class TableRow:
 def rows() -> list[TableRow]:
     """Return a row for each known family: certified now, or as shipped if a template is missing."""
     shipped = recorded()
-    return [
-        shipped[name]
-        if name in shipped and any(original(source) is None for source in _sources(family))
-        else _row(name, family)
-        for name, family in families().items()
-    ]
+    table = []
+    for name, family in families().items():
+        has_originals = all(original(source) is not None for source in _sources(family))
+        is_shipped_row = name in shipped and not has_originals
+        table.append(shipped[name] if is_shipped_row else _row(name, family))
+    return table
 
 
 @cache
@@ -211,6 +211,7 @@ def _row(name: str, family: Family) -> TableRow:
             continue
         tokenizer = copy.copy(small_tokenizer(owner))
         tokenizer.chat_template = text
+        # A family with marks has to be recognised by its template's source.
         template = ChatTemplateConfig(name="auto" if family.marks else name)
         chat = load_chat(tokenizer, template, ResponseSchemaConfig())
         certificate = certify(chat, EXAMPLE_TOOLS if family.tools else ())
@@ -221,7 +222,10 @@ def _row(name: str, family: Family) -> TableRow:
             fate = "dropped"
         reasoning[fate if chat.renders_reasoning else "none"] = None
     changes = dict.fromkeys(change for c in certificates for change in c.changes)
-    why = dict.fromkeys(edit.why for edit in (family.fixes or ((),))[0] if edit.why)
+    # Shown in the place of changes if no template is installed to certify.
+    first_fix = family.fixes[0] if family.fixes else ()
+    reasons = dict.fromkeys(edit.why for edit in first_fix if edit.why)
+    # The worst status: they are declared from best to worst.
     status = max((c.status for c in certificates), key=list(Status).index, default=UNKNOWN)
     note = ", one call per turn" if any(c.one_call_per_turn for c in certificates) else ""
     note += ", on templates of ours" if any(source in OWN for source in family.originals) else ""
@@ -230,7 +234,7 @@ def _row(name: str, family: Family) -> TableRow:
         models=family.models,
         tools=family.tools,
         prefix_preserving=all(c.preserving for c in certificates) if certificates else None,
-        fix="; ".join(changes or ({} if certificates else why)),
+        fix="; ".join(changes if certificates else reasons),
         parser=family.response,
         reasoning=" or ".join(reasoning) if reasoning else "unknown",
         certificate=str(status) + note,

@@ -46,6 +46,7 @@ def show(
         components = Components(config)
         toolbox, environments = components.toolbox, components.environments
         row_tools, results = asyncio.run(_try(components, args, calls))
+    # Environment -> its tools. None: tools outside of environments, or all tools of the named row.
     tools: dict[str | None, list[dict[str, Any]]] = {None: _described(row_tools or toolbox)}
     if row_tools is None:
         tools |= {name: _described(methods) for name, methods in environments.toolboxes.items()}
@@ -58,9 +59,8 @@ def show(
         }
         for result in results
     ]
-    if not write_report({"tools": listed, "calls": reports}, args.json):
-        pass
-    elif calls:
+    prints_text = write_report({"tools": listed, "calls": reports}, args.json)
+    if prints_text and calls:
         for result in results:
             arguments = json.dumps(result.call.arguments, ensure_ascii=False)
             console.print(Text.assemble((result.call.name, "bold cyan"), " ", arguments))
@@ -68,7 +68,7 @@ def show(
             outcome = f"error: {result.error}" if result.error else "no error"
             style = "red" if result.error else "dim"
             console.print(_inset(Text(f"{result.seconds:.3f} s, {outcome}", style), below=1))
-    else:
+    elif prints_text:
         row = [] if args.row is None else ["--row", str(args.row)]
         row += [] if args.task is None else ["--task", args.task]
         for environment, described in tools.items():
@@ -97,7 +97,7 @@ async def _try(
         results = await _call(toolbox, environments, calls, task, tools_of, machine)
         tools = RowTools(task, toolbox, environments)
         results = [_clipped(result, tools, components) for result in results]
-        return RowTools(task, toolbox, environments) if named else None, results
+        return tools if named else None, results
     finally:
         await components.aclose()
 

@@ -138,6 +138,7 @@ class VerbParser(ArgumentParser):
         if settings and self.verb.settings is None:
             raise ConfigError(self._unknown_message(settings[0]))
         parsed = self.parse_intermixed_args(arguments)
+        # `_divide` keeps settings from argparse: what argparse still takes for one is a mistake.
         if misplaced := getattr(parsed, "settings", None):
             if misplaced[0] in VERBS:
                 raise ConfigError(
@@ -157,15 +158,21 @@ class VerbParser(ArgumentParser):
         while remaining:
             word = remaining.popleft()
             name, equals, value = word.partition("=")
-            option_name = name if word.startswith("-") else _option_name(name) if equals else ""
+            if word.startswith("-"):
+                option_name = name
+            elif equals:
+                option_name = _option_name(name)  # step=3 is --step=3
+            else:
+                option_name = ""
             option = options.get(option_name)
-            if option is not None and option.nargs != 0:
+            takes_value = option is not None and option.nargs != 0
+            if option is not None and takes_value:
                 if option.dest in seen and not isinstance(option, _AppendAction):
                     raise ConfigError(f"{word}: {option.option_strings[0]} is there already")
                 seen.add(option.dest)
                 if equals and not value:
                     raise ConfigError(f"{word}: give {name}= a value, or leave it out")
-            if option is not None and equals:  # step=3 is --step=3
+            if option is not None and equals:
                 arguments.append(f"{option_name}={value}")
             elif option is not None and option.nargs == "?":
                 # argparse would take any word that follows: a setting, a folder.
@@ -204,6 +211,7 @@ class VerbParser(ArgumentParser):
                 if setting.startswith(f"{key}="):
                     return f"{word}: settings are written key=value; write {setting}"
             if key in elsewhere() or key in setting_keys():
+                # A key of TRL or verl is mapped to ours, perhaps with a remark: "engine.name (…)".
                 ours, space, remark = elsewhere().get(key, key).partition(" ")
                 setting = f"{ours}={value or '…'}{space}{remark}"
                 return f"{word}: settings are written key=value; write {setting}"
@@ -221,7 +229,8 @@ class VerbParser(ArgumentParser):
         if not problem.startswith(BAD_VALUE):
             raise ConfigError(f"{option}: {problem}; see {self.prog} --help")
         value = problem.removeprefix(BAD_VALUE)
-        raise ConfigError(f"{option} {value}" if option.startswith("-") else value)
+        is_positional = not option.startswith("-")  # typed without a name
+        raise ConfigError(value if is_positional else f"{option} {value}")
 
 
 def bad_value(text: str, problem: str) -> ArgumentTypeError:
@@ -288,6 +297,7 @@ def option_rows(parser: VerbParser) -> dict[str, str]:
     """Map each option of a parser, as it is written (``--step N``), to its meaning."""
     rows = {}
     for action in dict.fromkeys(parser.options.values()):
+        # The long spelling, if there is one.
         name = max(action.option_strings, key=lambda text: text.startswith("--"))
         values = action.metavar or "|".join(action.choices or ())
         text = " ".join(values) if isinstance(values, tuple) else values
@@ -346,6 +356,7 @@ def whole(minimum: int = 0, maximum: int | None = None) -> Callable[[str], int]:
     """Return a type for argparse: a whole number from `minimum` to `maximum`."""
 
     def read(text: str) -> int:
+        # -1 is below every minimum.
         number = int(text) if text.isascii() and text.isdecimal() else -1
         if number < minimum or (maximum is not None and number > maximum):
             bounds = f"{minimum} or more" if maximum is None else f"from {minimum} to {maximum}"

@@ -81,6 +81,7 @@ def _first_word(arguments: Sequence[str]) -> int | None:
 
 
 def _submit(parser: ArgumentParser) -> None:
+    """Add the arguments of `agenttrain submit`."""
     add = parser.add_argument
     text = "train, or sft: they can be resumed"
     verbs = one_of("train", "sft")
@@ -97,6 +98,7 @@ def _check(parser: ArgumentParser) -> None:
 
 
 def _rehearse(parser: ArgumentParser) -> None:
+    """Add the arguments of `agenttrain rehearse`."""
     add = parser.add_argument
     add("--rollouts", type=whole(1), default=64, metavar="N", help="rollouts to make (64)")
     text = "sampling speed by which the seconds of a step are computed"
@@ -105,6 +107,7 @@ def _rehearse(parser: ArgumentParser) -> None:
 
 
 def _plan(parser: ArgumentParser) -> None:
+    """Add the arguments of `agenttrain plan`."""
     add = parser.add_argument
     for name, text in (
         ("--gpu-memory-gb", "memory of one GPU (that of this machine's)"),
@@ -131,6 +134,7 @@ def _data(parser: ArgumentParser) -> None:
 
 
 def _tools(parser: ArgumentParser) -> None:
+    """Add the arguments of `agenttrain tools`."""
     text = "call a tool; several are made one after the other"
     names = ("NAME", "JSON")
     parser.add_argument("--call", nargs=2, action="append", default=[], metavar=names, help=text)
@@ -141,6 +145,7 @@ def _tools(parser: ArgumentParser) -> None:
 
 
 def _templates(parser: ArgumentParser) -> None:
+    """Add the arguments of `agenttrain templates`."""
     add = parser.add_argument
     add("folder", nargs="?", type=Path, metavar="TOKENIZER", help="its folder, or org/name")
     add("--certify", action="store_true", help="certify the known families here (24 s)")
@@ -175,6 +180,7 @@ def _timeline(parser: ArgumentParser) -> None:
 
 
 def _replay(parser: ArgumentParser) -> None:
+    """Add the arguments of `agenttrain replay`."""
     add_folder(parser, text="the run's folder, or that of a crash")
     add = parser.add_argument
     add("--step", type=whole(), metavar="N", help="the step (the last one)")
@@ -193,6 +199,7 @@ def _rescore(parser: ArgumentParser) -> None:
 
 
 def _compare(parser: ArgumentParser) -> None:
+    """Add the arguments of `agenttrain compare`."""
     add_folder(parser, "SWEEP", "the sweep's folder")
     add = parser.add_argument
     add("metrics", nargs="*", metavar="METRIC", help="columns of the table")
@@ -210,6 +217,7 @@ def _play(parser: ArgumentParser) -> None:
 
 
 def _serve(parser: ArgumentParser) -> None:
+    """Add the arguments of `agenttrain serve`."""
     add = parser.add_argument
     add("--step", metavar="N", help="a checkpoint's step, or best")
     text = "the address to listen on (127.0.0.1); nothing is authenticated"
@@ -226,6 +234,7 @@ def _host_names(text: str) -> tuple[str, ...]:
 
 
 def _engine_server(parser: ArgumentParser) -> None:
+    """Add the arguments of `agenttrain engine-server`."""
     add_folder(parser, text="the folder of a run; with --port a new one")
     add = parser.add_argument
     text = "which of servers.count, from 0 (0): a run starts them itself"
@@ -247,6 +256,7 @@ def _servers(parser: ArgumentParser) -> None:
 
 
 def _export(parser: ArgumentParser) -> None:
+    """Add the arguments of `agenttrain export`."""
     add = parser.add_argument
     add("folder", nargs="?", type=Path, metavar="RUN", help="a run, or one of its checkpoints")
     add("--run", type=Path, metavar="FOLDER", help="the same")

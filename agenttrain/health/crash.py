@@ -69,6 +69,8 @@ class Evidence:
         except (NotFinite, RewardError) as error:
             if isinstance(error, RewardError) and not error.rollouts:
                 raise  # from an environment's reward, which cannot be repeated without its state
+            # A RewardError is raised in one process, which writes its own bundle. NotFinite is
+            # raised in all of them at once.
             if isinstance(error, RewardError) and not world.is_main:
                 bundle = bundle.with_name(f"{bundle.name}-rank-{world.rank}")
             outcome = f"To see it again: agenttrain replay {quote(str(bundle))}"
@@ -97,7 +99,7 @@ class Evidence:
         tokenizer, folder = self.checkpoints.tokenizer, bundle / "checkpoints"
         # Not among the run's checkpoints, which would be pruned for it.
         checkpoints = Checkpoints(folder, tokenizer=tokenizer, keep=1, main=world.is_main)
-        checkpoints.save(self.policy, step=step - 1)
+        checkpoints.save(self.policy, step=step - 1)  # the weights are those before the step
 
     def _write_files(
         self, bundle: Path, step: int, error: NotFinite | RewardError, rollouts: Sequence[Rollout]

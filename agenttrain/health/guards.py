@@ -45,13 +45,14 @@ class Calls:
 
 @dataclass(slots=True, kw_only=True)
 class Guards:
-    """The guards of a run. `streak` counts the latest steps in a row without any advantage."""
+    """The guards of a run. The training loop calls them after every step and every evaluation."""
 
     config: GuardsConfig
     asynchronous: bool = False
     """Rollouts may be sampled under older weights. `logprob_gap` then judges only the tokens that
     were sampled under the weights of the step, if there are any."""
     streak: int = 0
+    """Latest steps in a row in which no rollout had an advantage other than 0."""
     _tripped: set[str] = field(default_factory=set)
     """Guards that have warned and are still beyond their limit."""
     _calls: dict[str, Calls] = field(default_factory=dict)
@@ -69,6 +70,7 @@ class Guards:
         Example: ``kl`` 0.31 with ``guards.kl.limit=0.2`` warns: "step 40: kl is 0.31, above
         guards.kl.limit=0.2".
         """
+        # An advantage of 0 has no gradient, and teaches as little as none.
         has_advantage = any(
             any(trajectory.advantages or ())
             for rollout in rollouts

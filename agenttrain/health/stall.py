@@ -68,6 +68,7 @@ def end_run(stall: Stall, path: Path, record: Callable[[], None]) -> None:
     """
 
     def write_to_stderr() -> None:
+        """Write `text`, which is composed below."""
         # Not through Python's buffer, whose lock another thread may hold.
         unsent = text.encode(errors="replace")
         while unsent:

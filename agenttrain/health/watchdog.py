@@ -119,7 +119,8 @@ class Watchdog:
         self._phase = phase
         self._count += 1
         if self._thread is not None:  # now, because C code may hold the GIL from the first line on
-            _arm(self._config.deadline_of(phase)[1])
+            _, deadline_s = self._config.deadline_of(phase)
+            _arm(deadline_s)
 
     @contextmanager
     def phase(self, name: str, step: int | None = None) -> Iterator[None]:
@@ -186,6 +187,7 @@ class Watchdog:
         )
 
         def record() -> None:
+            """Write the stall into summary.json, which is the first rank's."""
             if self.rank == 0:
                 update_summary(folder, status="stalled", stalled_phase=phase, error=message)
 
@@ -260,6 +262,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 def _handle_stop_with(handler: Any) -> Any:
     """Install `handler` for SIGTSTP unless other code has one. Return the former handler."""
+    # None: it was installed by C code, and cannot be restored.
     former_handler = signal.getsignal(signal.SIGTSTP)
     may_install = former_handler in (signal.SIG_DFL, _stop) and handler is not None
     if may_install and threading.current_thread() is threading.main_thread():

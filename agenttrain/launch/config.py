@@ -66,6 +66,7 @@ class DistributedConfig:
         return self
 
     def _problems(self) -> Iterator[str]:
+        """Yield settings that contradict each other, have no effect or are missing."""
         if self.name is DistributedName.single:
             for key, value in (("processes", self.processes), ("nodes", self.nodes)):
                 if (value or 0) > 1:

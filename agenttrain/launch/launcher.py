@@ -79,14 +79,15 @@ def run_workers(command: Command, composed: Composed, folder: Path, program: str
     """Run a command in the processes of `distributed`; return the exit code. Raises ConfigError."""
     section = composed.config.distributed
     processes, node = resolve(section), node_rank(section)
-    # The launcher has asked the user already whether a saved run's code may run.
-    trusted = [TRUSTED] if command.saved is not None else pins(composed.config, command.verb)
-    arguments = [*command.arguments, *trusted]
+    # The workers compose the settings again. What is decided already is added: that a saved run's
+    # code may run, or which revisions of the hub a new run uses.
+    decided = [TRUSTED] if command.saved is not None else pins(composed.config, command.verb)
+    arguments = [*command.arguments, *decided]
     restarts = 0 if command.verb == "eval" else section.restarts
     received: list[signal.Signals] = []
     had_finished = _finished(folder)
     with ExitStack() as stack:
-        # Between two starts of the workers, too, signals are recorded in `received`.
+        # `Workers` handles these signals, also between two starts: restore the handlers at the end.
         if current_thread() is main_thread():
             for number in (*PASSED_ON, *ELASTIC):
                 stack.callback(signal.signal, number, signal.getsignal(number))
@@ -124,6 +125,7 @@ def run_workers(command: Command, composed: Composed, folder: Path, program: str
                 file=sys.stderr,
             )
             _end_orphans(folder)
+            # A new run that has begun is resumed by its next workers.
             if command.saved is None and (folder / "config.yaml").exists():
                 words = resuming(command.verb).split()
                 arguments = [*words, f"resume={folder.resolve()}", TRUSTED]
@@ -142,9 +144,11 @@ def _is_restartable(workers: Workers, exchange: Path) -> bool:
     first = _first_failure(workers, exchange)
     if first is None or workers.received:
         return False
-    crashes = filter(None, (read_crash(exchange, ended.rank) for ended in workers.early))
-    has_own_error = any(not (c["of_peer"] or re.search(PEER_GONE, c["error"])) for c in crashes)
-    return not has_own_error and (first.code < 0 or first.code == STALLED)
+    for ended in workers.early:
+        crash = read_crash(exchange, ended.rank)
+        if crash and not (crash["of_peer"] or re.search(PEER_GONE, crash["error"])):
+            return False  # an error of its own, not one that the death of a peer caused
+    return first.code < 0 or first.code == STALLED
 
 
 def _end_orphans(folder: Path) -> None:
@@ -183,7 +187,7 @@ def _run_once(
             entrypoint=sys.executable,
             args=("-u", "-m", "agenttrain.launch.worker", json.dumps(asdict(command))),
             rdzv_handler=meet(section, node),
-            max_restarts=0,
+            max_restarts=0,  # elastic's: `run_workers` decides on restarts itself
             monitor_interval=0.1,
         )
         workers = Workers(
@@ -192,7 +196,7 @@ def _run_once(
             spec=spec,
             logs_specs=DefaultLogsSpecs(log_dir=str(exchange)),
         )
-        workers.received = received
+        workers.received = received  # the same list, so that the caller sees new signals
         # Silence elastic's report of a failed worker: `_report` prints ours.
         logging.getLogger(MultiprocessContext.__module__).setLevel(logging.CRITICAL)
         try:
@@ -247,6 +251,7 @@ def _report(workers: Workers, exchange: Path, verb: str, folder: Path, *, first_
     for rank in workers.killed:
         pid = workers.ended[rank].pid
         message += f"; rank {rank} (process {pid}) did not answer and was killed"
+    # The first rank prints and records its own errors, unless a signal killed it.
     reports_itself = first is not None and first.rank == 0 and first.code > 0
     if not reports_itself or crash.get("of_peer") or workers.killed:
         again = f"agenttrain {resuming(verb)}resume={quote(str(folder))}"

@@ -44,7 +44,7 @@ class WorkerCommand:
     """Module whose `run` takes the arguments."""
     verb: str
     folder: str
-    """The run folder; only the first rank's is right."""
+    """The run folder. It is right for the first rank, which sends its name to the others."""
     sys_path: list[str]
     """Where the launcher finds modules."""
 

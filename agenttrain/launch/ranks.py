@@ -76,6 +76,7 @@ def agree(world: World, own: Proposal) -> Proposal:
         return first
     if distinct == {first.problem}:  # no other rank has another problem: name no ranks
         raise Disagreement(str(first.problem))
+    # Each problem once, with the first rank that has it.
     raise Disagreement(
         "\n".join(
             f"rank {rank} on {host}: {text}"
@@ -139,7 +140,7 @@ def share(command: Callable[[], int]) -> int:
             agree(World.start(), Proposal(problem=str(error)))
         raise
     if code == DONE and not _agreed.is_set():
-        agree(World.start(), Proposal())
+        agree(World.start(), Proposal())  # there is nothing to run
     return code
 
 

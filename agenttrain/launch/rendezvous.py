@@ -40,7 +40,9 @@ def meet(section: DistributedConfig, node: int) -> Meeting:
     A single node does not wait, and takes a free port.
     """
     if section.rendezvous is None:
-        return Meeting(TCPStore(LOCALHOST, 0, 1, True, multi_tenant=True), LOCALHOST, node, 1)
+        # Port 0: a free one.
+        store = TCPStore(LOCALHOST, 0, world_size=1, is_master=True, multi_tenant=True)
+        return Meeting(store, LOCALHOST, node, nodes=1)
     host, _, text = section.rendezvous.rpartition(":")
     port = int(text)
     deadline = time.monotonic() + section.timeout_s
@@ -58,7 +60,11 @@ def meet(section: DistributedConfig, node: int) -> Meeting:
             time.sleep(POLL_S)
     try:
         store = TCPStore(
-            *(host, port, section.nodes, node == 0, timedelta(seconds=section.timeout_s)),
+            host,
+            port,
+            world_size=section.nodes,
+            is_master=node == 0,
+            timeout=timedelta(seconds=section.timeout_s),
             wait_for_workers=False,
             multi_tenant=True,
         )

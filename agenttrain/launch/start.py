@@ -55,7 +55,7 @@ def start(
             if is_rank():
                 from agenttrain.launch.ranks import run
 
-                if started_by_others():
+                if started_by_others():  # torchrun has decided how many processes there are
                     adopt(composed, ())
                 return run(command, composed, folder, sweep=sweep)
             with no_garbage_collection():
@@ -94,6 +94,7 @@ def as_rank(command: Callable[[], int], verb: str) -> int:
             if rank == 0 and isinstance(error, ConfigError):
                 raise
             if isinstance(error, Disagreement):
+                # torchrun ends all ranks once one has ended: the first one has to print it before.
                 time.sleep(LAST_S)
             else:
                 line, trace = described(error)

@@ -52,6 +52,7 @@ def main() -> int:
     atexit.register(remove_exchange)
     hear_interrupts()
     with listening() as stop:  # before the slow imports
+        # The name of the launcher's signal, for the summary: this worker gets another one instead.
         stop.passed_on = received_signal
         try:
             from agenttrain.launch import processes

@@ -76,12 +76,13 @@ class Workers(LocalElasticAgent):
         self._describe = describe
         self._announce = announce
         self._hears_hangup = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
-        self._terms = Insistence()
+        self._terms = Insistence()  # recognises a second SIGTERM
         self._forwarded = signal.SIGUSR1
         """Signal forwarded to workers; SIGINT after Ctrl-C or a second SIGTERM. Never SIGTERM: a
         scheduler that signals the whole job has already sent one, and workers treat a second one as
         'stop without saving'."""
         self._alone = True
+        """False if there are other nodes, with which failures are exchanged."""
         self._pids: dict[int, int] = {}
         # Times, by time.monotonic, at which running workers are …
         self._stop_at: float | None = None  # … asked to stop after a failure,
@@ -105,6 +106,7 @@ class Workers(LocalElasticAgent):
             self._forwarded = signal.SIGINT
         leave_terminal()
         with suppress(OSError):
+            # The first signal is the reason for the stop, whichever is forwarded.
             self._announce(self.received[0].name)
         if self._forwarded is signal.SIGINT:
             self._stop_soon()
@@ -133,6 +135,7 @@ class Workers(LocalElasticAgent):
             self._again_at = now + AGAIN_S
             self._signal(signal.SIGINT)
         if self._kill_at is not None and now >= self._kill_at:
+            # A later check, after they have ended, must not forget them.
             self.killed = [rank for rank in self._pids if rank not in self.ended] or self.killed
             self._signal(signal.SIGKILL)
         if len(self.ended) < len(self._pids):
@@ -167,6 +170,7 @@ class Workers(LocalElasticAgent):
         elif early:  # the other workers would wait for them in vain
             self._stop_soon()
         elif any(ended.code == PREEMPTED for ended in new):
+            # The handler of a signal may have set an earlier time just now.
             at = time.monotonic() + SETTLE_S
             self._kill_at = at if self._kill_at is None else min(self._kill_at, at)
 
@@ -179,7 +183,7 @@ class Workers(LocalElasticAgent):
         try:
             if self.early:
                 store.set(KEY, self._describe(self.early[0]))
-                self._check_at = float("inf")
+                self._check_at = float("inf")  # one failure is enough
             elif store.check([KEY]):
                 self.other_node = store.get(KEY).decode()
         except (DistNetworkError, DistStoreError):

@@ -25,5 +25,6 @@ def peak_tflops(name: str) -> float | None:
     if words & OTHER_RATE:
         return None
     matches = [entry for entry in PEAK_TFLOPS if set(entry.split()) <= words]
+    # The most specific entry: "H100 PCIe" before "H100".
     best = max(matches, key=lambda entry: len(entry.split()), default=None)
     return None if best is None else PEAK_TFLOPS[best]

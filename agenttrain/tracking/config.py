@@ -97,13 +97,16 @@ class TrackerSection:
     """One tracker of a run, ready to be built."""
 
     name: str
+    """Name of its files in the run folder: ``wandb``, ``own-mine``."""
     key: str
     """Key of its section: ``tracker.wandb``, ``tracker.own.mine``."""
     target: str
     settings: dict[str, Any]
     """Arguments of its constructor."""
     system: bool
+    """Send the load of the machine too."""
     finish_s: float
+    """Longest wait at the end of the run, in seconds."""
 
 
 @dataclass(config=SETTINGS)
@@ -138,6 +141,7 @@ class TrackerConfig:
         for name, target in BUNDLED.items():
             settings: TrackerSettings = getattr(self, name)
             if settings.enabled:
+                # Arguments of the constructor: the settings that only this tracker has.
                 common = field_names(TrackerSettings)
                 arguments = {n: v for n, v in plain(settings).items() if n not in common}
                 sections.append(_section(name, f"tracker.{name}", target, arguments, settings))
@@ -194,9 +198,10 @@ def tracker_problems(config: TrackerConfig) -> Iterator[str]:
     """Yield settings of trackers that are not enabled, and addresses with secrets or conflicts."""
     for name in BUNDLED:
         settings: TrackerSettings = getattr(config, name)
+        defaults = type(settings)()
         for part in fields(settings):
             value = getattr(settings, part.name)
-            if not settings.enabled and value != getattr(type(settings)(), part.name):
+            if not settings.enabled and value != getattr(defaults, part.name):
                 yield (
                     f"tracker.{name}.{part.name}={shown(value)}: has no effect without the "
                     f"tracker; add tracker=[{name}], or leave it out"

@@ -27,7 +27,7 @@ LAST_PAUSE_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackerReport:
-    """News of one tracker."""
+    """A line from the trackers' process to the run, about one tracker."""
 
     tracker: str
     reason: str = ""
@@ -56,6 +56,7 @@ class RunSignal:
 
 def main() -> None:
     """Follow the run that the arguments name."""
+    # Keep standard output for the reports: libraries that print write to the null device.
     output = os.fdopen(os.dup(1), "w")
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
@@ -141,6 +142,7 @@ def send_all(
         pause_s = pause_after(failures)
         if not end.event.wait(pause_s):
             continue
+        # The run has ended, so the wait was cut short: pause, but not long.
         time.sleep(min(pause_s, LAST_PAUSE_S))
 
 

@@ -58,7 +58,7 @@ class FollowedTracker:
         try:
             tracker: ExperimentTracker = locate(section.target, key=section.key)(**section.settings)
             self.description = tracker.describe(replace(run, id=cursor.id))
-            cursor.write(self._path)
+            cursor.write(self._path)  # so that a resumed run keeps the id
         except Exception as error:
             self.turn_off(f"{type(error).__name__}: {error}")
         for note in self.description.notes:
@@ -151,6 +151,7 @@ class Followers:
         self._process: ChildProcess | None = None
         self._failures = 0
         self._steps_before: list[int] = []
+        """Last acknowledged step of each tracker when the process was started."""
         self._restart_at: float | None = None
         """Time of the next start; None if no start is due."""
         self._is_closed = False
@@ -188,6 +189,7 @@ class Followers:
                 self._read_reports()
                 break
             self._ended_early(self._process)
+            # Another attempt needs at least a second.
             if self._restart_at is not None and time.monotonic() < deadline - 1:
                 time.sleep(min(LAST_PAUSE_S, max(self._restart_at - time.monotonic(), 0)))
                 self._start()
@@ -220,7 +222,7 @@ class Followers:
             self._process = ChildProcess(
                 [sys.executable, "-P", str(SCRIPT), str(start_file)],
                 requests=True,
-                deaf=True,
+                deaf=True,  # Ctrl-C stops the run, which then says how it ended
                 grace_s=self._longest_s + LAST_S,
                 print_line=self._reports.append,
             )
@@ -236,6 +238,7 @@ class Followers:
         self._process = None
         self._read_reports()
         steps = [tracker.step for tracker in self._trackers]
+        # Each failure without a new step lengthens the pause.
         self._failures = 1 if steps != self._steps_before else self._failures + 1
         for tracker in self._active():
             tracker.fail(f"its process {how_ended(code)}")

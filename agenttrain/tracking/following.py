@@ -53,7 +53,7 @@ class Cursor:
     evaluated: int = -1
     """Step of the last evaluation that it has."""
     sections: list[str] = field(default_factory=list)
-    """Those that it has of this step, e.g. ``["sampled", "greedy"]``."""
+    """Sections of that evaluation that it has, e.g. ``["sampled", "greedy"]``."""
 
     @classmethod
     def read(cls, path: Path) -> Cursor | None:
@@ -113,13 +113,13 @@ def follow(
     run = replace(run, started=cursor.started)
     cursor.started = True
     cursor.write(path)
-    held = tracker.start(run, config)
-    if held is not None and held != cursor.step:
+    tracker_step = tracker.start(run, config)
+    if tracker_step is not None and tracker_step != cursor.step:
         # The process was killed before an acknowledgement, or the tracker lost its data.
-        if held < cursor.step:
-            cursor.table = min(cursor.table, held)
-            cursor.evaluated, cursor.sections = min(cursor.evaluated, held - 1), []
-        cursor.step = held
+        if tracker_step < cursor.step:
+            cursor.table = min(cursor.table, tracker_step)
+            cursor.evaluated, cursor.sections = min(cursor.evaluated, tracker_step - 1), []
+        cursor.step = tracker_step
     metrics, evaluations = Lines(run.folder / "metrics.jsonl"), Lines(evaluations_path(run.folder))
     waiting: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
@@ -134,6 +134,7 @@ def follow(
         while rows:
             part, rows = rows[:MOST_ROWS], rows[MOST_ROWS:]
             for row in part:
+                # The mean load since the last rows is sent once, with the last row.
                 system = {} if load is None or row is not part[-1] else load.take()
                 tracker.log(row["step"], {**points(row), **system})
             tracker.flush()
@@ -188,7 +189,8 @@ def _send_table(
             tracker.rollouts(step, list(islice(read_step(folder, step), TABLE_ROWS)))
             tracker.flush()
     except Exception as error:
-        if not is_passing(error):  # the tracker refuses this table: it must not block what follows
+        if not is_transient(error):
+            # The tracker refuses this table: skip it, so that it does not block what follows.
             cursor.table = step
             cursor.write(path)
         raise
@@ -196,7 +198,7 @@ def _send_table(
     cursor.write(path)
 
 
-def is_passing(error: BaseException) -> bool:
+def is_transient(error: BaseException) -> bool:
     """Return True for an error of the network or the disk, after which it is worth trying again.
 
     An answer with a status below 500 is a refusal, except 429 (too many requests).

@@ -62,6 +62,7 @@ def _gpus() -> list[Callable[[], dict[str, float]]]:
         import pynvml
 
         pynvml.nvmlInit()
+        # CUDA_VISIBLE_DEVICES names GPUs by number or by UUID.
         named = os.environ.get("CUDA_VISIBLE_DEVICES")
         numbers = map(str, range(pynvml.nvmlDeviceGetCount()))
         devices = numbers if named is None else (d for d in named.split(",") if d not in ("", "-1"))

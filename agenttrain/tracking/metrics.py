@@ -43,7 +43,10 @@ def rollout_metrics(
         "completions/max_length": float(max(lengths, default=math.nan)),
         # By stop reason, not by the last token.
         "completions/clipped_ratio": _mean([rollout.truncated for rollout in rollouts]),
-        **{f"stop/{r}": _mean([ro.stop_reason is r for ro in rollouts]) for r in StopReason},
+        **{
+            f"stop/{reason}": _mean([rollout.stop_reason is reason for rollout in rollouts])
+            for reason in StopReason
+        },
         "turns/mean": _mean([rollout.turns for rollout in rollouts]),
         "trajectories/mean": _mean([len(rollout.trajectories) for rollout in rollouts]),
     }
@@ -62,16 +65,19 @@ def agent_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         f"agent/{name}": float(sum(r.counts.get(f"agent/{name}", 0) for r in rollouts))
         for name in names
     }
-    used = [rollout for rollout in rollouts if rollout.turns]
-    turns = sum(rollout.turns for rollout in used)
-    opened = sum(len(rollout.trajectories) for rollout in used)
-    later = turns - sum(rollout.counts.get("agent/conversations", 1) for rollout in used)
+    with_turns = [rollout for rollout in rollouts if rollout.turns]
+    turns = sum(rollout.turns for rollout in with_turns)
+    # Every turn but the first of its trajectory continued one. Every turn but the first of its
+    # conversation could have.
+    continued = turns - sum(len(rollout.trajectories) for rollout in with_turns)
+    conversations = sum(rollout.counts.get("agent/conversations", 1) for rollout in with_turns)
+    could_continue = turns - conversations
     sampled = sum(rollout.sampled_length for rollout in rollouts)
     untrained = sum(side.sampled_length for rollout in rollouts for side in rollout.untrained)
     total = sampled + untrained
     return {
         **counts,
-        "agent/merged_share": (turns - opened) / later if later else math.nan,
+        "agent/merged_share": continued / could_continue if could_continue else math.nan,
         "agent/untrained_share": untrained / total if total else math.nan,
     }
 
@@ -93,9 +99,11 @@ def _reward_metrics(
         "frac_reward_zero_std": _mean([len(set(group)) == 1 for group in compared]),
         "success": _mean([solved(reward) for reward in values]),
     }
-    by_function = [rollout.rewards for group in groups for rollout in group]
-    for name in _declared_first(declared, (name for rewards in by_function for name in rewards)):
-        values = [value for rewards in by_function if (value := rewards.get(name)) is not None]
+    rewards_of_rollouts = [rollout.rewards for group in groups for rollout in group]
+    used = (name for rewards in rewards_of_rollouts for name in rewards)
+    for name in _declared_first(declared, used):
+        results = [rewards.get(name) for rewards in rewards_of_rollouts]
+        values = [value for value in results if value is not None]
         metrics[f"rewards/{name}/mean"] = _mean(values)
         metrics[f"rewards/{name}/std"] = _std(values)
     return metrics

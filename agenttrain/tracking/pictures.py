@@ -45,7 +45,7 @@ def _with_parts(messages: Sequence[Message], convert: Callable[[Any], Any]) -> l
 
 
 def _recorded(part: Any) -> Any:
-    """Return a part of a message's content as it is recorded."""
+    """Return a part of a message's content as it is recorded: an image by hash, size and file."""
     image = part.get("image") if isinstance(part, Mapping) else None
     if not isinstance(image, Image):
         return part
@@ -98,6 +98,7 @@ def _decoded(decode: Decode, ids: Sequence[int], places: Iterable[tuple[int, int
 
 def blocks(image: Image, columns: int = 32) -> Text:
     """Return an image as characters for a terminal: each shows two pixels, one above the other."""
+    # Even, because a character has an upper and a lower pixel.
     width = min(columns, image.width)
     height = max(round(image.height * width / image.width / 2), 1) * 2
     pixels = picture_of(image).convert("RGB").resize((width, height))

@@ -82,6 +82,7 @@ def rollout_text(record: Mapping[str, Any], decode: Decode) -> Text:
             ids = trajectory["token_ids"][span["start"] : span["end"]]
             content = printable(decoded_span(decode, ids, span.get("images") or ()))
             if origin == "prompt" and len(content) > PROMPT_CHARACTERS:
+                # From the first complete line of the end, if it has several.
                 tail = content[-PROMPT_CHARACTERS:]
                 content = "…\n" + (tail.partition("\n")[2] or tail)
             elif origin == "tool" and len(content) > TOOL_CHARACTERS:

@@ -161,7 +161,7 @@ def _span_records(trajectory: Trajectory) -> list[dict[str, Any]]:
         if span.origin is Origin.sampled:
             if trajectory.advantages is not None:
                 values = trajectory.advantages[sampled : sampled + len(span.token_ids)].tolist()
-                # By `repr`, because NaN does not equal NaN.
+                # One number if all tokens have the same; by `repr`, as NaN does not equal NaN.
                 advantage = values if len(set(map(repr, values))) > 1 else values[0]
             sampled += len(span.token_ids)
         record = {
@@ -305,7 +305,7 @@ def _completions(trajectory: Record) -> list[Completion]:
     """Return the completion of each turn of a recorded trajectory."""
     result = []
     for _, group in groupby(_sampled(trajectory), key=lambda span: span["turn"]):
-        spans = list(group)
+        spans = list(group)  # one for each policy version that sampled the turn
         start, end = spans[0]["start"], spans[-1]["end"]
         result.append(
             Completion(
@@ -440,8 +440,10 @@ def _trajectory(record: Record, index: int, before: Sequence[Trajectory]) -> Tra
         trainer_logprobs=scores.get("trainer_logprobs"),
         entropies=scores.get("entropies"),
     )
+    # Begin with the parent's tokens that this trajectory continues.
     trajectory._ids = trajectory.context(before)
     sampled = iter(_completions(written))
+    # A turn sampled under several policy versions has several spans, but is one completion.
     for (origin, _), spans in groupby(written["spans"], key=lambda s: (s["origin"], s["turn"])):
         if origin == Origin.sampled:
             trajectory.append_sampled(next(sampled), trajectory.token_ids)

@@ -36,7 +36,7 @@ Call = tuple[str, float, float]
 
 
 class Timeline:
-    """Appends what one process does to its file; the file begins with the first line.
+    """Appends what one process does to its file, which is created for the first line.
 
     Without a folder it records nothing. A file that cannot be written is no reason to stop a run: a
     warning is printed, and nothing more is recorded. Example::

@@ -44,13 +44,14 @@ class NoTimes(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedPhase:
-    """A phase of a process."""
+    """A phase of a process, from the process's timeline file."""
 
     start: float
     end: float
     name: str
     step: int | None
     label: str
+    """Name of one of several such phases, e.g. of an evaluation; empty: it has none."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,7 +67,8 @@ class Process:
     def intervals(self) -> Iterator[Interval]:
         """Yield the times of its phases and rollouts."""
         yield from ((phase.start, phase.end) for phase in self.phases)
-        yield from ((one["time"], one["time"] + one["seconds"]) for one in self.rollouts)
+        for rollout in self.rollouts:
+            yield rollout["time"], rollout["time"] + rollout["seconds"]
 
 
 def read_processes(run_folder: Path) -> list[Process]:
@@ -90,6 +92,7 @@ def read_processes(run_folder: Path) -> list[Process]:
                     )
                 )
         processes.append(process)
+    # If another process makes the rollouts, a trainer only waits for them in its rollout phase.
     has_rollout_process = any(process.name == ROLLOUTS for process in processes)
     for process in processes:
         if process.name != ROLLOUTS:
@@ -127,11 +130,11 @@ def sessions(processes: Sequence[Process]) -> list[Interval]:
     """
     starts = sorted(processes[0].starts)
     intervals = [interval for process in processes for interval in process.intervals()]
-    ends = [*starts[1:], float("inf")]
-    return [
-        (start, max((one[1] for one in intervals if start <= one[0] < end), default=start))
-        for start, end in zip(starts, ends, strict=True)
-    ]
+    sessions = []
+    for start, next_start in zip(starts, [*starts[1:], float("inf")], strict=True):
+        ends = (end for begin, end in intervals if start <= begin < next_start)
+        sessions.append((start, max(ends, default=start)))
+    return sessions
 
 
 def windows_of(processes: Sequence[Process], first: int, last: int) -> list[Interval]:
@@ -216,6 +219,7 @@ class Page:
         """Number of the oldest rollouts, which the page has no space for."""
         remaining_parts = MOST_PARTS
         for process in processes:
+            # The newest first, because the oldest are left out.
             rollouts = sorted(process.rollouts, key=lambda rollout: -float(rollout["time"]))
             shown = []
             for rollout in rollouts:
@@ -251,9 +255,10 @@ class Page:
         """Return the data that the page's script draws."""
         return {
             "total": round(self.total, 4),
+            # Where a window follows another one: the second on the page, and the seconds left out.
             "breaks": [
-                [round(begin, 4), round(start - before[1], 1)]
-                for begin, before, (start, _) in zip(
+                [round(begin, 4), round(start - earlier_end, 1)]
+                for begin, (_, earlier_end), (start, _) in zip(
                     self._begins[1:], self._windows, self._windows[1:], strict=False
                 )
             ],
@@ -289,7 +294,7 @@ class Page:
         A step ends where the next one begins, or with its session.
         """
         begins = list[tuple[int, float]]()
-        for phase in sorted(self._phases[self._main], key=lambda one: one.start):
+        for phase in sorted(self._phases[self._main], key=lambda phase: phase.start):
             if phase.name in (*TRAINING, WAIT) and phase.step is not None:
                 new = not begins or begins[-1][0] != phase.step
                 if new or self._window(begins[-1][1]) != self._window(phase.start):
@@ -331,15 +336,15 @@ class Page:
             if name == ROLLOUTS or not phases:
                 continue
             seconds.pop("reward", None)  # other phases include it
-            rest = max(self.total - sum(seconds.values()), 0.0)
-            parts = [(kind, value) for kind, value in [*seconds.items(), ("other", rest)] if value]
+            seconds["other"] = max(self.total - sum(seconds.values()), 0.0)
+            parts = [(kind, value) for kind, value in seconds.items() if value]
             shares = (f"{kind} {self._share(value)}" for kind, value in parts)
             items.append(f"{name}: {', '.join(shares)}")
         turns: dict[str, list[Interval]] = {}
         calls: list[Interval] = []
         for rollouts in self._rollouts.values():
             for rollout in rollouts:
-                for offset, duration, *server in rollout["turns"]:
+                for offset, duration, *server in rollout["turns"]:  # a server only in a fleet
                     start = rollout["time"] + offset
                     name = f"server {server[0]}" if server else "engine"
                     turns.setdefault(name, []).append((start, start + duration))
@@ -351,7 +356,7 @@ class Page:
         if calls:
             items.append(self._use("tools", calls, "calls"))
         training = [p for p in self._phases[self._main] if p.name == "train"]
-        sampled = busy(one for intervals in turns.values() for one in intervals)
+        sampled = busy(interval for intervals in turns.values() for interval in intervals)
         overlap = overlap_s(sampled, busy((phase.start, phase.end) for phase in training))
         if overlap:
             items.append(f"sampling while training: {self._share(overlap)}")

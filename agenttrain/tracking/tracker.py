@@ -77,7 +77,7 @@ class Tracker:
         share the folder `shared` (default: the parent of the run folder). The trackers get the
         settings `run_config`.
         """
-        self._most = rollouts_file.rollout_limit(config.rollouts)
+        self._rollout_limit = rollouts_file.rollout_limit(config.rollouts)
         self._folder = run_folder
         run_folder.mkdir(parents=True, exist_ok=True)
         status = run_folder.stat()
@@ -127,7 +127,7 @@ class Tracker:
         """
         self.check_folder()
         # The line is written last: a step that has one is complete on disk.
-        rollouts_file.write_step(self._folder, step, rollouts, self._most)
+        rollouts_file.write_step(self._folder, step, rollouts, self._rollout_limit)
         self._metrics.write(step, metrics)
         self._last_step = step
         self._followers.check()
@@ -173,6 +173,7 @@ class Tracker:
         self._followers.check()
         values = []
         for name, value in metrics.items():
+            # A line has space for what happened: zeros other than of the scores are left out.
             is_zero = value == 0 and name != "reward" and not name.startswith("pass@")
             if is_zero or name.endswith(ENDS):
                 continue
@@ -275,7 +276,8 @@ def cut(path: Path, step: int) -> None:
                 f"{path}:{number}: not the row of a step ({error}), and the run goes on from step "
                 f"{step}. Mend or remove that line."
             ) from error
-        length += len(line) if last <= step else 0
+        if last <= step:  # a row of a later step ends the loop next time
+            length += len(line)
     write_atomically(path, content[:length].decode())
 
 

@@ -88,6 +88,7 @@ class Usage:
         phases = {phase: sums[name] for phase in PHASES if (name := f"time/{phase}_s") in sums}
         figures |= {f"{phase}_s": value for phase, value in phases.items()}
         figures["other_s"] = max(seconds - sum(phases.values()), 0.0)
+        # Means weighted by seconds: see `_count`.
         if "idle" in sums:
             figures["rollout_idle"] = sums["idle"] / sums["idle_of"]
         if "mfu" in sums:
@@ -115,6 +116,8 @@ class Usage:
         in_phases = {phase: measured.get(f"time/{phase}_s") for phase in PHASES}
         for phase, value in in_phases.items():
             self._add(f"time/{phase}_s", value)
+        # Means over steps are weighted by seconds: `_sums["mfu"]` adds up value x seconds, and
+        # `_sums["mfu_of"]` the seconds.
         weights = {
             ("idle", "idle/rollout"): in_phases["rollout"],
             ("mfu", "perf/mfu"): in_phases["train"],

@@ -16,7 +16,7 @@ import pytest
 from tracking_rollouts import new, say, three
 
 from agenttrain.tracking.config import TrackerConfig
-from agenttrain.tracking.following import is_passing
+from agenttrain.tracking.following import is_transient
 from agenttrain.tracking.rollouts import (
     read_rollout,
     read_step,
@@ -298,7 +298,7 @@ def answered(status: int) -> httpx.HTTPStatusError:
     ids=str,
 )
 def test_only_errors_that_pass_are_tried_again(error: Exception, passing: bool) -> None:
-    assert is_passing(error) is passing
+    assert is_transient(error) is passing
     wrapped = RuntimeError("upload failed")
     wrapped.__cause__ = error
-    assert is_passing(wrapped) is passing
+    assert is_transient(wrapped) is passing

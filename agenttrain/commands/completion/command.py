@@ -93,26 +93,28 @@ def script(shell: str) -> str:
     text += (folder / f"{shell}.sh").read_text(encoding="utf-8")
     verbs = {name: DECLARED[name] for name in VERBS}
     parsers = {name: verb.parser() for name, verb in verbs.items()}
-    composing = " | ".join(name for name, verb in verbs.items() if verb.settings is not None)
-    reading = " ".join(
+    # The shell's code has placeholders for three lists of names.
+    with_settings = " | ".join(name for name, verb in verbs.items() if verb.settings is not None)
+    with_folder = " ".join(
         name for name, parser in parsers.items() if any(a.type is Path for a in parser.positionals)
     )
-    naming = {
+    file_options = {
         option
         for parser in parsers.values()
         for option, action in parser.options.items()
         if action.type in (Path, new_file, report_file)
     }
-    text = text.replace("_AGENTTRAIN_SETTINGS_", composing)
-    text = text.replace("_AGENTTRAIN_FILE_OPTIONS_", " ".join(sorted(naming)))
-    return f"_agenttrain_data='{data}'\n" + text.replace("_AGENTTRAIN_FOLDERS_", reading)
+    text = text.replace("_AGENTTRAIN_SETTINGS_", with_settings)
+    text = text.replace("_AGENTTRAIN_FILE_OPTIONS_", " ".join(sorted(file_options)))
+    return f"_agenttrain_data='{data}'\n" + text.replace("_AGENTTRAIN_FOLDERS_", with_folder)
 
 
 def candidates() -> Iterator[tuple[str, str]]:
     """Yield (kind, candidate).
 
-    Kinds: `verb`, `option`, `own:<verb>`, `section` (the first part of a setting), `key`, and
-    `value:<setting or group>`. A candidate with = or . at its end is the beginning of a word.
+    Kinds: `verb`, `option`, `own:<verb>` (words of one verb), `section` (the first part of a
+    setting), `key`, and `value:<setting or group>`. A candidate with = or . at its end is the
+    beginning of a word.
     """
     from agenttrain.commands.settings import all_settings
 
@@ -136,6 +138,7 @@ def candidates() -> Iterator[tuple[str, str]]:
         yield from ((f"value:{group}", option) for option in options)
     for setting in all_settings():
         section, _, subkey = setting.key.partition(".")
+        # Keys of components: tools.<name>.timeout_s is one key for each tool of the group.
         names = [setting.key]
         if section in NAMED and subkey.startswith("<name>."):
             names = [setting.key.replace("<name>", name) for name in groups[section]]
@@ -143,7 +146,8 @@ def candidates() -> Iterator[tuple[str, str]]:
             continue
         has_keys = bool(subkey) or setting.type == "keys and values"
         sections[f"{section}{'.' if has_keys else '='}"] = None
-        yield from (("own:settings", name) for name in (section,) if subkey)
+        if subkey:
+            yield "own:settings", section
         for name in names:
             if subkey:
                 yield "key", f"{name}="

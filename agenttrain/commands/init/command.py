@@ -64,6 +64,7 @@ def name_problem(name: str) -> str | None:
     if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
         return "is not a name of a Python module: letters, digits and _, not a digit first"
     # The current folder comes last on the path, so that an installed module would hide the agent's.
+    # A folder without code has no origin (a namespace package), and hides nothing.
     spec = PathFinder.find_spec(name, sys.path[:-1])
     if name in sys.stdlib_module_names or (spec is not None and spec.origin is not None):
         return "is the name of an installed module, which would be imported instead"

@@ -34,9 +34,9 @@ class PlanOptions:
 
     machine: PlannedHardware
     devices: int | None
-    """`--devices`."""
+    """`--devices`; None: not given."""
     all_gpus: int | None
-    """GPUs of the planned machine; None: not known."""
+    """GPUs of the planned machine, those of `--devices` or of this machine; None: not known."""
     prompt_tokens: int
     json: Path | None
     """Value of `--json`."""
@@ -67,11 +67,13 @@ def planned(args: argparse.Namespace) -> PlanOptions:
             host = _host_memory()
         memory = min(gpu_bytes, default=None) if gpu_memory is None else gpu_memory
         machine = PlannedHardware(devices=devices, memory=memory, host=host)
+    all_gpus = args.devices
+    if all_gpus is None and gpu_memory is None and gpu_bytes:
+        all_gpus = len(gpu_bytes)  # the plan is for this machine
     return PlanOptions(
         machine=machine,
-        # `devices` is what was typed, `all_gpus` also what this machine has if it is planned.
         devices=args.devices,
-        all_gpus=args.devices or (len(gpu_bytes) if gpu_memory is None else 0) or None,
+        all_gpus=all_gpus,
         prompt_tokens=args.prompt_tokens,
         json=args.json,
         speeds=Speeds(server=args.server_tokens_per_s, trainer=args.trainer_tokens_per_s),
@@ -155,6 +157,7 @@ def _planned_machine(config: RunConfig, options: PlanOptions) -> PlannedHardware
             f"--devices {devices}: distributed.processes={processes} and "
             f"distributed.nodes={distributed.nodes} are {process_count} of them; leave one out"
         )
+    # The trainer and the rollout process's copy of the policy have only one GPU.
     shared = is_single and options.all_gpus == 1 and has_policy_copy(config)
     return replace(machine, devices=devices or machine.devices, shared=shared)
 
@@ -255,7 +258,8 @@ def _row(part: MemoryItem) -> str:
         notes = [f"{', '.join(part.when)} only"]
     elif absent:
         notes = [f"not: {', '.join(absent)}"]
-    notes += ["one process of a node"] * part.once
+    if part.once:
+        notes.append("one process of a node")
     note = f" ({'; '.join(notes)})" if notes else ""
     return f"{part.name:<18}{part.bytes / GIB:8.2f}  {part.why}{note}"
 
@@ -273,7 +277,7 @@ def _verdict(memory: MemoryEstimate, remedies: Sequence[Remedy]) -> Iterator[str
                 f"{room.has / GIB:.2f} GiB"
             )
         if memory.over:
-            assert limit is not None
+            assert limit is not None  # `over` is 0 without one
             moment = memory.largest_on_host if on_cpu else memory.largest
             peak = memory.host(moment) if on_cpu else memory.peak
             yield (
@@ -281,7 +285,7 @@ def _verdict(memory: MemoryEstimate, remedies: Sequence[Remedy]) -> Iterator[str
                 f"{MOMENTS[moment]}"
             )
         if memory.over_on_host:
-            assert machine.host is not None
+            assert machine.host is not None  # `over_on_host` is 0 without it
             moment = memory.largest_on_host
             yield (
                 f"DOES NOT FIT: {memory.host(moment) / GIB:.2f} GiB of a node's own "

@@ -109,7 +109,10 @@ class MemoryEstimate:
         return sum(part.bytes for part in self.parts if when in part.when and not part.on_host)
 
     def host(self, when: When) -> int:
-        """Return the bytes of a node's host memory at a moment."""
+        """Return the bytes of a node's host memory at a moment.
+
+        Each process of the node holds the parts, except those that one process holds `once`.
+        """
         on_cpu = self.machine.kind == "cpu"
         return sum(
             part.bytes * (1 if part.once else self.load.local)
@@ -119,14 +122,14 @@ class MemoryEstimate:
 
     @property
     def largest(self) -> When:
-        """The moment at which a GPU holds most."""
+        """The moment at which a GPU holds most; of equal moments the first of this list."""
         return max(
             (When.rollouts, When.update, When.start, When.sync, When.checkpoint), key=self.at
         )
 
     @property
     def peak(self) -> int:
-        """Bytes of a GPU at that moment."""
+        """Bytes of a GPU at its `largest` moment."""
         return self.at(self.largest)
 
     @property
@@ -176,7 +179,7 @@ def estimate(
     try:
         engine = run_spec(config).memory(config.engine, engine_load, sizes)
     except Exception as error:
-        if config.engine.name in specs():
+        if config.engine.name in specs():  # an engine of this package: a bug, not a setting
             raise
         raise ConfigError(
             f"engine._target_={config.engine.name}: its memory() raised {type(error).__name__}: "
@@ -201,14 +204,16 @@ def estimate(
 def has_policy_copy(config: RunConfig) -> bool:
     """Return True if the engine samples in a process of its own with a copy of the weights."""
     spec = run_spec(config)
-    return spec is not spec_of(config.engine) and spec.server_memory is not None
+    samples_apart = spec is not spec_of(config.engine)  # in a rollout process
+    return samples_apart and spec.server_memory is not None
 
 
 def _copy(config: RunConfig, sizes: Sizes, load: EngineLoad) -> Iterator[MemoryItem]:
     """Yield the parts of a copy of the policy that shares a GPU, or a node, with the trainer."""
     estimate_copy = run_spec(config).server_memory
     assert estimate_copy is not None
-    for item in estimate_copy(config.engine, load, sizes, 1).items:
+    one_gpu = 1
+    for item in estimate_copy(config.engine, load, sizes, one_gpu).items:
         yield replace(item, once=True)
     why = "Python and its libraries, of the rollout process"
     size = PYTHON_ON_GPU if load.on_gpu else PYTHON_ON_CPU
@@ -251,6 +256,8 @@ def _load(config: RunConfig, sizes: Sizes, machine: PlannedHardware, prompt_toke
             in_flight = min(in_flight, config.rollout.concurrency)
     per_engine = in_flight if has_policy_copy(config) else ceil(in_flight / devices)
     per_update = ceil(counts.rollouts_per_update / devices)
+    # A microbatch holds one rollout at least, and at most all rollouts of the update.
+    packed = min(max(config.training.token_budget, context), per_update * context)
     return Load(
         arithmetic=counts,
         devices=devices,
@@ -261,7 +268,7 @@ def _load(config: RunConfig, sizes: Sizes, machine: PlannedHardware, prompt_toke
         limit=limit,
         rows=min(rows, per_engine),
         in_flight=in_flight,
-        packed=min(max(config.training.token_budget, context), per_update * context),
+        packed=packed,
     )
 
 
@@ -313,6 +320,7 @@ def _frozen_models(
 ) -> Iterator[MemoryItem]:
     """Yield the reference and the teacher; `divided` names the number of shards."""
     kl = config.algorithm.kl
+    # With new adapters the reference is the base model, which is in memory already.
     if kl is not None and not config.model.lora.rank:
         why = f"algorithm.kl.beta={kl.beta:g}: a copy of the weights{divided}"
         yield MemoryItem(name="reference", bytes=sizes.weights // shards, why=why)
@@ -390,6 +398,7 @@ def _files(
     """Yield the parts that loading and saving take, on the host if there are GPUs."""
     sharded, on_gpu = config.distributed.name is DistributedName.fsdp2, machine.kind != "cpu"
     shards = _shards(config, load)
+    # Otherwise a process trains the weights that it loads, and "weights" counts them.
     if sharded or on_gpu:
         size, why = _loading(config, sizes)
         yield MemoryItem(name="loading", bytes=size, why=why, when=(When.start,), on_host=on_gpu)
@@ -427,8 +436,9 @@ def _loading(config: RunConfig, sizes: Sizes) -> tuple[int, str]:
     else:
         sharded = config.distributed.name is DistributedName.fsdp2
         copies = sharded and config.algorithm.kl is not None and not config.model.lora.rank
-        size = sizes.weights * (2 if copies else 1)
-        why = "each process loads the whole model" + ", and copies it as reference" * copies
+        size, why = sizes.weights, "each process loads the whole model"
+        if copies:
+            size, why = 2 * size, f"{why}, and copies it as reference"
     if config.algorithm.loaded_teacher is None:
         return size, why
     # The teacher is loaded after the model: only the larger one counts.
@@ -493,10 +503,10 @@ class Sizes:
     """
 
     def __init__(self, config: ModelConfig, key: str = "model.path") -> None:
-        """`key` is the setting that names the model."""
+        """Build the model of `config` on the meta device; errors name the setting `key`."""
         self._setting = f"{key}={config.path}"
         base = base_folder(config.path, config.revision, config.base_revision, weights=False)
-        parts = SIZES if base is None else ()
+        parts = SIZES if base is None else ()  # a folder of adapters has no config.json
         folder = model_folder(config.path, parts, revision=config.revision, key=key)
         adapters = None if base is None else folder
         dtype = getattr(torch, config.dtype)

@@ -62,9 +62,10 @@ def _plan_copy(config: RunConfig, planner: Planner, memory: MemoryEstimate) -> O
     load, estimate = memory.load, run_spec(config).server_memory
     assert estimate is not None
     sizes = planner.sizes(config.model)
+    halves = [load.rows >> power for power in range(load.rows.bit_length())]  # 12, 6, 3, 1
     by_rows = {
         rows: estimate(config.engine, server_load(config, memory, sizes, rows), sizes, 1)
-        for rows in (load.rows >> power for power in range(load.rows.bit_length()))
+        for rows in halves
     }
     return _plan_part(
         COPY,

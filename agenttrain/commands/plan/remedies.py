@@ -138,6 +138,7 @@ class Planner:
         if not training.gradient_checkpointing:
             yield [(("training.gradient_checkpointing", True),)]
         values_by_key = [
+            # A microbatch holds at least one rollout.
             ("training.token_budget", _halves(training.token_budget, load.context)),
             *((f"engine.{key}", values) for key, values in memory.engine.savings),
             ("training.logits_budget_mb", _halves(training.logits_budget_mb, 64)),
@@ -145,6 +146,7 @@ class Planner:
         for key, values in values_by_key:
             yield [((key, value),) for value in values]
         if config.model.dtype is Dtype.float32:
+            # Weights in bfloat16 leave nothing to autocast.
             yield [(("model.dtype", Dtype.bfloat16), ("training.mixed_precision", "no"))]
         if config.distributed.name is DistributedName.ddp:
             yield [(FSDP2,)]

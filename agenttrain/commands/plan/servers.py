@@ -25,7 +25,7 @@ TENSOR_PARALLEL = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerMemory:
-    """Memory of a server with a certain number of GPUs."""
+    """Memory of a server with `gpus` GPUs."""
 
     gpus: int
     gpu_bytes: int
@@ -38,7 +38,7 @@ class ServerMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetPlan:
-    """The servers of a run."""
+    """Plan of the policy's servers: their memory, and how many keep the trainers busy."""
 
     chosen: ServerMemory
     """Memory with servers.tensor_parallel_size GPUs."""
@@ -95,19 +95,18 @@ def trainers_of(config: RunConfig, devices: int | None, *, on_gpu: bool = True) 
     is_single = config.distributed.name is DistributedName.single
     if copy and is_single and devices == 1 and not fleet_by_key:
         return 1  # the trainer and the copy share it
-    used = sum(servers.gpu_count for servers in fleet_by_key.values()) + copy
+    used = sum(servers.gpu_count for servers in fleet_by_key.values()) + (1 if copy else 0)
     if used >= devices:
-        parts = " + ".join(
-            [
-                f"{key}.count={servers.count} x "
-                f"{key}.tensor_parallel_size={servers.tensor_parallel_size}"
-                for key, servers in fleet_by_key.items()
-            ]
-            + ["the copy of the policy in the rollout process"] * copy
-        )
+        parts = [
+            f"{key}.count={servers.count} x "
+            f"{key}.tensor_parallel_size={servers.tensor_parallel_size}"
+            for key, servers in fleet_by_key.items()
+        ]
+        if copy:
+            parts.append("the copy of the policy in the rollout process")
         raise ConfigError(
-            f"--devices {devices}: {parts} take {used} GPUs and leave none to the trainer; lower "
-            "one of them"
+            f"--devices {devices}: {' + '.join(parts)} take {used} GPUs and leave none to the "
+            "trainer; lower one of them"
         )
     return 1 if is_single else devices - used
 
@@ -157,6 +156,7 @@ def plan_servers(
         """Return the memory of a server with so many GPUs."""
         assert spec.server_memory is not None
         estimate = spec.server_memory(config.engine, engine_load, sizes, gpus)
+        # The estimate calls the KV cache by this name. Its bytes are those of one GPU.
         cache = next((item.bytes for item in estimate.items if item.name == "keys and values"), 0)
         return ServerMemory(
             gpus=gpus,
@@ -185,8 +185,11 @@ def lines(fleet: FleetPlan, speeds: Speeds) -> Iterator[str]:
     yield f"{fleet.count} x {fleet.chosen.gpus} GPUs beside {trainers}"
     yield f"{'GPUs of a server':<18}{'GiB':>8}  of each; rollouts that it holds"
     for server in fleet.alternatives:
-        notes = ["does not fit"] * (server.fits is False)
-        notes += ["servers.tensor_parallel_size"] * (server.gpus == fleet.chosen.gpus)
+        notes = []
+        if server.fits is False:
+            notes.append("does not fit")
+        if server.gpus == fleet.chosen.gpus:
+            notes.append("servers.tensor_parallel_size")
         note = f" ({', '.join(notes)})" if notes else ""
         yield f"{server.gpus:<18}{server.gpu_bytes / GIB:8.2f}  {server.rollouts:,}{note}"
     if fleet.chosen.fits is False:

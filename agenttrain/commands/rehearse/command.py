@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from math import ceil
 from statistics import mean
 from time import perf_counter
 
@@ -139,7 +140,7 @@ async def _rehearse(components: Components, args: Namespace, overrides: Sequence
     """Collect the rollouts of the stub, score them, and return their report."""
     config = components.config
     samples = min(config.algorithm.group_size, args.rollouts)
-    tasks = components.tasks.train.tasks(0, -(-args.rollouts // samples))
+    tasks = components.tasks.train.tasks(0, ceil(args.rollouts / samples))
     context = context_of(config) or CONTEXT
     stub = Stub(components, tasks)
     engine = ScriptedEngine(stub, keeps_sent=False, max_context=context, reads_images=True)
@@ -159,6 +160,7 @@ async def _rehearse(components: Components, args: Namespace, overrides: Sequence
             collected = await collect(collector, request)
         except AgenttrainError as error:
             problems.append(f"the run would stop: {error}")
+            # Errors of scoring carry the rollouts that were made before.
             collected.groups = [list(getattr(error, "rollouts", ()))]
         finally:
             seconds = perf_counter() - started
@@ -211,7 +213,7 @@ def _add_findings(
         if rollout.stop_reason in (StopReason.error, StopReason.aborted, StopReason.timeout):
             text = rollout.error or "rollout.timeout_s has passed; raise it, or speed the tools up"
             problems.append(f"rollout {rollout.rollout_id} ended as {rollout.stop_reason}: {text}")
-            break
+            break  # the others mostly end for the same reason
     for tool in report.tools:
         if tool.same_error:
             problems.append(
@@ -236,6 +238,7 @@ def _add_findings(
             f"data.train: {collected.overlong} prompts fill the context of {report.context} tokens"
         )
     warnings += components.rubric.alarms()
+    # A run that stops has not scored all rollouts: missing values say nothing then.
     stops = any(text.startswith("the run would stop:") for text in problems)
     for reward in report.rewards:
         if reward.low is None:
@@ -368,8 +371,8 @@ def show(report: Report, tokens_per_s: float | None) -> None:
     if report.tools:
         table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
         # Only the error shrinks on a narrow terminal.
-        longest = max(len(tool.tool) for tool in report.tools)
-        table.add_column("tool", style="cyan", min_width=longest)
+        name_width = max(len(tool.tool) for tool in report.tools)
+        table.add_column("tool", style="cyan", min_width=name_width)
         for name in ("calls", "failed", "p50 ms", "p95 ms", "reply tokens", "max"):
             table.add_column(name, justify="right", min_width=max(len(name), 5))
         table.add_column("first error", overflow="ellipsis", no_wrap=True, style="red")
@@ -393,10 +396,9 @@ def show(report: Report, tokens_per_s: float | None) -> None:
     console.print()
     console.print(table)
     console.print()
+    shortest, _, longest = report.prompt_tokens or ("–", "–", "–")
     lines = {
-        "prompt tokens": "{} to {}, context {:,}".format(
-            *(report.prompt_tokens[:1] or "–"), *(report.prompt_tokens[-1:] or "–"), report.context
-        ),
+        "prompt tokens": f"{shortest} to {longest}, context {report.context:,}",
         "memory": f"+{report.own_mib:.0f} MiB in this process, {report.children_mib:.0f} MiB in "
         "its children",
         "a step": f"{report.step_rollouts} rollouts; {report.step_tokens:,} sampled tokens if they "
@@ -404,10 +406,11 @@ def show(report: Report, tokens_per_s: float | None) -> None:
     }
     if report.step_s is not None and tokens_per_s is not None:
         short, long = report.step_s
-        beside = report.seconds * report.step_rollouts / max(report.rollouts, 1)
+        # The stub samples in no time: what a rollout took here comes on top of sampling.
+        loop_s = report.seconds * report.step_rollouts / max(report.rollouts, 1)
         lines[""] = (
             f"{short:,.1f} to {long:,.1f} s of sampling at {tokens_per_s:g} tokens/s; "
-            f"tools, rewards and the loop take {beside:.1f} s beside"
+            f"tools, rewards and the loop take {loop_s:.1f} s beside"
         )
     for label, text in lines.items():
         console.print(f"{label:<15}{text}", highlight=False, soft_wrap=True)

@@ -48,6 +48,7 @@ def rehearse_tasks(components: Components, args: Namespace) -> int:
 
 
 async def _attempt_all(components: Components, tasks: Sequence[Task]) -> list[Attempt]:
+    """Attempt the tasks, at most runtime.max_starting at a time."""
     machines = components.machines
     assert machines is not None
     limit = asyncio.Semaphore(machines.settings.max_starting)
@@ -63,6 +64,10 @@ async def _attempt_all(components: Components, tasks: Sequence[Task]) -> list[At
 
 
 async def _attempt(machines: Machines, task: Task) -> Attempt:
+    """Grade a task once with its solution, which should pass, and once untouched, which should not.
+
+    A machine that is lost is a problem of the attempt too.
+    """
     problems: list[str] = []
     oracle = await _grades(machines, task, problems, solved=True)
     untouched = await _grades(machines, task, problems, solved=False)
@@ -96,6 +101,7 @@ def _passes(grades: dict[str, float]) -> bool:
 
 
 def _show(attempts: Sequence[Attempt]) -> None:
+    """Print a table of the attempts and the number of tasks with a problem."""
     table = Table("task", "oracle", "untouched", "problem", box=None, header_style="bold")
     for attempt in attempts:
         rewards = [

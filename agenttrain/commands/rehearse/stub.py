@@ -93,6 +93,7 @@ class Stub:
             answer = AssistantTurn(content=text, reasoning=None, calls=())
             ids = turn_ids(chat, answer, schemas, after)
             if kind is Kind.endless:
+                # Repeat the answer without its last token, the end of turn, beyond the limit.
                 part = ids[: max(len(ids) - 1, 1)]
                 return part * (self.components.config.rollout.max_turn_tokens // len(part) + 1)
             self._after[session] = "user"
@@ -121,6 +122,7 @@ class Stub:
         calling = AssistantTurn(content="", reasoning=None, calls=tuple(calls))
         ids = turn_ids(chat, calling, schemas, after)
         if kind is Kind.damaged:
+            # Cut some tokens out of the middle.
             middle = len(ids) // 2
             ids = ids[:middle] + ids[middle + max(len(ids) // 6, 1) :]
         self._after[session] = "tool"
@@ -128,10 +130,10 @@ class Stub:
 
 
 def turn_ids(chat: Chat, turn: AssistantTurn, schemas: Sequence[dict], after: str) -> list[int]:
-    """Return the ids of a turn behind a message with the role `after`, with the end of the turn.
+    """Return the ids of a turn that follows a message of the role `after`, end of turn included.
 
-    The turn is rendered behind a short conversation: of the messages before it, only the last one's
-    role changes the ids, where a template opens the reasoning after a user's message.
+    The turn is rendered after a short made-up conversation. Of the messages before it, only the
+    role of the last one changes its ids: a template may open the reasoning after a user's message.
     """
     messages = [QUESTION]
     if chat.opens_reasoning(after):

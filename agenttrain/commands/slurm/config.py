@@ -72,6 +72,7 @@ class SlurmConfig:
         return self
 
     def _problems(self) -> Iterator[str]:
+        """Yield settings that SLURM would refuse or read otherwise than they are meant."""
         seconds = wall_seconds(self.time)
         if seconds is None or seconds == 0:
             # YAML reads 4:00:00 without quotes as the number 14400, which SLURM takes for minutes.
@@ -84,7 +85,7 @@ class SlurmConfig:
                 f"slurm.signal_s={self.signal_s}: leaves nothing of slurm.time={self.time}, "
                 f"{seconds} seconds; lower it, or give more time"
             )
-        # Each becomes a line of the script.
+        # Each becomes a line #SBATCH of the script, in which % begins a placeholder.
         for key in ("name", "partition", "account", "qos", "memory"):
             value = getattr(self, key)
             if value is not None and not re.fullmatch(r"[^\s%]+", value):

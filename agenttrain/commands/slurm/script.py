@@ -33,7 +33,7 @@ OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobScript:
-    """What the script needs beside the settings."""
+    """Inputs of a job's batch script besides the section `slurm`; `render` writes the script."""
 
     name: str
     """Name of the job, unless slurm.name is set."""
@@ -71,6 +71,7 @@ def render(script: JobScript, settings: SlurmConfig) -> str:
     """Return the script's text."""
     python_path = [f'export PATH={shlex.quote(str(script.python.parent))}:"$PATH"']
     offline = [f"export {' '.join(f'{name}=1' for name in OFFLINE)}"] if settings.offline else []
+    # --array=0-9%2: ten jobs, two at a time.
     throttle = "" if settings.concurrent is None else f"%{settings.concurrent}"
     directives = {
         "job-name": settings.name or script.name,
@@ -84,7 +85,7 @@ def render(script: JobScript, settings: SlurmConfig) -> str:
         "cpus-per-task": settings.cpus,
         "mem": settings.memory,
         "array": f"0-{len(script.jobs) - 1}{throttle}" if script.array else None,
-        "signal": f"B:USR1@{settings.signal_s}",
+        "signal": f"B:USR1@{settings.signal_s}",  # B: to the batch shell alone
         "chdir": shlex.quote(str(script.workdir)),
         "output": shlex.quote(str(script.log)),
         "open-mode": "append",
@@ -226,6 +227,7 @@ def note_local_paths(script: JobScript, configs: Sequence[RunConfig]) -> Iterato
     for name, path in paths.items():
         parents = local_folders & {*path.expanduser().resolve().parents}
         if parents:
+            # Of folders inside of each other, the innermost is the largest text.
             yield (
                 f"{name}: {path} is in {max(parents)}, which every machine has for itself; the "
                 "nodes must see it"

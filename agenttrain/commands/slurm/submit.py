@@ -164,7 +164,7 @@ def _plan(command: Command, slurm: Sequence[str]) -> PlannedJob:
     source = command.source
     if command.saved is not None:
         return _plan_resumed(command, slurm, command.saved.absolute())
-    overrides = command.overrides  # of the run, or of the sweep's first run
+    overrides = command.overrides  # of a single run; below, of a sweep's first run
     if command.sweep:
         runs_of_sweep = expand(command.overrides, source).runs
         overrides = runs_of_sweep[0]
@@ -193,6 +193,7 @@ def _plan(command: Command, slurm: Sequence[str]) -> PlannedJob:
         return _plan_sweep(command, name, first, runs)
     folder = run_folder(command.overrides, source)
     settings = [text for text in command.overrides if not text.startswith(RUN_DIR)]
+    # The job loads the revisions that were checked here, whatever the hub has by then.
     commits = pins(runs[0].config, command.verb)
     # resume=auto: a job that is put back into the queue goes on in the same folder.
     resume = ["resume=auto", f"{RUN_DIR}{quote_path(folder)}"]

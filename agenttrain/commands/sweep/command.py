@@ -65,7 +65,7 @@ def new_sweep(command: Command, runs: Sequence[Composed]) -> tuple[Path, SweepRe
     expansion = expand(command.overrides, source)
     with explained(command.overrides, source.groups):
         parsed = OverridesParser.create().parse_overrides(command.overrides)
-    # They include Hydra's own settings.
+    # Overrides with one value, Hydra's own included, such as hydra.sweep.dir=….
     fixed = [o.input_line or "" for o in parsed if not o.is_sweep_override()]
     raw = compose_raw(fixed, source, with_hydra=True)
     folder = Path(raw.hydra.sweep.dir)
@@ -78,6 +78,7 @@ def new_sweep(command: Command, runs: Sequence[Composed]) -> tuple[Path, SweepRe
     # An absolute path, because a job may be started in another folder.
     options = ["--config-dir", str(Path(source.extra).resolve())] if source.extra else []
     options += ["--config-name", source.name] if source.name != "train" else []
+    # Without resolving ${hydra.job.num}, which differs between the jobs.
     subdir = str(raw.hydra.sweep._get_node("subdir")._value())
     search, jobs = expansion.search, list[SweepJob]()
     commits = [pins(run.config, command.verb) for run in runs]
@@ -119,11 +120,13 @@ def _resume_held(
     compose: Callable[[Sequence[str], Command], Composed],
 ) -> int:
     """Run the unfinished jobs of the sweep, which this process holds (`hold_sweep`)."""
-    texts = [shell_command(record.arguments(folder, job)) for job in record.jobs] + record.shared
+    recorded = [shell_command(record.arguments(folder, job)) for job in record.jobs]
+    recorded += record.shared
     if record.search is not None:
         repeats = record.search.repeats
-        texts += [*record.search.space, *(text for repeat in repeats for text in repeat)]
-    untrusted = [] if record.own else texts
+        recorded += [*record.search.space, *(text for repeat in repeats for text in repeat)]
+    # Settings name code. Those that this user signed need no agreement.
+    untrusted = [] if record.own else recorded
     check_trusted(f"resume={folder}", untrusted, trust=command.trust, what="its sweep.json")
     sweep_changes = [text for text in command.overrides if key_of(text) in CHANGEABLE]
     changes = [text for text in command.overrides if text not in sweep_changes]
@@ -144,15 +147,17 @@ def _resume_held(
     for job in jobs:
         if not job.unfinished:
             continue
-        if (job.folder / "config.yaml").exists() and record.verb != "eval":  # it has begun
+        if (job.folder / "config.yaml").exists() and record.verb != "eval":
+            # It has begun, and is resumed. An evaluation cannot be: it starts again.
             composed = settings_for_resume(job.folder, changes, command.source, trust=command.trust)
             validate(composed.config)
             check_for_verb(record.verb, composed.config)
         else:
-            recorded = overrides_in_this_layout(job.job.overrides)
-            composed = compose([*recorded, *changes], command)
+            overrides = overrides_in_this_layout(job.job.overrides)
+            composed = compose([*overrides, *changes], command)
         configs.append(composed.config)
     if record.search is not None and record.lacks_trials:
+        # Trials to come are not chosen yet: one possible trial is checked in their place.
         axes = {axis.get_key_element(): axis for axis in parse(record.search.space)}
         example = [*trial_overrides(axes, corners(axes)[0]), *record.search.repeats[0]]
         configs.append(compose([*example, *changes], command).config)
@@ -191,7 +196,10 @@ def _with_trials(folder: Path, record: SweepRecord, trials: int) -> SweepRecord:
 
 
 def check_outside_sweep(overrides: Sequence[str]) -> None:
-    """Raise ConfigError for settings of a sweep in a run that is not a job of a sweep."""
+    """Raise ConfigError for settings of a sweep in a run that is not a job of a sweep.
+
+    At least one of the `overrides` is a setting of `sweep`.
+    """
     typed = [text for text in overrides if key_of(text).split(".")[0] == "sweep"]
     parsed = OverridesParser.create().parse_overrides(list(overrides))
     folders = [o.value() for o in parsed if o.key_or_group == "hydra.run.dir"]
@@ -206,6 +214,7 @@ def _jobs(runs: Sequence[Sequence[str]], source: Source, subdir: str) -> list[Sw
         if subdir == NUMBERED:
             folders.append(str(number))
             continue
+        # Resolve the name as Hydra does for this job: it may have the job's number or settings.
         numbered = [*overrides, f"++hydra.job.num={number}"]
         raw = compose_raw(numbered, source, with_hydra=True)
         folders.append(str(raw.hydra.sweep.subdir))

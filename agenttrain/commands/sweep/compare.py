@@ -45,11 +45,10 @@ def compare(args: Namespace) -> int:
     is_incomplete = unfinished or record.lacks_trials
     resume = shell_command(["-m", f"resume={args.folder}"]) if is_incomplete else None
     report = hide_in_settings(finite(as_json(comparison, resume)))
-    if not write_report(report, args.json):
-        pass
-    elif args.markdown:
+    prints_text = write_report(report, args.json)
+    if prints_text and args.markdown:
         print(hide_secrets(markdown(comparison)))
-    else:
+    elif prints_text:
         print_table(comparison)
         for job in comparison.jobs:
             if job.status == FINISHED:
@@ -109,7 +108,8 @@ def write(comparison: Comparison, path: Path) -> None:
     figure = Figure(figsize=(11, 4.5 + PER_LEGEND_LINE * len(comparison.configurations)), dpi=120)
     figure.set_layout_engine("constrained")
     # Rows of metrics.jsonl: configuration -> job -> step.
-    measured = [[curves(job.folder) for job in one.jobs] for one in comparison.configurations]
+    configurations = comparison.configurations
+    measured = [[curves(job.folder) for job in each.jobs] for each in configurations]
     names = {name for runs in measured for run in runs for row in run for name in row}
     curve = next((name for name in (*comparison.metrics, *CURVES) if name in names), None)
     axes = figure.subplots(1, 2 if curve else 1, squeeze=False)[0]
@@ -117,8 +117,9 @@ def write(comparison: Comparison, path: Path) -> None:
         _draw_curves(axes[0], curve, measured)
     if comparison.metrics:
         _draw_results(axes[-1], comparison.metrics[0], comparison)
+    # Lines without points, for the legend alone.
     lines = [axes[-1].plot([], [], color=colour(n))[0] for n in range(len(measured))]
-    labels = [settings_line(one.chosen) or "all jobs" for one in comparison.configurations]
+    labels = [settings_line(each.chosen) or "all jobs" for each in configurations]
     figure.legend(lines, labels, loc="outside lower center", frameon=False, ncols=1)
     figure.suptitle("/".join(comparison.sweep.resolve().parts[-2:]), fontsize=10)
     if wanted != "html":
@@ -143,7 +144,10 @@ def write(comparison: Comparison, path: Path) -> None:
 
 
 def _draw_curves(axes: Any, name: str, measured: Sequence[Sequence[Rows]]) -> None:
-    """Draw for each configuration the mean of its seeds as a line, and their range as a band."""
+    """Draw for each configuration the mean of its seeds as a line, and their range as a band.
+
+    `measured` holds the rows of each seed's run, for each configuration.
+    """
     longest = max(len(run) for runs in measured for run in runs)
     window = max(1, longest // WINDOW)
     for number, runs in enumerate(measured):
@@ -160,9 +164,11 @@ def _draw_curves(axes: Any, name: str, measured: Sequence[Sequence[Rows]]) -> No
 
 def _draw_results(axes: Any, name: str, comparison: Comparison) -> None:
     """Draw a dot per seed and a line at their mean."""
-    result = {job.folder: r for job, r in zip(comparison.jobs, comparison.results, strict=True)}
-    for number, one in enumerate(comparison.configurations):
-        values = [v for job in one.jobs if (v := result[job.folder].get(name)) is not None]
+    pairs = zip(comparison.jobs, comparison.results, strict=True)
+    results = {job.folder: figures for job, figures in pairs}
+    for number, configuration in enumerate(comparison.configurations):
+        found = [results[job.folder].get(name) for job in configuration.jobs]
+        values = [value for value in found if value is not None]
         axes.scatter([number] * len(values), values, color=colour(number), zorder=3)
         if values:
             mean = sum(values) / len(values)

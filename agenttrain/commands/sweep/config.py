@@ -106,7 +106,7 @@ def objective_problems(verb: str, config: Any) -> Iterator[str]:
     if name == "kl" and config.algorithm.kl is None:
         yield f"{key}: there is no KL; set algorithm.kl.beta=…, or take another objective"
     section, slash, _ = name.partition("/")
-    if slash and section in OPEN_SECTIONS[verb]:
+    if slash and section in OPEN_SECTIONS[verb]:  # its names are not known before the run
         return
     figures = [*evaluation_figures(verb, config), *METRICS[verb], *SUMMARY]
     if name not in figures:

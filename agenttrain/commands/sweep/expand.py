@@ -60,7 +60,8 @@ def expand(overrides: Sequence[str], source: Source) -> Expansion:
                 raise ConfigError(f"{override.input_line}: is the sweep's own and takes one value")
         params = [f"{key}={value}" for key, value in (raw.hydra.sweeper.params or {}).items()]
         swept = [*parse(open_keys(params)), *parsed]
-        for override in {override.get_key_element(): override for override in swept}.values():
+        last = {override.get_key_element(): override for override in swept}  # of each key
+        for override in last.values():
             if override.is_sweep_override() and not override.is_interval_sweep():
                 _check_number(_number_of_values(override), as_typed(override.input_line))
         if raw.sweep.sampler is Sampler.tpe:
@@ -157,6 +158,7 @@ def _all_combinations(overrides: Sequence[Override]) -> list[list[str]]:
         prod(map(_number_of_values, swept)),
         " ".join(as_typed(override.input_line) for override in swept),
     )
+    # Without a batch size Hydra puts all runs into one batch.
     (batch,) = BasicSweeper.split_arguments(list(overrides), max_batch_size=None)
     _check_distinct(batch)
     return [list(run) for run in batch]
@@ -180,7 +182,8 @@ def _expand_search(overrides: Sequence[Override], raw: DictConfig) -> Expansion:
     check_space(axes, settings.trials)
     low = settings.objective in LOWER_IS_BETTER
     direction = settings.direction or (Direction.minimize if low else Direction.maximize)
-    # Examples: all repeats of the first corner, and the other corners once.
+    # Examples are checked before the first run, instead of trials that are not chosen yet. Each
+    # repeat and each corner is checked once, not every pair of them.
     first, *others = [trial_overrides(axes, values) for values in corners(axes)]
     runs = [[*first, *repeat] for repeat in repeats] + [[*run, *repeats[0]] for run in others]
     search = TrialSearch(

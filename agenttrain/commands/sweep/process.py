@@ -65,6 +65,7 @@ class JobProcess:
         self._process.kill()  # closes its files
         lines = [line.strip() for line in self._process.printed().splitlines()]
         last_words = next((line for line in reversed(lines) if line), "")
+        # Python's code -15 for signal 15 is 143 in a shell.
         return JobEnd(code=128 - code if code < 0 else code, last_words=last_words)
 
     def send(self, number: int) -> None:
@@ -93,7 +94,7 @@ class Forwarder:
 
     def add(self, job: JobProcess) -> None:
         """Add a job, and send it the signals that came while it was being started."""
-        self.jobs = [*self.jobs, job]
+        self.jobs = [*self.jobs, job]  # a new list: a signal may be looping over the old one
         for number in list(self.received):
             job.send(number)
 

@@ -100,7 +100,10 @@ class SweepRecord:
         return fields
 
     def arguments(self, sweep: Path, job: SweepJob, *extra: str) -> list[str]:
-        """Return the arguments of `agenttrain` that start a job without a run."""
+        """Return the arguments of `agenttrain` that start a job from its overrides.
+
+        A job whose run has begun is resumed by other arguments.
+        """
         folder = f"hydra.run.dir={quote_path(sweep / job.folder)}"
         overrides = overrides_in_this_layout(job.overrides)
         return [self.verb, *self.options, *overrides, *extra, folder]
@@ -235,6 +238,7 @@ def job_state(folder: Path, job: SweepJob) -> JobState:
 def is_held(folder: Path) -> bool:
     """Return True if a process works in a run folder; always False without file locks."""
     try:
+        # A run locks this file exclusively: a shared lock is refused while it works.
         with (folder / ".lock").open("r") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

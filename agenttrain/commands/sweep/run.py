@@ -54,7 +54,7 @@ GPUS = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """A sweep to be run."""
+    """A recorded sweep, with all that `run` needs to start its jobs."""
 
     folder: Path
     """Folder of the sweep, with its record."""
@@ -91,6 +91,7 @@ def divide_machine(
         each = gpus // parallel
         if problems := machine_problems(verb, configs, lambda: each):
             raise ConfigError("\n".join([f"{key}: each job has {each} of {gpus} GPUs", *problems]))
+        # The user may have named the GPUs that may be used, by number or UUID.
         visible = os.environ.get(GPUS, "").split(",")
         names = visible if len(visible) >= gpus else [str(number) for number in range(gpus)]
         for number, share in enumerate(shares):
@@ -110,7 +111,8 @@ def run(sweep: Sweep) -> int:
 
     Needs a `hydra_session`, and the main thread.
     """
-    folder, stop = sweep.folder.resolve(), sweep.settings.on_failed_job is OnFailedJob.stop
+    folder = sweep.folder.resolve()
+    stop_on_failure = sweep.settings.on_failed_job is OnFailedJob.stop
     record = read_record(folder)
     waiting = deque(state.job for state in job_states(folder, record) if state.unfinished)
     # Slot, the index of a share of the machine -> the job that has it.
@@ -136,8 +138,8 @@ def run(sweep: Sweep) -> int:
             record_end(folder / job.folder, end, signalled=bool(signals.received))
             finished = _print_end(folder, job)
             if signals.received:
-                code = code or end.code
-            elif stop and not finished and not stopped:
+                code = code or end.code  # of the first job that did not end well
+            elif stop_on_failure and not finished and not stopped:
                 print("the others wait: sweep.on_failed_job=stop", flush=True)
                 stopped = True
         if signals.received:
@@ -169,6 +171,7 @@ def _start(
     if record.search is None:
         values = varying_settings(record)[number - 1]
     else:
+        # Jobs of later trials are not in the record: take the axes of the search, and the seed.
         total = record.search.trials * len(record.search.repeats)
         keys = {*settings_by_key(record.search.space), REPEATED}
         values = {
@@ -224,8 +227,13 @@ def _arguments(
 
 
 def record_end(folder: Path, ended: JobEnd, *, signalled: bool) -> None:
-    """Record how a job ended, unless its own process did; `signalled`: the sweep was stopped."""
-    if ended.code == 0 or is_held(folder) or read_summary(folder).get("status") in ENDED[1:]:
+    """Record how a job ended, unless its own process did; `signalled`: the sweep was stopped.
+
+    A job that wrote `finished` has failed nevertheless if its exit code is not 0.
+    """
+    recorded_by_job = [status for status in ENDED if status != FINISHED]
+    status = read_summary(folder).get("status")
+    if ended.code == 0 or is_held(folder) or status in recorded_by_job:
         return
     if signalled:
         update_summary(folder, status=INTERRUPTED)
@@ -292,11 +300,11 @@ def print_outcome(sweep: Path, code: int) -> int:
     if record.search is not None:
         past = trials(sweep, record, record.search)
         done = [trial for trial in past if trial.result is not None]
-        best = max if record.search.direction == Direction.maximize else min
+        choose = max if record.search.direction == Direction.maximize else min
         if done:
-            top = best(done, key=lambda trial: trial.result or 0.0)
-            values = dict(zip(settings_by_key(record.search.space), top.values, strict=True))
-            print(f"best       {settings_line(values)}: {record.objective} {top.result:.4g}")
+            best = choose(done, key=lambda trial: trial.result or 0.0)
+            values = dict(zip(settings_by_key(record.search.space), best.values, strict=True))
+            print(f"best       {settings_line(values)}: {record.objective} {best.result:.4g}")
     print(f"results    {shell_command(['compare', str(sweep)])}")
     sys.stdout.flush()
     unfinished = any(job.unfinished for job in jobs)

@@ -60,6 +60,7 @@ class Configuration:
     """Jobs that only differ in their seed."""
 
     chosen: dict[str, str]
+    """The other settings that vary in the sweep, with the values of these jobs."""
     jobs: list[JobState]
     figures: dict[str, Figure]
     """Figures over the finished jobs."""
@@ -72,6 +73,7 @@ class Comparison:
     sweep: Path
     objective: str | None
     metrics: list[str]
+    """Names of the figures to show, in order."""
     keys: list[str]
     """Settings that differ, without the seed."""
     configurations: list[Configuration]
@@ -85,7 +87,11 @@ def compare_jobs(sweep: Path, record: SweepRecord, metrics: Sequence[str]) -> Co
     jobs = job_states(sweep, record)
     figures = [results(job.folder) if job.status == FINISHED else {} for job in jobs]
     shown = _metrics(record, metrics, figures)
-    chosen = [{k: v for k, v in v.items() if k != REPEATED} for v in varying_settings(record)]
+    # Settings of each job that vary in the sweep, without the seed.
+    chosen = [
+        {key: value for key, value in settings.items() if key != REPEATED}
+        for settings in varying_settings(record)
+    ]
     groups: dict[tuple[tuple[str, str], ...], list[int]] = {}
     for number, values in enumerate(chosen):
         groups.setdefault(tuple(values.items()), []).append(number)
@@ -119,7 +125,7 @@ def _metrics(
     """Return the names of the table's columns: `named`, or else the objective and DEFAULT's."""
     known = dict.fromkeys(name for values in figures for name in values)
     for name in named:
-        if known and name not in known:
+        if known and name not in known:  # `known` is empty until a job has finished
             plain = [key for key in known if "/" not in key or key.startswith("eval/")]
             raise ConfigError(
                 f"{name}: no finished job has such a figure{did_you_mean(name, known)}; there are "
@@ -135,11 +141,11 @@ def rows(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     head = [*comparison.keys, *comparison.metrics, "jobs"]
     body = [
         [
-            *(one.chosen.get(key, "–") for key in comparison.keys),
-            *(str(one.figures.get(name, "")) for name in comparison.metrics),
-            f"{status_counts(one.jobs)} ({', '.join(job.job.folder for job in one.jobs)})",
+            *(each.chosen.get(key, "–") for key in comparison.keys),
+            *(str(each.figures.get(name, "")) for name in comparison.metrics),
+            f"{status_counts(each.jobs)} ({', '.join(job.job.folder for job in each.jobs)})",
         ]
-        for one in comparison.configurations
+        for each in comparison.configurations
     ]
     return head, body
 
@@ -147,8 +153,8 @@ def rows(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
 def print_table(comparison: Comparison) -> None:
     """Print the table in its full width: wrapped figures cannot be read."""
     head, body = rows(comparison)
-    seeds = any(len(one.jobs) > 1 for one in comparison.configurations)
-    explained = "mean ± standard deviation over the seeds, " if seeds else ""
+    has_seeds = any(len(each.jobs) > 1 for each in comparison.configurations)
+    explained = "mean ± standard deviation over the seeds, " if has_seeds else ""
     table = Table(title=f"{explained}{status_counts(comparison.jobs)}", title_justify="left")
     for name in head:
         justify: Literal["left", "right"] = "right" if name in comparison.metrics else "left"
@@ -164,7 +170,7 @@ def markdown(comparison: Comparison) -> str:
     head, body = rows(comparison)
     lines = [head, ["---"] * len(head), *body]
     return "\n".join(
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in x) + " |" for x in lines
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
     )
 
 
@@ -176,11 +182,11 @@ def as_json(comparison: Comparison, resume: str | None) -> dict[str, Any]:
         "metrics": comparison.metrics,
         "configurations": [
             {
-                "overrides": one.chosen,
-                "folders": [job.job.folder for job in one.jobs],
-                "figures": {name: asdict(figure) for name, figure in one.figures.items()},
+                "overrides": each.chosen,
+                "folders": [job.job.folder for job in each.jobs],
+                "figures": {name: asdict(figure) for name, figure in each.figures.items()},
             }
-            for one in comparison.configurations
+            for each in comparison.configurations
         ],
         "jobs": [
             {

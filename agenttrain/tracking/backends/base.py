@@ -124,11 +124,13 @@ def rollout_table(
     for record in records:
         sampled = [
             {**span, "trajectory": index}
-            for index, part in enumerate(record["trajectories"])
-            for span in part["spans"]
+            for index, trajectory in enumerate(record["trajectories"])
+            for span in trajectory["spans"]
             if span["origin"] == "sampled"
         ]
-        messages = [message for part in record["trajectories"] for message in part["messages"]]
+        messages = [
+            message for trajectory in record["trajectories"] for message in trajectory["messages"]
+        ]
         rows.append(
             [
                 record["rollout_id"],

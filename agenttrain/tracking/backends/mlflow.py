@@ -49,14 +49,17 @@ class MLflow(ExperimentTracker):
         self.metric = Metric
         self.client = client = MlflowClient(tracking_uri=self._address(run))
         experiment = client.get_experiment_by_name(run.project)
-        number = experiment.experiment_id if experiment else client.create_experiment(run.project)
-        earlier = client.search_runs([number], f"tags.`{TAG}` = '{run.id}'")
+        experiment_id = (
+            experiment.experiment_id if experiment else client.create_experiment(run.project)
+        )
+        earlier = client.search_runs([experiment_id], f"tags.`{TAG}` = '{run.id}'")
         if earlier:
             self.run_id = earlier[0].info.run_id
             client.update_run(self.run_id, status="RUNNING")
         else:
             tags = {TAG: run.id, **({"sweep": run.group} if run.group else {})}
-            self.run_id = client.create_run(number, run_name=run.name, tags=tags).info.run_id
+            created = client.create_run(experiment_id, run_name=run.name, tags=tags)
+            self.run_id = created.info.run_id
             # Parameters cannot be changed: those of a resumed run are in the artifact.
             values = [Param(name, text[:LONGEST_PARAMETER]) for name, text in _flat(config)]
             for first in range(0, len(values), MOST_PARAMETERS):

@@ -172,12 +172,13 @@ def trace(
     messages = [dict(m) for trajectory in record["trajectories"] for m in trajectory["messages"]]
     for message in messages:
         content = message.get("content")
-        # The dashboard lists content only: a turn that only calls tools gets the calls' text as it.
-        message["content"] = shown_text(content) or spoken(message)
         if isinstance(content, list):
             message["content"] = [
                 (picture(part) if "sha256" in part else None)
                 or {"type": "text", "text": shown_text([part])}
                 for part in content
             ]
+        else:
+            # The dashboard shows only contents: a turn of calls gets their text as its content.
+            message["content"] = shown_text(content) or spoken(message)
     return {"messages": messages, "metadata": {key: record[key] for key in keys}}
