@@ -168,7 +168,7 @@ def _control_tokens(chat: Chat, schemas: Sequence[dict]) -> Probe:
         return chat.rendered_ids(QUESTION, [*schemas, {"type": "function", "function": function}])
 
     def reply_ids(text: str) -> list[int]:
-        """Return the ids behind a turn with the reply `text`: a tool's if there are calls."""
+        """Return the ids after a turn with the reply `text`: a tool's if there are calls."""
         turn, reply = ANSWER, {"role": "user", "content": text}
         if chat.renders_calls:
             turn = CALL

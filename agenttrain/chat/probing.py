@@ -184,7 +184,7 @@ def short_id(call_id: str) -> str:
 def adapt_message(message: Message, behaviour: TemplateBehaviour) -> Message:
     """Return a message with its reasoning, ids and arguments in the form the template reads."""
     changes: Message = {}
-    key = behaviour.reasoning_key
+    key = behaviour.reasoning_key  # our messages have reasoning under REASONING_KEYS[0]
     if key is not None and key not in message and REASONING_KEYS[0] in message:
         changes[key] = message[REASONING_KEYS[0]]
     if behaviour.short_ids and message.get("tool_call_id"):
@@ -194,9 +194,8 @@ def adapt_message(message: Message, behaviour: TemplateBehaviour) -> Message:
             {**call, "id": short_id(call["id"])} if call.get("id") else call
             for call in message["tool_calls"]
         ]
-    message = {**message, **changes} if changes else message
-    return (
-        _with_text_arguments(message)
-        if behaviour.text_arguments and "tool_calls" in message
-        else message
-    )
+    if changes:
+        message = {**message, **changes}
+    if behaviour.text_arguments and "tool_calls" in message:
+        return _with_text_arguments(message)
+    return message

@@ -170,13 +170,13 @@ class DataConfig:
             problems.append(
                 "data.shuffle=true: rows without end have no shuffled order; leave it out"
             )
-        if self.test_fraction is not None and (
-            (names_test_rows(self) and self.train != self.test) or is_endless()
-        ):
-            problems.append(
-                f"data.test_fraction={self.test_fraction}: data.test has rows of its own; leave it "
-                "out, or let both read the same: data=file data.path=…"
-            )
+        if self.test_fraction is not None:
+            has_test_rows = names_test_rows(self) and self.train != self.test
+            if has_test_rows or is_endless():  # endless rows are made for each split
+                problems.append(
+                    f"data.test_fraction={self.test_fraction}: data.test has rows of its own; "
+                    "leave it out, or let both read the same: data=file data.path=…"
+                )
         if self.test_fraction is None and self.test_seed:
             problems.append(
                 f"data.test_seed={self.test_seed}: has no effect without data.test_fraction"
@@ -296,13 +296,13 @@ def check_row_file(path: object, split: object = None, limit: object = None) -> 
     check_limit(limit)
     file = Path(str(path)).expanduser()
     if file.is_dir():
-        listing = file / "dataset_dict.json"
+        listing = file / "dataset_dict.json"  # of a folder with several splits
         if listing.is_file():
             splits = json.loads(listing.read_text(encoding="utf-8"))["splits"]
             if split not in splits:
                 hint = did_you_mean(str(split), splits)
                 raise ValueError(f"split={split}: {path} has {', '.join(splits)}{hint}")
-        elif not (file / "state.json").is_file():
+        elif not (file / "state.json").is_file():  # of a folder with one dataset
             raise ValueError(
                 f"path={path}: is a folder, and none that save_to_disk wrote; a folder of data "
                 "files is read by data=hub"

@@ -148,8 +148,15 @@ class Curriculum:
     def state_dict(self) -> dict[str, Any]:
         """Return the state on which later choices depend, as JSON."""
         rows = [[row, m.rate, m.step] for row, m in sorted(self._measures.items())]
-        state = {"start": self._start, "steps": self._steps, "fresh": self._fresh, "rows": rows}
-        return {**state, **({"ahead": self._ahead} if self._ahead else {})}
+        state: dict[str, Any] = {
+            "start": self._start,
+            "steps": self._steps,
+            "fresh": self._fresh,
+            "rows": rows,
+        }
+        if self._ahead:
+            state["ahead"] = self._ahead
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of `state_dict()`."""

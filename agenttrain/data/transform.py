@@ -78,7 +78,7 @@ class RowTransform:
         return bool(value)
 
     def _messages(self, row: Mapping[str, Any]) -> Any:
-        """Return a row's messages, made by `data.prompt` or its own, behind the system message.
+        """Return a row's messages, made by `data.prompt` or its own, after the system message.
 
         A value that is no list of messages is returned as it is: `to_task` refuses it.
         """
@@ -181,9 +181,10 @@ class RowSubset:
 
 @dataclass(slots=True)
 class RowCheck:
-    """The rows of a dataset that can become tasks, and the reasons against the others."""
+    """Result of `check_rows`: the rows that can become tasks, and what is wrong with others."""
 
     good: list[int] = field(default_factory=list)
+    """Number of each row that can become a task."""
     bad: list[str] = field(default_factory=list)
     """Place and reason of each bad row."""
     kept: int = 0

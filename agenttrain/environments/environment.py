@@ -218,6 +218,7 @@ def _reset_arguments(cls: Any, where: str) -> list[str]:
     parameters = list(inspect.signature(cls.reset).parameters.values())[1:]  # without self
     if any(parameter.kind is kinds.VAR_KEYWORD for parameter in parameters):
         names = {parameter.name for parameter in parameters}
+        # **kwargs takes all but the container, which a reset gets only if it names it.
         return [name for name in RESET_ARGUMENTS if name != MACHINE or name in names]
     for parameter in parameters:
         is_argument = parameter.name in RESET_ARGUMENTS

@@ -155,7 +155,7 @@ class _Method:
     async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> object:
         extra = {"context": context} if self.spec.takes_context else {}
         episode = self.kind.episodes[context.rollout_id]
-        if self.spec.builders:
+        if self.spec.builders:  # arguments that the method takes as instances of a class
             arguments = await episode.instance.call(build_instances, self.spec.builders, arguments)
         return await episode.call(self.name, **arguments, **extra)
 

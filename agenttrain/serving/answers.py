@@ -87,7 +87,8 @@ class ChatServer:
         try:
             for event in writer.begin():
                 yield event
-            silent_since, tokens_read = time.monotonic(), 0
+            silent_since = time.monotonic()
+            tokens_read = 0  # tokens whose text was parsed
             while not sampling.done():
                 await asyncio.wait((sampling,), timeout=PARSE_S if is_live else KEPT_ALIVE_S)
                 if is_live and len(answering.sampled) > tokens_read and not sampling.done():
@@ -170,7 +171,7 @@ class ChatServer:
         if not stops:
             turn = self._parse(answering, self.chat.text_of(token_ids))
             return Sampled(token_ids=token_ids, finish=finish, turn=turn)
-        for token_id in token_ids[scan.count :]:
+        for token_id in token_ids[scan.count :]:  # those that the engine has not scanned
             scan.push(token_id)
         scan.finish()
         # Text after a stop text is no part of the answer: nothing continues from there.
@@ -217,7 +218,11 @@ class ChatServer:
 
 
 def _delta(turn: AssistantTurn, sent_text: dict[str, str]) -> dict[str, str]:
-    """Return the new text of an unfinished answer, by key, and add it to `sent_text`."""
+    """Return the new text of an unfinished answer, by key, and add it to `sent_text`.
+
+    Text that later tokens may change is held back. If the text that was sent has changed after
+    all, nothing more is returned for its key.
+    """
     delta = {}
     for key, text in (("reasoning_content", turn.reasoning or ""), ("content", turn.content)):
         text = text.rstrip("\ufffd")  # the first bytes of a character

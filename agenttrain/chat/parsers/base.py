@@ -62,7 +62,7 @@ CALL_ID = "call_{turn}_{index}"
 MAX_CALLS = 1024
 """Calls of one completion that are read. An agent writes a few; each takes time to read."""
 TOO_MANY = f"the message has over {MAX_CALLS:,} parts: this and what follows is not read"
-"""Problem of the one malformed call that stands for the text behind the last call that is read."""
+"""Problem of the one malformed call that stands for the text after the last call that is read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,12 +48,12 @@ class Syntax:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """The calls read from the beginning of a body, which is the text behind an opening mark."""
+    """The calls read from the beginning of a body, which is the text after an opening mark."""
 
     calls: Sequence[ParsedCall] = ()
     """The `text` of a single call is empty: it is the whole body."""
     end: int = 0
-    """Position in the body behind the calls."""
+    """Position in the body after the calls."""
     cut: bool = False
     """The body ended inside a string, so that its closing mark may be part of it."""
 
@@ -150,7 +150,7 @@ def read_list(body: str, syntax: Syntax, schemas: Schemas) -> Read:
         else ParsedCall(text=item.text, name=item.name, problem=item.problem)
         for item in items
     ]
-    # A malformed last call that reaches to the end may go on behind the mark that ended the body.
+    # A malformed last call that reaches to the end may go on after the mark that ended the body.
     cut = bool(calls) and calls[-1].problem is not None and end == len(body)
     return Read(
         calls=calls or [ParsedCall(text="", problem="the array holds no call")], end=end, cut=cut
@@ -160,8 +160,10 @@ def read_list(body: str, syntax: Syntax, schemas: Schemas) -> Read:
 def read_named(body: str, syntax: Syntax, schemas: Schemas) -> Read:
     """Read a header with the name and then the arguments, ``f[ARGS]{"x": 1}``, or an array."""
     start = skip_blank(body)
+    # A bracket begins an array of JSON calls, unless it is that of a header without a name.
     if body.startswith("[", start) and not body.startswith("[ARGS]", start):
         return read_list(body, syntax, schemas)
+    # A spec with this syntax has a header.
     header = re.compile(syntax.header or "", re.DOTALL).match(body, start)
     if header is None:
         return _problem(f"the call must begin with the name of a tool: {excerpt(body)}")
@@ -186,7 +188,7 @@ def read_named(body: str, syntax: Syntax, schemas: Schemas) -> Read:
 
 
 def _named_arguments(body: str, header: re.Match[str], syntax: Syntax) -> tuple[Json, str, bool]:
-    """Read the arguments behind a header; return (value, footer to expect, True if not JSON).
+    """Read the arguments after a header; return (value, footer to expect, True if not JSON).
 
     A header may end with the opening brace of the arguments, as in ``f({``. Their closing brace
     may then be the first character of the footer, ``})``, or of the closing mark.
@@ -373,7 +375,7 @@ def read_python(body: str, syntax: Syntax, schemas: Schemas) -> Read:
 
 
 def _python_call(body: str, at: int) -> tuple[ParsedCall, int, bool]:
-    """Read the call at `at`: (call, position behind it, True if the body ends inside a value).
+    """Read the call at `at`: (call, position after it, True if the body ends inside a value).
 
     A malformed call ends where the next one begins, or where the list ends.
     """

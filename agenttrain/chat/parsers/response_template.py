@@ -180,7 +180,8 @@ class TemplateSpec:
         if outside is not None and outside.close is not None:
             searches.append((None, outside.close))
         marks = _Marks(text, searches, lenient=self.lenient)
-        at = calls = 0
+        at = 0  # the text before this position is split
+        calls = 0  # regions of calls so far
         if inside is not None:
             regions.append(_close(_Region(inside, 0, 0, {}), marks))
             at = regions[-1].end
@@ -189,7 +190,8 @@ class TemplateSpec:
             if outside is not None and hit.start > at:  # the text before the mark
                 regions.append(_Region(outside, at, at, {}, stop=hit.start, end=hit.end))
             if field is not None:  # an opening mark
-                calls += field.name == CALLS
+                if field.name == CALLS:
+                    calls += 1
                 region = _Region(field, hit.start, hit.end, hit.groups)
                 if calls > MAX_CALLS or len(regions) >= MAX_REGIONS:
                     # The remaining text is one malformed call.
@@ -244,8 +246,8 @@ class _Marks:
     def search(self, pattern: Pattern, at: int) -> Hit | None:
         """Return the first match of a mark from `at` on."""
         hit = self._hits.get(pattern)
-        is_behind = hit is not None and hit.start < at
-        if pattern not in self._hits or is_behind:
+        is_passed = hit is not None and hit.start < at
+        if pattern not in self._hits or is_passed:
             self._hits[pattern] = hit = pattern.search(self.text, at)
         return hit
 
@@ -419,7 +421,7 @@ def _field(name: str, settings: Any) -> _Field:
     content, arguments = settings.get("content", "text"), settings.get("content_args") or {}
     check_content(content, arguments, settings.get("transform"), scope)
     opening, closing = _anchor(settings, "open", scope), _anchor(settings, "close", scope)
-    # The opening mark may include the opening brace of the JSON object behind it.
+    # The opening mark may include the opening brace of the JSON object after it.
     takes_brace = opening is not None and _OPEN_BRACE.search(opening.source) is not None
     if takes_brace and content == "json":
         arguments = {**arguments, INSIDE: True}
@@ -459,7 +461,7 @@ INSIDE, LOOSE = " inside", " loose"
 """Further arguments for `json`: the text may be the members of an object without its braces; it may
 be almost JSON. Keys of users do not begin with a blank."""
 CAPTURED_INSIDE = re.compile(r"(?:\\?\{|\[\{\])(?:\\s[*+]\+?|\s)*\((?!\?(?:[:=!>#]|<[=!]))")
-"""Matches expressions that capture the text behind an opening brace without the brace. Example:
+"""Matches expressions that capture the text after an opening brace without the brace. Example:
 ``"arguments": \\{(?P<arguments>.*)\\}``"""
 _PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 
@@ -580,7 +582,8 @@ def check_content(name: Any, args: Any, transform: Any, scope: str) -> None:
                     f"not {quotes!r}"
                 )
     for key in ("line_sep", "kv_sep") if name == "kv-lines" else ():
-        if not isinstance(text := args.get(key, ":"), str) or not text:
+        text = args.get(key, ":")  # any default that is valid
+        if not isinstance(text, str) or not text:
             raise ValueError(f"{scope}.content_args.{key}: must be a text, not {text!r}")
     if (parser := args.get("value_parser")) is not None:
         inner = f"{scope}.content_args.value_parser"

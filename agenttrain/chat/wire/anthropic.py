@@ -62,7 +62,7 @@ def read_question(data: Mapping[str, Any]) -> Question:
     sampling |= {name: data[name] for name in SAMPLING if data.get(name) is not None}
     sampling |= _context_edits(request.context_management)
     form, one_call = _form(request)
-    if one_call:
+    if one_call:  # not followed, so it is listed with the other fields that are not
         sampling["tool_choice.disable_parallel_tool_use"] = True
     messages: list[Message] = []
     if request.system:
@@ -201,6 +201,7 @@ def _assistant(blocks: list[Mapping[str, Any]], where: str, names: dict[str, str
         kind = block.get("type")
         if kind == "thinking":
             message["reasoning_content"] = str(block.get("thinking", ""))
+            # The signature of a thinking block of ours is the handle of its turn.
             if isinstance(block.get("signature"), str) and block["signature"]:
                 message[HANDLE] = block["signature"]
         elif kind == "tool_use":
@@ -325,6 +326,7 @@ def _content(answer: Answer) -> Iterator[dict[str, Any]]:
     message = answer.message
     if "reasoning_content" in message:
         reasoning = message["reasoning_content"]
+        # Clients send signatures back as they are: this one names the turn.
         yield {"type": "thinking", "thinking": reasoning, "signature": message[HANDLE]}
     if message["content"]:
         yield {"type": "text", "text": message["content"]}

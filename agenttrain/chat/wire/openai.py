@@ -173,13 +173,15 @@ def read_question(
     parameters and the fields that are not read here.
     """
     form = _form(data)
+    # Not validated with the other fields: `_form` has read two of them, and the endpoint refuses or
+    # overrides the sampling parameters whatever they are.
     read_here = {*SAMPLING, "tool_choice", "response_format"}
     fields = {name: value for name, value in data.items() if name not in read_here}
     not_read = unfollowed(fields, ChatRequest.model_fields, OPENAI)
     for name in SHAPE:
         if name in not_read:
             raise _refused(name, not_read[name])
-    if data.get("tool_choice") == "none":
+    if data.get("tool_choice") == "none":  # then `ChatRequest.schemas` is empty
         fields["tool_choice"] = "none"
     request = validated(ChatRequest, fields)
     messages = read_messages(request, roles, text_arguments=True)
@@ -243,7 +245,7 @@ def _chosen_tool(choice: Any) -> str | None:
 def demanded_schema(response_format: Any, param: str) -> Mapping[str, Any] | None:
     """Return the JSON schema that a request demands, or None; raises RequestError."""
     schema: Any = None
-    kind = response_format
+    kind = response_format  # None is allowed; any other value that is no mapping is refused
     if isinstance(response_format, Mapping):
         kind = response_format.get("type")
         if kind == "json_object":

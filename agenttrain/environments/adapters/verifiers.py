@@ -180,7 +180,10 @@ class UnsupportedEnvironment(Exception):
 
 
 class EnvironmentProcess:
-    """A child process with a loaded environment: the bridge."""
+    """A child process that runs verifiers_bridge.py with a loaded environment.
+
+    All `Verifiers` with the same arguments share one, from `environment_process`.
+    """
 
     def __init__(
         self, id: str, python: str, args: Mapping[str, Any], limit: int, start_timeout_s: float
@@ -263,7 +266,8 @@ class EnvironmentProcess:
             except ChildGone as error:
                 self._replies.pop(number, None)
                 raise EnvironmentFailed(f"its process {error}") from error
-        if not self._child.alive:  # if it ended after `_deliver`, no reply would ever come
+        # If the child ended meanwhile, `_deliver` may have returned before it saw this request.
+        if not self._child.alive:
             reply.put({"error": f"its process {self._child.gone()}"})
         return number, reply
 

@@ -42,6 +42,7 @@ class Unsupported(Exception):
 class PolicyHarness(vf.Harness[vf.HarnessConfig]):
     """A harness of verifiers whose turns the parent process samples."""
 
+    # Declarations that verifiers reads of every harness.
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
     EXECUTES_CODE = False
@@ -185,7 +186,9 @@ class PolicyEpisode:
         self._release()
         episode = await self._work
         raise_for(episode)
-        scores = {name: reward and reward.value for name, reward in trace.rewards.items()}
+        scores = {
+            name: None if reward is None else reward.value for name, reward in trace.rewards.items()
+        }
         if None in scores.values():
             raise RuntimeError(f"it left rewards without a score: {scores}")
         return {"reward": trace.reward if scores else None}
@@ -319,7 +322,12 @@ class BridgeServer:
                 f"id={id}: {type(error).__name__}: {error} Install it into this Python, or add its "
                 "folder to PYTHONPATH"
             ) from error
-        seats = [n for n, f in cls.model_fields.items() if isinstance(f.default, vf.AgentConfig)]
+        # The agents of an environment are fields of its configuration.
+        seats = [
+            name
+            for name, field in cls.model_fields.items()
+            if isinstance(field.default, vf.AgentConfig)
+        ]
         if len(seats) != 1:
             raise Unsupported(
                 f"id={id}: its environment has the agents {', '.join(seats)}, and the policy takes "
@@ -443,6 +451,7 @@ async def serve(replies: Any) -> None:
     running: set[asyncio.Task[None]] = set()  # asyncio itself keeps only weak references
 
     async def answer(request: dict[str, Any]) -> None:
+        """Write the reply to a request, or its error, under the request's number."""
         number = request.pop("n")
         try:
             reply = {"n": number, "value": await server.reply(request)}
@@ -453,7 +462,7 @@ async def serve(replies: Any) -> None:
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
 
-    reader = asyncio.StreamReader(limit=2**30)
+    reader = asyncio.StreamReader(limit=2**30)  # a line may hold a whole conversation
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin.buffer)
     while line := await reader.readline():
