@@ -285,7 +285,7 @@ def certify(chat: Chat, schemas: Sequence[dict]) -> Certificate:
     # Only conversations count: probes outside of FEATURES, which compare the ids of a conversation
     # with those of its beginning, turn by turn.
     preserving = all(probe.passed or probe.name in FEATURES for probe in stock_probes)
-    content = [
+    hashed_content = [
         chat.template,
         repr(sorted(chat.kwargs.items())),
         schemas,
@@ -295,7 +295,7 @@ def certify(chat: Chat, schemas: Sequence[dict]) -> Certificate:
     ]
     return Certificate(
         probes=tuple(probes),
-        hash=hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest(),
+        hash=hashlib.sha256(json.dumps(hashed_content, sort_keys=True).encode()).hexdigest(),
         family=chat.fix.family,
         changes=chat.fix.changes,
         preserving=preserving,
@@ -314,8 +314,12 @@ def _left_out(chat: Chat, schemas: Sequence[dict]) -> Iterator[str]:
     """
     answer: Message = {"role": "assistant", "content": "It is 7."}
     extra: Message = {"role": "system", "content": TEXT}
-    reply: Message = {"role": "tool", "tool_call_id": CALL.calls[0].id, "name": "f"}
-    reply["content"] = TEXT
+    reply: Message = {
+        "role": "tool",
+        "tool_call_id": CALL.calls[0].id,
+        "name": "f",
+        "content": TEXT,
+    }
     call = replace(CALL, content=TEXT).message()
     conversations = {
         "a system message": [extra, *QUESTION],

@@ -517,7 +517,7 @@ class Chat:
 
         The two differ in harmony: ``<|return|>`` and ``<|end|>``.
         """
-        suffix = self._suffix(ANSWER, [USER], True)
+        suffix = self._suffix(ANSWER, [USER], generation_prompt=True)
         return suffix.last_end_ids or suffix.end_ids, suffix.end_ids
 
     def wrapper_length(
@@ -529,7 +529,8 @@ class Chat:
         finish: Finish,
     ) -> int:
         """Return the number of tokens of `suffix` with empty replies and a generation prompt."""
-        suffix = self._suffix(*self.as_rendered(turn, replies), True)
+        turn, replies = self.as_rendered(turn, replies)
+        suffix = self._suffix(turn, replies, generation_prompt=True)
         return suffix.glue_length + len(_missing_end(suffix, completion_ids, finish))
 
     def clip(self, text: str, max_tokens: int) -> str:

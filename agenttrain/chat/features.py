@@ -111,7 +111,7 @@ def feature_probes(chat: Chat, schemas: Sequence[dict]) -> list[Probe]:
 
 
 def _generation_prompt(chat: Chat) -> Probe:
-    """Check that the template writes the header of an assistant's turn, not the model."""
+    """Check that the template, not the model, writes the header of an assistant's turn."""
     name = "generation prompt"
     # E.g. <|im_start|>assistant must stand in `opened`, as it does in `answered` before "ok".
     try:

@@ -63,7 +63,7 @@ class Plain:
     """
 
     why: str
-    """What the tokens are for."""
+    """Purpose of the tokens."""
     tokens: tuple[str, ...]
 
 

@@ -315,6 +315,7 @@ def read_template(path: str, revision: str | None = None, *, tools: bool = True)
     except (OSError, ValueError) as error:
         raise ChatError(f"chat_template.path={path} cannot be read: {error}") from error
     try:
+        # Without the tags {% generation %}, which Jinja lacks: transformers' masks use them.
         _ENVIRONMENT.parse(_GENERATION.sub("", text))
     except TemplateSyntaxError as error:
         raise ChatError(f"chat_template.path={path}: {syntax_problem(error)}") from error

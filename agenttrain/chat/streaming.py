@@ -25,6 +25,7 @@ class TextStream:
         text = self._decode(self._ids)[len(before) :]
         if text.endswith("\ufffd"):  # an incomplete character
             return ""
+        # The tokens of this text are the earlier ones of the next.
         self._ids = self._ids[self._shown :]
         self._shown = len(self._ids)
         return text

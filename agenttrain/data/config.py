@@ -47,7 +47,7 @@ class CurriculumConfig:
     high: Number = Field(default=0.8, ge=0, le=1)
     """Largest share of them."""
     explore: Number = Field(default=0.5, gt=0, le=1)
-    """Share of tasks that were never drawn, while there are any, in the order of the rows."""
+    """Share of drawn tasks whose row was never drawn before; new rows come in their order."""
     floor: Number = Field(default=0.1, gt=0, le=1)
     """How often a task outside the band is drawn, compared with one in it: no task is lost."""
     revisit: Whole = Field(default=50, ge=1)

@@ -192,7 +192,7 @@ class Curriculum:
             wants_new = rng.random() < self._config.explore
             # The next measured row gives way to a new one as its weight says: outside the band,
             # with the chance 1 - floor.
-            rejected = measured and rng.random() >= weights[measured[-1]]
+            rejected = bool(measured) and rng.random() >= weights[measured[-1]]
             if next_new < len(self._source) and (wants_new or rejected or not measured):
                 step_rows.append(self._source.index(next_new))
                 next_new += 1

@@ -256,7 +256,7 @@ def check_rows(
 def _question(messages: Sequence[Message]) -> Sequence[Message]:
     """Return the messages before the first answer of a demonstration, else all messages.
 
-    A demonstration is a conversation that ends with an answer.
+    A demonstration is a conversation that ends with an answer, or with the reply to a call.
     """
     if not messages or messages[-1]["role"] not in ("assistant", "tool"):
         return messages
@@ -292,8 +292,10 @@ def hold_out(usable: RowCheck, fraction: float, seed: int) -> tuple[list[int], l
     for index, key in zip(usable.good, usable.keys, strict=True):
         # The digest is a number in [0, 2**64): a fair draw that depends on the question alone.
         digest = hashlib.sha256(f"{seed}/{key}".encode()).digest()
-        is_held_out = int.from_bytes(digest[:8]) < fraction * 2**64
-        (held_out if is_held_out else training).append(index)
+        if int.from_bytes(digest[:8]) < fraction * 2**64:
+            held_out.append(index)
+        else:
+            training.append(index)
     if not training or not held_out:
         side = "evaluation" if training else "training"
         raise ValueError(

@@ -41,7 +41,7 @@ class Environments:
     ) -> None:
         """`stop_tools` may hold tools of other toolboxes too. `max_stuck` is for `check_stuck`.
 
-        Raises ValueError, with the text to add, for a method of which no schema can be made.
+        Raises ValueError for a method of which no schema can be made; it says what to add to it.
         """
         self.kinds = dict(kinds or {})
         self.toolboxes: dict[str, Toolbox] = {}

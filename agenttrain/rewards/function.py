@@ -105,13 +105,15 @@ class FunctionScorer:
         self._trl = is_trl(function)
         """True for a function with TRL's signature, which scores a whole batch."""
         self._blocks = blocks(function)
+        """True for a sync function, which would hold up the event loop: it runs in threads."""
         self._timeout_s = timeout_s
         self._concurrency = concurrency or (1 if self._blocks else None)
         self._semaphores = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
         """Semaphores for `concurrency` calls at once, one for each event loop."""
         self._threads = DaemonThreads()
         self.sets_alarms = False
-        """True once a call has tried to set an alarm: from then on calls run in the main thread."""
+        """True once a call has tried to set an alarm (SIGALRM): from then on calls run in the main
+        thread, the only one that may set alarms."""
         self.strict = True
         """True if a value that is no number raises RewardError; False if it becomes NoNumber."""
         # The columns that it gets: those that parameters name, and all others with `**columns`.
@@ -127,7 +129,7 @@ class FunctionScorer:
         self._required = [p.name for p in column_parameters if p.default is Parameter.empty]
         # A callable may also name columns in an attribute `columns`.
         names = (*getattr(function, "columns", ()), *self._required)
-        trl_arguments = batch_arguments(()) if self._trl else {}
+        trl_arguments = batch_arguments(()) if self._trl else {}  # these are no columns
         self.columns = tuple(dict.fromkeys(name for name in names if name not in trl_arguments))
         """Columns that every row must have."""
         self.tools: tuple[str, ...] = tuple(getattr(function, "tools", ()))
@@ -277,7 +279,7 @@ class FunctionScorer:
         await asyncio.sleep(0)  # let rollouts go on between two calls
         try:
             outcome = attempt_with_alarms(call)
-        except RuntimeError:
+        except RuntimeError:  # this is not the main thread
             text = f"{alarm_text(self.name)}; this run's event loop is in another thread"
             return Outcome(error=RuntimeError(text))
         if inspect.isawaitable(outcome.value):
@@ -536,7 +538,7 @@ def copy_value(value: Any) -> Any:
         return [copy_value(item) for item in value]
     try:
         return copy.deepcopy(value)
-    except Exception:  # a column may hold anything
+    except Exception:  # a column may hold anything, such as an open file: it is shared
         return value
 
 

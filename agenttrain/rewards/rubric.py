@@ -74,7 +74,10 @@ class Rubric:
         """Columns that every row must have, by function."""
 
     def alarms(self) -> list[str]:
-        """Return a note for each function that sets alarms, or whose code may set them."""
+        """Return a note for each function that sets alarms (SIGALRM), or whose code may set them.
+
+        Such a function must run in the main thread, where all else waits for it.
+        """
         texts = []
         for scorer in self._scorers:
             if scorer.sets_alarms:

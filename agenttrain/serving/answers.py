@@ -29,7 +29,7 @@ LONGEST_MARK = 16
 
 @dataclass(slots=True, kw_only=True)
 class Answering:
-    """A request that is being answered."""
+    """A request that is being answered, from `ChatServer.begin` to its answer."""
 
     question: Question
     prompt: Prompt
@@ -151,10 +151,12 @@ class ChatServer:
     async def _sample(self, answering: Answering) -> Sampled:
         """Sample and parse an answer, up to the first stop text. Raises RequestError.
 
-        engine=transformers ends the sampling itself at the stop text.
+        engine=transformers ends the sampling itself at the stop text. Other engines sample on, and
+        the answer is cut there.
         """
         session, stops = answering.prompt.session, answering.question.stops
         scan = StopScan(self.chat.text_of, stops)
+        # The engine may call `ends` with each token; True ends the sampling.
         sampling = replace(answering.sampling, ends=scan.push if stops else None)
         if isinstance(self.engine, Streaming):
             self.engine.watch(session, answering.sampled.append)

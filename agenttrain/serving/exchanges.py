@@ -51,6 +51,7 @@ class Prompt:
     """Digests of the request's tools and messages."""
     token_ids: array[int]
     session: str
+    """Name of the engine's session to sample in: the earlier answer's, or a new one."""
     reused: int = 0
     """Ids at the beginning that come from an earlier answer. 0: all were rendered."""
 

@@ -162,6 +162,7 @@ def parse_response(
             problem = call.problem
         elif not name:
             problem = f"{call.name_label} {NO_NAME}"
+        # E.g. a lone surrogate: it would raise only later, where rollouts are written.
         if not portable([name, arguments], call.text):
             name = name if portable(name, call.text) else ""
             problem = problem or "the call holds values that JSON text cannot carry"

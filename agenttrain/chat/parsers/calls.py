@@ -134,7 +134,7 @@ def arguments_of(
         if key not in keys and key not in (name_key, *allowed):
             form = f'{{"{name_key}": …, "{arguments_key}": {{…}}}}'
             return arguments_key, f"{excerpt(key)} is no key of a call: write {form}"
-    return (present or [arguments_key])[0], None
+    return present[0] if present else arguments_key, None
 
 
 def read_list(body: str, syntax: Syntax, schemas: Schemas) -> Read:
@@ -221,9 +221,14 @@ def read_gemma(body: str, syntax: Syntax, schemas: Schemas) -> Read:
     value, end, problem, cut = read_literal(body, header.end(), GEMMA)
     if problem is not None:
         return _problem(problem, name=header["name"], cut=cut)
-    label = "the text after call:"
-    call = ParsedCall(text="", name=header["name"], arguments=value, name_label=label)
-    return Read(calls=[replace(call, arguments_label="the value of the arguments")], end=end)
+    call = ParsedCall(
+        text="",
+        name=header["name"],
+        arguments=value,
+        name_label="the text after call:",
+        arguments_label="the value of the arguments",
+    )
+    return Read(calls=[call], end=end)
 
 
 _FUNCTION = re.compile(r"\s*<function=(?P<name>[^>\n]*)>")
@@ -253,9 +258,11 @@ def read_xml(body: str, syntax: Syntax, schemas: Schemas) -> Read:
     name, at = header["name"].strip(), header.end()
     parameters: list[tuple[str, str]] = []
     while (parameter := _PARAMETER.match(body, at)) is not None:
-        start = parameter.end() + body.startswith("\n", parameter.end())
         # One newline at either end of a value is the format's. In an empty value both are the same:
         # `<parameter=x>\n</parameter>`.
+        start = parameter.end()
+        if body.startswith("\n", start):
+            start += 1
         end = _PARAMETER_END.search(body, parameter.end())
         if end is None:
             what = f"the parameter {excerpt(parameter['name'])} is not closed"

@@ -188,6 +188,7 @@ class MarkedSpec(Syntax):
             return None
         head = tail.strip(self.separator + " \t\r\n")
         beginning = regex.compile(self._opening, regex.DOTALL)  # the library caches it
+        # A partial match reaches to the end of the text, where more text could complete it.
         match = beginning.match(head, partial=True) if head else None
         if match is None or not match.partial or match.end() < len(head):
             return None
@@ -199,8 +200,9 @@ class MarkedSpec(Syntax):
     ) -> tuple[list[ParsedCall], int]:
         """Return (the calls of one region with the text of each, the position after the region).
 
-        A region reaches from an opening mark, which begins at `start`, to the closing mark or what
-        stands in its place. `end` is where reading ended, `next_mark` the mark after that.
+        A region begins with the opening mark at `start`. It reaches to the closing mark, or without
+        one to the next opening mark or the end of the text. `read` are its calls, `end` is where
+        they end in the text, and `next_mark` is the mark after that.
         """
         is_malformed = any(call.problem is not None for call in read.calls)
         limit = next_mark.start() if next_mark is not None else len(text)
@@ -299,7 +301,8 @@ class MarkedSpec(Syntax):
                 return read
             if last >= len(marks):
                 break
-        return first or read
+        assert first is not None
+        return first  # no try has reached the end of the string
 
 
 def _lost_arguments(call: ParsedCall, behind: str) -> bool:

@@ -177,6 +177,7 @@ class SchemaSpec:
         if isinstance(calls_value, list):
             items = calls_value[: MAX_CALLS + 1]  # `parse_response` reports the last as too many
         calls = [call_from_item(item, text, schemas, inside=self.inside) for item in items]
+        # Each call beside the JSON that the model wrote for it.
         return [
             replace(with_all_arguments(call, written, schemas), lenient=is_loose)
             for call, written in paired(calls, read_json(text).value)
@@ -308,6 +309,7 @@ def make_schema_spec(schema: Mapping[str, Any]) -> SchemaSpec:
         raise ValueError("response_schema: the root must be an object with properties")
     sources = list(root.sources())
     inside = any(CAPTURED_INSIDE.search(source) for source in sources)
+    # Without their escapes, to find the marks in them.
     patterns = "\n".join(sources).replace("\\n", "\n").replace("\\", "")
     calls = root.properties.get(CALLS)
     return SchemaSpec(
@@ -423,7 +425,8 @@ class Node:
             if not isinstance(value, str):
                 raise ContentError(f"expected text, found {kind(value)}")
             matches = [groups(match) for match in pattern.matches(value)]
-            value = (matches if self.iterator is not None else _mapping(matches)) or None
+            parts = matches if self.iterator is not None else _mapping(matches)
+            value = parts or None  # a field without a match is left out
         stays_text = raw and self.allow_non_json
         if self.parser is not None and value is not None and not stays_text:
             if not isinstance(value, str):
@@ -522,7 +525,7 @@ def compile_node(
         return Node()  # any value, as it is
     if not isinstance(schema, Mapping):
         raise ValueError(f"{scope}: must be a mapping, not {schema!r}")
-    if schema.get("type") not in _TYPES:
+    if schema.get("type") not in _TYPES:  # the last of them is None: no type
         raise ValueError(f"{scope}.type: {schema['type']!r} is not one of {_TYPES[:-1]}")
     if (parser := schema.get("x-parser")) not in (None, *_PARSERS):
         raise ValueError(f"{scope}.x-parser: {parser!r} is not one of {', '.join(_PARSERS)}")

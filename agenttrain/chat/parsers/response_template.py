@@ -164,7 +164,8 @@ class TemplateSpec:
         values = region.value if isinstance(region.value, list) else [region.value]
         # Only these two parsers leave arguments as text; JSON has types.
         types = schemas if field.content in ("xml-inline", "kv-lines") else {}
-        # `parse_response` reports a call beyond the limit.
+        # Each value beside the JSON that the model wrote for it. `parse_response` reports a call
+        # beyond the limit.
         for value, written in paired(values[: MAX_CALLS + 1], region.json):
             call = call_from_item(value, span, types, inside=self.inside)
             call = with_all_arguments(call, written, schemas)
@@ -268,22 +269,24 @@ def _read_calls(region: _Region, marks: _Marks) -> _Region:
     A mark inside a string is part of the string: ``{"x": "</tool_call>"}</tool_call>``. So while
     the value is cut inside a string, it is read again up to the next closing mark.
     """
-    field, most_marks = region.field, MARKS_IN_STRINGS[-1]
-    # The region may run over this many openings of calls inside strings, and no more.
-    openings = marks.opening(field, region.body, count=most_marks + 1)
-    limit = openings[-1] if len(openings) > most_marks else len(marks.text)
+    field, max_marks = region.field, MARKS_IN_STRINGS[-1]
+    # The region may run over so many openings of calls inside strings, but not to one more.
+    openings = marks.opening(field, region.body, count=max_marks + 1)
+    limit = openings[-1] if len(openings) > max_marks else len(marks.text)
     cut = _read(region, marks) if region.stop <= limit else True
     longer = region
-    for _ in range(most_marks):
+    for _ in range(max_marks):
+        if not cut or not longer.closed:  # read to its end, or there is no later closing mark
+            break
         hit = field.close.search(marks.text, longer.end) if field.close else None
-        has_next_mark = hit is not None and longer.end < hit.end and hit.start <= limit
-        if not cut or not longer.closed or hit is None or not has_next_mark:
+        # A mark of no width at the end of the region would not make it longer.
+        if hit is None or hit.end <= longer.end or hit.start > limit:
             break
         longer = replace(longer, stop=hit.start, end=hit.end, problem=None)
         cut = _read(longer, marks)
     if longer.problem is None and not cut:
         return longer
-    # Not closed: the region ends where the next call opens.
+    # No closing mark completes the value: the region ends where the next call opens.
     if openings and openings[0] < region.stop:
         problem = "the call is not closed"
         return replace(region, stop=openings[0], end=openings[0], closed=False, problem=problem)
@@ -376,7 +379,9 @@ def with_all_arguments(call: ParsedCall, written: Any, schemas: Schemas) -> Pars
     has_usual_form, has_arguments = "name" in function, bool(present or call.arguments)
     if len(present) > 1 or (problem and (has_usual_form or not has_arguments)):
         return replace(call, problem=problem)
-    return replace(call, arguments=function[key]) if present and not call.arguments else call
+    if present and not call.arguments:
+        return replace(call, arguments=function[key])
+    return call
 
 
 def paired(values: Sequence[Any], written: Any) -> list[tuple[Any, Any]]:
@@ -534,7 +539,10 @@ def _put(parameters: dict[str, Any], key: str, value: Any, *, merge: bool) -> No
 
 
 def parse_kv_lines(text: str, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Read parameters, one on each line: ``a: 1`` and ``b: 2`` are {"a": "1", "b": "2"}."""
+    """Read parameters, one on each line: ``a: 1`` and ``b: 2`` are {"a": "1", "b": "2"}.
+
+    A line without the separator is left out.
+    """
     parameters: dict[str, Any] = {}
     for line in text.split(args.get("line_sep", "\n")):
         key, separator, value = parse_text(line, args).partition(args.get("kv_sep", ":"))

@@ -132,6 +132,7 @@ def written_name(text: str, key: str = "name") -> str:
     start = text.find("{")
     if start < 0:
         return ""
+    # An object whose first keys may be others, then `key` and a short string in either quotes.
     name = rf"""(?P<quote>["'])(?P<name>[^"'\\\r\n]{{1,{MAX_NAME}}})(?P=quote)"""
     head = re.compile(rf"""\{{\s*+(?:{_OTHER_KEYS})*?["']?{re.escape(key)}["']?\s*+:\s*+{name}""")
     match = head.match(text, start)
@@ -484,7 +485,7 @@ class _Reader:
             return _python_number(number), number.end()
         if (number := _NUMBER.match(self.text, at)) is not None:
             literal = number.group()
-            if len(literal) < SHORT and literal.isdigit():
+            if len(literal) < SHORT and literal.isdigit():  # the common case, read faster
                 return int(literal), number.end()
             try:
                 value = json.loads(literal)

@@ -54,7 +54,7 @@ def read_question(data: Mapping[str, Any]) -> Question:
     """
     request = validated(MessagesRequest, data)
     sampling = unfollowed(data, {*MessagesRequest.model_fields, *SAMPLING}, ANTHROPIC)
-    for name in SHAPE:
+    for name in SHAPE:  # an answer can only be one message
         if name in sampling:
             raise RequestError(
                 field_problem(name, sampling[name], {name}), param=name, code="unsupported_value"
@@ -117,12 +117,10 @@ def _form(request: MessagesRequest) -> tuple[AnswerForm, bool]:
         )
     one_call = isinstance(choice, Mapping) and choice.get("disable_parallel_tool_use") is True
     output_format = (request.output_config or {}).get("format")
-    schema = output_format.get("schema") if isinstance(output_format, Mapping) else None
-    if output_format is not None and not (
-        isinstance(output_format, Mapping)
-        and output_format.get("type") == "json_schema"
-        and isinstance(schema, Mapping)
-    ):
+    schema = None
+    if isinstance(output_format, Mapping) and output_format.get("type") == "json_schema":
+        schema = output_format.get("schema")
+    if output_format is not None and not isinstance(schema, Mapping):
         raise RequestError(
             f"output_config.format={quote(output_format)}: expected the type json_schema with a "
             "schema",
@@ -283,7 +281,7 @@ def message_events(answer: Answer) -> Iterator[tuple[str, dict[str, Any]]]:
     start = {**_head(answer), "content": [], "stop_reason": None, "usage": usage}
     yield "message_start", {"message": start}
     for index, block in enumerate(_content(answer)):
-        empty: dict[str, Any]
+        empty: dict[str, Any]  # the block without its texts; deltas: (type, key, text)
         if block["type"] == "text":
             empty, deltas = {"type": "text", "text": ""}, [("text_delta", "text", block["text"])]
         elif block["type"] == "thinking":

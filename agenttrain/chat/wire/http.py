@@ -92,6 +92,7 @@ async def read_body(request: Request, max_context: int) -> bytes:
     """
     limit = body_limit(max_context)
     length = request.headers.get("content-length", "").lstrip("0")
+    # Digits are counted first: `int` refuses thousands of them.
     if length.isdecimal() and (len(length) > len(str(limit)) or int(length) > limit):
         raise _too_long(max_context)
     pieces, size = [], 0

@@ -68,9 +68,9 @@ class IssuedTurn:
     def replies(self, new_messages: Sequence[Message]) -> list[Message]:
         """Return the client's messages after the turn, with the model's ids of the calls.
 
-        The template shows a reply to each call. A malformed call that was part of the text has none
-        from the client, which saw no call: it gets its `malformed_reply`, and a call that a stop
-        text cut off `CUT_CALL`.
+        The template needs a reply to each call. A malformed call was sent to the client as text, so
+        that the client has no reply to it: it gets its `malformed_reply`. A call that the client
+        never got, because a stop text cut the answer off before it, gets `CUT_CALL`.
         """
         contents = {m["tool_call_id"]: m["content"] for m in new_messages if m["role"] == "tool"}
         replies: list[Message] = []
@@ -160,7 +160,10 @@ class IssuedTurns(Generic[T]):
         return None if turn is None else turn.message
 
     def twins(self, turn: T) -> list[T]:
-        """Return the turns with the conversation, reasoning and tools of `turn`, and itself."""
+        """Return the turns that equal `turn` in conversation, reasoning and tools.
+
+        `turn` is among them once it was added.
+        """
         return [
             twin
             for twin in self._by_digest.get(turn.digest, ())

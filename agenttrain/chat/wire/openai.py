@@ -42,7 +42,7 @@ class RequestError(Exception):
     ) -> None:
         # The message may repeat a lone surrogate of the request, which could not be sent.
         super().__init__(message.encode(errors="replace").decode())
-        self.param = param and param.encode(errors="replace").decode()
+        self.param = None if param is None else param.encode(errors="replace").decode()
         self.code, self.status = code, status
 
     def body(self) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def read_question(
     read_here = {*SAMPLING, "tool_choice", "response_format"}
     fields = {name: value for name, value in data.items() if name not in read_here}
     not_read = unfollowed(fields, ChatRequest.model_fields, OPENAI)
-    for name in SHAPE:
+    for name in SHAPE:  # an answer can only be one message
         if name in not_read:
             raise _refused(name, not_read[name])
     if data.get("tool_choice") == "none":  # then `ChatRequest.schemas` is empty
@@ -194,7 +194,7 @@ def read_question(
 def _question(
     request: ChatRequest, messages: list[Message], form: AnswerForm, sampling: dict[str, Any]
 ) -> Question:
-    """Return a request with its messages, which were read, as a Question."""
+    """Return a validated request as a Question. `messages` are those of `read_messages`."""
     return Question(
         messages=messages,
         schemas=request.schemas,

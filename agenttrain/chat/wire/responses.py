@@ -89,7 +89,7 @@ def read_question(
     sampling |= {name: data[name] for name in SAMPLING if data.get(name) is not None}
     tools = _Tools()
     tools.read(request.tools or (), "tools")
-    form = _form(request, tools)
+    form = _form(request)
     schemas = [] if request.tool_choice == "none" else tools.schemas
     check_form(form, schemas)
     return Question(
@@ -166,7 +166,7 @@ class _Tools:
         return {**schema, "function": {**function, "name": shown}}
 
 
-def _form(request: ResponsesRequest, tools: _Tools) -> AnswerForm:
+def _form(request: ResponsesRequest) -> AnswerForm:
     """Return the form that a request demands of the answer; raises RequestError."""
     choice, tool = request.tool_choice, None
     if isinstance(choice, Mapping) and choice.get("type") == "function":
@@ -178,10 +178,11 @@ def _form(request: ResponsesRequest, tools: _Tools) -> AnswerForm:
             param="tool_choice",
             code="unsupported_value",
         )
-    wanted = (request.text or {}).get("format")
-    if isinstance(wanted, Mapping) and wanted.get("type") == "json_schema":
-        wanted = {"type": "json_schema", "json_schema": wanted}
-    schema = demanded_schema(wanted, "text.format")
+    text_format = (request.text or {}).get("format")
+    if isinstance(text_format, Mapping) and text_format.get("type") == "json_schema":
+        # The schema stands beside the type here, but one level deeper in chat completions.
+        text_format = {"type": "json_schema", "json_schema": text_format}
+    schema = demanded_schema(text_format, "text.format")
     return AnswerForm(
         call=choice == "required" or tool is not None,
         tool=tool,
@@ -348,7 +349,8 @@ def _text(content: Any, where: str) -> str:
     texts = []
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        text = part.get("refusal" if kind == "refusal" else "text") if kind in TEXT_PARTS else None
+        text_key = "refusal" if kind == "refusal" else "text"
+        text = part.get(text_key) if kind in TEXT_PARTS else None
         if not isinstance(text, str):
             raise RequestError(
                 f"{where}: holds a part of type {kind}; only text is supported here", param=where

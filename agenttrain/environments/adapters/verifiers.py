@@ -189,6 +189,7 @@ class EnvironmentProcess:
         self, id: str, python: str, args: Mapping[str, Any], limit: int, start_timeout_s: float
     ) -> None:
         """Raises ValueError that begins with the argument that does not fit."""
+        # -P: the bridge's folder holds our verifiers.py, which is not the library.
         command = [str(Path(python).expanduser()), "-P", str(BRIDGE)]
         try:
             self._child = ChildProcess(command, requests=True, replies=True)

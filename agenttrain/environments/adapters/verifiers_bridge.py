@@ -143,6 +143,7 @@ class PolicyEpisode:
     async def begin(self) -> dict[str, Any]:
         """Start the episode, and return its prompt."""
         EPISODE.set(self)  # the task below inherits it
+        # A model is required, but never called: the parent samples the policy.
         model = vf.ModelContext(model="policy", client=vf.EvalClientConfig())
         self._work = asyncio.create_task(self._environment.run_episode(self._task, model))
         event = await self._next()
@@ -208,7 +209,7 @@ class PolicyEpisode:
         if event.done():
             return event.result()
         event.cancel()
-        raise_for(self._work.result())
+        raise_for(self._work.result())  # the episode has ended: raise its error, if it has one
         return {"over": True}
 
     def _release(self) -> None:
@@ -335,6 +336,7 @@ class BridgeServer:
             )
         self._seat = seat = seats[0]
         agent = dict(args.get(seat) or {})
+        # `bash` is verifiers' default, for tasksets that bring no harness of their own.
         if "harness" in agent or vf.default_harness_id(id) != "bash":
             setting = (
                 f"args.{seat}.harness={agent['harness']}" if "harness" in agent else f"id={id}"
@@ -431,6 +433,7 @@ async def describe(environment: vf.Env) -> list[dict[str, Any]]:
     taskset = environment.taskset
     kind = type(taskset).task_type()
     schemas = []
+    # The tools of the taskset and of its tasks, on servers that are made only to describe them.
     for toolset in [*taskset.toolsets(taskset.config), *kind.toolsets(taskset.config.task)]:
         name = toolset.server_name
         server = MCPServer(name or type(toolset).__name__)
