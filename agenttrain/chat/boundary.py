@@ -73,7 +73,8 @@ class TurnBoundary:
         ChatError if the boundary cannot be found.
         """
         assistant = _short_message(turn)
-        # What closes the calls, e.g. "}</tool_call>", and ends the turn, if nothing follows.
+        # The text that closes the calls, e.g. "}</tool_call>", and the end of the turn if nothing
+        # follows it.
         closing, end = self._calls_end(assistant) if turn.calls else ("", self.answer_end())
         text = _after_body(self.render([USER, assistant, *replies], generation_prompt))
         if not text.startswith(closing):

@@ -145,17 +145,16 @@ class DataConfig:
         # A key such as data.path, set without the group (data=file) whose sections use it.
         for name, group in GROUPS.items():
             value = getattr(self, name)
-            if value is not None and all(s.get(name) != value for s in (self.train, self.test)):
-                sections = {f"data.{split}": getattr(self, split) for split in SPLITS}
-                overrides = " ".join(
-                    f"{key}.{name}={value}"
-                    for key, section in sections.items()
-                    if section.get(name)
-                )
-                remedy = f"add data={group}"
-                if overrides:  # the sections have another value, which hides data.<name>
-                    remedy = f"set {overrides}, which come before it"
-                problems.append(f"data.{name}={value}: is not used by these rows; {remedy}")
+            if value is None or any(s.get(name) == value for s in (self.train, self.test)):
+                continue  # not set, or a section has taken it over
+            sections = {f"data.{split}": getattr(self, split) for split in SPLITS}
+            overrides = " ".join(
+                f"{key}.{name}={value}" for key, section in sections.items() if section.get(name)
+            )
+            remedy = f"add data={group}"
+            if overrides:  # the sections have another value, which hides data.<name>
+                remedy = f"set {overrides}, which come before it"
+            problems.append(f"data.{name}={value}: is not used by these rows; {remedy}")
 
         def is_endless() -> bool:
             # Asked only where a key needs it: without a data group `train` is still "???".

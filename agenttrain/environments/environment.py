@@ -440,7 +440,7 @@ class Instance:
         self._busy = threading.Lock()
         """Held during a call: one runs at a time, also after an abandoned one."""
         self._lock = threading.Lock()
-        """Guards `obj` and `_closing`: the object is closed whichever of them is set first."""
+        """Guards `obj` and `_closing`: an object that is made during `close` is closed too."""
         self._closing = False
 
     async def make(self, construct: Callable[[], object]) -> None:

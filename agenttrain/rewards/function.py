@@ -107,7 +107,8 @@ class FunctionScorer:
         self._blocks = blocks(function)
         """True for a sync function, which would hold up the event loop: it runs in threads."""
         self._timeout_s = timeout_s
-        self._concurrency = concurrency or (1 if self._blocks else None)
+        default_concurrency = 1 if self._blocks else None  # a sync function may not be thread-safe
+        self._concurrency = concurrency or default_concurrency
         self._semaphores = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
         """Semaphores for `concurrency` calls at once, one for each event loop."""
         self._threads = DaemonThreads()

@@ -121,7 +121,7 @@ class TemplateSpec:
         """See ResponseSpec."""
         patterns = [p for field in self.fields for p in (field.open, field.close) if p is not None]
         texts = [pattern.source for pattern in patterns]
-        texts += [repr(field.content_args) for field in self.fields]
+        texts += [repr(field.content_args) for field in self.fields]  # e.g. marks of strings
         all_texts = "\n".join(texts).replace("\\", "")  # the patterns' escapes
         return tuple(control for control in controls if control in all_texts)
 
@@ -377,6 +377,7 @@ def with_all_arguments(call: ParsedCall, written: Any, schemas: Schemas) -> Pars
     types = schemas.get(call.name, {}) if isinstance(call.name, str) else {}
     key, problem = arguments_of(filled, parameters=types)
     has_usual_form, has_arguments = "name" in function, bool(present or call.arguments)
+    # Given twice, or perhaps under an unexpected key.
     if len(present) > 1 or (problem and (has_usual_form or not has_arguments)):
         return replace(call, problem=problem)
     if present and not call.arguments:

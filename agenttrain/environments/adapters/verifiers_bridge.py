@@ -75,7 +75,8 @@ class PolicyEpisode:
     """One rollout: the environment's side of the conversation, and the trace that is scored."""
 
     def __init__(self, environment: vf.Env, seat: str, task: Any) -> None:
-        # What verifiers plays.
+        """`seat` is the name of the agent that the policy plays."""
+        # The episode in verifiers.
         self._environment, self._task = environment, task
         self._limits = RolloutLimits(max_turns=getattr(environment.config, seat).max_turns)
         self._session: Any = None
