@@ -236,12 +236,15 @@ class Chat:
         It is tried in a place where messages of the role `usual` stand.
         """
         message: Message = {"role": name, "content": WORD}
-        conversation = [message] if usual == "user" else [message, USER]
-        if usual == "assistant":
+        if usual == "user":
+            conversation = [message]
+        elif usual == "assistant":
             conversation = [USER, message, USER]
         elif usual == "tool":
             reply = {**message, "tool_call_id": CALL.calls[0].id, "name": CALL.calls[0].name}
             conversation = [USER, CALL.message(), reply]
+        else:  # system
+            conversation = [message, USER]
         try:
             return WORD not in self.render(conversation, generation_prompt=True)
         except ChatError:

@@ -197,8 +197,8 @@ HOLD_OUT = "data.test_fraction=0.1 holds some of data.train out"
 def names_test_rows(data: DataConfig) -> bool:
     """Return True if data.test names rows of its own.
 
-    Rows that are read from a path need one, or another argument that data.train has not, such as
-    the split.
+    A section that reads rows from a path names none until it has a path, or another argument that
+    differs from that of data.train, such as the split.
     """
     needs_path = data.test.get("_target_") in (FILE_ROWS, HUB_ROWS, ROLLOUT_ROWS)
     if not needs_path or data.test.get("path") is not None:

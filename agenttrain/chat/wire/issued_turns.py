@@ -109,7 +109,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match(Generic[T]):
-    """How a request relates to the turns that were issued."""
+    """How a request relates to the turns that were issued: the result of `IssuedTurns.match`."""
 
     turn: T | None = None
     """The turn that the request continues. None: it has to be rendered."""
@@ -209,6 +209,7 @@ class IssuedTurns(Generic[T]):
         if not answers:
             return Match(digest=digests[-1])
         end = answers[-1] + 1  # after the last answer
+        # Digests leave out reasoning and handles, which only some clients send.
         candidates = [
             turn
             for turn in self._by_digest.get(digests[end - 1], ())
