@@ -4,7 +4,7 @@
 real names and ids, and placeholders stand at the end of the assistant's text and in each reply.
 End-of-turn tokens are not counted, so a template may have any of them, or none.
 
-`build_suffix` and `fill_suffix` tokenise the text behind the boundary. The text around the
+`build_suffix` and `fill_suffix` tokenise the text after the boundary. The text around the
 placeholders is constant and tokenised once. Each reply is tokenised per call, together with the
 text between the nearest control tokens on either side, so that tokens merge across its edges as
 they do in the full rendering::
@@ -54,10 +54,11 @@ def placeholder(index: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TurnBoundary:
-    """Splits the text behind an assistant's message into the end of its turn and the text after.
+    """Splits the text after an assistant's message into the end of its turn and what follows it.
 
-    A turn with calls ends as an answer that nothing follows, or with the last control token that
-    closes its calls. Where answers have no end (GLM), it ends with the token of the next message.
+    A turn with calls ends with the token that ends the last answer of a conversation, or else with
+    the last control token that closes its calls. Where answers have no end (GLM), it ends with the
+    token that begins the next message.
     """
 
     render: Render
@@ -66,13 +67,14 @@ class TurnBoundary:
     def split(
         self, turn: AssistantTurn, replies: Sequence[Message], *, generation_prompt: bool
     ) -> tuple[str, str]:
-        """Return (end of turn, text behind it), such as ``("<|im_end|>", "\\n<|im_start|>…")``.
+        """Return (end of turn, text after it), such as ``("<|im_end|>", "\\n<|im_start|>…")``.
 
         Both are marked text. The end is empty if the template writes no control token there. Raises
         ChatError if the boundary cannot be found.
         """
         assistant = _short_message(turn)
-        # What closes the calls, e.g. "}</tool_call>", and ends the turn, if nothing follows.
+        # The text that closes the calls, e.g. "}</tool_call>", and the end of the turn if nothing
+        # follows it.
         closing, end = self._calls_end(assistant) if turn.calls else ("", self.answer_end())
         text = _after_body(self.render([USER, assistant, *replies], generation_prompt))
         if not text.startswith(closing):
@@ -105,10 +107,10 @@ class TurnBoundary:
         """
         end = self.answer_end()
         after_calls = _after_body(self.render([USER, assistant], False))
-        # Where answers have no end (GLM), all text behind the calls closes them.
+        # Where answers have no end (GLM), all text after the calls closes them.
         closing = self._to_last_control(after_calls) if end else after_calls.rstrip()
         if not closing.endswith(end):
-            # Calls end with another token than answers.
+            # Calls end with another token than answers: the last piece of `closing`.
             pieces = list(self.encoder.pieces(closing))
             end = pieces[-1][1] if pieces else ""
         return closing.removesuffix(end), end
@@ -143,7 +145,7 @@ def _short_message(turn: AssistantTurn) -> Message:
 
 
 def _after_body(rendering: str) -> str:
-    """Return the text behind the placeholder BODY. Raises ChatError if it is not rendered."""
+    """Return the text after the placeholder BODY. Raises ChatError if it is not rendered."""
     _, body, after = rendering.rpartition(BODY)
     if not body:
         raise ChatError(
@@ -190,7 +192,7 @@ class ReplyTexts:
         return self._verbatim[role]
 
     def after_turn(self, role: str, text: str) -> tuple[str, str]:
-        """Return (end of turn, text behind it) for a turn with one reply: `text` by `role`."""
+        """Return (end of turn, text after it) for a turn with one reply: `text` by `role`."""
         turn = CALL if role == "tool" else ANSWER
         reply = {"role": role, "content": text}
         if role == "tool":
@@ -206,6 +208,7 @@ class ReplyTexts:
         before, after = self._frames[role]
         _, rendered = self.after_turn(role, self.encoder.mark(text))
         end = len(rendered) - len(after)
+        # Before and after must both stand there, and must not overlap.
         if end < len(before) or not rendered.startswith(before) or not rendered.endswith(after):
             raise ChatError(
                 f"what the chat template writes around a reply of the role {role} changes with "
@@ -235,7 +238,7 @@ class Suffix:
     end_ids: tuple[int, ...]
     """The end of the turn, up to its control token; empty if the template writes none."""
     blocks: tuple[tuple[int, ...] | ReplyBlock, ...]
-    """The context behind the end: ids of constant text, and text to fill with replies."""
+    """The context after the end: ids of constant text, and text to fill with replies."""
     glue_length: int
     """Number of tokens of `blocks` with empty replies."""
     last_end_ids: tuple[int, ...] = ()
@@ -243,7 +246,7 @@ class Suffix:
 
 
 def build_suffix(end: str, text: str, encoder: Encoder, *, replies: int) -> Suffix:
-    """Tokenise the end of a turn and the text behind it.
+    """Tokenise the end of a turn and the text after it.
 
     `text` has the placeholders 0 to `replies` - 1. The text between control tokens that holds one
     becomes a ReplyBlock, which is tokenised with each reply; all other text is constant.
@@ -256,7 +259,7 @@ def build_suffix(end: str, text: str, encoder: Encoder, *, replies: int) -> Suff
     blocks: list[tuple[int, ...] | ReplyBlock] = []
     constant = ""
     for control, piece in encoder.pieces(text):
-        if control or not _REPLY.search(piece):  # the same with any replies
+        if control or not _REPLY.search(piece):  # it holds no reply, so its ids never change
             constant += piece
             continue
         blocks += [tuple(encoder.encode(constant))] if constant else []
@@ -297,7 +300,7 @@ def fill_suffix(
             if not is_reply or not piece:
                 continue
             start = position - len(piece)
-            # The tokens from the first that ends behind `start` to the last that begins before the
+            # The tokens from the first that ends after `start` to the last that begins before the
             # part's end.
             first = bisect_right(offsets, start, lo=next_token, key=lambda o: o[1])
             end = bisect_left(offsets, position, lo=first, key=lambda o: o[0])

@@ -50,12 +50,12 @@ def conversations(chat: Chat, schemas: Sequence[dict]) -> Iterator[tuple[str, li
     """Yield (name, steps) of probe conversations; together they call each of the run's tools."""
     control_tokens = "".join(chat.encoder.control)
     answer = AssistantTurn(content="It is 7.", reasoning=None, calls=())
-    more: list[Message] = [{"role": "user", "content": "And 4 + 5?"}]
-    yield "no call", [(answer, more)]
+    next_question: list[Message] = [{"role": "user", "content": "And 4 + 5?"}]
+    yield "no call", [(answer, next_question)]
     yield (
         "reasoning without a call",
         [
-            (replace(answer, reasoning="3 and 4"), more),
+            (replace(answer, reasoning="3 and 4"), next_question),
             (replace(answer, reasoning="4 and 5"), [{"role": "user", "content": "Thanks."}]),
         ],
     )
@@ -66,6 +66,7 @@ def conversations(chat: Chat, schemas: Sequence[dict]) -> Iterator[tuple[str, li
     tools = [schema.get("function", schema) for schema in schemas]
     for tool in tools:
         yield f"call of {tool['name']}", [_step(0, [tool], ["7"])]
+    # Two tools if the run has two; otherwise both calls are of the same tool.
     yield "parallel calls", [_step(0, [tools[0], tools[-1]], ["7", "\nseven\n"])]
     turns = [_step(turn, [tools[turn % len(tools)]], [str(turn)]) for turn in range(3)]
     yield "three turns", turns
@@ -74,7 +75,7 @@ def conversations(chat: Chat, schemas: Sequence[dict]) -> Iterator[tuple[str, li
     yield "reasoning", [reasoned, _step(1, tools[:1], ["8"], reasoning="one more")]
     for name, text in {**REPLIES, "control tokens in a tool reply": control_tokens}.items():
         yield name, [_step(0, tools[:1], [text]), turns[1]]
-    answered = (replace(answer, reasoning="7 it is"), more)
+    answered = (replace(answer, reasoning="7 it is"), next_question)
     later_call = _step(2, tools[:1], ["9"], reasoning="4 and 5")
     yield "later user message", [reasoned, answered, later_call]
 
@@ -94,9 +95,9 @@ def image_conversations(schemas: Sequence[dict]) -> Iterator[tuple[str, Message,
         "role": "user",
         "content": content_of(["Read ", first, " and ", second, "."]),
     }
-    shown: Message = {"role": "user", "content": content_of([third, "And this?"])}
+    reply_with_image: Message = {"role": "user", "content": content_of([third, "And this?"])}
     yield "images in the prompt", question, [(answer, [{"role": "user", "content": "Again."}])]
-    yield "image in a user reply", QUESTION[0], [(answer, [shown])]
+    yield "image in a user reply", QUESTION[0], [(answer, [reply_with_image])]
     if not schemas:
         return
     tools = [schema.get("function", schema) for schema in schemas]
@@ -140,9 +141,11 @@ def _example(schema: Any) -> Any:
         return TEXT
     if schema.get("enum"):
         return next((value for value in schema["enum"] if value is not None), None)
-    kinds = schema.get("type", "string")
-    kinds = [kinds] if isinstance(kinds, str) else [kind for kind in kinds if kind != "null"]
-    return EXAMPLES.get(kinds[0], TEXT) if kinds else None
+    types = schema.get("type", "string")
+    types = [types] if isinstance(types, str) else [name for name in types if name != "null"]
+    if not types:  # null is the only value
+        return None
+    return EXAMPLES.get(types[0], TEXT)
 
 
 REASONING_PROBES = ("reasoning", "reasoning without a call", "later user message")
@@ -161,7 +164,10 @@ class CertificateError(AgenttrainError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """The results of the probes, and a hash of everything that they depend on."""
+    """The result of `certify`: each probe of the chat template, and a hash of what they depend on.
+
+    A run starts only if no probe is refused.
+    """
 
     probes: tuple[Probe, ...]
     hash: str
@@ -234,7 +240,7 @@ class Certificate:
         lines += [f"  note     {self.chosen}"] if self.chosen else []
         groups: dict[tuple[Status, str], list[Probe]] = {}
         for number, probe in enumerate(self.probes):
-            # Probes that fail for the same reason share a line, which names them all.
+            # Probes that fail for the same reason share a line; a passed probe has its own.
             reason = probe.reason if probe.status is not Status.passed else str(number)
             groups.setdefault((probe.status, reason), []).append(probe)
         for (status, _), probes in groups.items():
@@ -276,9 +282,10 @@ def certify(chat: Chat, schemas: Sequence[dict]) -> Certificate:
                 probes[index] = replace(
                     probe, status=Status.fixed, reason=reason, detail=stock.detail
                 )
-    # All probes that are not of features compare a conversation with its ledger.
+    # Only conversations count: probes outside of FEATURES, which compare the ids of a conversation
+    # with those of its beginning, turn by turn.
     preserving = all(probe.passed or probe.name in FEATURES for probe in stock_probes)
-    content = [
+    hashed_content = [
         chat.template,
         repr(sorted(chat.kwargs.items())),
         schemas,
@@ -288,7 +295,7 @@ def certify(chat: Chat, schemas: Sequence[dict]) -> Certificate:
     ]
     return Certificate(
         probes=tuple(probes),
-        hash=hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest(),
+        hash=hashlib.sha256(json.dumps(hashed_content, sort_keys=True).encode()).hexdigest(),
         family=chat.fix.family,
         changes=chat.fix.changes,
         preserving=preserving,
@@ -307,8 +314,12 @@ def _left_out(chat: Chat, schemas: Sequence[dict]) -> Iterator[str]:
     """
     answer: Message = {"role": "assistant", "content": "It is 7."}
     extra: Message = {"role": "system", "content": TEXT}
-    reply: Message = {"role": "tool", "tool_call_id": CALL.calls[0].id, "name": "f"}
-    reply["content"] = TEXT
+    reply: Message = {
+        "role": "tool",
+        "tool_call_id": CALL.calls[0].id,
+        "name": "f",
+        "content": TEXT,
+    }
     call = replace(CALL, content=TEXT).message()
     conversations = {
         "a system message": [extra, *QUESTION],
@@ -321,7 +332,7 @@ def _left_out(chat: Chat, schemas: Sequence[dict]) -> Iterator[str]:
         conversations["text beside a call"] = [*QUESTION, call, reply]
     for description, messages in conversations.items():
         try:
-            chat.check_places(messages, schemas)
+            chat.check_places(messages, schemas)  # raises if the template leaves a text out
             chat.prompt_ids(messages, schemas)  # raises if the template refuses them
         except ChatError:
             yield description
@@ -416,9 +427,9 @@ def _remedy(chat: Chat, probes: Sequence[Probe]) -> str:
     )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False)  # an exception must stay hashable
 class _Mismatch(Exception):
-    """A probe conversation is rendered in two ways that differ: the reason, and the texts."""
+    """Raised by `_replay` for a conversation that is rendered whole and by turns with other ids."""
 
     reason: str
     detail: str
@@ -437,7 +448,7 @@ def _replay(
     messages: list[Message] = [question]
     ledger = chat.rendered_ids(messages, schemas)
     between_turns: list[int] = []
-    remarks: dict[str, None] = {}
+    remarks: dict[str, None] = {}  # an ordered set
     for probe_turn, probe_replies in steps:
         after = messages[-1]["role"]
         turn, replies = chat.as_rendered(as_parsed(chat, probe_turn, after), probe_replies)
@@ -451,9 +462,10 @@ def _replay(
         suffix = [token_id for _, ids in spans for token_id in ids]
         length = max(len(full) - len(suffix) - len(ledger), 0)
         completion = full[len(ledger) :][:length]
-        behind = full[len(ledger) + length :]
-        _require_equal(chat, behind, suffix, "replies are rendered differently")
+        after_completion = full[len(ledger) + length :]
+        _require_equal(chat, after_completion, suffix, "replies are rendered differently")
         if end:
+            # Only the last token: blanks before it may have merged with the text.
             _require_equal(chat, completion[-1:], end[-1:], "the turn ends differently")
         parsed = chat.parse(completion, schemas, turn=0, after=after)
         _require_same_calls(turn, parsed, chat.decode(completion))
@@ -466,15 +478,16 @@ def _replay(
         if not turn.calls and probe_replies and (ends := _answer_end_texts(chat)):
             remarks[f"{ends[0]} stays where it was sampled, in place of {ends[1]}"] = None
         between_turns += suffix
-        ledger = full
+        ledger = full  # = ledger + completion + suffix, as was checked
     return between_turns, list(remarks)
 
 
 def as_parsed(chat: Chat, turn: AssistantTurn, after: str) -> AssistantTurn:
-    """Return the turn with the reasoning that a completion after a message of role `after` has.
+    """Return the turn as it is parsed from a completion after a message of role `after`.
 
-    It has none if the prompt closes the reasoning, and some if the prompt opens it. Empty reasoning
-    would not do: its line break merges with the prompt's, but only in the full rendering.
+    The turn loses its reasoning if the generation prompt closes the reasoning. It gets THOUGHT as
+    its reasoning if the prompt opens one and the turn has none. Empty reasoning would not do: its
+    line break merges with the prompt's, but only in the full rendering.
     """
     if chat.thinking_is_off:
         return replace(turn, reasoning=None)

@@ -55,7 +55,7 @@ MARKERS = ("… [{:,} characters clipped]", "…")
 class Chat:
     """Renders prompts and parses completions with one tokenizer, template and response schema.
 
-    Example: the ids of a prompt, the parsed completion, and the ids of the suffix behind it::
+    Example: the ids of a prompt, the parsed completion, and the ids of the suffix after it::
 
         ids = chat.prompt_ids([{"role": "user", "content": "3 + 4?"}], schemas)
         turn = chat.parse(sampled, schemas, turn=0)          # one call: add(a=3, b=4)
@@ -139,11 +139,13 @@ class Chat:
         self.stop_token_ids = tuple(dict.fromkeys([*eos_token_ids, *self.turn_end_ids]))
         self._marks = response.marks(self.encoder.control)
         self._stripped = frozenset(self.stop_token_ids) | self.encoder.written
+        # Marks of reasoning and calls stay: the response schema parses them.
         self._stripped -= {self.encoder.control[mark] for mark in self._marks}
         # Reasoning. Probed here: `parse` must not fail on a template that cannot be rendered.
         self._opens_reasoning = {role: self._probe_reasoning(role) for role in ("user", "tool")}
         prompt = self.render([USER], generation_prompt=True)
         reasoning = response.parse(prompt, in_reasoning=False, schemas=()).reasoning
+        # The prompt holds reasoning, and that is closed: <think></think>.
         self.thinking_is_off = reasoning is not None and not self.opens_reasoning()
 
     @property
@@ -157,6 +159,7 @@ class Chat:
             for key, value in self.kwargs.items()
             if value is not None
         ]
+        # A template that was saved before has its defaults already.
         return "".join(line for line in defaults if line not in self.template) + self.template
 
     def opens_reasoning(self, after: str = "user") -> bool:
@@ -233,12 +236,15 @@ class Chat:
         It is tried in a place where messages of the role `usual` stand.
         """
         message: Message = {"role": name, "content": WORD}
-        conversation = [message] if usual == "user" else [message, USER]
-        if usual == "assistant":
+        if usual == "user":
+            conversation = [message]
+        elif usual == "assistant":
             conversation = [USER, message, USER]
         elif usual == "tool":
             reply = {**message, "tool_call_id": CALL.calls[0].id, "name": CALL.calls[0].name}
             conversation = [USER, CALL.message(), reply]
+        else:  # system
+            conversation = [message, USER]
         try:
             return WORD not in self.render(conversation, generation_prompt=True)
         except ChatError:
@@ -255,8 +261,8 @@ class Chat:
         """Raise ChatError if a rendering of messages lacks the text or the calls of one of them.
 
         `marked` are the messages as they were rendered, with control tokens marked. Roles in
-        `may_omit` raise nothing. A second rendering, with probe words, is saved if every message
-        stands in a place that was shown before, and every text of `marked` is in `rendering`.
+        `may_omit` raise nothing. A second rendering, with probe words, is made only if a message
+        stands in a place that is new to this chat, or a text of `marked` is not in `rendering`.
         """
         for index, message in enumerate(messages):
             role = str(message.get("role"))
@@ -267,7 +273,7 @@ class Chat:
                     "such as hermes"
                 )
         place_of = places(messages)
-        close = getattr(self.response, "reasoning_close", "")
+        close = getattr(self.response, "reasoning_close", "")  # e.g. </think>
         if self._shown_places.issuperset(place_of.values()) and texts_stand_in(
             marked, rendering, close
         ):
@@ -469,7 +475,7 @@ class Chat:
                 position, image = image.end, next(images, None)
                 continue
             origin = next(origins)
-            # Ids behind an image begin a span of their own.
+            # Ids after an image begin a new span: an image's span holds only its placeholders.
             after_image = bool(split) and split[-1][1][-1] == self.placeholders.token_id
             if split and split[-1][0] is origin and not after_image:
                 split[-1][1].append(ids[position])
@@ -514,7 +520,7 @@ class Chat:
 
         The two differ in harmony: ``<|return|>`` and ``<|end|>``.
         """
-        suffix = self._suffix(ANSWER, [USER], True)
+        suffix = self._suffix(ANSWER, [USER], generation_prompt=True)
         return suffix.last_end_ids or suffix.end_ids, suffix.end_ids
 
     def wrapper_length(
@@ -526,7 +532,8 @@ class Chat:
         finish: Finish,
     ) -> int:
         """Return the number of tokens of `suffix` with empty replies and a generation prompt."""
-        suffix = self._suffix(*self.as_rendered(turn, replies), True)
+        turn, replies = self.as_rendered(turn, replies)
+        suffix = self._suffix(turn, replies, generation_prompt=True)
         return suffix.glue_length + len(_missing_end(suffix, completion_ids, finish))
 
     def clip(self, text: str, max_tokens: int) -> str:
@@ -537,7 +544,8 @@ class Chat:
         ``"7 7 7… [19,993 characters clipped]"``.
         """
         text = clean(text)
-        # An ASCII character is at most one token.
+        # Fits without tokenising: an ASCII character is at most one token, and PREFIX is the most
+        # that a tokenizer puts before a text.
         if text.isascii() and len(text) + PREFIX <= max_tokens:
             return text
         # Tokenise a growing head of the text, until it has too many tokens or is the whole text.
@@ -600,7 +608,7 @@ class Chat:
         """Return a turn's suffix by rendering a numbered placeholder for each text of a reply."""
         mark = self.encoder.mark
         calls = tuple(replace(call, name=mark(call.name), id=mark(call.id)) for call in turn.calls)
-        slots = count()
+        slots = count()  # numbers of the placeholders
         stand_ins = []
         for reply in replies:
             content: Any = reply.get("content")
@@ -613,14 +621,17 @@ class Chat:
                 )
             else:
                 content = placeholder(next(slots))
+            # All but the content is marked: placeholders must stay as they are.
             stand_ins.append({**mark({**reply, "content": None}), "content": content})
         end, text = self._boundary.split(
             replace(turn, calls=calls), stand_ins, generation_prompt=generation_prompt
         )
-        suffix = build_suffix(end, text, self.encoder, replies=next(slots))
+        placeholders_used = next(slots)
+        suffix = build_suffix(end, text, self.encoder, replies=placeholders_used)
         if end and not calls:
             last_end = tuple(self.encoder.encode(self._boundary.answer_end()))
-            # Phi-3 ends its last answer like any other and adds an end of text.
+            # Harmony ends its last answer with another token. Not so Phi-3, which ends it like any
+            # other and adds an end of text.
             begins_alike = last_end[: len(suffix.end_ids)] == suffix.end_ids
             if last_end[-1:] != suffix.end_ids[-1:] and not begins_alike:
                 suffix = replace(suffix, last_end_ids=last_end)
@@ -647,8 +658,8 @@ class Chat:
 def _shape(reply: Message, indices: Mapping[str, int]) -> tuple[tuple[str, Any], ...]:
     """Return a reply without its texts, as a cache key; a call's id becomes its index in the turn.
 
-    Example: ``(("role", "tool"), ("tool_call_id", 0))``. Of a list of texts and images the kinds
-    stay.
+    Example: ``(("role", "tool"), ("tool_call_id", 0))``. A list of texts and images is represented
+    by the types of its parts.
     """
     shape: list[tuple[str, Any]] = []
     for key, value in reply.items():

@@ -30,7 +30,8 @@ class ChatTemplateConfig:
     human is user, gpt is assistant, function and observation are tool, if the template has no such
     role."""
     family: Data[dict[str, Any]] = field(default_factory=dict)
-    """Knowledge of a family in a file of this group: see `agenttrain/chat/fixes.py`."""
+    """The family's marks, fixes and tokens, as the files of this group hold them: see
+    `agenttrain/chat/fixes.py`."""
 
     @model_validator(mode="after")
     def _check(self) -> ChatTemplateConfig:

@@ -20,7 +20,7 @@ def completion_ids(
     """Return [T] the ids that a model would sample to answer `messages` with `turn`, end included.
 
     They stand between the generation prompt and the suffix in a rendering of the conversation.
-    `prompt` are the ids of `messages`, if they are known already: they save a rendering. They are
+    `prompt` are the ids of `messages`, to save a rendering if they are known already. They are
     ignored if the full rendering begins otherwise. Example::
 
         <|im_start|>user … <|im_start|>assistant\\n     the prompt
@@ -29,7 +29,7 @@ def completion_ids(
 
     Raises ChatError if the template does not continue the prompt with the turn.
     """
-    # Empty replies behind the turn show where it ends. An answer gets none, because many templates
+    # Empty replies after the turn show where it ends. An answer gets none, because many templates
     # drop its reasoning once a user's message follows. The exception are templates whose answers
     # have no end of their own (GLM): the beginning of the user's message ends them.
     replies: list[Message] = [

@@ -164,7 +164,10 @@ class Encoder:
         return self._full.decode(token_ids, skip_special_tokens=False)
 
     def mark(self, value: Any, bare: Collection[str] = ()) -> Any:
-        """Copy a message, schema or text with its control tokens wrapped, but for `bare`."""
+        """Copy a message, schema or text with its control tokens wrapped, except those in `bare`.
+
+        Keys whose value is None are left out.
+        """
         if isinstance(value, str):
             return self._control.sub(
                 lambda token: token[0] if token[0] in bare else f"{OPEN}{token[0]}{CLOSE}",

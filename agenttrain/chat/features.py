@@ -111,7 +111,7 @@ def feature_probes(chat: Chat, schemas: Sequence[dict]) -> list[Probe]:
 
 
 def _generation_prompt(chat: Chat) -> Probe:
-    """Check that the template writes the header of an assistant's turn, not the model."""
+    """Check that the template, not the model, writes the header of an assistant's turn."""
     name = "generation prompt"
     # E.g. <|im_start|>assistant must stand in `opened`, as it does in `answered` before "ok".
     try:
@@ -168,7 +168,7 @@ def _control_tokens(chat: Chat, schemas: Sequence[dict]) -> Probe:
         return chat.rendered_ids(QUESTION, [*schemas, {"type": "function", "function": function}])
 
     def reply_ids(text: str) -> list[int]:
-        """Return the ids behind a turn with the reply `text`: a tool's if there are calls."""
+        """Return the ids after a turn with the reply `text`: a tool's if there are calls."""
         turn, reply = ANSWER, {"role": "user", "content": text}
         if chat.renders_calls:
             turn = CALL

@@ -63,7 +63,7 @@ class Plain:
     """
 
     why: str
-    """What the tokens are for."""
+    """Purpose of the tokens."""
     tokens: tuple[str, ...]
 
 
@@ -201,7 +201,7 @@ def apply_fix(name: str, family: Family, stock: str) -> Fix:
     """
     if not family.fixes:
         return Fix(family=name, stock=stock, template=stock)
-    first_problem = ""
+    first_problem = ""  # of the first fix that does not fit
     for edits in family.fixes:
         template = stock
         changes: dict[str, None] = {}  # an ordered set
@@ -218,13 +218,15 @@ def apply_fix(name: str, family: Family, stock: str) -> Fix:
                 stock=stock,
                 template=template,
                 changes=tuple(filter(None, changes)),
+                # A fix without edits is used only where those before it did not fit.
                 problem=None if edits else first_problem or None,
             )
-        text = " ".join(edit.find.split())
-        text = text if len(text) <= MAX_FIND else text[: MAX_FIND - 1] + "…"
-        first_problem = first_problem or (
-            f"the model's template does not hold {text!r}, which the fix of {name} replaces"
-        )
+        if not first_problem:
+            missing = " ".join(edit.find.split())
+            missing = missing if len(missing) <= MAX_FIND else missing[: MAX_FIND - 1] + "…"
+            first_problem = (
+                f"the model's template does not hold {missing!r}, which the fix of {name} replaces"
+            )
     raise ChatError(f"chat_template={name}: {first_problem}; {REMEDY}")
 
 

@@ -2,9 +2,9 @@
 
 A grammar is a structural tag of xgrammar, which vLLM accepts
 (https://xgrammar.mlc.ai/docs/structural_tag/structural_tag_spec.html). A completion may hold any
-tokens, except behind the opening mark of a call: there it must be a call of one of the tools, in
+tokens, except after the opening mark of a call: there it must be a call of one of the tools, in
 the form that the chat template writes, up to the closing mark. The grammar reads a completion as
-`MarkedSpec` does: a mark inside the reasoning opens no call, and no reasoning begins behind a call.
+`MarkedSpec` does: a mark inside the reasoning opens no call, and no reasoning begins after a call.
 vLLM's compiler tries a grammar before an engine is built.
 
 An `AnswerForm` allows less: only a call, or only a text that is JSON. Reasoning may come first.
@@ -66,7 +66,7 @@ class CallGlue:
     between: str
     """Text between the name and the arguments."""
     after: str
-    """Text behind the arguments."""
+    """Text after the arguments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +133,7 @@ class CallGrammar:
         return self._cache[key]
 
     def _calls(self, schemas: Sequence[Mapping[str, Any]]) -> list[Format]:
-        """Return the format of a call of each tool, from behind the opening mark on.
+        """Return the format of a call of each tool, without the opening mark.
 
         Example, for Qwen: the text ``\\n{"name": "f", "arguments": ``, the arguments as JSON of the
         tool's schema, the text ``}\\n</tool_call>``.
@@ -158,9 +158,9 @@ class CallGrammar:
         # Without tools no call is allowed, so the opening mark is excluded.
         excluded = [] if calls else [spec.call_open]
         any_call = _either(calls)
-        # Free text, in which each opening mark begins a call.
+        # Free text with any number of calls (`loop`), each of which its opening mark begins.
         answer = _dispatch([(spec.call_open, any_call)] if calls else [], excluded, loop=True)
-        # Reasoning that is closed, and the answer behind it; or reasoning that is never closed.
+        # Reasoning that is closed, and the answer after it; or reasoning that is never closed.
         reasoning = {"type": "any_text", "excludes": [spec.reasoning_close]}
         closed = _sequence(reasoning, _text(spec.reasoning_close), answer)
         reasoned = _either([closed, reasoning])
@@ -168,7 +168,7 @@ class CallGrammar:
             return reasoned
         if not spec.reasoning_open:
             return answer
-        # Whichever mark comes first decides: behind a call no reasoning begins.
+        # Whichever mark comes first decides: after a call no reasoning begins.
         rules: list[tuple[str, Format]] = []
         if calls:
             rules.append((spec.call_open, _sequence(any_call, answer)))
@@ -189,19 +189,20 @@ class CallGrammar:
             for schema, call in zip(schemas, calls, strict=True)
             if form.tool in (None, schema["function"]["name"])
         ]
-        # Behind the first call: text and more calls, but only text if the form names the tool.
+        # After the first call: text and more calls, but only text if the form names the tool.
         if form.tool is None:
-            behind = _dispatch([(spec.call_open, _either(calls))], [], loop=True)
+            after_call = _dispatch([(spec.call_open, _either(calls))], [], loop=True)
         else:
-            behind = _dispatch([], [spec.call_open], loop=True)
+            after_call = _dispatch([], [spec.call_open], loop=True)
         answers = []
         if allowed_calls:
-            answers.append(_sequence(_text(spec.call_open), _either(allowed_calls), behind))
+            answers.append(_sequence(_text(spec.call_open), _either(allowed_calls), after_call))
         if form.schema is not None and not form.call:
             schema = _schema(json.loads(form.schema))
             value = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": BLANKS}
             answers.append(value)
-        answer = _sequence(_either([_text(gap) for gap in GAP]), _either(answers))
+        line_breaks = _either([_text(gap) for gap in GAP])  # models write some after reasoning
+        answer = _sequence(line_breaks, _either(answers))
         reasoning = {"type": "any_text", "excludes": [spec.reasoning_close]}
         reasoned = _sequence(reasoning, _text(spec.reasoning_close), answer)
         if in_reasoning:
@@ -258,7 +259,7 @@ def _dispatch(
     """Return free text in which the mark of a rule must be followed by the rule's format.
 
     `rules` are (mark, format). The free text contains none of the `excluded`. With `loop`, free
-    text goes on behind the format.
+    text goes on after the format.
     """
     if not rules:
         return {"type": "any_text", "excludes": list(excluded)}

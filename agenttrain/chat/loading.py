@@ -103,7 +103,7 @@ def load_chat(
     )
     response = family.response if family else None
     if response is None and not renders_calls(tokenizer, fix.template, template.kwargs):
-        response = DEFAULT_SCHEMA
+        response = DEFAULT_SCHEMA  # any will do: this template writes no calls to read
     # The response schema that a tokenizer carries is for its own template, not for a tool format
     # that a family without marks has added to it.
     format_added = family is not None and not family.marks and bool(fix.changes)
@@ -133,6 +133,7 @@ def make_fix(
     name: str | None = config.name
     if name not in all_families:
         name = recognise(source, all_families, reads)
+    # `none` and `file` make no changes, but the family decides the response schema.
     if name is None or config.name in ("none", "file"):
         return Fix(family=name, stock=source, template=source)
     family = all_families[name]
@@ -228,7 +229,7 @@ def reads_back(
         ]
     except ChatError:
         return False
-    # The text behind the prompt, with and without the header of the turn. If the header opens
+    # The text after the prompt, with and without the header of the turn. If the header opens
     # reasoning, a turn without reasoning does not begin with that header.
     completions = [rendering.removeprefix(p) for p in prompts if rendering.startswith(p)]
     for completion in completions or [rendering]:
@@ -314,6 +315,7 @@ def read_template(path: str, revision: str | None = None, *, tools: bool = True)
     except (OSError, ValueError) as error:
         raise ChatError(f"chat_template.path={path} cannot be read: {error}") from error
     try:
+        # Without the tags {% generation %}, which Jinja lacks: transformers' masks use them.
         _ENVIRONMENT.parse(_GENERATION.sub("", text))
     except TemplateSyntaxError as error:
         raise ChatError(f"chat_template.path={path}: {syntax_problem(error)}") from error
@@ -362,6 +364,7 @@ def server_parser(chat: Chat, config: ResponseSchemaConfig) -> str:
     """
     if config.server_parser is not None:
         return config.server_parser
+    # `lenient` is the user's choice, and no part of the format.
     strict = replace(cast(Any, chat.response), lenient=False)
     for name in spec_names():
         if load_spec(name) == strict:
@@ -395,7 +398,7 @@ def resolve_spec(tokenizer: Any, config: ResponseSchemaConfig, family: str | Non
     elif config.name != "auto":
         spec = load_spec(config.name)
     elif carried:
-        key, content = next(iter(carried.items()))
+        key, content = next(iter(carried.items()))  # response_template goes first
         spec = make_spec(content, source=f"the tokenizer's {key}")
     elif family is not None:
         spec = load_spec(family)
@@ -411,6 +414,7 @@ def resolve_spec(tokenizer: Any, config: ResponseSchemaConfig, family: str | Non
         _check_lenient(spec)
     except ValueError as error:
         raise ChatError(f"{GROUP}.lenient=true: {error}") from error
+    # Casts: every spec is a dataclass, which the Protocol cannot say.
     return cast(ResponseSpec, replace(cast(Any, spec), lenient=True))
 
 
@@ -437,13 +441,17 @@ def _load(path: Path, source: str) -> dict[str, Any]:
 
 
 def make_spec(content: Any, *, source: str) -> ResponseSpec:
-    """Make a response schema of a mapping in any of the three forms. Raises ChatError."""
+    """Make a response schema of a mapping: transformers' two dialects or agenttrain's own form.
+
+    Raises ChatError for a mapping that cannot be used.
+    """
     if not isinstance(content, Mapping):
         raise ChatError(f"{source} must hold a mapping, not {type(content).__name__}")
     try:
-        if "fields" in content:
+        if "fields" in content:  # a `response_template`
             return make_template_spec(content)
-        if "properties" in content or any(str(key).startswith("x-") for key in content):
+        is_schema = "properties" in content or any(str(key).startswith("x-") for key in content)
+        if is_schema:  # a `response_schema`
             return make_schema_spec(content)
         return _own_format(dict(content))
     except (ValueError, re.error) as error:  # re.error: patterns in our own form
@@ -480,7 +488,8 @@ def _own_format(settings: dict[str, Any]) -> ResponseSpec:
     _check_keys(settings, [field.name for field in fields(MarkedSpec)])
     for key, value in settings.items():
         value_type, type_words = _KINDS.get(key, (str, "text"))
-        if not isinstance(value, value_type) and (value is not None or key not in _OPTIONAL):
+        is_unset = value is None and key in _OPTIONAL
+        if not is_unset and not isinstance(value, value_type):
             raise ValueError(f"{key}: must be {type_words}, not {value!r}")
         if isinstance(value, list):
             settings[key] = tuple(str(item) for item in value)

@@ -27,7 +27,7 @@ class Place(NamedTuple):
     has_calls: bool
     role_before: str
     has_calls_before: bool
-    role_behind: str
+    role_after: str
 
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -80,9 +80,9 @@ def places(messages: Sequence[Message]) -> dict[int, Place]:
             has_calls=bool(message.get("tool_calls")),
             role_before=str(before.get("role")),
             has_calls_before=bool(before.get("tool_calls")),
-            role_behind=str(behind.get("role")),
+            role_after=str(after.get("role")),
         )
-        for index, (before, message, behind) in enumerate(triples)
+        for index, (before, message, after) in enumerate(triples)
         if _texts(message.get("content"))
     }
 

@@ -94,31 +94,33 @@ class TemplateBehaviour:
 
 def probe_behaviour(render: Render) -> TemplateBehaviour:
     """Render probe conversations and return the template's behaviour."""
+    usual, short = ("call_0_0", "call_0_1"), ("abcdefgh1", "abcdefgh2")
     # Some templates accept only short ids: in calls, or only in the replies to them.
-    renders_usual_ids = _shows(render, [_calling(("one", "call_0_0"))], "one")
-    short_ids = not renders_usual_ids and _shows(render, [_calling(("one", "abcdefgh1"))], "one")
-    if renders_usual_ids and not _shows_reply(render, "call_0_0"):
-        short_ids = _shows_reply(render, "abcdefgh1")
+    renders_usual_ids = _shows(render, [_calling(("one", usual[0]))], "one")
+    short_ids = not renders_usual_ids and _shows(render, [_calling(("one", short[0]))], "one")
+    if renders_usual_ids and not _shows_reply(render, usual[0]):
+        short_ids = _shows_reply(render, short[0])
     renders_calls = renders_usual_ids or short_ids
-    ids = ("abcdefgh1", "abcdefgh2") if short_ids else ("call_0_0", "call_0_1")
+    ids = short if short_ids else usual
     pair = _calling(("one", ids[0]), ("two", ids[1]))
     renders_pair = _shows(render, [pair], "one") and _shows(render, [pair], "two")
-    # Some templates show reasoning only beside calls.
-    turns = ({"role": "assistant", "content": "c"}, _calling(("one", "abcdefgh1")))
+    # Some templates show reasoning only beside calls. The probe word stands in it twice, because
+    # `_shows` demands that of calls.
+    turns = ({"role": "assistant", "content": "c"}, _calling(("one", short[0])))
     reasoning_keys = (
         key
         for key in REASONING_KEYS
         for turn in turns
         if _shows(render, [{**turn, key: f"{PROBE}why{PROBE}why"}], "why")
     )
+    with_text = _with_text_arguments(_calling(("one", usual[0])))
     return TemplateBehaviour(
         renders_calls=renders_calls,
         one_call_per_turn=renders_calls and not renders_pair,
         reasoning_key=next(reasoning_keys, None),
         short_ids=short_ids,
         shows_ids=_shows_reply(render, ids[0], text=ids[0]),
-        text_arguments=not renders_calls
-        and _shows(render, [_with_text_arguments(_calling(("one", "call_0_0")))], "one"),
+        text_arguments=not renders_calls and _shows(render, [with_text], "one"),
     )
 
 
@@ -184,7 +186,7 @@ def short_id(call_id: str) -> str:
 def adapt_message(message: Message, behaviour: TemplateBehaviour) -> Message:
     """Return a message with its reasoning, ids and arguments in the form the template reads."""
     changes: Message = {}
-    key = behaviour.reasoning_key
+    key = behaviour.reasoning_key  # our messages have reasoning under REASONING_KEYS[0]
     if key is not None and key not in message and REASONING_KEYS[0] in message:
         changes[key] = message[REASONING_KEYS[0]]
     if behaviour.short_ids and message.get("tool_call_id"):
@@ -194,9 +196,8 @@ def adapt_message(message: Message, behaviour: TemplateBehaviour) -> Message:
             {**call, "id": short_id(call["id"])} if call.get("id") else call
             for call in message["tool_calls"]
         ]
-    message = {**message, **changes} if changes else message
-    return (
-        _with_text_arguments(message)
-        if behaviour.text_arguments and "tool_calls" in message
-        else message
-    )
+    if changes:
+        message = {**message, **changes}
+    if behaviour.text_arguments and "tool_calls" in message:
+        return _with_text_arguments(message)
+    return message

@@ -20,11 +20,12 @@ class TextStream:
     def push(self, token_id: int) -> str:
         """Return the text that this token completes, perhaps empty."""
         self._ids.append(token_id)
-        # Some tokenizers drop the blank before the first token: decode behind an earlier token.
+        # Some tokenizers drop the blank before the first token: decode after an earlier token.
         before = self._decode(self._ids[: self._shown])
         text = self._decode(self._ids)[len(before) :]
         if text.endswith("\ufffd"):  # an incomplete character
             return ""
+        # The tokens of this text are the earlier ones of the next.
         self._ids = self._ids[self._shown :]
         self._shown = len(self._ids)
         return text

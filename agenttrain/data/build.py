@@ -181,7 +181,7 @@ def _check_finite(
     if note := getattr(rows.rows, "note", None):
         notes.append(f"{key}: {note}")
     limits = image_limits(config)
-    # Rows for which `data.where` is false are left out there; bad rows are counted apart.
+    # Applies `data.where` too: `usable.kept` counts the rows of which it is true, also bad ones.
     usable = check_rows(rows, key, needs_prompt=needs_prompt, images=limits)
     if config.where is not None:
         share = f"{usable.kept} of {len(rows)} rows of {key}"

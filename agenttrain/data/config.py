@@ -47,7 +47,7 @@ class CurriculumConfig:
     high: Number = Field(default=0.8, ge=0, le=1)
     """Largest share of them."""
     explore: Number = Field(default=0.5, gt=0, le=1)
-    """Share of tasks that were never drawn, while there are any, in the order of the rows."""
+    """Share of drawn tasks whose row was never drawn before; new rows come in their order."""
     floor: Number = Field(default=0.1, gt=0, le=1)
     """How often a task outside the band is drawn, compared with one in it: no task is lost."""
     revisit: Whole = Field(default=50, ge=1)
@@ -145,17 +145,16 @@ class DataConfig:
         # A key such as data.path, set without the group (data=file) whose sections use it.
         for name, group in GROUPS.items():
             value = getattr(self, name)
-            if value is not None and all(s.get(name) != value for s in (self.train, self.test)):
-                sections = {f"data.{split}": getattr(self, split) for split in SPLITS}
-                overrides = " ".join(
-                    f"{key}.{name}={value}"
-                    for key, section in sections.items()
-                    if section.get(name)
-                )
-                remedy = f"add data={group}"
-                if overrides:  # the sections have another value, which hides data.<name>
-                    remedy = f"set {overrides}, which come before it"
-                problems.append(f"data.{name}={value}: is not used by these rows; {remedy}")
+            if value is None or any(s.get(name) == value for s in (self.train, self.test)):
+                continue  # not set, or a section has taken it over
+            sections = {f"data.{split}": getattr(self, split) for split in SPLITS}
+            overrides = " ".join(
+                f"{key}.{name}={value}" for key, section in sections.items() if section.get(name)
+            )
+            remedy = f"add data={group}"
+            if overrides:  # the sections have another value, which hides data.<name>
+                remedy = f"set {overrides}, which come before it"
+            problems.append(f"data.{name}={value}: is not used by these rows; {remedy}")
 
         def is_endless() -> bool:
             # Asked only where a key needs it: without a data group `train` is still "???".
@@ -170,13 +169,13 @@ class DataConfig:
             problems.append(
                 "data.shuffle=true: rows without end have no shuffled order; leave it out"
             )
-        if self.test_fraction is not None and (
-            (names_test_rows(self) and self.train != self.test) or is_endless()
-        ):
-            problems.append(
-                f"data.test_fraction={self.test_fraction}: data.test has rows of its own; leave it "
-                "out, or let both read the same: data=file data.path=…"
-            )
+        if self.test_fraction is not None:
+            has_test_rows = names_test_rows(self) and self.train != self.test
+            if has_test_rows or is_endless():  # endless rows are made for each split
+                problems.append(
+                    f"data.test_fraction={self.test_fraction}: data.test has rows of its own; "
+                    "leave it out, or let both read the same: data=file data.path=…"
+                )
         if self.test_fraction is None and self.test_seed:
             problems.append(
                 f"data.test_seed={self.test_seed}: has no effect without data.test_fraction"
@@ -198,8 +197,8 @@ HOLD_OUT = "data.test_fraction=0.1 holds some of data.train out"
 def names_test_rows(data: DataConfig) -> bool:
     """Return True if data.test names rows of its own.
 
-    Rows that are read from a path need one, or another argument that data.train has not, such as
-    the split.
+    A section that reads rows from a path names none until it has a path, or another argument that
+    differs from that of data.train, such as the split.
     """
     needs_path = data.test.get("_target_") in (FILE_ROWS, HUB_ROWS, ROLLOUT_ROWS)
     if not needs_path or data.test.get("path") is not None:
@@ -296,13 +295,13 @@ def check_row_file(path: object, split: object = None, limit: object = None) -> 
     check_limit(limit)
     file = Path(str(path)).expanduser()
     if file.is_dir():
-        listing = file / "dataset_dict.json"
+        listing = file / "dataset_dict.json"  # of a folder with several splits
         if listing.is_file():
             splits = json.loads(listing.read_text(encoding="utf-8"))["splits"]
             if split not in splits:
                 hint = did_you_mean(str(split), splits)
                 raise ValueError(f"split={split}: {path} has {', '.join(splits)}{hint}")
-        elif not (file / "state.json").is_file():
+        elif not (file / "state.json").is_file():  # of a folder with one dataset
             raise ValueError(
                 f"path={path}: is a folder, and none that save_to_disk wrote; a folder of data "
                 "files is read by data=hub"

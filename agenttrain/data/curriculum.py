@@ -148,8 +148,15 @@ class Curriculum:
     def state_dict(self) -> dict[str, Any]:
         """Return the state on which later choices depend, as JSON."""
         rows = [[row, m.rate, m.step] for row, m in sorted(self._measures.items())]
-        state = {"start": self._start, "steps": self._steps, "fresh": self._fresh, "rows": rows}
-        return {**state, **({"ahead": self._ahead} if self._ahead else {})}
+        state: dict[str, Any] = {
+            "start": self._start,
+            "steps": self._steps,
+            "fresh": self._fresh,
+            "rows": rows,
+        }
+        if self._ahead:
+            state["ahead"] = self._ahead
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of `state_dict()`."""
@@ -185,7 +192,7 @@ class Curriculum:
             wants_new = rng.random() < self._config.explore
             # The next measured row gives way to a new one as its weight says: outside the band,
             # with the chance 1 - floor.
-            rejected = measured and rng.random() >= weights[measured[-1]]
+            rejected = bool(measured) and rng.random() >= weights[measured[-1]]
             if next_new < len(self._source) and (wants_new or rejected or not measured):
                 step_rows.append(self._source.index(next_new))
                 next_new += 1

@@ -305,7 +305,7 @@ def _cell_texts(file: Path, path: str) -> Iterator[tuple[str, str]]:
                         f"path={path}, line {line}: has {len(cells)} cells, and the "
                         f"header names {len(names)} columns; quote a text with separators in it"
                     )
-                if cells:
+                if cells:  # not an empty line
                     row = {name: cell or None for name, cell in zip(names, cells, strict=False)}
                     yield f"line {line}", json.dumps(row)
                 line = reader.line_num + 1
@@ -400,6 +400,7 @@ def _check_cached_commit(table: Any, commit: str, path: str) -> None:
     If the hub does not answer, `datasets` takes the newest revision in its cache, whichever was
     asked for.
     """
+    # The cache has a folder for each commit.
     cached_commits = {Path(file["filename"]).parent.name for file in table.cache_files}
     if cached_commits and commit not in cached_commits:
         raise ValueError(

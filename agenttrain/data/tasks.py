@@ -178,7 +178,8 @@ def to_task(
     `answer`. Raises ValueError that names the row and what it lacks.
     """
     row = {key: value for key, value in row.items() if value is not None}
-    messages = row.get("messages", row.get("prompt", None if needs_prompt else ()))
+    default = None if needs_prompt else ()  # an environment makes the prompt
+    messages = row.get("messages", row.get("prompt", default))
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     if not isinstance(messages, list | tuple) or (needs_prompt and not messages):
@@ -262,12 +263,11 @@ def read_tools(value: Any, index: int) -> tuple[str | RowTool, ...] | None:
     items = _json(value, where)
     if not isinstance(items, list | tuple):
         raise ValueError(f"{where}={value!r:.200}: give a list of names, or of tools of its own")
-    return tuple(
-        item
-        if isinstance(item, str) and not item.lstrip().startswith("{")
-        else _row_tool(_json(item, where), where)
-        for item in items
-    )
+    tools: list[str | RowTool] = []
+    for item in items:
+        is_name = isinstance(item, str) and not item.lstrip().startswith("{")
+        tools.append(item if is_name else _row_tool(_json(item, where), where))
+    return tuple(tools)
 
 
 def _row_tool(item: Any, where: str) -> RowTool:

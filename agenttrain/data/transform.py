@@ -78,7 +78,7 @@ class RowTransform:
         return bool(value)
 
     def _messages(self, row: Mapping[str, Any]) -> Any:
-        """Return a row's messages, made by `data.prompt` or its own, behind the system message.
+        """Return a row's messages, made by `data.prompt` or its own, after the system message.
 
         A value that is no list of messages is returned as it is: `to_task` refuses it.
         """
@@ -181,9 +181,10 @@ class RowSubset:
 
 @dataclass(slots=True)
 class RowCheck:
-    """The rows of a dataset that can become tasks, and the reasons against the others."""
+    """Result of `check_rows`: the rows that can become tasks, and what is wrong with others."""
 
     good: list[int] = field(default_factory=list)
+    """Number of each row that can become a task."""
     bad: list[str] = field(default_factory=list)
     """Place and reason of each bad row."""
     kept: int = 0
@@ -255,7 +256,7 @@ def check_rows(
 def _question(messages: Sequence[Message]) -> Sequence[Message]:
     """Return the messages before the first answer of a demonstration, else all messages.
 
-    A demonstration is a conversation that ends with an answer.
+    A demonstration is a conversation that ends with an answer, or with the reply to a call.
     """
     if not messages or messages[-1]["role"] not in ("assistant", "tool"):
         return messages
@@ -291,8 +292,10 @@ def hold_out(usable: RowCheck, fraction: float, seed: int) -> tuple[list[int], l
     for index, key in zip(usable.good, usable.keys, strict=True):
         # The digest is a number in [0, 2**64): a fair draw that depends on the question alone.
         digest = hashlib.sha256(f"{seed}/{key}".encode()).digest()
-        is_held_out = int.from_bytes(digest[:8]) < fraction * 2**64
-        (held_out if is_held_out else training).append(index)
+        if int.from_bytes(digest[:8]) < fraction * 2**64:
+            held_out.append(index)
+        else:
+            training.append(index)
     if not training or not held_out:
         side = "evaluation" if training else "training"
         raise ValueError(

@@ -14,7 +14,8 @@ class EnvironmentSettings(ToolLimits):
     """Settings of an environment, beside its `_target_`. The limits are those of its tools."""
 
     retries: Whole = Field(default=0, ge=0)
-    """0: a method may have changed the state before it failed."""
+    """Times a call is made again after a fault of the infrastructure; 0, because a method may have
+    changed the state before it failed."""
     hook_timeout_s: Number = Field(default=60.0, gt=0)
     """Seconds that constructing and resetting together may take; `user`, `reward`, `close` each."""
     pooled: Flag | None = None

@@ -36,6 +36,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from inspect import Parameter
 from typing import Any, TypeVar, cast
 
 from agenttrain.environments.config import EnvironmentSettings
@@ -214,15 +215,15 @@ def _reset_arguments(cls: Any, where: str) -> list[str]:
 
     Raises ValueError for a parameter that it cannot be given.
     """
-    kinds = inspect.Parameter
     parameters = list(inspect.signature(cls.reset).parameters.values())[1:]  # without self
-    if any(parameter.kind is kinds.VAR_KEYWORD for parameter in parameters):
+    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
         names = {parameter.name for parameter in parameters}
+        # **kwargs takes all but the container, which a reset gets only if it names it.
         return [name for name in RESET_ARGUMENTS if name != MACHINE or name in names]
     for parameter in parameters:
         is_argument = parameter.name in RESET_ARGUMENTS
-        can_be_given = is_argument and parameter.kind is not kinds.POSITIONAL_ONLY
-        is_required = parameter.default is kinds.empty
+        can_be_given = is_argument and parameter.kind is not Parameter.POSITIONAL_ONLY
+        is_required = parameter.default is Parameter.empty
         if is_required and not can_be_given:
             raise ValueError(
                 f"{where}: its reset takes {parameter.name!r}; it can be given "
@@ -439,7 +440,7 @@ class Instance:
         self._busy = threading.Lock()
         """Held during a call: one runs at a time, also after an abandoned one."""
         self._lock = threading.Lock()
-        """Guards `obj` and `_closing`: the object is closed whichever of them is set first."""
+        """Guards `obj` and `_closing`: an object that is made during `close` is closed too."""
         self._closing = False
 
     async def make(self, construct: Callable[[], object]) -> None:
@@ -450,7 +451,7 @@ class Instance:
             with self._lock:
                 self.obj, is_late = obj, self._closing
             if is_late:
-                attempt(lambda: _close_in_thread(obj))
+                attempt(lambda: _close_in_thread(obj))  # an error of its `close` is dropped
 
         await self.call(make_in_thread)
 
@@ -508,6 +509,7 @@ class Instance:
 
     async def _on_loop(self, awaitable: Awaitable[Any]) -> Any:
         """Await on the event loop; the call counts as overdue after the limit."""
+        # A little early, as in `call`.
         deadline = time.monotonic() + 0.9 * self._limit_s
         return unwrap(
             await attempt_async(

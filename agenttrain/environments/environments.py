@@ -41,7 +41,7 @@ class Environments:
     ) -> None:
         """`stop_tools` may hold tools of other toolboxes too. `max_stuck` is for `check_stuck`.
 
-        Raises ValueError, with the text to add, for a method of which no schema can be made.
+        Raises ValueError for a method of which no schema can be made; it says what to add to it.
         """
         self.kinds = dict(kinds or {})
         self.toolboxes: dict[str, Toolbox] = {}
@@ -155,7 +155,7 @@ class _Method:
     async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> object:
         extra = {"context": context} if self.spec.takes_context else {}
         episode = self.kind.episodes[context.rollout_id]
-        if self.spec.builders:
+        if self.spec.builders:  # arguments that the method takes as instances of a class
             arguments = await episode.instance.call(build_instances, self.spec.builders, arguments)
         return await episode.call(self.name, **arguments, **extra)
 

@@ -169,6 +169,7 @@ class LlmUser:
             max_tokens=max_tokens,
             extra=extra,
         )
+        # `stop` in the prompt is the stop text, not a column.
         self.columns = tuple(name for name in self._prompt.fields if name != "stop")
 
     def __call__(self, task: Task, spoken: Sequence[Message], seed: int) -> str | None:
@@ -208,7 +209,7 @@ def build_user(section: Mapping[str, Any]) -> SimulatedUser | None:
         if inspect.isclass(function):
             function = function(**bound)
         elif bound:
-            inspect.signature(function).bind(None, (), 0, **bound)
+            inspect.signature(function).bind(None, (), 0, **bound)  # (task, spoken, seed)
             function = _Bound(function, bound)
     except TypeError as error:
         raise ValueError(f"{located.where} with {hide_in_settings(bound)}: {error}") from error

@@ -19,6 +19,7 @@ from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import is_dataclass, replace
+from inspect import Parameter
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -104,29 +105,32 @@ class FunctionScorer:
         self._trl = is_trl(function)
         """True for a function with TRL's signature, which scores a whole batch."""
         self._blocks = blocks(function)
+        """True for a sync function, which would hold up the event loop: it runs in threads."""
         self._timeout_s = timeout_s
-        self._concurrency = concurrency or (1 if self._blocks else None)
+        default_concurrency = 1 if self._blocks else None  # a sync function may not be thread-safe
+        self._concurrency = concurrency or default_concurrency
         self._semaphores = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
         """Semaphores for `concurrency` calls at once, one for each event loop."""
         self._threads = DaemonThreads()
         self.sets_alarms = False
-        """True once a call has tried to set an alarm: from then on calls run in the main thread."""
+        """True once a call has tried to set an alarm (SIGALRM): from then on calls run in the main
+        thread, the only one that may set alarms."""
         self.strict = True
         """True if a value that is no number raises RewardError; False if it becomes NoNumber."""
         # The columns that it gets: those that parameters name, and all others with `**columns`.
-        kinds = inspect.Parameter
         parameters = list(inspect.signature(function).parameters.values())
+        # The first parameter gets the rollout.
         rollout_parameters = [] if self._trl else parameters[:1]
         self._no_columns = {*bound, *(parameter.name for parameter in rollout_parameters)}
         column_parameters = [p for p in parameters if p.name not in self._no_columns]
-        self._takes_all = any(p.kind is kinds.VAR_KEYWORD for p in column_parameters)
-        by_name = (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
+        self._takes_all = any(p.kind is Parameter.VAR_KEYWORD for p in column_parameters)
+        by_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
         column_parameters = [p for p in column_parameters if p.kind in by_name]
         self._names = [parameter.name for parameter in column_parameters]
-        self._required = [p.name for p in column_parameters if p.default is kinds.empty]
+        self._required = [p.name for p in column_parameters if p.default is Parameter.empty]
         # A callable may also name columns in an attribute `columns`.
         names = (*getattr(function, "columns", ()), *self._required)
-        trl_arguments = batch_arguments(()) if self._trl else {}
+        trl_arguments = batch_arguments(()) if self._trl else {}  # these are no columns
         self.columns = tuple(dict.fromkeys(name for name in names if name not in trl_arguments))
         """Columns that every row must have."""
         self.tools: tuple[str, ...] = tuple(getattr(function, "tools", ()))
@@ -199,6 +203,8 @@ class FunctionScorer:
         started_calls: list[Call] = []
         outcomes: list[Outcome] = []
         batch_end = time.monotonic() + BATCH_S
+        # The last call begins before `batch_end`: this limit leaves it all of its time.
+        limit_s = None if self._timeout_s is None else self._timeout_s + BATCH_S
 
         def run_some() -> None:
             for call in calls:
@@ -210,8 +216,7 @@ class FunctionScorer:
                     return
 
         try:
-            # The last call begins before `batch_end`: this limit leaves it all of its time.
-            async with asyncio.timeout(self._timeout_s and self._timeout_s + BATCH_S):
+            async with asyncio.timeout(limit_s):
                 await self._threads.run(run_some, label=self.name)
                 if inspect.isawaitable(outcomes[-1].value) and not outcomes[-1].alarm:
                     outcomes[-1] = await attempt_async(outcomes[-1].value)
@@ -275,7 +280,7 @@ class FunctionScorer:
         await asyncio.sleep(0)  # let rollouts go on between two calls
         try:
             outcome = attempt_with_alarms(call)
-        except RuntimeError:
+        except RuntimeError:  # this is not the main thread
             text = f"{alarm_text(self.name)}; this run's event loop is in another thread"
             return Outcome(error=RuntimeError(text))
         if inspect.isawaitable(outcome.value):
@@ -289,6 +294,7 @@ class FunctionScorer:
 
     async def _read(self, outcome: Outcome, rollout: Rollout) -> Score:
         """Return the score of a call's outcome; raise RewardError for an error or a bad value."""
+        # To read a value of another package's class may run code of the user's: in a thread.
         is_trusted = type(outcome.value).__module__.partition(".")[0] in TRUSTED_PACKAGES
         is_unavailable = isinstance(outcome.value, RewardUnavailable)  # one rollout of a batch
         if outcome.error is None and not is_trusted and not is_unavailable:
@@ -533,7 +539,7 @@ def copy_value(value: Any) -> Any:
         return [copy_value(item) for item in value]
     try:
         return copy.deepcopy(value)
-    except Exception:  # a column may hold anything
+    except Exception:  # a column may hold anything, such as an open file: it is shared
         return value
 
 

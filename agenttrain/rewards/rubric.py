@@ -30,7 +30,7 @@ from agenttrain.utils.sections import beside
 
 
 class _Rewards(NamedTuple):
-    """The rewards of one rollout."""
+    """The rewards of one rollout, as `Rubric.score` sets them once all rollouts are scored."""
 
     rewards: dict[str, float | None]
     turn_scores: dict[str, tuple[float, ...]]
@@ -74,7 +74,10 @@ class Rubric:
         """Columns that every row must have, by function."""
 
     def alarms(self) -> list[str]:
-        """Return a note for each function that sets alarms, or whose code may set them."""
+        """Return a note for each function that sets alarms (SIGALRM), or whose code may set them.
+
+        Such a function must run in the main thread, where all else waits for it.
+        """
         texts = []
         for scorer in self._scorers:
             if scorer.sets_alarms:
@@ -219,7 +222,8 @@ def _build_scorer(
         raise ValueError(f"{where}: its instances cannot be called; give the class a __call__")
     function = functools.partial(target, **bound) if bound else target
     try:
-        is_trl(function) or inspect.signature(function).bind_partial(None)
+        if not is_trl(function):
+            inspect.signature(function).bind_partial(None)  # None stands for the rollout
     except TypeError as error:
         raise ValueError(
             f"{where}: its first parameter cannot be the rollout ({error}); a reward gets it "

@@ -29,7 +29,7 @@ LONGEST_MARK = 16
 
 @dataclass(slots=True, kw_only=True)
 class Answering:
-    """A request that is being answered."""
+    """A request that is being answered, from `ChatServer.begin` to its answer."""
 
     question: Question
     prompt: Prompt
@@ -87,7 +87,8 @@ class ChatServer:
         try:
             for event in writer.begin():
                 yield event
-            silent_since, tokens_read = time.monotonic(), 0
+            silent_since = time.monotonic()
+            tokens_read = 0  # tokens whose text was parsed
             while not sampling.done():
                 await asyncio.wait((sampling,), timeout=PARSE_S if is_live else KEPT_ALIVE_S)
                 if is_live and len(answering.sampled) > tokens_read and not sampling.done():
@@ -150,10 +151,12 @@ class ChatServer:
     async def _sample(self, answering: Answering) -> Sampled:
         """Sample and parse an answer, up to the first stop text. Raises RequestError.
 
-        engine=transformers ends the sampling itself at the stop text.
+        engine=transformers ends the sampling itself at the stop text. Other engines sample on, and
+        the answer is cut there.
         """
         session, stops = answering.prompt.session, answering.question.stops
         scan = StopScan(self.chat.text_of, stops)
+        # The engine may call `ends` with each token; True ends the sampling.
         sampling = replace(answering.sampling, ends=scan.push if stops else None)
         if isinstance(self.engine, Streaming):
             self.engine.watch(session, answering.sampled.append)
@@ -170,7 +173,7 @@ class ChatServer:
         if not stops:
             turn = self._parse(answering, self.chat.text_of(token_ids))
             return Sampled(token_ids=token_ids, finish=finish, turn=turn)
-        for token_id in token_ids[scan.count :]:
+        for token_id in token_ids[scan.count :]:  # those that the engine has not scanned
             scan.push(token_id)
         scan.finish()
         # Text after a stop text is no part of the answer: nothing continues from there.
@@ -217,7 +220,11 @@ class ChatServer:
 
 
 def _delta(turn: AssistantTurn, sent_text: dict[str, str]) -> dict[str, str]:
-    """Return the new text of an unfinished answer, by key, and add it to `sent_text`."""
+    """Return the new text of an unfinished answer, by key, and add it to `sent_text`.
+
+    Text that later tokens may change is held back. If the text that was sent has changed after
+    all, nothing more is returned for its key.
+    """
     delta = {}
     for key, text in (("reasoning_content", turn.reasoning or ""), ("content", turn.content)):
         text = text.rstrip("\ufffd")  # the first bytes of a character

@@ -164,6 +164,7 @@ def build_app(
         return JSONResponse({"object": "list", "data": [model]})
 
     async def complete(request: Request, dialect: WireDialect) -> Response:
+        """Answer a request in the dialect of its path, in one piece or as a stream."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise RequestError(
@@ -172,7 +173,7 @@ def build_app(
                 status=415,
             )
         body = await read_body(request, server.engine.max_context)
-        answering = await read(len(body), begin, body, dialect)
+        answering = await read(len(body), begin, body, dialect)  # a large one in a thread
         if answering.question.stream:
             writer = dialect.writer(answering.head, answering.question.include_usage)
             return EventStream(server.stream(answering, writer), writer)
@@ -183,6 +184,7 @@ def build_app(
         return JSONResponse(dialect.body(answer))
 
     def begin(body: bytes, dialect: WireDialect) -> Answering:
+        """Read a request and make its prompt."""
         assert dialect.read_served is not None
         roles, find_issued = server.chat.roles, server.conversations.find_issued
         return server.begin(dialect.read_served(read_object(body), roles, find_issued))
@@ -191,6 +193,7 @@ def build_app(
         return JSONResponse({"status": "ok"})
 
     async def refuse(request: Request, error: Exception) -> Response:
+        """Answer a request whose handling raised `error`."""
         problem = request_error(error)
         if problem.status in (404, 405) and isinstance(error, HTTPException):
             problem = unknown_route(request, problem.status, ROUTES)

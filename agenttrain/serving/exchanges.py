@@ -32,7 +32,7 @@ MAX_TOKENS = 4_000_000
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ServedTurn(IssuedTurn):
-    """A turn with the ids of its conversation."""
+    """A turn that `serve` has sent to a client, with the ids of its conversation."""
 
     token_ids: array[int]
     """The prompt's ids and the sampled ones."""
@@ -51,18 +51,21 @@ class Prompt:
     """Digests of the request's tools and messages."""
     token_ids: array[int]
     session: str
+    """Name of the engine's session to sample in: the earlier answer's, or a new one."""
     reused: int = 0
     """Ids at the beginning that come from an earlier answer. 0: all were rendered."""
 
 
 @dataclass(slots=True)
 class Conversations:
-    """The turns that a server issued, and the engine's sessions behind them."""
+    """The turns that a server issued, and the engine's sessions that hold their ids."""
 
     chat: Chat
     max_tokens: int = MAX_TOKENS
+    """Ids that all turns may hold together; beyond it the oldest turns are forgotten."""
     _issued: IssuedTurns[ServedTurn] = field(default_factory=IssuedTurns)
     _tokens: int = 0
+    """Ids that all turns hold now."""
     _session_lock: Lock = field(default_factory=Lock)
 
     def prompt(self, messages: Sequence[Message], schemas: Sequence[dict[str, Any]]) -> Prompt:
@@ -75,7 +78,7 @@ class Conversations:
         tools = tools_digest(schemas)
         match = self._issued.match(messages, tools)
         if (turn := match.turn) is not None:
-            # If the template refuses a role behind an answer, all messages are rendered below.
+            # If the template refuses a role after an answer, all messages are rendered below.
             with suppress(ChatError):
                 _, suffix = turn.continuation(self.chat, match.new_messages, generation_prompt=True)
                 return Prompt(
@@ -116,6 +119,7 @@ class Conversations:
             token_ids=prompt.token_ids + array("q", completion_ids),
             session=prompt.session,
         )
+        # Of answers that a client cannot tell apart, the newest is kept.
         sessions = [self._forget(twin) for twin in self._issued.twins(issued)]
         self._issued.add(issued)
         self._tokens += len(issued.token_ids)

@@ -63,7 +63,10 @@ def run_command(
 
 
 def _listens(pid: int, port: int) -> bool:
-    """Return True if the process or a descendant listens on the port, and no foreign program."""
+    """Return True if the process or a descendant of it listens on the port.
+
+    A foreign program on the port does not count.
+    """
     with suppress(psutil.Error):
         server = psutil.Process(pid)
         for process in (server, *server.children(recursive=True)):

@@ -62,7 +62,7 @@ CALL_ID = "call_{turn}_{index}"
 MAX_CALLS = 1024
 """Calls of one completion that are read. An agent writes a few; each takes time to read."""
 TOO_MANY = f"the message has over {MAX_CALLS:,} parts: this and what follows is not read"
-"""Problem of the one malformed call that stands for the text behind the last call that is read."""
+"""Problem of the one malformed call that stands for the text after the last call that is read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +162,7 @@ def parse_response(
             problem = call.problem
         elif not name:
             problem = f"{call.name_label} {NO_NAME}"
+        # E.g. a lone surrogate: it would raise only later, where rollouts are written.
         if not portable([name, arguments], call.text):
             name = name if portable(name, call.text) else ""
             problem = problem or "the call holds values that JSON text cannot carry"

@@ -48,12 +48,12 @@ class Syntax:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """The calls read from the beginning of a body, which is the text behind an opening mark."""
+    """The calls read from the beginning of a body, which is the text after an opening mark."""
 
     calls: Sequence[ParsedCall] = ()
     """The `text` of a single call is empty: it is the whole body."""
     end: int = 0
-    """Position in the body behind the calls."""
+    """Position in the body after the calls."""
     cut: bool = False
     """The body ended inside a string, so that its closing mark may be part of it."""
 
@@ -134,7 +134,7 @@ def arguments_of(
         if key not in keys and key not in (name_key, *allowed):
             form = f'{{"{name_key}": …, "{arguments_key}": {{…}}}}'
             return arguments_key, f"{excerpt(key)} is no key of a call: write {form}"
-    return (present or [arguments_key])[0], None
+    return present[0] if present else arguments_key, None
 
 
 def read_list(body: str, syntax: Syntax, schemas: Schemas) -> Read:
@@ -150,7 +150,7 @@ def read_list(body: str, syntax: Syntax, schemas: Schemas) -> Read:
         else ParsedCall(text=item.text, name=item.name, problem=item.problem)
         for item in items
     ]
-    # A malformed last call that reaches to the end may go on behind the mark that ended the body.
+    # A malformed last call that reaches to the end may go on after the mark that ended the body.
     cut = bool(calls) and calls[-1].problem is not None and end == len(body)
     return Read(
         calls=calls or [ParsedCall(text="", problem="the array holds no call")], end=end, cut=cut
@@ -160,8 +160,10 @@ def read_list(body: str, syntax: Syntax, schemas: Schemas) -> Read:
 def read_named(body: str, syntax: Syntax, schemas: Schemas) -> Read:
     """Read a header with the name and then the arguments, ``f[ARGS]{"x": 1}``, or an array."""
     start = skip_blank(body)
+    # A bracket begins an array of JSON calls, unless it is that of a header without a name.
     if body.startswith("[", start) and not body.startswith("[ARGS]", start):
         return read_list(body, syntax, schemas)
+    # A spec with this syntax has a header.
     header = re.compile(syntax.header or "", re.DOTALL).match(body, start)
     if header is None:
         return _problem(f"the call must begin with the name of a tool: {excerpt(body)}")
@@ -186,7 +188,7 @@ def read_named(body: str, syntax: Syntax, schemas: Schemas) -> Read:
 
 
 def _named_arguments(body: str, header: re.Match[str], syntax: Syntax) -> tuple[Json, str, bool]:
-    """Read the arguments behind a header; return (value, footer to expect, True if not JSON).
+    """Read the arguments after a header; return (value, footer to expect, True if not JSON).
 
     A header may end with the opening brace of the arguments, as in ``f({``. Their closing brace
     may then be the first character of the footer, ``})``, or of the closing mark.
@@ -219,9 +221,14 @@ def read_gemma(body: str, syntax: Syntax, schemas: Schemas) -> Read:
     value, end, problem, cut = read_literal(body, header.end(), GEMMA)
     if problem is not None:
         return _problem(problem, name=header["name"], cut=cut)
-    label = "the text after call:"
-    call = ParsedCall(text="", name=header["name"], arguments=value, name_label=label)
-    return Read(calls=[replace(call, arguments_label="the value of the arguments")], end=end)
+    call = ParsedCall(
+        text="",
+        name=header["name"],
+        arguments=value,
+        name_label="the text after call:",
+        arguments_label="the value of the arguments",
+    )
+    return Read(calls=[call], end=end)
 
 
 _FUNCTION = re.compile(r"\s*<function=(?P<name>[^>\n]*)>")
@@ -251,9 +258,11 @@ def read_xml(body: str, syntax: Syntax, schemas: Schemas) -> Read:
     name, at = header["name"].strip(), header.end()
     parameters: list[tuple[str, str]] = []
     while (parameter := _PARAMETER.match(body, at)) is not None:
-        start = parameter.end() + body.startswith("\n", parameter.end())
         # One newline at either end of a value is the format's. In an empty value both are the same:
         # `<parameter=x>\n</parameter>`.
+        start = parameter.end()
+        if body.startswith("\n", start):
+            start += 1
         end = _PARAMETER_END.search(body, parameter.end())
         if end is None:
             what = f"the parameter {excerpt(parameter['name'])} is not closed"
@@ -373,7 +382,7 @@ def read_python(body: str, syntax: Syntax, schemas: Schemas) -> Read:
 
 
 def _python_call(body: str, at: int) -> tuple[ParsedCall, int, bool]:
-    """Read the call at `at`: (call, position behind it, True if the body ends inside a value).
+    """Read the call at `at`: (call, position after it, True if the body ends inside a value).
 
     A malformed call ends where the next one begins, or where the list ends.
     """

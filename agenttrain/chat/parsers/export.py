@@ -167,13 +167,13 @@ def _calls(spec: MarkedSpec, stops: str) -> Iterator[Field]:
             **_between(opening, closing, "json"),
             "transform": {"type": "function", "function": function},
         }
-    elif spec.syntax == "named_json":  # f{"x": 1}, or an array of JSON calls
+    elif spec.syntax == "named_json":  # two ways to write calls: a candidate for each
         footer = rf"\s*(?:{re.escape(spec.footer)})?" if spec.footer else ""
-        yield {
+        yield {  # f{"x": 1}
             **_between(opening + (spec.header or ""), footer + closing, "json"),
             "transform": {"type": "function", "function": FUNCTION},
         }
-        yield {
+        yield {  # [{"name": "f", "arguments": {}}]: one region, each of whose items is a call
             **_between(opening, closing, "json"),
             "repeats": False,
             "transform_each": True,

@@ -29,7 +29,7 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w*)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Message:
-    """A message of a completion: a header, and a body behind <|message|>."""
+    """A message of a completion: a header, and a body after <|message|>."""
 
     header: str
     """E.g. ``<|channel|>commentary to=functions.add``."""
@@ -65,14 +65,15 @@ class HarmonySpec:
         reasoning: list[str] = []
         calls: list[ParsedCall] = []
         for message in _messages(ANALYSIS + text if in_reasoning else text):
-            channel = _CHANNEL.search(message.header)
-            if len(calls) > MAX_CALLS:
+            if len(calls) > MAX_CALLS:  # `parse_response` reports the last one as too many
                 break
+            channel = _CHANNEL.search(message.header)
             if (recipient := _RECIPIENT.search(message.header)) is not None:
                 calls.append(_call(message, recipient[1], lenient=self.lenient))
             elif message.body is None:  # text without marks, or a header that was cut
                 is_header = channel is not None or "<|" in message.header
-                content += [] if is_header else [message.header.strip()]
+                if not is_header:
+                    content.append(message.header.strip())
             elif channel is not None and channel[1] == "analysis":
                 reasoning.append(message.body.strip())
             else:

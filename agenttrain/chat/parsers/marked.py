@@ -37,7 +37,7 @@ class MarkedSpec(Syntax):
     """A regular expression instead, for calls without an opening mark."""
     call_open_also: str | None = None
     """A regular expression for further openings, which models write and templates do not. In a
-    format without an opening mark, an object behind such an opening that names no tool is content.
+    format without an opening mark, an object after such an opening that names no tool is content.
     In a format with one, so is a call of a tool that does not exist. The `response_template` of
     checkpoints lacks these openings."""
     call_close: str | None = None
@@ -68,7 +68,7 @@ class MarkedSpec(Syntax):
 
     @cached_property
     def _closing(self) -> re.Pattern[str]:
-        """Matches a closing mark right behind a call."""
+        """Matches a closing mark right after a call."""
         return re.compile(rf"\s*+{re.escape(self.call_close or '')}")
 
     @cached_property
@@ -118,13 +118,13 @@ class MarkedSpec(Syntax):
             before, opening, after = "", "", text
         if inside:  # some models repeat the opening mark that ends the prompt
             after = after.lstrip().removeprefix(self.reasoning_open.rstrip())
-        reasoning, closing, behind = after.partition(self.reasoning_close)
+        reasoning, closing, answer = after.partition(self.reasoning_close)
         if not closing and not opening and not inside:
             return None, text
         is_stray = not opening and not inside and self._opens_call(reasoning)
         if is_stray:  # the closing mark must not turn the call before it into reasoning
             return None, text
-        return reasoning.strip(), before + behind
+        return reasoning.strip(), before + answer
 
     def _opens_call(self, text: str) -> bool:
         """Return True if a call begins in the text."""
@@ -149,8 +149,10 @@ class MarkedSpec(Syntax):
             end = mark.end() + read.end
             while index < len(marks) and marks[index].start() < end:  # marks inside the call
                 index += 1
+            # In a format without marks the opening is a place: that of the call's first character.
             has_no_mark = mark.end() == mark.start()
-            if has_no_mark and [call.name for call in read.calls] == [None]:
+            names_no_tool = [call.name for call in read.calls] == [None]
+            if has_no_mark and names_no_tool:
                 # A JSON object that names no tool is content, unless it looks like the arguments
                 # that the call before it lacks.
                 between = text[position : mark.start()].strip(self.separator + " \t\r\n")
@@ -162,29 +164,31 @@ class MarkedSpec(Syntax):
             next_mark = marks[index] if index < len(marks) else None
             region_calls, position = self._region(text, mark.start(), end, read, next_mark)
             calls += region_calls
-        behind = self._read_beside(text[position:], calls, schemas)
-        if calls and (cut_call := self._cut_call(behind)) is not None:
+        tail = self._read_beside(text[position:], calls, schemas)
+        if calls and (cut_call := self._cut_call(tail)) is not None:
             return "".join(content), [*calls, cut_call]
-        return "".join([*content, behind]), calls
+        return "".join([*content, tail]), calls
 
     def _find_marks(self, text: str) -> list[re.Match[str]]:
         """Return the marks that open and close calls, in order."""
         marks: list[re.Match[str]] = []
         for mark in self._marks.finditer(text):
-            # A match of no width right behind another one is the same opening.
+            # A match of no width right after another one is the same opening.
             if mark.end() > mark.start() or not marks or mark.start() > marks[-1].end():
                 marks.append(mark)
         return marks
 
-    def _cut_call(self, behind: str) -> ParsedCall | None:
-        """Return the call that the text behind all calls begins, e.g. ``{"na``; None without one.
+    def _cut_call(self, tail: str) -> ParsedCall | None:
+        """Return the malformed call that begins in `tail`, e.g. ``{"na``; None if there is none.
 
-        Only in a format without marks can a completion be cut before a call is recognisable.
+        `tail` is the text after all calls. Only in a format without marks can a completion be cut
+        off before a call is recognisable.
         """
         if self.call_open_pattern is None or self.call_close is not None:
             return None
-        head = behind.strip(self.separator + " \t\r\n")
+        head = tail.strip(self.separator + " \t\r\n")
         beginning = regex.compile(self._opening, regex.DOTALL)  # the library caches it
+        # A partial match reaches to the end of the text, where more text could complete it.
         match = beginning.match(head, partial=True) if head else None
         if match is None or not match.partial or match.end() < len(head):
             return None
@@ -194,45 +198,46 @@ class MarkedSpec(Syntax):
     def _region(
         self, text: str, start: int, end: int, read: Read, next_mark: re.Match[str] | None
     ) -> tuple[list[ParsedCall], int]:
-        """Return (the calls of one region with the text of each, the position behind the region).
+        """Return (the calls of one region with the text of each, the position after the region).
 
-        A region reaches from an opening mark, which begins at `start`, to the closing mark or what
-        stands in its place. `end` is where reading ended, `next_mark` the mark after that.
+        A region begins with the opening mark at `start`. It reaches to the closing mark, or without
+        one to the next opening mark or the end of the text. `read` are its calls, `end` is where
+        they end in the text, and `next_mark` is the mark after that.
         """
         is_malformed = any(call.problem is not None for call in read.calls)
         limit = next_mark.start() if next_mark is not None else len(text)
-        behind = text[end:limit]
+        unread = text[end:limit]
         problem = None
-        if self.call_close is None:
-            lost = bool(read.calls) and _lost_arguments(read.calls[-1], behind)
+        if self.call_close is None:  # a good call ends with its arguments
+            lost = bool(read.calls) and _lost_arguments(read.calls[-1], unread)
             position = limit if is_malformed or lost else end
             if lost:
-                problem = _text_after_call(behind)
-        elif next_mark is None or next_mark["_open"] is not None:
+                problem = _text_after_call(unread)
+        elif next_mark is None or next_mark["_open"] is not None:  # the text ends, or a call opens
             position, problem = limit, f"the call is not closed: {self.call_close} is missing"
-        else:
+        else:  # a closing mark
             position = next_mark.end()
-            if not is_malformed and behind.strip():
-                problem = _text_after_call(behind)
+            if not is_malformed and unread.strip():
+                problem = _text_after_call(unread)
         region = text[start:position]
         if is_malformed and self.separator:
-            # The separator behind a malformed call is not part of the call.
+            # The separator after a malformed call is not part of the call.
             region = region.rstrip(self.separator + " \t\r\n")
         if len(read.calls) == 1 and not read.calls[0].text:  # a single call, not a list
             (call,) = read.calls
             return [replace(call, text=region, problem=problem or call.problem)], position
-        return self._list_calls(read.calls, region, behind, problem), position
+        return self._list_calls(read.calls, region, unread, problem), position
 
     def _list_calls(
-        self, read_calls: Sequence[ParsedCall], region: str, behind: str, problem: str | None
+        self, read_calls: Sequence[ParsedCall], region: str, unread: str, problem: str | None
     ) -> list[ParsedCall]:
         """Return the calls of a region that is a list; those that lost arguments are malformed.
 
-        `behind` is the text between the list and the next mark. `problem` is the region's.
+        `unread` is the text between the list and the next mark. `problem` is the region's.
         """
         calls = [call if call.text else replace(call, text=region) for call in read_calls]
-        if calls and _lost_arguments(calls[-1], behind):
-            calls[-1] = replace(calls[-1], problem=problem or _text_after_call(behind))
+        if calls and _lost_arguments(calls[-1], unread):
+            calls[-1] = replace(calls[-1], problem=problem or _text_after_call(unread))
             return calls
         for index, (call, next_call) in enumerate(pairwise(calls)):
             # A malformed call with a name does not hold the arguments of the call before it.
@@ -282,7 +287,7 @@ class MarkedSpec(Syntax):
         read again up to a later mark. The number of tries is bounded, so parsing stays linear.
         """
         first = None
-        for count in MARKS_IN_STRINGS:
+        for count in MARKS_IN_STRINGS:  # try a body up to the first mark, the 4th, the 16th
             last = index + count - 1  # number of the mark at which the body ends
             body = text[start : marks[last].start() if last < len(marks) else len(text)]
             read = READERS[self.syntax](body, self, schemas)
@@ -296,7 +301,8 @@ class MarkedSpec(Syntax):
                 return read
             if last >= len(marks):
                 break
-        return first or read
+        assert first is not None
+        return first  # no try has reached the end of the string
 
 
 def _lost_arguments(call: ParsedCall, behind: str) -> bool:

@@ -53,7 +53,8 @@ class ParameterTypes(Mapping[str, list[str]]):
             with suppress(ValueError):  # an expression of another language
                 by_pattern.append((Pattern(source, "patternProperties"), resolver.types(schema)))
         extra = root.get("additionalProperties")
-        return by_pattern, resolver.types(extra) if isinstance(extra, Mapping) else None
+        additional = resolver.types(extra) if isinstance(extra, Mapping) else None
+        return by_pattern, additional
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._types)

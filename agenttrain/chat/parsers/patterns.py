@@ -18,7 +18,7 @@ SLOW_S = 0.02
 """Searches that take more CPU time are cached, so that the same text is always read the same way:
 whether a search runs out of time depends on the machine's load."""
 MAX_SLOW = 64
-# A literal, with or without blanks behind it, cannot backtrack: it needs no limit.
+# A literal, with or without blanks after it, cannot backtrack: it needs no limit.
 _LITERAL = regex.compile(r"(?:\\[^\w\s]|[^\\()\[\]{}.*+?|^$\s])+(?:\\s\*)?")
 # `(?=[\s\S]*?X)` is tried at every position, which is quadratic if X is missing. One search for X
 # gives the same answer.
@@ -55,7 +55,8 @@ class Pattern:
         if not isinstance(source, str):
             raise ValueError(f"{key}: must be a regular expression, not {source!r}")
         self.source, self._text = source, text
-        # `(?=[\s\S]*?X)`: X is compiled, see _AHEAD.
+        # `(?=[\s\S]*?X)` matches wherever an X follows: only X is compiled, because a search for
+        # it gives the same answer in linear time.
         lookahead = _AHEAD.fullmatch(source)
         try:
             self._compiled = regex.compile(lookahead[1] if lookahead else source, regex.DOTALL)
@@ -81,7 +82,7 @@ class Pattern:
         return Hit(match.start(), match.end(), match.groupdict())
 
     def match(self, text: str, start: int = 0) -> Any:
-        """Return the library's own match object, which has groups without names too."""
+        """Search as `search` does, but return the library's match object, with unnamed groups."""
         return self._limited(
             lambda seconds: self._compiled.search(text, start, timeout=seconds),
             "search",
@@ -125,7 +126,7 @@ class Pattern:
     def _limited(self, work: Callable[[float], Any], *cache_key: Any) -> Any:
         """Run `work(seconds)` with the expression's remaining seconds; return None if they run out.
 
-        A slow result is cached under the expression and `cache_key`, the operation's arguments.
+        A slow result is cached under the expression and `cache_key`: operation and arguments.
         Each use costs the seconds of the first, so that a completion is always read the same way.
         """
         budget = _BUDGET.get()
@@ -138,7 +139,7 @@ class Pattern:
         if cached is not None:
             result, spent = cached
         else:
-            started = time.thread_time()
+            started = time.thread_time()  # CPU time: a busy machine makes no expression slow
             try:
                 result = work(remaining)
                 spent = time.thread_time() - started

@@ -94,15 +94,17 @@ class SchemaSpec:
     ) -> ParsedCompletion:
         """See ResponseSpec."""
         text = self.reasoning[0] + text if in_reasoning else text
-        fields, beside = self.root.split(text), ""
+        outside = ""  # text between calls that are read one by one
+        fields = self.root.split(text)
         if fields is not None:
             calls = self._calls(fields.get(CALLS), text, parameters(schemas))
         else:
-            # The root's expression reads the text before the calls; they are read one by one.
+            # The root's expression does not match, e.g. because a call is not closed. It gets the
+            # text before the calls; the calls are read one by one.
             start = self._first_call(text)
             fields = self.root.split(text[:start]) or {CONTENT_FIELD: text[:start]}
-            calls, beside = self._each(text[start:], parameters(schemas))
-        content = (self._text(fields, CONTENT_FIELD) or "") + beside
+            calls, outside = self._each(text[start:], parameters(schemas))
+        content = (self._text(fields, CONTENT_FIELD) or "") + outside
         reasonings = (self._text(fields, name) for name in REASONING)
         reasoning = next((text for text in reasonings if text is not None), None)
         return ParsedCompletion(content=content.strip(), reasoning=reasoning, calls=calls)
@@ -114,7 +116,7 @@ class SchemaSpec:
         """
         first = text.find(self._opener) if self._opener else -1
         opening, closing = self.reasoning
-        # A call in the reasoning is none: search behind the closing mark. A closing mark without
+        # A call in the reasoning is none: search after the closing mark. A closing mark without
         # an opening mark does not turn the call before it into reasoning.
         if first >= 0 and closing and opening in text[:first]:
             first = text.find(self._opener, max(text.find(closing), 0))
@@ -127,6 +129,7 @@ class SchemaSpec:
         Example: ``<call>`` for the expression ``<call>(.*?)</call>``.
         """
         source = self.iterator.source if self.iterator is not None else ""
+        # The plain and the escaped characters at its beginning, up to the first operator.
         literal = re.match(r"\^?\(?((?:\\[^\w\s]|[^\\()\[\]{}.*+?|^$])+)", source)
         if literal is None:
             return ""
@@ -174,6 +177,7 @@ class SchemaSpec:
         if isinstance(calls_value, list):
             items = calls_value[: MAX_CALLS + 1]  # `parse_response` reports the last as too many
         calls = [call_from_item(item, text, schemas, inside=self.inside) for item in items]
+        # Each call beside the JSON that the model wrote for it.
         return [
             replace(with_all_arguments(call, written, schemas), lenient=is_loose)
             for call, written in paired(calls, read_json(text).value)
@@ -199,7 +203,7 @@ class SchemaSpec:
     def _unmerged(self, call: ParsedCall, schemas: Schemas) -> list[ParsedCall]:
         """Return the two calls in the text of a malformed one, or the call alone.
 
-        The match of a call that is not closed may run over a good call behind it:
+        The match of a call that is not closed may run over a good call after it:
         ``<call>{"name": <call>{"name": "f"}</call>``.
         """
         last_opener = call.text.rfind(self._opener, 1) if self._opener else -1
@@ -305,6 +309,7 @@ def make_schema_spec(schema: Mapping[str, Any]) -> SchemaSpec:
         raise ValueError("response_schema: the root must be an object with properties")
     sources = list(root.sources())
     inside = any(CAPTURED_INSIDE.search(source) for source in sources)
+    # Without their escapes, to find the marks in them.
     patterns = "\n".join(sources).replace("\\n", "\n").replace("\\", "")
     calls = root.properties.get(CALLS)
     return SchemaSpec(
@@ -312,7 +317,8 @@ def make_schema_spec(schema: Mapping[str, Any]) -> SchemaSpec:
         loose=compile_node(schema, json_args={INSIDE: inside, LOOSE: True}),
         inside=inside,
         patterns=patterns,
-        reasoning=next((m for m in _REASONING_MARKS if m[1] in patterns), ("", "")),
+        # A pair of marks whose closing mark occurs: an expression may leave out the opening one.
+        reasoning=next((pair for pair in _REASONING_MARKS if pair[1] in patterns), ("", "")),
         iterator=None if calls is None else calls.iterator,
     )
 
@@ -334,7 +340,10 @@ NOTHING = object()
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A compiled node of the schema. The fields without a line are JSON schema's keywords."""
+    """A node of a `response_schema`, made by `compile_node`: it converts a text to a value.
+
+    The fields without a docstring are JSON schema's keywords.
+    """
 
     type: str | None = None
     const: Any = NOTHING
@@ -416,7 +425,8 @@ class Node:
             if not isinstance(value, str):
                 raise ContentError(f"expected text, found {kind(value)}")
             matches = [groups(match) for match in pattern.matches(value)]
-            value = (matches if self.iterator is not None else _mapping(matches)) or None
+            parts = matches if self.iterator is not None else _mapping(matches)
+            value = parts or None  # a field without a match is left out
         stays_text = raw and self.allow_non_json
         if self.parser is not None and value is not None and not stays_text:
             if not isinstance(value, str):
@@ -512,10 +522,10 @@ def compile_node(
     Raises ValueError that names a wrong key.
     """
     if schema is True or schema is None:
-        return Node()
+        return Node()  # any value, as it is
     if not isinstance(schema, Mapping):
         raise ValueError(f"{scope}: must be a mapping, not {schema!r}")
-    if schema.get("type") not in _TYPES:
+    if schema.get("type") not in _TYPES:  # the last of them is None: no type
         raise ValueError(f"{scope}.type: {schema['type']!r} is not one of {_TYPES[:-1]}")
     if (parser := schema.get("x-parser")) not in (None, *_PARSERS):
         raise ValueError(f"{scope}.x-parser: {parser!r} is not one of {', '.join(_PARSERS)}")
@@ -553,6 +563,7 @@ def compile_node(
         allow_non_json=bool(args.get("allow_non_json")),
         transform=_transform(args.get("transform"), scope),
         properties={str(key): compile_child(v, f"{scope}.{key}") for key, v in properties.items()},
+        # False leaves other keys out; {} accepts any value, as True does.
         additional=None if additional is False else compile_child(additional or None, scope),
         items=compile_child(schema["items"], f"{scope}.items") if "items" in schema else None,
         prefix_items=tuple(

@@ -121,7 +121,7 @@ class TemplateSpec:
         """See ResponseSpec."""
         patterns = [p for field in self.fields for p in (field.open, field.close) if p is not None]
         texts = [pattern.source for pattern in patterns]
-        texts += [repr(field.content_args) for field in self.fields]
+        texts += [repr(field.content_args) for field in self.fields]  # e.g. marks of strings
         all_texts = "\n".join(texts).replace("\\", "")  # the patterns' escapes
         return tuple(control for control in controls if control in all_texts)
 
@@ -164,7 +164,8 @@ class TemplateSpec:
         values = region.value if isinstance(region.value, list) else [region.value]
         # Only these two parsers leave arguments as text; JSON has types.
         types = schemas if field.content in ("xml-inline", "kv-lines") else {}
-        # `parse_response` reports a call beyond the limit.
+        # Each value beside the JSON that the model wrote for it. `parse_response` reports a call
+        # beyond the limit.
         for value, written in paired(values[: MAX_CALLS + 1], region.json):
             call = call_from_item(value, span, types, inside=self.inside)
             call = with_all_arguments(call, written, schemas)
@@ -180,7 +181,8 @@ class TemplateSpec:
         if outside is not None and outside.close is not None:
             searches.append((None, outside.close))
         marks = _Marks(text, searches, lenient=self.lenient)
-        at = calls = 0
+        at = 0  # the text before this position is split
+        calls = 0  # regions of calls so far
         if inside is not None:
             regions.append(_close(_Region(inside, 0, 0, {}), marks))
             at = regions[-1].end
@@ -189,7 +191,8 @@ class TemplateSpec:
             if outside is not None and hit.start > at:  # the text before the mark
                 regions.append(_Region(outside, at, at, {}, stop=hit.start, end=hit.end))
             if field is not None:  # an opening mark
-                calls += field.name == CALLS
+                if field.name == CALLS:
+                    calls += 1
                 region = _Region(field, hit.start, hit.end, hit.groups)
                 if calls > MAX_CALLS or len(regions) >= MAX_REGIONS:
                     # The remaining text is one malformed call.
@@ -244,8 +247,8 @@ class _Marks:
     def search(self, pattern: Pattern, at: int) -> Hit | None:
         """Return the first match of a mark from `at` on."""
         hit = self._hits.get(pattern)
-        is_behind = hit is not None and hit.start < at
-        if pattern not in self._hits or is_behind:
+        is_passed = hit is not None and hit.start < at
+        if pattern not in self._hits or is_passed:
             self._hits[pattern] = hit = pattern.search(self.text, at)
         return hit
 
@@ -266,22 +269,24 @@ def _read_calls(region: _Region, marks: _Marks) -> _Region:
     A mark inside a string is part of the string: ``{"x": "</tool_call>"}</tool_call>``. So while
     the value is cut inside a string, it is read again up to the next closing mark.
     """
-    field, most_marks = region.field, MARKS_IN_STRINGS[-1]
-    # The region may run over this many openings of calls inside strings, and no more.
-    openings = marks.opening(field, region.body, count=most_marks + 1)
-    limit = openings[-1] if len(openings) > most_marks else len(marks.text)
+    field, max_marks = region.field, MARKS_IN_STRINGS[-1]
+    # The region may run over so many openings of calls inside strings, but not to one more.
+    openings = marks.opening(field, region.body, count=max_marks + 1)
+    limit = openings[-1] if len(openings) > max_marks else len(marks.text)
     cut = _read(region, marks) if region.stop <= limit else True
     longer = region
-    for _ in range(most_marks):
+    for _ in range(max_marks):
+        if not cut or not longer.closed:  # read to its end, or there is no later closing mark
+            break
         hit = field.close.search(marks.text, longer.end) if field.close else None
-        has_next_mark = hit is not None and longer.end < hit.end and hit.start <= limit
-        if not cut or not longer.closed or hit is None or not has_next_mark:
+        # A mark of no width at the end of the region would not make it longer.
+        if hit is None or hit.end <= longer.end or hit.start > limit:
             break
         longer = replace(longer, stop=hit.start, end=hit.end, problem=None)
         cut = _read(longer, marks)
     if longer.problem is None and not cut:
         return longer
-    # Not closed: the region ends where the next call opens.
+    # No closing mark completes the value: the region ends where the next call opens.
     if openings and openings[0] < region.stop:
         problem = "the call is not closed"
         return replace(region, stop=openings[0], end=openings[0], closed=False, problem=problem)
@@ -372,9 +377,12 @@ def with_all_arguments(call: ParsedCall, written: Any, schemas: Schemas) -> Pars
     types = schemas.get(call.name, {}) if isinstance(call.name, str) else {}
     key, problem = arguments_of(filled, parameters=types)
     has_usual_form, has_arguments = "name" in function, bool(present or call.arguments)
+    # Given twice, or perhaps under an unexpected key.
     if len(present) > 1 or (problem and (has_usual_form or not has_arguments)):
         return replace(call, problem=problem)
-    return replace(call, arguments=function[key]) if present and not call.arguments else call
+    if present and not call.arguments:
+        return replace(call, arguments=function[key])
+    return call
 
 
 def paired(values: Sequence[Any], written: Any) -> list[tuple[Any, Any]]:
@@ -419,7 +427,7 @@ def _field(name: str, settings: Any) -> _Field:
     content, arguments = settings.get("content", "text"), settings.get("content_args") or {}
     check_content(content, arguments, settings.get("transform"), scope)
     opening, closing = _anchor(settings, "open", scope), _anchor(settings, "close", scope)
-    # The opening mark may include the opening brace of the JSON object behind it.
+    # The opening mark may include the opening brace of the JSON object after it.
     takes_brace = opening is not None and _OPEN_BRACE.search(opening.source) is not None
     if takes_brace and content == "json":
         arguments = {**arguments, INSIDE: True}
@@ -459,7 +467,7 @@ INSIDE, LOOSE = " inside", " loose"
 """Further arguments for `json`: the text may be the members of an object without its braces; it may
 be almost JSON. Keys of users do not begin with a blank."""
 CAPTURED_INSIDE = re.compile(r"(?:\\?\{|\[\{\])(?:\\s[*+]\+?|\s)*\((?!\?(?:[:=!>#]|<[=!]))")
-"""Matches expressions that capture the text behind an opening brace without the brace. Example:
+"""Matches expressions that capture the text after an opening brace without the brace. Example:
 ``"arguments": \\{(?P<arguments>.*)\\}``"""
 _PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 
@@ -532,7 +540,10 @@ def _put(parameters: dict[str, Any], key: str, value: Any, *, merge: bool) -> No
 
 
 def parse_kv_lines(text: str, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Read parameters, one on each line: ``a: 1`` and ``b: 2`` are {"a": "1", "b": "2"}."""
+    """Read parameters, one on each line: ``a: 1`` and ``b: 2`` are {"a": "1", "b": "2"}.
+
+    A line without the separator is left out.
+    """
     parameters: dict[str, Any] = {}
     for line in text.split(args.get("line_sep", "\n")):
         key, separator, value = parse_text(line, args).partition(args.get("kv_sep", ":"))
@@ -580,7 +591,8 @@ def check_content(name: Any, args: Any, transform: Any, scope: str) -> None:
                     f"not {quotes!r}"
                 )
     for key in ("line_sep", "kv_sep") if name == "kv-lines" else ():
-        if not isinstance(text := args.get(key, ":"), str) or not text:
+        text = args.get(key, ":")  # any default that is valid
+        if not isinstance(text, str) or not text:
             raise ValueError(f"{scope}.content_args.{key}: must be a text, not {text!r}")
     if (parser := args.get("value_parser")) is not None:
         inner = f"{scope}.content_args.value_parser"

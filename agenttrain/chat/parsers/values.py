@@ -37,7 +37,7 @@ class Json(NamedTuple):
 
     value: Any = None
     end: int = 0
-    """Position behind the value; 0 with a problem."""
+    """Position after the value; 0 with a problem."""
     problem: str | None = None
     cut: bool = False
     """The problem is that the text ends inside the value."""
@@ -91,11 +91,11 @@ Read = Callable[[str, int], Json]
 def read_items(
     text: str, start: int, key: str, read: Read = read_json, *, limit: int | None = None
 ) -> tuple[list[Item], int]:
-    """Read an array of objects from `start`, behind its bracket; return (items, end).
+    """Read an array of objects from `start`, after its bracket; return (items, end).
 
     An item that cannot be read has a problem. It ends before the next comma that is followed by an
     object whose first key is `key`, as in ``{"name": oops}, {"name": "g"}]``. An array that is not
-    closed ends with the text. The text behind `limit` items is one more item.
+    closed ends with the text. The text after `limit` items is one more item.
     """
     items: list[Item] = []
     at = skip_blank(text, start)
@@ -132,6 +132,7 @@ def written_name(text: str, key: str = "name") -> str:
     start = text.find("{")
     if start < 0:
         return ""
+    # An object whose first keys may be others, then `key` and a short string in either quotes.
     name = rf"""(?P<quote>["'])(?P<name>[^"'\\\r\n]{{1,{MAX_NAME}}})(?P=quote)"""
     head = re.compile(rf"""\{{\s*+(?:{_OTHER_KEYS})*?["']?{re.escape(key)}["']?\s*+:\s*+{name}""")
     match = head.match(text, start)
@@ -202,7 +203,7 @@ _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"} | {c: c for c
 _PYTHON_ESCAPED = _ESCAPED | {"a": "\a", "v": "\v", "\n": ""}
 
 
-@dataclass(eq=False)
+@dataclass(eq=False)  # an exception must stay hashable
 class LiteralError(ValueError):
     """A value that cannot be read. Callers in this folder catch it."""
 
@@ -227,7 +228,7 @@ class Dialect:
     """A mapping inside another may lack its braces."""
     python: bool = False
     """All literals of Python that JSON has a value for: tuples, sets, hexadecimal numbers, strings
-    in three quotes or with a prefix, strings behind each other, keys that are no strings."""
+    in three quotes or with a prefix, adjacent strings, keys that are no strings."""
     words: Mapping[str, Any]
     """Words such as `true` or `None` -> their values."""
 
@@ -268,7 +269,7 @@ def read_literal(text: str, start: int, dialect: Dialect) -> Json:
 
 
 def read_loose(text: str) -> Json:
-    """Read a whole text as LENIENT; the braces around an object may be missing.
+    """Read a whole text as near-JSON (LENIENT); the braces around an object may be missing.
 
     Example: ``read_loose("a: 3, 'b': 4").value == {"a": 3, "b": 4}``
     """
@@ -329,7 +330,10 @@ def _python_number(number: re.Match[str]) -> int | float:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Reads a dialect. Methods return (value, position behind it), or raise LiteralError."""
+    """Reads the values in a text of one dialect; made by `take_literal`.
+
+    Methods return (value, position after it), or raise LiteralError.
+    """
 
     text: str
     dialect: Dialect
@@ -353,7 +357,7 @@ class _Reader:
         return self._strings(at) or self._scalar(at)
 
     def _items(self, at: int, bracket: str, depth: int) -> tuple[list[Any], int, int]:
-        """Read values up to a closing bracket: (values, position behind it, number of commas).
+        """Read values up to a closing bracket: (values, position after it, number of commas).
 
         The commas tell the tuple ``(1,)`` from ``(1)``.
         """
@@ -364,12 +368,13 @@ class _Reader:
             item, at = self.value(at, depth - 1)
             items.append(item)
             at = skip_blank(self.text, at)
-            commas += self.text[at : at + 1] == ","
+            if self.text[at : at + 1] == ",":
+                commas += 1
             at = self._after_item(at, bracket, len(items))
         return items, at + 1, commas
 
     def _mapping(self, at: int, depth: int) -> tuple[dict[str, Any] | list[Any], int]:
-        """Read a mapping behind its brace, or the values of a set in Python."""
+        """Read a mapping after its brace, or the values of a set in Python."""
         pairs: list[tuple[str, Any]] = []
         start = at = skip_blank(self.text, at)
         if self.dialect.python and self.text[at : at + 1] == "(":  # a set of tuples: {(1, 2)}
@@ -388,9 +393,10 @@ class _Reader:
                     raise LiteralError(f"nested more than {MAX_DEPTH} levels deep")
                 value, end = self._mapping(at, depth - 1)
                 pairs.append((key, value))
-                # Each mapping has its closing brace, or one brace ends both.
+                # Each mapping has its closing brace, or the inner one's ends both.
                 at = skip_blank(self.text, end)
-                at = at if self.text[at : at + 1] == "}" else end - 1
+                if self.text[at : at + 1] != "}":
+                    at = end - 1  # of the inner brace
                 break
             value, at = self.value(at, depth - 1)
             pairs.append((key, value))
@@ -479,7 +485,7 @@ class _Reader:
             return _python_number(number), number.end()
         if (number := _NUMBER.match(self.text, at)) is not None:
             literal = number.group()
-            if len(literal) < SHORT and literal.isdigit():
+            if len(literal) < SHORT and literal.isdigit():  # the common case, read faster
                 return int(literal), number.end()
             try:
                 value = json.loads(literal)

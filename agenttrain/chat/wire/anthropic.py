@@ -54,7 +54,7 @@ def read_question(data: Mapping[str, Any]) -> Question:
     """
     request = validated(MessagesRequest, data)
     sampling = unfollowed(data, {*MessagesRequest.model_fields, *SAMPLING}, ANTHROPIC)
-    for name in SHAPE:
+    for name in SHAPE:  # an answer can only be one message
         if name in sampling:
             raise RequestError(
                 field_problem(name, sampling[name], {name}), param=name, code="unsupported_value"
@@ -62,7 +62,7 @@ def read_question(data: Mapping[str, Any]) -> Question:
     sampling |= {name: data[name] for name in SAMPLING if data.get(name) is not None}
     sampling |= _context_edits(request.context_management)
     form, one_call = _form(request)
-    if one_call:
+    if one_call:  # not followed, so it is listed with the other fields that are not
         sampling["tool_choice.disable_parallel_tool_use"] = True
     messages: list[Message] = []
     if request.system:
@@ -117,12 +117,10 @@ def _form(request: MessagesRequest) -> tuple[AnswerForm, bool]:
         )
     one_call = isinstance(choice, Mapping) and choice.get("disable_parallel_tool_use") is True
     output_format = (request.output_config or {}).get("format")
-    schema = output_format.get("schema") if isinstance(output_format, Mapping) else None
-    if output_format is not None and not (
-        isinstance(output_format, Mapping)
-        and output_format.get("type") == "json_schema"
-        and isinstance(schema, Mapping)
-    ):
+    schema = None
+    if isinstance(output_format, Mapping) and output_format.get("type") == "json_schema":
+        schema = output_format.get("schema")
+    if output_format is not None and not isinstance(schema, Mapping):
         raise RequestError(
             f"output_config.format={quote(output_format)}: expected the type json_schema with a "
             "schema",
@@ -201,6 +199,7 @@ def _assistant(blocks: list[Mapping[str, Any]], where: str, names: dict[str, str
         kind = block.get("type")
         if kind == "thinking":
             message["reasoning_content"] = str(block.get("thinking", ""))
+            # The signature of a thinking block of ours is the handle of its turn.
             if isinstance(block.get("signature"), str) and block["signature"]:
                 message[HANDLE] = block["signature"]
         elif kind == "tool_use":
@@ -282,7 +281,7 @@ def message_events(answer: Answer) -> Iterator[tuple[str, dict[str, Any]]]:
     start = {**_head(answer), "content": [], "stop_reason": None, "usage": usage}
     yield "message_start", {"message": start}
     for index, block in enumerate(_content(answer)):
-        empty: dict[str, Any]
+        empty: dict[str, Any]  # the block without its texts; deltas: (type, key, text)
         if block["type"] == "text":
             empty, deltas = {"type": "text", "text": ""}, [("text_delta", "text", block["text"])]
         elif block["type"] == "thinking":
@@ -325,6 +324,7 @@ def _content(answer: Answer) -> Iterator[dict[str, Any]]:
     message = answer.message
     if "reasoning_content" in message:
         reasoning = message["reasoning_content"]
+        # Clients send signatures back as they are: this one names the turn.
         yield {"type": "thinking", "thinking": reasoning, "signature": message[HANDLE]}
     if message["content"]:
         yield {"type": "text", "text": message["content"]}

@@ -36,9 +36,10 @@ class WireDialect:
     """How one API asks, answers and reports errors."""
 
     read: Read
-    """For the endpoint, which refuses or replaces some fields that this reads."""
+    """Reads a request to a training run's endpoint, which refuses or overrides sampling fields."""
     read_served: Read | None = None
-    """For `serve`, which follows each field that this reads. None: it does not speak the API."""
+    """Reads a request to `agenttrain serve`, which follows every field that is read. None: `serve`
+    does not speak the API."""
     body: Callable[[Answer], dict[str, Any]]
     """Returns an answer in one piece."""
     writer: Callable[[AnswerHead, bool], StreamWriter]
@@ -84,4 +85,4 @@ DIALECTS = {
         text_arguments=False,
     ),
 }
-"""Path behind ``/v1/`` -> dialect."""
+"""Path after ``/v1/`` -> dialect."""

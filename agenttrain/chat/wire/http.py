@@ -92,6 +92,7 @@ async def read_body(request: Request, max_context: int) -> bytes:
     """
     limit = body_limit(max_context)
     length = request.headers.get("content-length", "").lstrip("0")
+    # Digits are counted first: `int` refuses thousands of them.
     if length.isdecimal() and (len(length) > len(str(limit)) or int(length) > limit):
         raise _too_long(max_context)
     pieces, size = [], 0
@@ -148,7 +149,7 @@ class BoundedHead(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Count a header, or one behind the body, as `on_url`."""
+        """Count a header or a trailer, as `on_url`."""
         self._count(len(name) + len(value))
         super().on_header(name, value)
 
@@ -167,7 +168,9 @@ class BoundedHead(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         before = self._callbacks
         super().data_received(data)
         self._unfinished = self._unfinished + len(data) if before == self._callbacks else 0
-        if self._unfinished > MAX_HEAD and self._callbacks and not self.transport.is_closing():
+        # Without httptools uvicorn takes h11, which has its own bound and calls none of the above.
+        is_httptools = self._callbacks > 0
+        if self._unfinished > MAX_HEAD and is_httptools and not self.transport.is_closing():
             self.send_400_response("The headers are too long.")
 
     def _count(self, size: int) -> None:

@@ -5,7 +5,7 @@ the ids that were sampled go on. Nothing is rendered and tokenised again::
 
     issued     [system, user] -> A            [system, user, A, tool 7] -> B
     sent       system, user, A, tool 7        the last turn is A, and goes on
-    sent       system*, user, A, tool 7       A stands behind another system message: no match
+    sent       system*, user, A, tool 7       A stands after another system message: no match
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ CUT_CALL = "Error: the client ended the answer before this call"
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class IssuedTurn:
-    """A turn that a client was given. A server's subclass adds where it keeps the ids before it."""
+    """A turn that was sent to a client, whose next requests may continue it.
+
+    Each server has a subclass, with the place where it keeps the ids before the turn.
+    """
 
     turn: AssistantTurn
     """The turn as it was parsed, with the ids of its calls that the model wrote."""
@@ -54,7 +57,7 @@ class IssuedTurn:
 
     @property
     def keys(self) -> list[str]:
-        """Its handle and the ids of its calls, which no other turn has."""
+        """Its handle (a random id) and the ids of its calls: no other turn has any of them."""
         return [key for key in (self.message[HANDLE], *self.call_ids) if key]
 
     @property
@@ -65,9 +68,9 @@ class IssuedTurn:
     def replies(self, new_messages: Sequence[Message]) -> list[Message]:
         """Return the client's messages after the turn, with the model's ids of the calls.
 
-        The template shows a reply to each call. A malformed call that was part of the text has none
-        from the client, which saw no call: it gets its `malformed_reply`, and a call that a stop
-        text cut off `CUT_CALL`.
+        The template needs a reply to each call. A malformed call was sent to the client as text, so
+        that the client has no reply to it: it gets its `malformed_reply`. A call that the client
+        never got, because a stop text cut the answer off before it, gets `CUT_CALL`.
         """
         contents = {m["tool_call_id"]: m["content"] for m in new_messages if m["role"] == "tool"}
         replies: list[Message] = []
@@ -77,6 +80,7 @@ class IssuedTurn:
             replies.append(
                 {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
             )
+        # Handles are for matching requests with turns; no template knows them.
         return [*replies, *(without_handle(m) for m in new_messages if m["role"] != "tool")]
 
     def continuation(
@@ -84,7 +88,7 @@ class IssuedTurn:
     ) -> tuple[list[Message], list[tuple[Origin, list[int]]]]:
         """Return the `replies`, and the ids that follow the turn, by origin. Raises ChatError.
 
-        Messages of the system are the user's where the template can show none.
+        System messages become the user's where the template can show none.
         """
         return _with_late_system(
             lambda replies: chat.suffix(
@@ -105,12 +109,12 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match(Generic[T]):
-    """How a request relates to the turns that were issued."""
+    """How a request relates to the turns that were issued: the result of `IssuedTurns.match`."""
 
     turn: T | None = None
     """The turn that the request continues. None: it has to be rendered."""
     new_messages: tuple[Message, ...] = ()
-    """Messages of the request behind that turn."""
+    """Messages of the request after that turn."""
     ambiguous: bool = False
     """Several turns match, and this is the newest."""
     other_tools: bool = False
@@ -156,7 +160,10 @@ class IssuedTurns(Generic[T]):
         return None if turn is None else turn.message
 
     def twins(self, turn: T) -> list[T]:
-        """Return the turns with the conversation, reasoning and tools of `turn`, and itself."""
+        """Return the turns that equal `turn` in conversation, reasoning and tools.
+
+        `turn` is among them once it was added.
+        """
         return [
             twin
             for twin in self._by_digest.get(turn.digest, ())
@@ -179,14 +186,17 @@ class IssuedTurns(Generic[T]):
             issued_calls = [] if turn is None else turn.message.get("tool_calls", [])
             if [call["id"] for call in issued_calls] != [call["id"] for call in calls or ()]:
                 continue
-            pairs = list(zip(calls or (), issued_calls, strict=True))
-            changed = {i["id"] for c, i in pairs if _call_key(c) != _call_key(i)}
-            if changed and all(
-                i["id"] not in changed or is_respelled(c["function"], i["function"], schemas)
-                for c, i in pairs
+            pairs = [
+                (sent, issued)
+                for sent, issued in zip(calls or (), issued_calls, strict=True)
+                if _call_key(sent) != _call_key(issued)
+            ]
+            if pairs and all(
+                is_respelled(sent["function"], issued["function"], schemas)
+                for sent, issued in pairs
             ):
                 restored[index] = {**message, "tool_calls": issued_calls}
-                respelled |= changed
+                respelled |= {issued["id"] for _, issued in pairs}
         return restored, respelled
 
     def match(self, messages: Sequence[Message], tools: bytes) -> Match[T]:
@@ -194,11 +204,12 @@ class IssuedTurns(Generic[T]):
 
         `messages` are those of the request, `in_call_order`. `tools` is the digest of its tools.
         """
-        digests = _digests(messages)
+        digests = _digests(messages)  # of the conversation up to and with each message
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not answers:
             return Match(digest=digests[-1])
-        end = answers[-1] + 1  # behind the last answer
+        end = answers[-1] + 1  # after the last answer
+        # Digests leave out reasoning and handles, which only some clients send.
         candidates = [
             turn
             for turn in self._by_digest.get(digests[end - 1], ())
@@ -219,9 +230,10 @@ def render_prompt(
 ) -> tuple[list[Message], list[int]]:
     """Return a request's messages as the template can show them, and the ids of their prompt.
 
-    Messages of the system behind the first one are the user's where the template can show none
+    System messages after the first message become the user's where the template can show none
     there. Raises ChatError.
     """
+    # Answers may hold texts beside their calls that a template leaves out.
     return _with_late_system(
         lambda shown: chat.prompt_ids(shown, schemas, may_omit=("assistant",)),
         [without_handle(message) for message in messages],
@@ -232,9 +244,10 @@ def render_prompt(
 def _with_late_system(
     render: Callable[[list[Message]], R], messages: list[Message], *, first: int
 ) -> tuple[list[Message], R]:
-    """Return messages and their rendering, in which late messages of the system may be the user's.
+    """Return messages and their rendering; late system messages become the user's if they must.
 
-    Late are those from the index `first` on. Raises ChatError if the template refuses both.
+    They are late from the index `first` on. They become the user's if the template refuses the
+    messages as they are. Raises ChatError if it refuses both forms.
     """
     try:
         return messages, render(messages)
@@ -249,12 +262,14 @@ def _with_late_system(
 
 
 def _as_user(messages: Sequence[Message], first: int) -> list[Message]:
-    """Return messages in which late ones of the system are part of the user's, or of the system's.
+    """Return messages in which late system messages, from index `first` on, are the user's.
 
+    The text of one joins the user's or the system's message before it. If that is the user's, the
+    user's message after it joins too, so that no two messages of the user stand side by side.
     Example: ``[user "a", system "b", user "c"]`` is ``[user "a\\n\\nb\\n\\nc"]``.
     """
     shown: list[Message] = []
-    is_joined = False  # the last message ends with a system's text, and is the user's
+    is_joined = False  # the last of `shown` is the user's, and a system's text is part of it
     for index, message in enumerate(messages):
         is_late = message["role"] == "system" and index >= first
         role = "user" if is_late else message["role"]
@@ -291,7 +306,7 @@ def _tools_digest(schemas: str) -> bytes:
 def in_call_order(messages: Sequence[Message]) -> list[Message]:
     """Return the messages with the replies to each turn's calls in the order of the calls.
 
-    Raises RequestError unless each call of an assistant message has exactly one reply right behind
+    Raises RequestError unless each call of an assistant message has exactly one reply right after
     it, and each reply has a call.
     """
     result: list[Message] = []
@@ -380,19 +395,22 @@ def _call_key(call: Mapping[str, Any]) -> list[Any]:
 def is_respelled(
     sent: Mapping[str, Any], issued: Mapping[str, Any], schemas: Sequence[Mapping[str, Any]]
 ) -> bool:
-    """Return True if the function of a call is the issued one but for defaults of its schema.
+    """Return True if the function of a sent call is the issued one but for defaults of its schema.
 
-    Anything stands for a malformed call, which clients replace.
+    A malformed call counts as respelled whatever was sent in its place: clients replace it.
     """
-    if issued.get("text") is not None:
+    if issued.get("text") is not None:  # malformed
         return True
     if sent["name"] != issued["name"] or sent.get("text") is not None:
         return False
     for schema in schemas:
         if schema["function"]["name"] == sent["name"]:
             resolver = SchemaResolver(without_nullable(schema["function"].get("parameters") or {}))
-            both = [resolver.with_defaults(f["arguments"]) for f in (sent, issued)]
-            return bool(_whole_numbers(both[0]) == _whole_numbers(both[1]))
+            sent_arguments, issued_arguments = (
+                _whole_numbers(resolver.with_defaults(function["arguments"]))
+                for function in (sent, issued)
+            )
+            return bool(sent_arguments == issued_arguments)
     return False
 
 

@@ -29,7 +29,8 @@ class Question:
     """A request for an answer, whichever API it came through.
 
     Messages are those of chat templates, with two differences: a call whose arguments are no JSON
-    object has their text under `text`, and a message may have a `handle`.
+    object has their text under `text`, and an answer that this server issued may have the `handle`
+    under which it was issued.
     """
 
     messages: list[Message]

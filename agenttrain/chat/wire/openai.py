@@ -42,7 +42,7 @@ class RequestError(Exception):
     ) -> None:
         # The message may repeat a lone surrogate of the request, which could not be sent.
         super().__init__(message.encode(errors="replace").decode())
-        self.param = param and param.encode(errors="replace").decode()
+        self.param = None if param is None else param.encode(errors="replace").decode()
         self.code, self.status = code, status
 
     def body(self) -> dict[str, Any]:
@@ -173,13 +173,15 @@ def read_question(
     parameters and the fields that are not read here.
     """
     form = _form(data)
+    # Not validated with the other fields: `_form` has read two of them, and the endpoint refuses or
+    # overrides the sampling parameters whatever they are.
     read_here = {*SAMPLING, "tool_choice", "response_format"}
     fields = {name: value for name, value in data.items() if name not in read_here}
     not_read = unfollowed(fields, ChatRequest.model_fields, OPENAI)
-    for name in SHAPE:
+    for name in SHAPE:  # an answer can only be one message
         if name in not_read:
             raise _refused(name, not_read[name])
-    if data.get("tool_choice") == "none":
+    if data.get("tool_choice") == "none":  # then `ChatRequest.schemas` is empty
         fields["tool_choice"] = "none"
     request = validated(ChatRequest, fields)
     messages = read_messages(request, roles, text_arguments=True)
@@ -192,7 +194,7 @@ def read_question(
 def _question(
     request: ChatRequest, messages: list[Message], form: AnswerForm, sampling: dict[str, Any]
 ) -> Question:
-    """Return a request with its messages, which were read, as a Question."""
+    """Return a validated request as a Question. `messages` are those of `read_messages`."""
     return Question(
         messages=messages,
         schemas=request.schemas,
@@ -243,7 +245,7 @@ def _chosen_tool(choice: Any) -> str | None:
 def demanded_schema(response_format: Any, param: str) -> Mapping[str, Any] | None:
     """Return the JSON schema that a request demands, or None; raises RequestError."""
     schema: Any = None
-    kind = response_format
+    kind = response_format  # None is allowed; any other value that is no mapping is refused
     if isinstance(response_format, Mapping):
         kind = response_format.get("type")
         if kind == "json_object":

@@ -89,7 +89,7 @@ def read_question(
     sampling |= {name: data[name] for name in SAMPLING if data.get(name) is not None}
     tools = _Tools()
     tools.read(request.tools or (), "tools")
-    form = _form(request, tools)
+    form = _form(request)
     schemas = [] if request.tool_choice == "none" else tools.schemas
     check_form(form, schemas)
     return Question(
@@ -128,11 +128,13 @@ def _refused(name: str, value: object) -> RequestError:
 
 @dataclass(slots=True)
 class _Tools:
-    """The tools of a request that the model is shown."""
+    """The tools of a request that the model is shown, collected by `read`."""
 
     schemas: list[dict[str, Any]] = field(default_factory=list)
     namespaces: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Name of a tool for the model -> (namespace, name) of the tool for the client."""
     left_out: int = 0
+    """Tools of other types, which the model is not shown."""
 
     def read(self, tools: Sequence[Any], where: str, namespace: str | None = None) -> None:
         """Add functions, and those inside namespaces; count the others. Raises RequestError."""
@@ -164,7 +166,7 @@ class _Tools:
         return {**schema, "function": {**function, "name": shown}}
 
 
-def _form(request: ResponsesRequest, tools: _Tools) -> AnswerForm:
+def _form(request: ResponsesRequest) -> AnswerForm:
     """Return the form that a request demands of the answer; raises RequestError."""
     choice, tool = request.tool_choice, None
     if isinstance(choice, Mapping) and choice.get("type") == "function":
@@ -176,10 +178,11 @@ def _form(request: ResponsesRequest, tools: _Tools) -> AnswerForm:
             param="tool_choice",
             code="unsupported_value",
         )
-    wanted = (request.text or {}).get("format")
-    if isinstance(wanted, Mapping) and wanted.get("type") == "json_schema":
-        wanted = {"type": "json_schema", "json_schema": wanted}
-    schema = demanded_schema(wanted, "text.format")
+    text_format = (request.text or {}).get("format")
+    if isinstance(text_format, Mapping) and text_format.get("type") == "json_schema":
+        # The schema stands beside the type here, but one level deeper in chat completions.
+        text_format = {"type": "json_schema", "json_schema": text_format}
+    schema = demanded_schema(text_format, "text.format")
     return AnswerForm(
         call=choice == "required" or tool is not None,
         tool=tool,
@@ -195,11 +198,12 @@ class _ItemReader:
     ) -> None:
         self.roles, self.find_issued = roles, find_issued
         self.shown = {tool: name for name, tool in namespaces.items()}
+        """(namespace, name) of a tool for the client -> its name for the model."""
         self.messages: list[Message] = []
         self.tool_names: dict[str, str] = {}
         """Id of a call -> name of its tool."""
         self.turn: Message | None = None
-        """The last assistant message. Behind it are at most replies to its calls."""
+        """The last assistant message. After it come at most replies to its calls."""
         self.issued: Message | None = None
         """The answer that was issued as that turn."""
 
@@ -238,15 +242,17 @@ class _ItemReader:
         )
 
     def _read_item(self, item: Mapping[str, Any], where: str) -> None:
+        """Add an item to the messages: as one of its own, or as a part of the current turn."""
         kind = item.get("type", "message")
         if kind == "reasoning":
-            turn = self._turn_of(item.get("encrypted_content") or _key(item.get("id")), kind)
-            handle = item.get("encrypted_content")
+            handle = item.get("encrypted_content")  # as in the items that we issue
+            turn = self._turn_of(handle or _key(item.get("id")), kind)
             texts = item.get("content") or item.get("summary")
             if isinstance(handle, str) and handle:
                 turn[HANDLE] = handle
             if texts:
                 turn["reasoning_content"] = _text(texts, where)
+            # Some clients send the item without its text.
             elif self.issued is not None and "reasoning_content" in self.issued:
                 turn["reasoning_content"] = self.issued["reasoning_content"]
         elif kind == "function_call":
@@ -277,6 +283,7 @@ class _ItemReader:
             )
 
     def _read_message(self, item: Mapping[str, Any], where: str) -> None:
+        """Add a message; an assistant's text is added to the turn that its id names."""
         role = read_role(str(item.get("role")), self.roles)
         if role is None or role == "tool":
             raise RequestError(
@@ -292,6 +299,7 @@ class _ItemReader:
             self.turn = self.issued = None
 
     def _read_call(self, item: Mapping[str, Any], where: str) -> None:
+        """Add a call to the turn that it belongs to."""
         call_id, name = item.get("call_id"), item.get("name")
         if not isinstance(call_id, str) or not isinstance(name, str):
             raise RequestError(f"{where}: a function_call needs a call_id and a name", param=where)
@@ -302,21 +310,24 @@ class _ItemReader:
         self.tool_names[call_id] = name
 
     def _turn_of(self, key: object, kind: str) -> Message:
-        """Return the assistant message that an item belongs to, which may be a new one.
+        """Return the assistant message that an item belongs to: the current one, or a new one.
 
-        Behind replies to calls it is the last one only if it was issued with that item, because
-        some clients put each reply right behind its call.
+        `key` is the handle or the id of a call in the item, `kind` the item's type. Once replies to
+        calls have followed the current turn, an item belongs to it only if both were issued as
+        parts of one turn: some clients put each reply right after its call.
         """
         issued = self.find_issued(key) if isinstance(key, str) and key else None
         turn = self.turn
-        is_open = turn is not None and turn is self.messages[-1]
+        is_open = turn is not None and turn is self.messages[-1]  # no reply follows it yet
         if turn is not None and issued is not None and self.issued is not None:
-            begins = issued is not self.issued
+            begins_turn = issued is not self.issued
         elif turn is None or not is_open:
-            begins = True
+            begins_turn = True
         else:
-            begins = kind == "reasoning" and bool(turn["content"] or len(turn) > 2)
-        if begins:
+            # Reasoning comes first in a turn: it begins a new one if this one has text, or more
+            # keys than `role` and `content`.
+            begins_turn = kind == "reasoning" and bool(turn["content"] or len(turn) > 2)
+        if begins_turn:
             turn = {"role": "assistant", "content": ""}
             self.messages.append(turn)
             self.issued = None
@@ -338,7 +349,8 @@ def _text(content: Any, where: str) -> str:
     texts = []
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        text = part.get("refusal" if kind == "refusal" else "text") if kind in TEXT_PARTS else None
+        text_key = "refusal" if kind == "refusal" else "text"
+        text = part.get(text_key) if kind in TEXT_PARTS else None
         if not isinstance(text, str):
             raise RequestError(
                 f"{where}: holds a part of type {kind}; only text is supported here", param=where
@@ -365,6 +377,7 @@ def output_items(
 def _reasoning_item(
     handle: str, content: list[dict[str, Any]], encrypted: str | None
 ) -> dict[str, Any]:
+    """Return an item of reasoning. `encrypted` is the handle once the reasoning is complete."""
     return {
         "id": f"rs_{handle}",
         "type": "reasoning",
@@ -384,6 +397,7 @@ def _output_text(text: str) -> dict[str, Any]:
 
 
 def _call_item(call: Mapping[str, Any], namespaces: Namespaces) -> dict[str, Any]:
+    """Return the item of a call, with the tool's name and namespace for the client."""
     function = call["function"]
     namespace, name = namespaces.get(function["name"], (None, function["name"]))
     item = {
@@ -416,7 +430,7 @@ def response_body(answer: Answer) -> dict[str, Any]:
 
 
 def _response(head: AnswerHead, status: str) -> dict[str, Any]:
-    """Return a `response` without output."""
+    """Return a `response` without output, with all fields that OpenAI's clients require."""
     return {
         "id": f"resp_{head.id}",
         "object": "response",
@@ -446,6 +460,7 @@ class ResponseWriter:
         """`include_usage` has no effect: a response always ends with its usage."""
         self.head = head
         self._number = 0
+        """Sequence number of the next event."""
         self._sent: dict[str, str] = {}
         """Text of each item that has begun, by its id; their order is that of the output."""
 
@@ -467,8 +482,11 @@ class ResponseWriter:
     def end(self, answer: Answer) -> Iterator[str]:
         """Yield the rest of the items, and the complete response."""
         body = response_body(answer)
+        # Items that were streamed keep their place; the others follow them.
         begun = list(self._sent)
-        body["output"].sort(key=lambda item: begun.index(item["id"]) if item["id"] in begun else 9)
+        body["output"].sort(
+            key=lambda item: begun.index(item["id"]) if item["id"] in begun else len(begun)
+        )
         for index, item in enumerate(body["output"]):
             if item["type"] == "function_call":
                 yield from self._call(item, index)
@@ -489,13 +507,15 @@ class ResponseWriter:
         yield self._event("response.failed", response=response)
 
     def _text(self, item: Mapping[str, Any], text: str) -> Iterator[str]:
-        """Yield a piece of an item's text, behind the beginning of the item if it is new."""
+        """Yield the events of more text of an item, and first those that begin a new item."""
         is_new = item["id"] not in self._sent
         earlier = self._sent.setdefault(item["id"], "")
         place = self._place(item)
         is_message = item["type"] == "message"
         if is_new:
-            empty = {**item, "content": [], **({"status": "in_progress"} if is_message else {})}
+            empty = {**item, "content": []}
+            if is_message:
+                empty["status"] = "in_progress"
             yield self._event(
                 "response.output_item.added", output_index=place["output_index"], item=empty
             )
@@ -508,6 +528,7 @@ class ResponseWriter:
             yield self._event(f"response.{kind}.delta", **place, delta=text, **more)
 
     def _text_done(self, item: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the events that close the text of an item."""
         place, part = self._place(item), item["content"][0]
         if item["type"] == "message":
             yield self._event("response.output_text.done", **place, text=part["text"], logprobs=[])
@@ -516,6 +537,7 @@ class ResponseWriter:
             yield self._event("response.reasoning_text.done", **place, text=part["text"])
 
     def _call(self, item: Mapping[str, Any], index: int) -> Iterator[str]:
+        """Yield the events of a whole call: calls are not streamed in parts."""
         place = {"item_id": item["id"], "output_index": index}
         empty = {**item, "arguments": "", "status": "in_progress"}
         arguments = item["arguments"]

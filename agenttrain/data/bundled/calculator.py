@@ -80,7 +80,7 @@ def row(
             f"curriculum={curriculum!r}: must be stages [first row, [two shares]], from row 0 on"
         )
     rng = random.Random(f"calculator/{split}/{seed}/{index}")
-    shares = [shares for first, shares in curriculum if first <= index][-1]
+    shares = [shares for first, shares in curriculum if first <= index][-1]  # of the latest stage
     hops = rng.choices((1, 2), shares)[0]
     opener, closer = rng.choice(phrasings(held_out=split == "test_phrasing"))
     while True:  # until the numbers belong to the split

@@ -218,6 +218,7 @@ def connect(columns: Mapping[str, Any]) -> sqlite3.Connection:
     Example: `connect({"database_seed": 3}).execute("SELECT COUNT(*) FROM orders").fetchone()`
     gives `(60,)`. The caller sets limits and closes it.
     """
+    # Tools run in threads, not always the same one.
     connection = sqlite3.connect(":memory:", check_same_thread=False)
     connection.deserialize(_database(int(columns["database_seed"])))
     return connection
@@ -227,8 +228,8 @@ def connect(columns: Mapping[str, Any]) -> sqlite3.Connection:
 def _database(seed: int) -> bytes:
     """Return the database of a seed as a file's bytes.
 
-    Every inserted row lets other threads take the interpreter, so that a rollout which filled a
-    database of its own would hold up the engine a hundred times.
+    Cached, because SQLite gives up the interpreter's lock (GIL) at every insert. If each rollout
+    filled its own database, it would compete with the engine's thread for the lock a hundred times.
     """
     rng = random.Random(seed)
     connection = sqlite3.connect(":memory:")
@@ -287,7 +288,7 @@ def row(
             f"curriculum={curriculum!r}: must be stages [first row, [three shares]], from row 0 on"
         )
     rng = random.Random(f"shop/{split}/{seed}/{index}")
-    shares = [shares for first, shares in curriculum if first <= index][-1]
+    shares = [shares for first, shares in curriculum if first <= index][-1]  # of the latest stage
     hops = rng.choices((1, 2, 3), shares)[0]
     family = rng.choice([family for family in FAMILIES if len(family.plan) == hops])
     question = rng.choice(phrasings(family, held_out=split == "test_phrasing"))

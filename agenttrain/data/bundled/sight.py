@@ -109,6 +109,7 @@ def draw(wall: int) -> Any:
         quarter_row, quarter_column = divmod(QUARTERS.index(plate.quarter), 2)
         left = plate.left + SIDE // 2 * quarter_column
         top = plate.top + SIDE // 2 * quarter_row
+        # A white plate, and its coloured cells inside a border.
         pixels[top : top + CELL + 2 * BORDER, left : left + 2 * (CELL + BORDER)] = 255
         for number, colour in enumerate(plate.colours):
             x, y = left + BORDER + number * CELL, top + BORDER
@@ -159,6 +160,8 @@ def row(
         raise ValueError(f"blank={blank!r}: must be one of {', '.join(Blank)}, or null for none")
     rng = random.Random(f"sight/{split}/{seed}/{index}")
     wall = rng.choice(WALLS[split])
+    # Blank.all blanks the overview here. Both kinds blank the quarters, in `look`, which reads the
+    # column `blank`.
     columns = {
         "task_id": f"sight/{split}/{seed}/{index}",
         "messages": [{"role": "user", "content": rng.choice(QUESTIONS)}],

@@ -114,6 +114,7 @@ class Gymnasium:
         seed = row.get("seed", group_seed)
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
             raise ValueError(f"the row's seed={seed!r}: must be a whole number of 0 or more")
+        # Many environments take no seed of 2**31 or more.
         observation, _ = self._env.reset(seed=seed % 2**31)
         self._return, self.done, self.truncated = 0.0, False, False
         self._show(observation)
@@ -199,12 +200,13 @@ def _make(env_id: str, kwargs: Mapping[str, Any] | None, render: bool | None) ->
             __import__(module)
         creator = gymnasium.spec(name).entry_point
         creator = load_env_creator(creator) if isinstance(creator, str) else creator
+        # "ansi" is Gymnasium's render mode for text.
         can_draw = "ansi" in (getattr(creator, "metadata", None) or {}).get("render_modes", ())
         if render and not can_draw:
             raise ValueError("render=true: it cannot draw itself as text; leave render out")
         mode = {"render_mode": "ansi"} if can_draw and render is not False else {}
         return gymnasium.make(name, disable_env_checker=True, **mode, **(kwargs or {}))
-    except ValueError:
+    except ValueError:  # ours, or one of the environment that says what is wrong
         raise
     except TypeError as error:
         raise ValueError(f"kwargs={dict(kwargs or {})}: {env_id}: {error}") from error

@@ -133,7 +133,9 @@ class OpenEnv:
             raise ValueError(f"columns=[{', '.join(absent)}]: the row has no such column")
         columns = {name: row[name] for name in self._columns}
         seed = row.get("seed", group_seed)
-        data = {"seed": seed % 2**31 if isinstance(seed, int) else seed, **self._reset, **columns}
+        if isinstance(seed, int):
+            seed %= 2**31  # many environments take no larger one
+        data = {"seed": seed, **self._reset, **columns}
         reply = self._open({"type": "reset", "data": data})
         self._return = 0.0
         self._read(reply)
@@ -169,6 +171,7 @@ class OpenEnv:
         from websockets.exceptions import InvalidHandshake, InvalidURI
         from websockets.sync.client import connect
 
+        # http -> ws, https -> wss
         address = "ws" + with_path(self._url, "/ws").removeprefix("http")
         public_address = hide_secrets(address)
         deadline = time.monotonic() + self._session_timeout_s

@@ -180,12 +180,16 @@ class UnsupportedEnvironment(Exception):
 
 
 class EnvironmentProcess:
-    """A child process with a loaded environment: the bridge."""
+    """A child process that runs verifiers_bridge.py with a loaded environment.
+
+    All `Verifiers` with the same arguments share one, from `environment_process`.
+    """
 
     def __init__(
         self, id: str, python: str, args: Mapping[str, Any], limit: int, start_timeout_s: float
     ) -> None:
         """Raises ValueError that begins with the argument that does not fit."""
+        # -P: the bridge's folder holds our verifiers.py, which is not the library.
         command = [str(Path(python).expanduser()), "-P", str(BRIDGE)]
         try:
             self._child = ChildProcess(command, requests=True, replies=True)
@@ -263,7 +267,8 @@ class EnvironmentProcess:
             except ChildGone as error:
                 self._replies.pop(number, None)
                 raise EnvironmentFailed(f"its process {error}") from error
-        if not self._child.alive:  # if it ended after `_deliver`, no reply would ever come
+        # If the child ended meanwhile, `_deliver` may have returned before it saw this request.
+        if not self._child.alive:
             reply.put({"error": f"its process {self._child.gone()}"})
         return number, reply
 

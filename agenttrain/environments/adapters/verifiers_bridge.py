@@ -42,6 +42,7 @@ class Unsupported(Exception):
 class PolicyHarness(vf.Harness[vf.HarnessConfig]):
     """A harness of verifiers whose turns the parent process samples."""
 
+    # Declarations that verifiers reads of every harness.
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
     EXECUTES_CODE = False
@@ -74,7 +75,8 @@ class PolicyEpisode:
     """One rollout: the environment's side of the conversation, and the trace that is scored."""
 
     def __init__(self, environment: vf.Env, seat: str, task: Any) -> None:
-        # What verifiers plays.
+        """`seat` is the name of the agent that the policy plays."""
+        # The episode in verifiers.
         self._environment, self._task = environment, task
         self._limits = RolloutLimits(max_turns=getattr(environment.config, seat).max_turns)
         self._session: Any = None
@@ -142,6 +144,7 @@ class PolicyEpisode:
     async def begin(self) -> dict[str, Any]:
         """Start the episode, and return its prompt."""
         EPISODE.set(self)  # the task below inherits it
+        # A model is required, but never called: the parent samples the policy.
         model = vf.ModelContext(model="policy", client=vf.EvalClientConfig())
         self._work = asyncio.create_task(self._environment.run_episode(self._task, model))
         event = await self._next()
@@ -185,7 +188,9 @@ class PolicyEpisode:
         self._release()
         episode = await self._work
         raise_for(episode)
-        scores = {name: reward and reward.value for name, reward in trace.rewards.items()}
+        scores = {
+            name: None if reward is None else reward.value for name, reward in trace.rewards.items()
+        }
         if None in scores.values():
             raise RuntimeError(f"it left rewards without a score: {scores}")
         return {"reward": trace.reward if scores else None}
@@ -205,7 +210,7 @@ class PolicyEpisode:
         if event.done():
             return event.result()
         event.cancel()
-        raise_for(self._work.result())
+        raise_for(self._work.result())  # the episode has ended: raise its error, if it has one
         return {"over": True}
 
     def _release(self) -> None:
@@ -319,7 +324,12 @@ class BridgeServer:
                 f"id={id}: {type(error).__name__}: {error} Install it into this Python, or add its "
                 "folder to PYTHONPATH"
             ) from error
-        seats = [n for n, f in cls.model_fields.items() if isinstance(f.default, vf.AgentConfig)]
+        # The agents of an environment are fields of its configuration.
+        seats = [
+            name
+            for name, field in cls.model_fields.items()
+            if isinstance(field.default, vf.AgentConfig)
+        ]
         if len(seats) != 1:
             raise Unsupported(
                 f"id={id}: its environment has the agents {', '.join(seats)}, and the policy takes "
@@ -327,6 +337,7 @@ class BridgeServer:
             )
         self._seat = seat = seats[0]
         agent = dict(args.get(seat) or {})
+        # `bash` is verifiers' default, for tasksets that bring no harness of their own.
         if "harness" in agent or vf.default_harness_id(id) != "bash":
             setting = (
                 f"args.{seat}.harness={agent['harness']}" if "harness" in agent else f"id={id}"
@@ -423,6 +434,7 @@ async def describe(environment: vf.Env) -> list[dict[str, Any]]:
     taskset = environment.taskset
     kind = type(taskset).task_type()
     schemas = []
+    # The tools of the taskset and of its tasks, on servers that are made only to describe them.
     for toolset in [*taskset.toolsets(taskset.config), *kind.toolsets(taskset.config.task)]:
         name = toolset.server_name
         server = MCPServer(name or type(toolset).__name__)
@@ -443,6 +455,7 @@ async def serve(replies: Any) -> None:
     running: set[asyncio.Task[None]] = set()  # asyncio itself keeps only weak references
 
     async def answer(request: dict[str, Any]) -> None:
+        """Write the reply to a request, or its error, under the request's number."""
         number = request.pop("n")
         try:
             reply = {"n": number, "value": await server.reply(request)}
@@ -453,7 +466,7 @@ async def serve(replies: Any) -> None:
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
 
-    reader = asyncio.StreamReader(limit=2**30)
+    reader = asyncio.StreamReader(limit=2**30)  # a line may hold a whole conversation
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin.buffer)
     while line := await reader.readline():

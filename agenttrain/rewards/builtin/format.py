@@ -54,7 +54,8 @@ class JsonSchema:
     def __call__(self, rollout: Rollout, **columns: Any) -> float:
         validator = self._validator
         if validator is None:
-            schema = columns[str(self._column)]
+            assert self._column is not None  # one of the two is set
+            schema = columns[self._column]
             validator = _validator(json.loads(schema) if isinstance(schema, str) else schema)
         try:
             if self._tool is None:
@@ -128,7 +129,7 @@ class Format:
                     f"pattern={self._pattern.pattern!r} took over {MATCH_S:g} s on {len(text)} "
                     "characters; write it without nested repetitions"
                 ) from None
-        return float(bool(messages))
+        return float(bool(messages))  # 0 without a message
 
 
 def rollout_view(rollout: Rollout) -> dict[str, Any]:

@@ -47,6 +47,7 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keep the library's prints out of the replies
     logging.disable()
+    # A formula that needs too much memory raises MemoryError, and this process goes on.
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
     print(json.dumps("ready"), file=replies, flush=True)
     for line in sys.stdin:

@@ -67,6 +67,7 @@ class RewardModel:
         # Conversations of similar length share a batch, so that there is little padding.
         fitting = [index for index, tokens in enumerate(ids) if len(tokens) <= max_tokens]
         order = sorted(fitting, key=lambda index: len(ids[index]))
+        # Without a pad token nothing can be padded: one conversation at a time.
         size = 1 if model.config.pad_token_id is None else self._batch_size
         for start in range(0, len(order), size):
             batch = order[start : start + size]
@@ -112,7 +113,7 @@ class RewardModel:
             model, info = AutoModelForSequenceClassification.from_pretrained(
                 folder, dtype=getattr(torch, self._dtype), output_loading_info=True
             )
-        keep_soft_cap(model)
+        keep_soft_cap(model)  # fused attention would ignore Gemma 2's soft cap of scores
         if info["missing_keys"]:
             raise ValueError(
                 f"path={self._path}: has no weights for {', '.join(sorted(info['missing_keys']))}: "
