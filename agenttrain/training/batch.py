@@ -207,7 +207,7 @@ def pack(
 def _pack_trees(
     candidates: Sequence[TrainingSequence], trees: tuple[Branch, ...], device: torch.device
 ) -> Microbatch:
-    """Pack the sequences of some prefix trees, whose indices are those of `candidates`.
+    """Pack the sequences of some prefix trees. A tree's indices are those of `candidates`.
 
     Each branch becomes a segment, level by level from the roots, so that a prefix comes before all
     segments that attend to it.
@@ -228,6 +228,7 @@ def _pack_trees(
                 start = segments[-1].end if segments else 0
                 segment_of[index] = Segment(start, lengths[index], parent)
                 segments.append(segment_of[index])
+                # All sequences of a branch have the same tokens there: take those of the first.
                 pieces.append(candidates[branch.first].token_ids_T[branch.start : branch.end])
                 sources.append((candidates[branch.first].layout, branch))
                 leaves += [(candidates[ending], segment_of[index]) for ending in branch.ending]
@@ -375,7 +376,7 @@ def pad_rows(lengths: Sequence[int], device: torch.device) -> PaddedRows:
 
 def make_blocks(segments: Sequence[Segment], device: torch.device) -> tuple[Block, ...]:
     """Divide segments that are packed one after the other from position 0 into blocks."""
-    # Segments of one block, the longest first.
+    # A run becomes a block. Siblings come with the longest first, so that is a run's first one.
     runs: list[list[Segment]] = []
     for segment in segments:
         longest = runs[-1][0] if runs else segment

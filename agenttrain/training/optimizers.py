@@ -99,7 +99,7 @@ BUILDERS: Mapping[type[OptimizerConfig], Callable[..., Optimizer]] = {
 
 
 class _Wrapper(Optimizer):
-    """Optimizer made of others, whose parameter groups are its own."""
+    """Optimizer that joins others (`parts`) and shares their parameter groups."""
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         self.parts = list(parts)

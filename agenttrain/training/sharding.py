@@ -59,7 +59,7 @@ class Shard:
 
 
 class TensorParts:
-    """A tensor in parts, perhaps mapped files. Only the rows that are used are read."""
+    """A full tensor in parts, which may be mapped files: only the rows that are used are read."""
 
     def __init__(self, parts: Sequence[tuple[int, Tensor]], shape: torch.Size, source: str) -> None:
         """`parts` are pairs of (first row, rows). `source` names files and tensor in errors."""
@@ -234,6 +234,7 @@ def read_state(folder: Path, shard: Shard | None = None) -> Any:
             f"{folder}: has neither {WHOLE} nor {PART.format(0)}, which hold the optimizer. Resume "
             "from another checkpoint, or start a new run with model.path=<this folder>"
         )
+    # As many processes as wrote the state need one part each, others rows of all parts.
     indices = [shard.index] if shard is not None and shard.count == count else list(range(count))
     paths = [folder / PART.format(index) for index in indices]
     parts = [read_tensors(path, mmap=True) for path in paths]

@@ -183,7 +183,10 @@ def _check_format(where: str, weight: Tensor, stored: StoredTensor) -> None:
 
 
 class SlicedWeights:
-    """Where each weight of a model is in the files of a folder."""
+    """Where each weight of a model is in the files of a folder.
+
+    With it, each process of a sharded policy or teacher reads only the rows that it holds.
+    """
 
     def __init__(self, model: PreTrainedModel, folder: Path, rank: int = 0) -> None:
         """Find the weights of `model`, which has no adapters yet. Raises WrongWeights."""
