@@ -119,8 +119,8 @@ def packed_attention(
             _lay_out(block, value_block, values),
             scoring,
         )
-        output = output.transpose(1, 2).flatten(0, 1)
-        if block.padding.numel():
+        output = output.transpose(1, 2).flatten(0, 1)  # [segments x length, heads, d]
+        if block.padding.numel():  # keep the tokens only
             output = Select.apply(output, block.scatter, block.gather, block.padding)
         outputs.append(output)
     return torch.cat(outputs)[None], None
@@ -249,7 +249,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tenso
         with torch.autocast("cpu", enabled=False):
             exact = attend(query.float(), key.float(), value.float(), scoring)
         return exact.to(query.dtype)
-    # Parts avoid computing scores of later keys. A GPU's causal kernel skips these by itself.
+    # Parts avoid computing scores of keys after a query. A GPU's kernel for plain causal attention
+    # skips these by itself.
     in_parts = query.device.type == "cpu" or offset or scoring.window or scoring.softcap
     size = QUERIES if in_parts else queries
     parts = []

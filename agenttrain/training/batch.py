@@ -216,6 +216,7 @@ def _pack_trees(
     pieces: list[Tensor] = []
     sources: list[tuple[Layout | None, Branch]] = []
     leaves: list[tuple[TrainingSequence, Segment]] = []  # each sequence with its last segment
+    # A level of the trees: each parent's segment with the branches that follow it.
     level: list[tuple[Segment | None, Sequence[Branch]]] = [(None, trees)]
     while level:
         next_level: list[tuple[Segment | None, Sequence[Branch]]] = []

@@ -156,12 +156,12 @@ def seal(part: Path, digests: Mapping[str, str] | None = None) -> None:
     """
     written_digests = digests or {}
     files = sorted(path for path in part.rglob("*") if path.is_file())
-    names = {str(path.relative_to(part)): path for path in files}
-    by_name = {name: written_digests.get(name) or digest(path) for name, path in names.items()}
-    text = json.dumps({**by_name, MANIFEST: _digest_of(by_name)}, indent=1)
+    paths = {str(path.relative_to(part)): path for path in files}
+    entries = {name: written_digests.get(name) or digest(path) for name, path in paths.items()}
+    text = json.dumps({**entries, MANIFEST: _digest_of(entries)}, indent=1)
     (part / MANIFEST).write_text(text, encoding="utf-8")
     copy_mode(part / MANIFEST, files)
-    unsynced = [path for name, path in names.items() if name not in written_digests]
+    unsynced = [path for name, path in paths.items() if name not in written_digests]
     for path in (*unsynced, part / MANIFEST, part):
         sync(path)
 

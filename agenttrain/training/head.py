@@ -110,6 +110,7 @@ class _LinearLogprobs(torch.autograd.Function):
         """Return logprobs and entropies, [S] each, tile by tile; with `keep`, save the logits."""
         ctx.set_materialize_grads(False)  # the gradient of an output that nothing uses is None
         device = hidden_SH.device.type
+        # As in torch's own layers, autocast leaves float64 alone.
         cast = torch.is_autocast_enabled(device) and hidden_SH.dtype is not torch.float64
         type = torch.get_autocast_dtype(device) if cast else hidden_SH.dtype
         product = _Product(hidden_SH, weight_VH, bias_V, type)
@@ -162,6 +163,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 grad_logprobs_S[tokens, None],
                 None if grad_entropy_S is None else grad_entropy_S[tokens, None],
             )
+            # Add the 1 in d logprob / d logit = 1 - p, which only the label has.
             index, inside = _in_tile(labels_S[tokens], vocabulary)
             at_label = torch.where(inside, grad_logprobs_S[tokens], 0.0)
             gradient.scatter_add_(-1, index[:, None], at_label[:, None])

@@ -155,7 +155,7 @@ class _Counting(TorchFunctionMode):
 def counting_calls() -> Iterator[Counter[Kernel]]:
     """Count the attention calls of the block by kernel."""
     global _used
-    outer, _used = _used, Counter()
+    outer, _used = _used, Counter()  # `count_call` counts in `_used`
     try:
         with _Counting():
             yield _used

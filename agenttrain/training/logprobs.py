@@ -172,8 +172,10 @@ class Scorer(nn.Module):
         same way, because all of them must run as many passes.
         """
         all_have_kernel = all(world.gather([has_kernel(device)], "whether there is a kernel"))
+        # The varlen kernel first: it computes attention in one call per layer.
+        candidates = (True, False) if all_have_kernel else (False,)
         reason = None
-        for varlen in (True, False) if all_have_kernel else (False,):
+        for varlen in candidates:
             self.varlen = varlen
             local = why_not_packed(self.model, varlen=varlen, device=device, inside=self.inside)
             reasons = world.gather([local], "the trial of how rollouts are computed")
@@ -555,7 +557,7 @@ def why_not_packed(
     """
     device = device or model.device
     inside = inside or (lambda function: function(model))
-    # The kernel takes 16 bits: float32 weights reach it under autocast only.
+    # The varlen kernel takes 16 bits: float32 weights reach it under autocast only.
     needs_cast = varlen and model.dtype is torch.float32
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=needs_cast)
     segments = trial_segments(model)

@@ -227,6 +227,7 @@ class Policy:
         if self._reference is not None:
             flat = list(chain(*sequences))
             scores = score_microbatches(self._reference, self._pack_to_score(flat))
+            # The first of (logprobs, entropies).
             sequences = [
                 [replace(sequence, ref_logprobs_S=scores[sequence.key][0]) for sequence in group]
                 for group in sequences
@@ -387,8 +388,9 @@ class Policy:
         origins = token_origins(sequences, self.step, engine_S.device)
         tokens = engine_S.new_tensor(len(engine_S))
         sums = torch.stack((engine_S.sum(), trainer_S.sum(), tokens))
-        engine, trainer, count = self.accelerator.reduce(sums.double(), "sum").tolist()
-        return mismatch(engine_S, trainer_S, origins, (engine / count, trainer / count))
+        engine_sum, trainer_sum, count = self.accelerator.reduce(sums.double(), "sum").tolist()
+        means = (engine_sum / count, trainer_sum / count)  # over the tokens of all processes
+        return mismatch(engine_S, trainer_S, origins, means)
 
     def end_step(self, averages: Averages) -> dict[str, float]:
         """Finish the step: update the reference, free memory; return the step's metrics.
@@ -519,8 +521,10 @@ class Policy:
         broken_rollouts = world.gather(local_culprits, "the culprits")
         local_places = [place_of(sequence.rollout, sequence.trajectory) for sequence in trained]
         places = world.gather(local_places, "the culprits")
-        first_weight = next(iter(weights.items()), None)
-        cause = f"weight {first_weight[0]} ({first_weight[1]}); " if first_weight else ""
+        cause = ""
+        if weights:
+            first_name, count = next(iter(weights.items()))
+            cause = f"weight {first_name} ({count}); "
         if broken_rollouts:
             cause += list_names([f"rollout {c.place}: {c.what}" for c in broken_rollouts])
         elif places:

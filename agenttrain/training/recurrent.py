@@ -197,7 +197,10 @@ def make_waves(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Halo:
-    """Columns of an extended row, in which each segment follows the last tokens of its prefix."""
+    """Columns of an extended row, in which each segment follows the last tokens of its prefix.
+
+    `make_halo` makes it for a convolution, which needs these tokens before the segment's own.
+    """
 
     token_U: Tensor
     """Packed position of every column's token; any where the column is blank."""
@@ -212,8 +215,8 @@ class Halo:
     sources: Tensor
     """[sources] Packed positions that are copied, each once."""
     copies: Tensor
-    """[sources, most copies of one] Their copies, as indices in `copied`; its length where there
-    are fewer."""
+    """[sources, most copies of one] Indices in `copied` of each source's copies, filled up with the
+    length of `copied`."""
 
 
 def make_halo(segments: Sequence[Segment], taps: int, device: torch.device) -> Halo:
@@ -303,7 +306,7 @@ def _record(call: MixerCall) -> None:
 def recorded_calls() -> Iterator[dict[str, MixerCall]]:
     """Record the first call of each mixer's function in the block, by its name."""
     global _calls
-    outer, _calls = _calls, {}
+    outer, _calls = _calls, {}  # `_record` writes into `_calls`
     try:
         yield _calls
     finally:

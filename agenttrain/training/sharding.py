@@ -275,7 +275,8 @@ def _join(parts: Sequence[Any], indices: Sequence[int], count: int, source: str)
     A sharded tensor becomes a TensorParts. `source` names files and key in errors.
     """
     first = parts[0]  # all parts have the structure of the first
-    if isinstance(first, dict) and first.keys() == {"part", "shape"}:  # a tensor: `own_part`
+    # A sharded tensor, as `own_part` wrote it.
+    if isinstance(first, dict) and first.keys() == {"part", "shape"}:
         shape = torch.Size(first["shape"])
         start = rows_of_part(shape[0], indices[0], count).start
         starts = accumulate((len(part["part"]) for part in parts), initial=start)

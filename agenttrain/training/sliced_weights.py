@@ -374,8 +374,9 @@ class SlicedWeights:
         for name, tensor, source in self._weights_of(model):
             part = local_part(tensor)
             if rows is not None:
+                is_scalar = not source.shape
                 shape = (rows[name].stop - rows[name].start, *source.shape[1:])
-                part = torch.empty(shape if source.shape else (), dtype=source.dtype)
+                part = torch.empty(() if is_scalar else shape, dtype=source.dtype)
                 self._read(source, rows[name], part)
             checksums[name] = sha256(bytes_of(part.detach().cpu())).hexdigest()
         return checksums

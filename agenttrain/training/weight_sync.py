@@ -340,7 +340,10 @@ def policy_logprobs(model: PreTrainedModel, token_ids: Sequence[int]) -> list[fl
 
 @dataclass(frozen=True, slots=True)
 class PolicyWeights:
-    """The policy's `checkpoint_weights`. Each iteration gathers them anew (`Regathered`)."""
+    """The policy's weights by their names in a checkpoint, adapters merged into them.
+
+    Each iteration gathers them anew, so that an engine may ask for them again (`Regathered`).
+    """
 
     model: PreTrainedModel
     dtype: torch.dtype
@@ -352,6 +355,7 @@ class PolicyWeights:
     def forms(self) -> list[WeightForm]:
         """Return name, format and shape of each weight, without gathering any."""
         weights: dict[str, Tensor] = {}
+        # Merged adapters change no name and no shape.
         for name, part in _own_parts(self.model, self.dtype, merged=False):
             # One at a time, because a part may be a cast copy.
             weights |= on_meta({base_name(name): part})

@@ -357,7 +357,7 @@ class Pulse:
         """Take torch's store. A process whose counter stops for `limit_s` is silent."""
         self._store = store.clone()  # a connection of its own, which no wait blocks
         self._rank, self._limit_s = rank, limit_s
-        self._every_s = min(limit_s / 8, 5.0)
+        self._every_s = min(limit_s / 8, 5.0)  # several counts within the limit
         self._counters: dict[int, _Counter] = {}
         self._checked_at = time.monotonic()
         self._ending = threading.Event()
