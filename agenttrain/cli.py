@@ -26,7 +26,7 @@ SWEEP_PROCESS = "AGENTTRAIN_SWEEP_PROCESS"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return its exit code (`utils/exit_codes.py`)."""
-    protect()
+    protect()  # stdout and stderr, against a closed descriptor or a broken pipe
     exit_without_collection()
     if SWEEP_PROCESS in os.environ:
         from agenttrain.commands.sweep.process import end_with_sweep
@@ -40,9 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb = split_verb(arguments)[0]
     prints = bool(SHORT_ANSWERS & set(arguments)) or verb not in RUNNING
     if _is_rank() and prints and os.environ["RANK"] != "0":
-        return DONE
-    code = _answer(arguments, shares=_is_rank() and not prints)
-    if _is_rank() and not prints:
+        return DONE  # the first process prints for all
+    shares_run = _is_rank() and not prints
+    code = _answer(arguments, shares=shares_run)
+    if shares_run:
         from agenttrain.launch.worker import leave
 
         leave(code)

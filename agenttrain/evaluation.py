@@ -69,7 +69,7 @@ class HeldOutLoss:
     tokens: int
     """Assistant tokens of the conversations."""
     conversations: int
-    # As an Evaluation has them.
+    # The trainer reads these two of every kind of evaluation.
     label: str = "held_out"
     rollouts: Sequence[Rollout] = ()
 
@@ -168,10 +168,10 @@ class Best:
 
     def consider(self, step: int, evaluations: Sequence[Scores | HeldOutLoss]) -> bool:
         """Record these evaluations if they are better than the best; return True if so."""
-        first = evaluations[0]
-        if not isinstance(first, Scores):
+        sampled = evaluations[0]  # a greedy one comes after it
+        if not isinstance(sampled, Scores):
             return False
-        reward = first.reward
+        reward = sampled.reward
         if math.isnan(reward.mean) or (self.record and reward.mean <= self.record["reward"]):
             return False
         ends = {"low": reward.low, "high": reward.high, "n": reward.n}
@@ -202,7 +202,7 @@ async def evaluate(
     collector = replace(collector, limits=limits, rubric=rubric)
     tasks = [restricted(task, config.tools, collector.tools_of(task)) for task in tasks]
     evaluations = []
-    for label, sampling, samples in runs:
+    for label, sampling, samples in runs:  # samples of each task
         request = BatchRequest(
             tasks=tasks, samples=samples, sampling=sampling, seed_path=(seed, "eval", label)
         )
@@ -222,17 +222,19 @@ async def evaluate(
 
 def _warn_of_unscored(evaluation: Evaluation) -> None:
     """Print why rollouts that ended well have no reward."""
+    count = len(evaluation.rollouts)
     unscored = [r for r in evaluation.rollouts if may_be_scored(r) and r.reward is None]
-    reasons = [r.error for r in unscored if r.error is not None]
-    # No error: every reward function gave None. That is worth a note if no rollout has a reward.
-    reason, count = why_unrewarded(evaluation.rollouts), len(evaluation.rollouts)
-    problem = f"not one of {count} rollouts has a reward; the first: {reason}"
-    if reasons:
-        reason = reasons[0]
-        problem = f"{len(reasons)} of {count} rollouts have no reward and count in no figure"
-        problem += f"; the first: {reason}"
-    if reasons or reason:
-        print(f"note: {evaluation.label} evaluation: {problem}", file=sys.stderr)
+    errors = [r.error for r in unscored if r.error is not None]
+    if errors:
+        problem = f"{len(errors)} of {count} rollouts have no reward and count in no figure"
+        problem += f"; the first: {errors[0]}"
+    else:
+        # Every reward function gave None, which is worth a note only if no rollout has a reward.
+        reason = why_unrewarded(evaluation.rollouts)
+        if not reason:
+            return
+        problem = f"not one of {count} rollouts has a reward; the first: {reason}"
+    print(f"note: {evaluation.label} evaluation: {problem}", file=sys.stderr)
 
 
 def limits_of(limits: RolloutConfig, config: EvalConfig) -> RolloutConfig:
@@ -250,7 +252,11 @@ def restricted(task: Task, tools: Sequence[str] | None, declared: Sequence[str])
     if tools is None:
         return task
     listed: Sequence[str | RowTool] = declared if task.tools is None else task.tools
-    kept = [t for t in listed if (t if isinstance(t, str) else t.executor) in tools]
+    kept = []
+    for tool in listed:
+        executor = tool if isinstance(tool, str) else tool.executor
+        if executor in tools:
+            kept.append(tool)
     return replace(task, tools=tuple(kept))
 
 
@@ -263,7 +269,9 @@ def summarise(label: str, collected: Collected, group_by: str | None) -> Evaluat
     groups, rollouts = collected.groups, collected.rollouts
     scored = [[r.reward for r in group if r.reward is not None] for group in groups]
     samples = max([1, *(len(rewards) for rewards in scored)])
-    columns = [str(group[0].task.columns.get(group_by)) for group in groups] if group_by else []
+    group_names: list[str] = []  # value of the column `group_by`, for each question
+    if group_by:
+        group_names = [str(group[0].task.columns.get(group_by)) for group in groups]
     counts = [(len(rewards), sum(map(solved, rewards))) for rewards in scored]
     reasons = [str(rollout.stop_reason) for rollout in rollouts]
     # Estimates are over questions, which are independent; the samples of one question are not.
@@ -278,9 +286,13 @@ def summarise(label: str, collected: Collected, group_by: str | None) -> Evaluat
         },
         by_group={
             name: mean_estimate(
-                [mean(s) for s, c in zip(scored, columns, strict=True) if s and c == name]
+                [
+                    mean(rewards)
+                    for rewards, group_name in zip(scored, group_names, strict=True)
+                    if rewards and group_name == name
+                ]
             )
-            for name in sorted(set(columns))
+            for name in sorted(set(group_names))
         },
         stop_reasons={
             reason: reasons.count(reason) / len(reasons) for reason in sorted(set(reasons))

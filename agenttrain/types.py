@@ -136,7 +136,8 @@ class Image:
     @property
     def suffix(self) -> str:
         """Ending of the name of a file with this content."""
-        return ".jpg" if self.data.startswith(b"\xff\xd8") else ".png"
+        is_jpeg = self.data.startswith(b"\xff\xd8")
+        return ".jpg" if is_jpeg else ".png"
 
     def __str__(self) -> str:
         return f"image of {self.width}x{self.height} pixels ({self.sha256[:8]})"
@@ -549,6 +550,7 @@ class Trajectory:
             raise LedgerError(f"{where}: {counts}")
         for index, (version, count) in enumerate(completion.versions):
             last = index == len(completion.versions) - 1
+            # The last span takes all that is left: `Span` raises for more logprobs than ids.
             end = None if last else start + count
             ids, logprobs = sampled[start:end], completion.logprobs[start:end]
             finish = completion.finish if last else None
@@ -744,10 +746,10 @@ class Rollout:
         Ids of a removed trajectory with which a kept one begins become the prompt of that one.
         """
         kept = [trajectory for trajectory in self.trajectories if trajectory.index in indices]
-        places = {trajectory.index: place for place, trajectory in enumerate(kept)}
+        places = {trajectory.index: place for place, trajectory in enumerate(kept)}  # new indices
         for place, trajectory in enumerate(kept):
             if trajectory.number is None and trajectory.index != place:
-                trajectory.number = trajectory.index
+                trajectory.number = trajectory.index  # the ids of its calls have it
             if trajectory.parent is not None and trajectory.parent[0] in places:
                 trajectory.parent = (places[trajectory.parent[0]], trajectory.parent[1])
             elif trajectory.parent is not None:

@@ -18,7 +18,7 @@ EPSILON = 1e-4
 
 
 def advantages(rewards_PG: Tensor, *, baseline: Advantage, scale: Scale) -> Tensor:
-    """Return the advantage of every rollout, [P, G]. NaN where the reward is NaN.
+    """Return the advantage of every rollout, [P tasks, G rollouts]. NaN where the reward is NaN.
 
     A NaN reward is in no mean and in no deviation. Where all compared rewards are exactly equal the
     advantage is exactly 0, whatever the rounding of their mean.
@@ -61,7 +61,7 @@ def advantages(rewards_PG: Tensor, *, baseline: Advantage, scale: Scale) -> Tens
 
 
 def normalized_advantages(rewards_FPG: Tensor, weights: Sequence[float], *, scale: Scale) -> Tensor:
-    """Return the weighted sum of the advantages by each reward function, [P, G].
+    """Return the weighted sum of the advantages by each of F reward functions, [P, G].
 
     GDPO, https://arxiv.org/abs/2601.05242: each function's advantages are normalised within the
     group first, so that one whose rewards spread little counts as much as one whose rewards spread

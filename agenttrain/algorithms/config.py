@@ -449,6 +449,7 @@ def load_objective(algorithm: AlgorithmConfig) -> None:
     Without this call the first update would be the first to import it. Raises ConfigError.
     """
     if algorithm.objective.is_own:
+        # `plain` imports the function, checks the settings, and adds the defaults.
         algorithm.objective = Objective(algorithm.objective.plain())
         if problems := list(_objective_problems(algorithm)):
             raise ConfigError("\n".join(problems))
@@ -498,14 +499,15 @@ def _teacher_problems(a: AlgorithmConfig) -> Iterator[str]:
 
 def _advantage_problems(a: AlgorithmConfig) -> Iterator[str]:
     """Yield the settings of baseline, scale, rewards and resampling that do not go together."""
+    compares_within_group = a.advantage not in UNGROUPED
     yield from _without_effect(
         "algorithm.advantage=group or leave_one_out: compared with the whole batch, or with "
         "nothing, a group of equal rewards teaches as much as any",
-        a.advantage not in UNGROUPED,
+        compares_within_group,
         a,
         *("dynamic_sampling", "oversample"),
     )
-    min_size = 1 if a.advantage in UNGROUPED else 2
+    min_size = 2 if compares_within_group else 1
     if a.group_size < min_size:
         yield (
             f"algorithm.group_size={a.group_size}: a rollout is compared with the others of its "
@@ -584,16 +586,19 @@ def _objective_problems(a: AlgorithmConfig) -> Iterator[str]:
     objective, name = a.objective.registered, a.objective.name
     ratio = getattr(a.objective.settings, "ratio", Ratio.token)
     bias_corrected = a.kl is not None and a.kl.bias_correction
-    # By value: a settings class of the user's may have a plain text, or another kind of ratio.
+    # Compared by value: in a settings class of the user's, `ratio` may be a plain text.
     is_sequence_ratio = ratio in (Ratio.sequence_mean, Ratio.sequence_sum)
-    yield from _without_effect(
-        "another algorithm.objective, one with a ratio, algorithm.correction, algorithm.teacher or "
-        "algorithm.kl.bias_correction",
-        not objective.single_update
+    reads_behaviour = (
+        not objective.single_update  # it has a ratio to the behaviour policy
         or a.correction is not None
         or a.kl_in_reward is not None
         or a.teacher is not None
-        or bias_corrected,
+        or bias_corrected
+    )
+    yield from _without_effect(
+        "another algorithm.objective, one with a ratio, algorithm.correction, algorithm.teacher or "
+        "algorithm.kl.bias_correction",
+        reads_behaviour,
         a,
         "behaviour",
     )

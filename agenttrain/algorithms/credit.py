@@ -128,6 +128,8 @@ def turn_advantages(
 ) -> TurnAdvantages:
     """Return an advantage for each turn. Baseline and scale are those of rewards (`advantages`).
 
+    Shapes: P groups, G rollouts of a group, K turns of the longest rollout.
+
     R_t is the return: the sum of the rewards from turn t on, discounted by
     `algorithm.credit.gamma`.
 
@@ -154,13 +156,14 @@ def turn_advantages(
     returns_PGK = _pad_turns(
         [[returns(turns.rewards or (), credit.gamma) for turns in group] for group in groups]
     )
+    # True for turns that GiGPO compared with others from an equal state.
     compared_PGK = torch.zeros_like(returns_PGK, dtype=torch.bool)
     if credit.name is Credit.turn_baseline:
         result_PGK = _advantages_by_turn(returns_PGK, config)
     elif not isinstance(credit, StepCredit):
         result_PGK = _advantages_by_group(returns_PGK, config)
     else:
-        # fsum: equal rewards in another order have exactly the same sum.
+        # fsum: the same rewards in another order have exactly the same sum.
         totals = [
             [() if turns.rewards is None else (math.fsum(turns.rewards),) for turns in group]
             for group in groups
@@ -173,12 +176,12 @@ def turn_advantages(
 
 
 def _without_padding(
-    groups: Sequence[Sequence[TurnRewards]], result_PGK: Tensor, compared_PGK: Tensor
+    groups: Sequence[Sequence[TurnRewards]], advantages_PGK: Tensor, compared_PGK: Tensor
 ) -> TurnAdvantages:
     """Return the values of each rollout's turns, from tensors padded to the longest rollout."""
     by_turn: list[list[list[float] | None]] = []
     compared: list[list[list[bool]]] = []
-    for group, values_GK, flags_GK in zip(groups, result_PGK, compared_PGK, strict=True):
+    for group, values_GK, flags_GK in zip(groups, advantages_PGK, compared_PGK, strict=True):
         lengths = [len(turns.rewards or ()) for turns in group]
         by_turn.append(
             [

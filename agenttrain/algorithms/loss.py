@@ -63,6 +63,7 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Me
     on_token_level = (
         config.correction is not None and config.correction.level is CorrectionLevel.token
     )
+    # Some objectives multiply their ratio by the correction. The loss of others is multiplied here.
     in_objective = config.objective.registered.applies_correction
     objective_inputs = replace(
         inputs,
@@ -167,11 +168,11 @@ def mean_parts(values: Tensor) -> Tensor:
 def extremes(name: str, values: Tensor) -> MetricParts:
     """Return the metrics `<name>/min` and `<name>/max` of values of any shape, NaN left out.
 
-    Without values they are inf and -inf, which change no minimum and no maximum. A part of an
-    extreme is the extreme twice.
+    Without values they are inf and -inf, which change no minimum and no maximum. A part has two
+    numbers, as that of a mean (sum, count): here both are the extreme.
     """
     valid = values.float()[~values.isnan()]
-    infinity = valid.new_tensor([torch.inf])
+    infinity = valid.new_tensor([torch.inf])  # so that `min` and `max` have a value to return
     lowest, highest = torch.cat((valid, infinity)).min(), torch.cat((valid, -infinity)).max()
     return {f"{name}/min": torch.stack((lowest,) * 2), f"{name}/max": torch.stack((highest,) * 2)}
 

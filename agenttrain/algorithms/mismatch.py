@@ -80,8 +80,8 @@ def mismatch(
         "fresh": ~origins.stale_S,
         "stale": origins.stale_S,
     }
-    # (covariance, variance) x tokens of the least-squares line through (trainer, engine). Zeros if
-    # all tokens are equally likely.
+    # The slope of the least-squares line through (trainer, engine) is covariance / variance. Its
+    # part is (covariance, variance), each times the tokens. Zeros if all tokens are equally likely.
     engine_mean, trainer_mean = means
     centred_S = (trainer_S - trainer_mean).float()
     variance = centred_S.square().sum()

@@ -56,6 +56,7 @@ class VerbCheck:
     problems: Callable[[RunConfig, str, Sequence[str]], Iterator[str]]
     """Called with the settings, the verb, and the overrides that were typed."""
     reads: tuple[str, ...]
+    """Sections that it reads."""
     skips: tuple[str, ...] = ()
     """Verbs to which the settings do not matter."""
     imports: bool = False
@@ -89,6 +90,8 @@ def _sizes(config: RunConfig) -> Iterator[str]:
     if algorithm.group_size * tasks < 2:
         yield f"tasks_per_step={tasks}: one rollout a step has nothing to be compared with"
     if algorithm.minibatches >= 1 and tasks % algorithm.minibatches:
+        # Suggest divisors near the typed number. A divisor comes in a pair, the smaller of which is
+        # at most the root.
         tried = range(1, min(isqrt(max(tasks, 0)), LARGEST_DIVISOR_TRIED) + 1)
         divisors = {d for n in tried if tasks % n == 0 for d in (n, tasks // n)}
         nearest = sorted(divisors, key=lambda divisor: abs(divisor - algorithm.minibatches))
@@ -158,13 +161,14 @@ def _agent(config: RunConfig) -> Iterator[str]:
             f"rollout.timeout_s={rollout.timeout_s:g}: has no effect with agent=endpoint; set "
             "agent.timeout_s"
         )
-    rows = min(config.engine.max_rows, config.tasks_per_step * config.algorithm.group_size)
+    at_once = min(config.engine.max_rows, config.tasks_per_step * config.algorithm.group_size)
+    # `deterministic` may also be None, which is true where the engine can.
     repeats = rollout.deterministic is not False and not config.async_training.max_staleness
-    if repeats and agent.concurrency < rows:
+    if repeats and agent.concurrency < at_once:
         yield (
             f"agent.concurrency={agent.concurrency}: with rollout.deterministic the engine waits "
             f"for engine.max_rows={config.engine.max_rows} rollouts at once; set "
-            f"agent.concurrency={rows}, a lower engine.max_rows, or rollout.deterministic=false"
+            f"agent.concurrency={at_once}, a lower engine.max_rows, or rollout.deterministic=false"
         )
 
 
@@ -209,6 +213,7 @@ def _runtime(config: RunConfig) -> Iterator[str]:
             "it out, or set runtime=bwrap"
         )
     at_once = min(config.engine.max_rows, config.tasks_per_step * config.algorithm.group_size)
+    # `deterministic` may also be None, which is true where the engine can.
     repeats = config.rollout.deterministic is not False and not config.async_training.max_staleness
     if repeats and runtime.max_running < at_once:
         yield (
@@ -269,15 +274,14 @@ def _updates(config: RunConfig) -> Iterator[str]:
             f"optimizer.warmup_steps={warmup}: the warm-up would not end in steps={steps}; "
             "lower it (0: no warm-up), or raise steps"
         )
-    decay = optimizer.schedule_options.get("num_decay_steps")
-    if optimizer.schedule is Schedule.warmup_stable_decay and not 1 <= (decay or 0) <= (
-        steps - warmup
-    ):
-        yield (
-            f"optimizer.schedule_options.num_decay_steps={shown(decay)}: "
-            f"optimizer.schedule=warmup_stable_decay needs a whole number from 1 to "
-            f"{steps - warmup}, the steps after the warm-up"
-        )
+    if optimizer.schedule is Schedule.warmup_stable_decay:
+        decay, after_warmup = optimizer.schedule_options.get("num_decay_steps"), steps - warmup
+        if not 1 <= (decay or 0) <= after_warmup:
+            yield (
+                f"optimizer.schedule_options.num_decay_steps={shown(decay)}: "
+                f"optimizer.schedule=warmup_stable_decay needs a whole number from 1 to "
+                f"{after_warmup}, the steps after the warm-up"
+            )
     if model.dtype is Dtype.bfloat16 and mixed is not MixedPrecision.no:
         yield (
             f"training.mixed_precision={mixed}: the weights are model.dtype=bfloat16 already; set "
@@ -310,11 +314,11 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
         )
     if not has_test_rows(data) and evaluation.every is not None:
         yield f"eval.every={evaluation.every}: data.test names no rows; {HOLD_OUT}"
-    # Only with data.path: a user who types the same file for both splits wants this.
-    # Harbor's tasks too are evaluated where they are trained: pass@k of the folder is the question.
-    same = data.train == data.test and data.path is not None
-    same = same and data.train.get("_target_") != HARBOR
-    if data.test_fraction is None and same and evaluation.questions:
+    # Without data.path the user has typed the same file for both splits, and wants this.
+    has_same_rows = data.train == data.test and data.path is not None
+    # So does a user of Harbor's tasks, whose question is pass@k of the trained folder.
+    is_harbor = data.train.get("_target_") == HARBOR
+    if data.test_fraction is None and has_same_rows and not is_harbor and evaluation.questions:
         yield (
             "data.test: has the same rows as data.train; hold some out with "
             "data.test_fraction=0.1, or choose others with data.test.split=… or "
@@ -387,7 +391,8 @@ def check_for_verb(verb: str, config: RunConfig, overrides: Sequence[str] = ()) 
 
 def _answers(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterator[str]:
     """Check that tasks come without answers, and that an evaluation has rows."""
-    for split in ("train", "test") if verb in ("train", "eval") else ():
+    needs_tasks = verb in ("train", "eval")
+    for split in ("train", "test") if needs_tasks else ():
         if getattr(config.data, split).get("_target_") == ROLLOUT_ROWS:
             yield (
                 f"data.{split}._target_={ROLLOUT_ROWS}: rollouts hold the answers and are learned "
@@ -458,7 +463,9 @@ def _stop_when(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterat
     rows = [row for section in sections for row in METRICS[section]]
     own_metrics = () if verb == "sft" or objective.is_own else objective.registered.metrics
     is_metric = metric_row(name) in rows or name in own_metrics
-    if is_metric or (objective.is_own and verb != "sft"):
+    # The metrics of an objective of the user's are unknown before its module is imported.
+    may_be_metric = objective.is_own and verb != "sft"
+    if is_metric or may_be_metric:
         return
     problem = f"is no metric{did_you_mean(name, [*(row.pattern for row in rows), *own_metrics])}"
     if verb == "sft" and metric_row(name) is not None:

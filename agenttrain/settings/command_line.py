@@ -51,6 +51,7 @@ class Command:
     """True for `resume=auto`: `saved` is hydra.run.dir if it holds a run, else None."""
     source: Source
     sweep: bool
+    """True if it starts several runs (`-m`)."""
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -73,7 +74,10 @@ def resuming(verb: str) -> str:
 def command_of(
     verb: str, args: Namespace, overrides: Sequence[str], *, checks: bool = False
 ) -> Command:
-    """Return the command of a verb's parsed arguments; raises ConfigError for mistakes in them."""
+    """Return the command of a verb's parsed arguments; raises ConfigError for mistakes in them.
+
+    `checks`: the command is `agenttrain check`, which only checks the settings of `verb`.
+    """
     for setting in (RUN_DIR, "hydra.sweep.dir="):
         if setting in overrides:
             remedy = "name one (is a shell variable empty?), or leave it out"
@@ -129,7 +133,10 @@ def take_trust(words: Sequence[str]) -> tuple[list[str], bool]:
 
 
 def _take_saved(overrides: Sequence[str], verb: str) -> tuple[list[str], Path | None]:
-    """Return the overrides without `resume=` (`run=` for a verb in `OF_A_RUN`), and its folder."""
+    """Return the overrides without `resume=<folder>`, and that folder; None if there is none.
+
+    For a verb in `OF_A_RUN` it is `run=<folder>`. Raises ConfigError for the other one of the two.
+    """
     expected, other = ("run", "resume") if verb in OF_A_RUN else ("resume", "run")
     settings, saved = [], None
     for text in overrides:

@@ -97,8 +97,11 @@ def section_problems(config: RunConfig) -> Iterator[str]:
                     f"`# @package {kind}.<name>`, and a setting is written {kind}.<name>._target_=…"
                 )
                 continue
-            built = [n for n, s in siblings.items() if isinstance(s, Mapping) and "_target_" in s]
-            hint = did_you_mean(name, built)
+            # A misspelled name makes a new section, which holds only the typed keys.
+            complete = [
+                n for n, s in siblings.items() if isinstance(s, Mapping) and "_target_" in s
+            ]
+            hint = did_you_mean(name, complete)
             yield (
                 f"{key}={shown(section)}: has no _target_{hint}; add one: "
                 f"{key}._target_=my_module.{name}"
@@ -139,7 +142,8 @@ def _components(config: RunConfig) -> Iterator[tuple[str, Any, Mapping[str, Any]
         yield "user", config.user, {}
     for name, section in config.tracker.own.items():
         yield f"tracker.own.{name}", section, config.tracker.own
-    for split in ("train", "test") if names_test_rows(config.data) else ("train",):
+    splits = ("train", "test") if names_test_rows(config.data) else ("train",)
+    for split in splits:
         yield f"data.{split}", getattr(config.data, split), {}
 
 
@@ -203,7 +207,8 @@ def _environment(
     config: RunConfig, key: str, section: Mapping[str, Any], target: Any
 ) -> Iterator[str]:
     """Yield the problems of an environment's section and class."""
-    yield from _errors_to_retry(key, beside(EnvironmentSettings, section, key)[0])
+    settings, arguments = beside(EnvironmentSettings, section, key)
+    yield from _errors_to_retry(key, settings)
     by_state = config.algorithm.credit.name is Credit.gigpo
     if by_state and not callable(getattr(target, "state", None)):
         yield (
@@ -217,7 +222,7 @@ def _environment(
             "of its own, so name a class"
         )
     elif (check := class_method(target, "check")) is not None:
-        yield from _argument_problems(check, key, beside(EnvironmentSettings, section, key)[1])
+        yield from _argument_problems(check, key, arguments)
 
 
 def _user(config: RunConfig, key: str, section: Mapping[str, Any], target: Any) -> Iterator[str]:
@@ -292,6 +297,7 @@ def _argument_problems(
 def _own_tracker(
     config: RunConfig, key: str, section: Mapping[str, Any], target: Any
 ) -> Iterator[str]:
+    """Yield the methods that a tracker of the user's lacks, as one problem."""
     missing = [name for name in TRACKER_METHODS if not callable(getattr(target, name, None))]
     if missing:
         yield (
@@ -329,8 +335,9 @@ def tool_names(config: RunConfig) -> ToolNames:
     for name, section in config.environment.items():
         target = locate(section["_target_"], key=f"environment.{name}._target_")
         names = _methods(target, HOOKS) if isclass(target) else ()
-        described = isclass(target) and class_method(target, "tools") is not None
-        parts.append(ToolNames(names=names, complete=not described))
+        # An instance with a method `tools` names further ones.
+        has_further = isclass(target) and class_method(target, "tools") is not None
+        parts.append(ToolNames(names=names, complete=not has_further))
     every = dict.fromkeys(name for part in parts for name in part.names)
     return ToolNames(names=tuple(every), complete=all(part.complete for part in parts))
 
@@ -400,11 +407,12 @@ def rewarding(config: RunConfig) -> bool:
 def reward_sections(config: RunConfig, *, rewarding: bool = False) -> dict[str, Any]:
     """Return the reward functions of a run, with the one that its environments share.
 
-    That one's section needs no `_target_`: ``+reward.environment.weight=0.5`` is enough. With
+    The shared one's section needs no `_target_`: ``+reward.environment.weight=0.5`` is enough. With
     `rewarding` (some environment has a `reward`) the section itself may be missing.
     """
     sections = dict(config.reward)
-    section = sections.get(REWARD, {} if rewarding else None)
+    default: dict[str, Any] | None = {} if rewarding else None
+    section = sections.get(REWARD, default)
     if config.environment and isinstance(section, Mapping):
         sections[REWARD] = {"_target_": REWARD_TARGET, **section}
     return sections

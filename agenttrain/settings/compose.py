@@ -59,7 +59,7 @@ class Composed:
     neutral: bool = False
     """True if experiment=none took the place of the default, which is the bundled agent's."""
     raw: DictConfig | None = None
-    """What Hydra composed, with its own section; of a new run that starts."""
+    """Hydra's composed settings with its section `hydra`; None except for a new run that starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +199,8 @@ def compose_new(overrides: Sequence[str], source: Source, *, starts: bool) -> Co
         text.removeprefix("model.path=") for text in overrides if text.startswith("model.path=")
     ]
     if not (names_experiment or starts) and paths and is_foreign(paths[-1]):
-        return replace(compose_run(neutral_overrides, source), neutral=True)  # composed only once
+        # The outcome is clear without composing the default experiment first.
+        return replace(compose_run(neutral_overrides, source), neutral=True)
     composed = compose_run(overrides, source, with_hydra=starts)
     model, settings = composed.config.model, composed.config
     if names_experiment or not is_foreign(model.path):
@@ -287,10 +288,10 @@ def _validate(sections: Mapping[str, Any]) -> Composed:
     if not has_test_rows(config.data):  # no evaluation; config.yaml still has the typed number
         config.eval.questions = 0
     complete["engine"] = registry.plain(config.engine)
-    objective = config.algorithm.objective
+    # As typed. A user's objective is completed later, because that imports its module.
     complete["algorithm"]["objective"] = sections["algorithm"]["objective"]
     composed = Composed(config=config, plain=complete)
-    if not objective.is_own:
+    if not config.algorithm.objective.is_own:
         complete_objective(composed)
     return composed
 

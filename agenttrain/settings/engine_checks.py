@@ -70,12 +70,14 @@ def engine_problems(config: RunConfig, *, several: bool | None = None) -> Iterat
             f"rollout.structured_calls=true: engine={engine.name} has no grammars; set "
             f"{names_with(grammars=True)}, or leave it out"
         )
-    apart = has_rollout_process(config)
+    apart = has_rollout_process(config)  # the engine is in another process than the trainer
     if apart and not spec.standalone:
         ahead = config.async_training.max_staleness
-        own = config.rollout.process is RolloutPlace.own
+        cause = f"async_training.max_staleness={ahead}"
+        if config.rollout.process is RolloutPlace.own:
+            cause = "rollout.process=own"
         yield (
-            f"{'rollout.process=own' if own else f'async_training.max_staleness={ahead}'}: "
+            f"{cause}: "
             f"engine={engine.name} samples in the training process; leave it out, or set "
             f"{names_with(may_stand_alone=True)}"
         )
@@ -120,7 +122,7 @@ def _servers_unused(config: RunConfig) -> Iterator[str]:
     settings["weight_sync.folder"] = config.weight_sync.folder
     settings["weight_sync.transport"] = config.weight_sync.transport
     defaults = {f"servers.{key}": value for key, value in SERVERS.items()}
-    defaults["servers.count"] = max(config.servers.nodes, 1)
+    defaults["servers.count"] = max(config.servers.nodes, 1)  # one on each node
     defaults["weight_sync.transport"] = WeightSyncConfig.transport
     for key, value in settings.items():
         if value != defaults.get(key):

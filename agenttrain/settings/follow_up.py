@@ -43,44 +43,48 @@ def after_sft(words: Sequence[str], checkpoint: str) -> FollowUp:
     ``agenttrain eval --config-dir conf experiment=mine model.path=<checkpoint>``.
     """
     options, settings = _split(words)
-    named = [text for text in settings if key_of(text) == "experiment"]
+    named = [text for text in settings if key_of(text) == "experiment"]  # the last one counts
     experiment = named[-1].partition("=")[2] if named else None
     folders = [Path(options[name]) for name in ("--config-dir",) if name in options]
     folders.append(conf_folder())
     files = [f"experiment/{experiment}"] if experiment else []
     files += [options[name] for name in ("--config-name",) if name in options]
-    of_rl = (experiment or "").removesuffix(WARMSTART)
-    if of_rl != experiment and any(_file(folder, f"experiment/{of_rl}") for folder in folders):
-        settings = [f"experiment={of_rl}" if text in named else text for text in settings]
-        missing = False
+    rl_experiment = (experiment or "").removesuffix(WARMSTART)
+    has_rl_experiment = rl_experiment != experiment and any(
+        _file(folder, f"experiment/{rl_experiment}") for folder in folders
+    )
+    if has_rl_experiment:  # shop for shop_warmstart
+        settings = [f"experiment={rl_experiment}" if text in named else text for text in settings]
+        tasks_missing = False
     elif not any(key_of(text) in ROWS for text in settings):
-        missing = True  # the rows of the experiment itself are what was learned
-    elif files:
-        bundled = _file(conf_folder(), f"experiment/{experiment}") and experiment != "none"
-        missing = not bundled and not any(_chooses_rows(file, folders) for file in files)
-    else:
-        missing = any(_of(text, AGENT) for text in settings)
+        tasks_missing = True  # the rows of the experiment itself are what was learned
+    elif files:  # typed rows were learned in place of those of an experiment
+        is_bundled = _file(conf_folder(), f"experiment/{experiment}") and experiment != "none"
+        tasks_missing = not is_bundled and not any(_chooses_rows(file, folders) for file in files)
+    else:  # the default experiment's tasks, unless the run has an agent of its own
+        tasks_missing = any(_of(text, AGENT) for text in settings)
     kept = [text for text in settings if not _of(text, (*OF_SFT, "data"))]
-    kept += [*(PLACEHOLDERS if missing else ()), f"model.path={checkpoint}"]
+    kept += [*(PLACEHOLDERS if tasks_missing else ()), f"model.path={checkpoint}"]
     option_words = [word for pair in options.items() for word in pair]
 
     def command(verb: str) -> str:
+        verb_words = [] if verb == "train" else [verb]  # `agenttrain` without a verb trains
         taken = [text for text in kept if not has_no_effect(text, verb)]
-        return shell_command([*([verb] if verb != "train" else ()), *option_words, *taken])
+        return shell_command([*verb_words, *option_words, *taken])
 
-    return FollowUp(evaluate=command("eval"), train=command("train"), tasks_missing=missing)
+    return FollowUp(evaluate=command("eval"), train=command("train"), tasks_missing=tasks_missing)
 
 
 def _split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Return the options that name YAML files, and the settings."""
     options: dict[str, str] = {}
     settings: list[str] = []
-    waiting = iter(words)
-    for word in waiting:
+    remaining = iter(words)
+    for word in remaining:
         name, _, value = word.partition("=")
         name = {"-cd": "--config-dir", "-cn": "--config-name"}.get(name, name)
         if name in ("--config-dir", "--config-name"):
-            options[name] = value or next(waiting, "")
+            options[name] = value or next(remaining, "")  # --config-dir=conf or --config-dir conf
         elif not word.startswith("-"):
             settings.append(word)
     return options, settings
@@ -108,8 +112,10 @@ def _chooses_rows(name: str, folders: Sequence[Path]) -> bool:
     for group, option in _choices(node.get("defaults") or ()):
         if group == "data":
             return True
-        place = {"experiment": f"experiment/{option}", "": f"{Path(name).parent}/{option}"}
-        if group in place and option != "_self_" and _chooses_rows(place[group], folders):
+        # Another experiment, by its group or as a neighbour of this file.
+        file_of = {"experiment": f"experiment/{option}", "": f"{Path(name).parent}/{option}"}
+        is_file = group in file_of and option != "_self_"
+        if is_file and _chooses_rows(file_of[group], folders):
             return True
     return False
 

@@ -52,7 +52,8 @@ def machine_problems(
     for config in configs:
         if config.distributed.name is not DistributedName.single:
             problem = process_count_problem(config.distributed, count_gpus())
-            problems += [problem] if problem is not None else []
+            if problem is not None:
+                problems.append(problem)
         if config.training.mixed_precision == "fp16" and not count_gpus():
             problems.append(
                 "training.mixed_precision=fp16: needs a GPU, and there is none here; set "
@@ -64,15 +65,15 @@ def machine_problems(
         if not config.servers.outside:
             spec = spec_of(config.engine)
             problems += spec.check_machine(config.engine, count_gpus)
-        running = "train" if verb == CHECK else verb
-        for name, role in used_roles(config, running).items():
+        checked_verb = "train" if verb == CHECK else verb
+        for name, role in used_roles(config, checked_verb).items():
             problems += installed_problems(f"roles.{name}.model={role.model}")
-        if started := fleets(config, running):
-            section = config.distributed
-            several = section.name is not DistributedName.single
-            trainers = (section.processes or count_gpus()) if several else 1
-            own = policy_gpus(config, trainers)
-            problems += placement_problems(started, count_gpus(), own)
+        if started := fleets(config, checked_verb):
+            trainers = 1
+            if config.distributed.name is not DistributedName.single:
+                trainers = config.distributed.processes or count_gpus()
+            taken_gpus = policy_gpus(config, trainers)
+            problems += placement_problems(started, count_gpus(), taken_gpus)
     return list(dict.fromkeys(problems))
 
 

@@ -120,6 +120,7 @@ def check_values(
         if override.is_delete() or override.is_sweep_override():
             continue
         group = key.replace(".", "/")
+        # algorithm.objective=[clip], which is written algorithm/objective=clip
         if group != key and group in options and not isinstance(value, str | dict):
             choose = f"choose one with {group}={'|'.join(options[group])}"
             raise ConfigError(
@@ -127,15 +128,17 @@ def check_values(
             )
         listed = f"the options are: {', '.join(options.get(key, ()))}"
         section = key.replace("/", ".")
-        if key in options and isinstance(value, int | float):
+        if key in options and isinstance(value, int | float):  # model=3
             raise ConfigError(f"{line}: no such option; {listed}")
+        # experiment={…}: a group that is no section of the settings has no keys.
         if key in options and isinstance(value, dict) and key not in setting_keys():
             raise ConfigError(f"{line}: takes one option; {listed}")
         if key in options and isinstance(value, list):
+            # Only some groups, such as tools, take a list of options.
             if section in setting_keys() and section not in SEVERAL:
                 raise ConfigError(f"{line}: takes one option; {listed}")
-            if others := [shown(name) for name in value if not isinstance(name, str)]:
-                raise ConfigError(f"{line}: {others[0]} is no option; {listed}")
+            if not_texts := [shown(name) for name in value if not isinstance(name, str)]:
+                raise ConfigError(f"{line}: {not_texts[0]} is no option; {listed}")
         annotation = _annotation(key)
         is_flag = bool in (annotation, *get_args(annotation))
         if is_flag and isinstance(value, int) and value not in (0, 1):
@@ -149,6 +152,7 @@ def setting_keys(cls: type = RunConfig, prefix: str = "") -> Iterator[str]:
         key = prefix + field.name
         yield key
         if options := choices().get(key):
+            # A section whose keys depend on a choice: those of every choice.
             names = dict.fromkeys(name for own in options.values() for name in field_names(own))
             yield from (f"{key}.{name}" for name in names)
         elif field.name in sections:
@@ -195,7 +199,8 @@ def _explain_key_error(
 ) -> str:
     """Return the message for OmegaConf's error about a key; `text` is that of Hydra's error."""
     key = str(cause.full_key)
-    # The message begins with the override that has the mistake, or with the key and Hydra's file.
+    # `where` begins the message: the override that has the mistake, or the key and Hydra's file.
+    # `meant` is the key that the user wrote.
     setting = key.partition("[")[0]
     file = re.match(r"In '([^']+)'", text)
     where = f"{setting} (in {file[1]}.yaml)" if file else setting
@@ -270,7 +275,7 @@ def _expected(key: str, value: object) -> str | None:
     if is_dataclass(cls) or get_origin(cls) is dict or key in choices():
         return f"is a section; set its keys with {key}.<key>=…"
     optional = NoneType in get_args(cls)
-    if get_origin(cls) in (Union, UnionType):
+    if get_origin(cls) in (Union, UnionType):  # X | None
         (cls,) = (kind for kind in get_args(cls) if kind is not NoneType)
     tail = ", or null" if optional else ""
     if isinstance(cls, type) and issubclass(cls, Enum):

@@ -37,7 +37,7 @@ REWARD_MODEL = "agenttrain.rewards.builtin.reward_model.RewardModel"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubModel:
-    """One model of the hub in a run's settings."""
+    """A model or a data set of the hub that a run's settings name."""
 
     section: tuple[str, ...]
     """Keys of the section with `path` and `revision`, such as ("reward", "reward_model")."""
@@ -64,23 +64,26 @@ class HubModel:
 def hub_models(config: RunConfig, verb: str) -> Iterator[HubModel]:
     """Yield the hub models in those settings that the verb reads; raises ConfigError."""
     template, policy = config.chat_template, config.model
-    # (keys of the section, path, revision, whether the weights are loaded)
-    candidates: list[tuple[tuple[str, ...], Any, Any, bool]] = [
-        (("model",), policy.path, policy.revision, policy.init is not Init.random),
-        (("chat_template",), template.path, template.revision, False),
-    ]
+
+    def in_section(
+        keys: tuple[str, ...], path: Any, revision: Any, *, loaded: bool
+    ) -> Iterator[HubModel]:
+        """Yield the model that a section's `path` names, if that is a hub id and no folder."""
+        if isinstance(path, str) and is_hub_id(path):
+            yield HubModel(section=keys, path=path, revision=revision, loaded=loaded)
+
+    reads_weights = policy.init is not Init.random
+    yield from in_section(("model",), policy.path, policy.revision, loaded=reads_weights)
+    yield from in_section(("chat_template",), template.path, template.revision, loaded=False)
     rewards = {} if verb == "sft" else config.reward
     for name, section in rewards.items():
         if isinstance(section, Mapping) and section.get("_target_") == REWARD_MODEL:
-            candidates.append(
-                (("reward", name), section.get("path"), section.get("revision"), True)
-            )
+            path, revision = section.get("path"), section.get("revision")
+            yield from in_section(("reward", name), path, revision, loaded=True)
     teacher = config.algorithm.loaded_teacher
     if teacher is not None and verb not in WITHOUT_TEACHER:
-        candidates.append((("algorithm", "teacher"), teacher.path, teacher.revision, True))
-    for section_keys, path, revision, loaded in candidates:
-        if isinstance(path, str) and is_hub_id(path):
-            yield HubModel(section=section_keys, path=path, revision=revision, loaded=loaded)
+        keys = ("algorithm", "teacher")
+        yield from in_section(keys, teacher.path, teacher.revision, loaded=True)
     for name, role in used_roles(config, verb).items():
         if role.model is not None and is_hub_id(role.model):
             yield HubModel(
@@ -112,8 +115,9 @@ def hub_rows(config: RunConfig, verb: str) -> Iterator[HubModel]:
         for keys, section in sections.items()
         if section.get("_target_") == HUB_ROWS
     }
+    # `data.path` and `data.revision` may stand for both splits, which read them by interpolation.
     if data.path in [path for path, _ in named.values()]:
-        named["data",] = (data.path, data.revision)
+        named[("data",)] = (data.path, data.revision)
     for section_keys, (path, revision) in named.items():
         if isinstance(path, str) and not Path(path).exists():
             yield HubModel(section=section_keys, path=path, revision=revision, loaded=False)

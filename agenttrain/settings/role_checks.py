@@ -67,7 +67,7 @@ def named_gpus(config: RunConfig, verb: str) -> tuple[int, ...]:
 
 
 def role_problems(config: RunConfig) -> Iterator[str]:
-    """Yield named roles without servers, roles that nothing names, and reserved arguments."""
+    """Yield problems of roles: one without servers, one that nothing names, reserved arguments."""
     named = roles_named(config)
     for key, role in named.items():
         if role not in ROLES:
@@ -92,9 +92,10 @@ def role_problems(config: RunConfig) -> Iterator[str]:
                 f"roles.{role}.model={model}: nothing names role:{role}; set {consumers[role]}, "
                 "or leave it out"
             )
-        for name in getattr(config.roles, role).args if model is not None else ():
+        arguments = () if model is None else getattr(config.roles, role).args
+        for name in arguments:
             if (owner := _owner(role, name)) is not None:
-                instead = owner and f", set {owner}"
+                instead = f", set {owner}" if owner else ""
                 yield f"roles.{role}.args.{name}: is set by agenttrain; leave it out{instead}"
     yield from _node_problems(config, named)
     if TEACHER not in named:

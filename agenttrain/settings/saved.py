@@ -220,7 +220,8 @@ def at_step(
     `--step`, if that is not a checkpoint's. Raises ConfigError for a step without a run.
     """
     words = list(overrides)
-    folder = next((Path(text[4:]) for text in words if text.startswith("run=")), None)
+    folders = [Path(text.removeprefix("run=")) for text in words if text.startswith("run=")]
+    folder = folders[0] if folders else None
     if folder is None and (step or typed) is not None:
         raise ConfigError(f"--step {step or typed}: is a step of a run; add run=<run folder>")
     if folder is not None and step is not None:
@@ -402,7 +403,7 @@ def _read(
         settings = in_this_layout(raw)
         with explained([], dict):
             typed = OmegaConf.merge(schema(), settings)
-        if trust or not unsigned:
+        if trust or not unsigned:  # otherwise the `else` below
             OmegaConf.resolve(typed)
             return cast(DictConfig, typed), signed
     except UnicodeDecodeError as error:
@@ -411,7 +412,7 @@ def _read(
         problem = "a value in it contains itself, or is nested too deeply"
     except Exception as error:
         problem = str(error).partition("\n")[0]
-    else:
+    else:  # there are unsigned resolvers: ask the user, then read the file again
         check_trusted(argument, unsigned, trust=trust)
         return _read(argument, folder, trust=True)
     raise ConfigError(

@@ -84,7 +84,7 @@ def arithmetic(config: RunConfig) -> Arithmetic:
     """Compute the sizes of a validated configuration."""
     rollout, algorithm, evaluation = config.rollout, config.algorithm, config.eval
     rollouts = config.tasks_per_step * algorithm.group_size
-    during = (config.steps - 1) // evaluation.every if evaluation.every else 0
+    during = (config.steps - 1) // evaluation.every if evaluation.every else 0  # between steps
     held_out = config.data.test_fraction is not None
     rows = None if held_out else known_rows(config.data.test)
     questions = evaluation.questions if rows is None else min(evaluation.questions, rows)
@@ -102,8 +102,9 @@ def arithmetic(config: RunConfig) -> Arithmetic:
             rollout.max_turns * rollout.max_turn_tokens, rollout.max_completion_tokens
         ),
         tokens_per_rollout=rollout.max_completion_tokens,
+        # One before the first step, one after the last.
         evaluations=2 + during if evaluation.questions else 0,
-        rollouts_per_evaluation=questions * (evaluation.samples + evaluation.greedy),
+        rollouts_per_evaluation=questions * (evaluation.samples + int(evaluation.greedy)),
         evaluation_is_exact=rows is not None,
     )
 
@@ -119,7 +120,8 @@ def describe(config: RunConfig) -> str:
     """Summarise the parts of a run and its size in a few lines."""
     optimizer, processes, algorithm = config.optimizer, config.distributed, config.algorithm
     # The axes, and every other setting that is not at its default.
-    axes, default = [f"{key} {getattr(algorithm, key)}" for key in AXES], AlgorithmConfig()
+    axes = [f"{key} {getattr(algorithm, key)}" for key in AXES]
+    default = AlgorithmConfig()
     for field in fields(AlgorithmConfig):
         value = getattr(algorithm, field.name)
         if field.name not in (*AXES, *COUNTED) and value != getattr(default, field.name):

@@ -107,6 +107,7 @@ def _shown(value: UntrustedValue | str) -> str:
     """Return a value as one line without secrets: ``tools.mcp.command=[npx, server]``."""
     if isinstance(value, str):
         return hide_in_settings(value)
+    # Which values are secret is told by the names of key and section.
     section, name = value.path[-2:] if len(value.path) > 1 else ("", value.path[-1])
     hidden = hide_in_settings({section: {name: value.value}})[section]
     shown = hidden[name] if isinstance(hidden, Mapping) else hidden
@@ -139,7 +140,7 @@ def own_sections(plain: Mapping[str, Any]) -> list[tuple[str, ...]]:
         if verifies(_covered(plain, sections), written):
             return [(str(name),) for name in sections]
         return []
-    # The signature names no sections: find the set that it covers.
+    # A signature of an older version names no sections: find the set that it covers.
     for count in range(len(SOMETIMES_SIGNED) + 1):
         for extra in combinations(SOMETIMES_SIGNED, count):
             covered = (*ALWAYS_SIGNED, *extra)

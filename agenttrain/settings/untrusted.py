@@ -77,7 +77,7 @@ def _values_of_class(
         elif is_section and name in sections:
             yield from _values_of_class(sections[name], value, place)
         elif name in defaults and value == defaults[name]:
-            continue
+            continue  # the default is this package's, whatever its type
         elif name not in hints or not is_data(hints[name], value):
             yield from _leaves(value, place)
 
@@ -197,5 +197,6 @@ def resolvers(part: Any, path: tuple[str, ...] = ()) -> Iterator[UntrustedValue]
     elif isinstance(part, list):
         for index, inner in enumerate(part):
             yield from resolvers(inner, (*path, str(index)))
+    # Removed first: ${optimizer.lr}, which names another setting.
     elif isinstance(part, str) and "${" in _NODE.sub("", part):
         yield UntrustedValue(path=path, value=part)

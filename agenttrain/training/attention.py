@@ -86,7 +86,8 @@ def packed_attention(
     `sliding_window` includes the token itself. `s_aux` [heads] are the scores of the sinks. Raises
     UnsupportedAttention for other masks, caches, dropout and unknown keywords.
     """
-    # A mask or window that packing cannot honour goes to `keywords`, for `_check_supported`.
+    # A mask or window that packing cannot honour is put among the unknown keywords, so that
+    # `_check_supported` names it in its error.
     window = attention_mask.window if isinstance(attention_mask, WindowMask) else None
     if window is None:
         keywords["attention_mask"] = attention_mask
@@ -101,7 +102,7 @@ def packed_attention(
     states = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # [T, heads, d]
     if blocks.use_varlen and (kernel := varlen_kernel()) is not None:
         query_T, key_T, value_T = in_format(*states)
-        if takes(query_T, value_T, scoring):
+        if varlen_takes(query_T, value_T, scoring):
             count_call(Kernel.varlen)
             output = attend_varlen(query_T, key_T, value_T, blocks.varlen, scoring, kernel)
             return output[None], None
@@ -118,8 +119,8 @@ def packed_attention(
             _lay_out(block, value_block, values),
             scoring,
         )
-        output = output.transpose(1, 2).flatten(0, 1)
-        if block.padding.numel():
+        output = output.transpose(1, 2).flatten(0, 1)  # [segments x length, heads, d]
+        if block.padding.numel():  # keep the tokens only
             output = Select.apply(output, block.scatter, block.gather, block.padding)
         outputs.append(output)
     return torch.cat(outputs)[None], None
@@ -131,6 +132,7 @@ def _lay_out(block: Block, tokens: Tensor, blocks: Sequence[Tensor] = ()) -> Ten
     Given the tokens of all `blocks`, put the shared prefix before each segment.
     """
     if block.padding.numel():
+        # Each padded position selects a token, and `scatter` is the one whose gradient counts.
         tokens = Select.apply(tokens, block.gather, block.scatter, None)
     padded = tokens.unflatten(0, (block.segments, block.length)).transpose(1, 2)
     if not blocks or not block.prefix:
@@ -173,7 +175,11 @@ def packed_mask(
     attention_mask: Tensor | None = None,
     **_: Any,
 ) -> WindowMask | None:
-    """Return a causal mask's window, None without one. Raises UnsupportedAttention for others."""
+    """Make the mask of a layer, as transformers' registered mask functions do.
+
+    It is the window of a causal mask, or None for a causal mask of the whole sequence. Raises
+    UnsupportedAttention for all other masks.
+    """
     if attention_mask is not None or use_vmap:
         raise UnsupportedAttention("the model adds to the causal mask what packing does not honour")
     if local_size is None:
@@ -201,7 +207,7 @@ def exclude_from_compilation() -> None:
 @contextmanager
 def packing(model: PreTrainedModel) -> Iterator[None]:
     """Use packed attention in the block: forward passes then need the keyword `blocks`."""
-    if hasattr(backbone(model), "visual"):
+    if hasattr(backbone(model), "visual"):  # the vision tower keeps its own attention
         with language_attention(model, NAME):
             yield
         return
@@ -238,12 +244,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tenso
     segments, h heads and k heads of keys and values.
     """
     queries, offset = query.shape[2], key.shape[2] - query.shape[2]
-    if is_slow_backward(query):
+    if is_slow_backward(query):  # then in float32
         # Without autocast, which would cast the states back to bfloat16.
         with torch.autocast("cpu", enabled=False):
             exact = attend(query.float(), key.float(), value.float(), scoring)
         return exact.to(query.dtype)
-    # Parts avoid computing scores of later keys. A GPU's causal kernel skips these by itself.
+    # Parts avoid computing scores of keys after a query. A GPU's kernel for plain causal attention
+    # skips these by itself.
     in_parts = query.device.type == "cpu" or offset or scoring.window or scoring.softcap
     size = QUERIES if in_parts else queries
     parts = []
@@ -289,7 +296,7 @@ def _call_kernel(
 
 
 def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Return True where a query attends to a key, [queries, keys].
+    """Return the mask [queries, keys], True where a query attends to a key.
 
     The queries are the last positions. None stands for plain causal attention of all positions.
     """
@@ -396,7 +403,10 @@ def make_varlen(segments: Sequence[Segment], device: torch.device) -> Varlen:
 
 
 class PackedTree:
-    """Layout of packed segments. Each kernel's form is made when a layer first asks for it."""
+    """Layout of packed segments, passed to every layer of a forward pass as keyword `blocks`.
+
+    Each kernel's form of it is made when a layer first asks for it.
+    """
 
     def __init__(
         self, segments: Sequence[Segment], device: torch.device, *, use_varlen: bool = False
@@ -425,7 +435,7 @@ class PackedTree:
 
 @cache
 def varlen_kernel() -> VarlenKernel | None:
-    """Return torch's kernel for sequences of any length.
+    """Return torch's `varlen_attn`, the kernel for packed sequences of any length.
 
     None if the installed torch lacks it, or one of its keywords in `NEEDED`.
     """
@@ -450,7 +460,7 @@ def has_kernel(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= OLDEST
 
 
-def takes(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
+def varlen_takes(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
     """Return True if `varlen_kernel` supports this attention of states [T, h, d]."""
     plain = scoring.softcap is None and scoring.sinks is None
     size = query.shape[-1]

@@ -207,7 +207,7 @@ def pack(
 def _pack_trees(
     candidates: Sequence[TrainingSequence], trees: tuple[Branch, ...], device: torch.device
 ) -> Microbatch:
-    """Pack the sequences of some prefix trees, whose indices are those of `candidates`.
+    """Pack the sequences of some prefix trees. A tree's indices are those of `candidates`.
 
     Each branch becomes a segment, level by level from the roots, so that a prefix comes before all
     segments that attend to it.
@@ -216,6 +216,7 @@ def _pack_trees(
     pieces: list[Tensor] = []
     sources: list[tuple[Layout | None, Branch]] = []
     leaves: list[tuple[TrainingSequence, Segment]] = []  # each sequence with its last segment
+    # A level of the trees: each parent's segment with the branches that follow it.
     level: list[tuple[Segment | None, Sequence[Branch]]] = [(None, trees)]
     while level:
         next_level: list[tuple[Segment | None, Sequence[Branch]]] = []
@@ -228,6 +229,7 @@ def _pack_trees(
                 start = segments[-1].end if segments else 0
                 segment_of[index] = Segment(start, lengths[index], parent)
                 segments.append(segment_of[index])
+                # All sequences of a branch have the same tokens there: take those of the first.
                 pieces.append(candidates[branch.first].token_ids_T[branch.start : branch.end])
                 sources.append((candidates[branch.first].layout, branch))
                 leaves += [(candidates[ending], segment_of[index]) for ending in branch.ending]
@@ -375,7 +377,7 @@ def pad_rows(lengths: Sequence[int], device: torch.device) -> PaddedRows:
 
 def make_blocks(segments: Sequence[Segment], device: torch.device) -> tuple[Block, ...]:
     """Divide segments that are packed one after the other from position 0 into blocks."""
-    # Segments of one block, the longest first.
+    # A run becomes a block. Siblings come with the longest first, so that is a run's first one.
     runs: list[list[Segment]] = []
     for segment in segments:
         longest = runs[-1][0] if runs else segment

@@ -120,7 +120,10 @@ class Checkpoints:
         state: Mapping[str, Any] | None = None,
         rng: Mapping[str, Any] | None = None,
     ) -> None:
-        """Begin what `save` does: copy the policy, write the copy in a thread until `finish`."""
+        """Begin what `save` does: copy the policy, and write the copy in a thread.
+
+        `finish` waits for the thread and completes the checkpoint.
+        """
         writing = self._begin(policy, step, state, rng, copies=True)
         self._take_weights(writing, policy, copies=True)
         writing.start()
@@ -190,7 +193,8 @@ class Checkpoints:
     ) -> Writing:
         """Make the unfinished folder with its small files; return the `Writing` of the large ones.
 
-        Its snapshot lacks the weights, which `_take_weights` adds.
+        Its snapshot lacks the weights, which `_take_weights` adds. With `copies` the snapshot
+        shares no memory with the policy, which may then be trained while it is written.
         """
         world, model = policy.world, policy.model
         self.finish(world)  # one checkpoint is written at a time
@@ -320,8 +324,8 @@ class Checkpoints:
         """
         best = self.folder / BEST
         protected = {written, self.folder / best.readlink()} if best.is_symlink() else {written}
-        older = [path for path in newest_first(self.folder) if path != written]
-        for path in older[self._keep - 1 :]:
+        former = [path for path in newest_first(self.folder) if path != written]
+        for path in former[self._keep - 1 :]:  # `written` is one of the `keep`
             if path not in protected:
                 # Renamed first: a process that dies meanwhile leaves no half of a checkpoint.
                 put_aside(path, f"{PRUNED}{path.name}")
@@ -330,7 +334,7 @@ class Checkpoints:
 
 @dataclass(slots=True)
 class Writing:
-    """Progress of a checkpoint, as far as this process writes it."""
+    """A checkpoint that `Checkpoints` has begun, as far as this process writes it."""
 
     path: Path
     """Folder of the complete checkpoint."""

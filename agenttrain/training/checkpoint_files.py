@@ -57,7 +57,7 @@ def only_tensors(path: Path) -> Iterator[None]:
 
 
 def loading_options(folder: Path) -> dict[str, Any]:
-    """Return options of `from_pretrained`: MXFP4 weights, which cannot train, are dequantized."""
+    """Return keywords for `from_pretrained` of a folder: MXFP4 weights are dequantized to train."""
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     quantization = config.get("quantization_config") or {}
@@ -124,6 +124,7 @@ def verify(path: Path, index: int = 0, count: int = 1) -> None:
         files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path / MANIFEST}: {error}") from error
+    # The manifest's entry for itself is the digest of its other entries.
     digest_of_entries = files.pop(MANIFEST, None) if isinstance(files, dict) else None
     if digest_of_entries is None or digest_of_entries != _digest_of(files):
         raise CheckpointError(f"{path / MANIFEST}: its content is not what was written")
@@ -133,6 +134,7 @@ def verify(path: Path, index: int = 0, count: int = 1) -> None:
             sizes[name] = (path / name).stat().st_size
         except OSError as error:
             raise CheckpointError(f"{path / name}: {error}") from error
+    # Dealt out by size, so that all processes read about as much.
     for name in sorted(files, key=lambda name: (-sizes[name], name))[index::count]:
         try:
             current_digest = digest(path / name)
@@ -154,12 +156,12 @@ def seal(part: Path, digests: Mapping[str, str] | None = None) -> None:
     """
     written_digests = digests or {}
     files = sorted(path for path in part.rglob("*") if path.is_file())
-    names = {str(path.relative_to(part)): path for path in files}
-    by_name = {name: written_digests.get(name) or digest(path) for name, path in names.items()}
-    text = json.dumps({**by_name, MANIFEST: _digest_of(by_name)}, indent=1)
+    paths = {str(path.relative_to(part)): path for path in files}
+    entries = {name: written_digests.get(name) or digest(path) for name, path in paths.items()}
+    text = json.dumps({**entries, MANIFEST: _digest_of(entries)}, indent=1)
     (part / MANIFEST).write_text(text, encoding="utf-8")
     copy_mode(part / MANIFEST, files)
-    unsynced = [path for name, path in names.items() if name not in written_digests]
+    unsynced = [path for name, path in paths.items() if name not in written_digests]
     for path in (*unsynced, part / MANIFEST, part):
         sync(path)
 

@@ -350,13 +350,13 @@ class WeightSyncMode(StrEnum):
     drain = "drain"
     """They end first."""
     abort_resume = "abort_resume"
-    """They continue, and the new weights read all their tokens again."""
+    """They continue after the new weights have read all their tokens again."""
     in_flight = "in_flight"
-    """They continue with the keys and values that they have, of both weights."""
+    """They continue with their KV cache, which then holds states of old and new weights."""
 
 
 class Transport(StrEnum):
-    """Way of weights to servers."""
+    """How weights reach the servers."""
 
     auto = "auto"
     """lora where the policy has adapters, else files."""
@@ -374,7 +374,7 @@ class WeightSyncConfig:
     """How the engine gets new weights."""
 
     transport: Data[Transport] = Transport.auto
-    """Way of weights to servers."""
+    """How weights reach the servers."""
     mode: Data[WeightSyncMode] = WeightSyncMode.drain
     """Treatment of rollouts in flight when weights change."""
     tolerance: Number | None = Field(default=None, gt=0)
@@ -399,5 +399,5 @@ class CheckpointConfig:
     """Write a copy of the policy while training goes on. The copy takes host memory: weights and
     optimizer once more. The next checkpoint waits for the one before."""
     keep_best: Data[bool] = False
-    """Also keep the best by the sampled reward of the evaluations while training (`eval.every`) and
-    after it, under checkpoints/best; of equals the earlier one."""
+    """Also keep the checkpoint with the best sampled reward, of the evaluations while training
+    (`eval.every`) and after it, under checkpoints/best; among equals the earlier one."""

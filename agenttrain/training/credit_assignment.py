@@ -101,6 +101,7 @@ def _tabulate(rewards: Sequence[Sequence[Mapping[str, float | None]]]) -> tuple[
 
     NaN where there is none: a function gave none, or the group has fewer than G rollouts.
     """
+    # Without any rollout F and G are 1, so that the advantages of no groups can be computed too.
     names = sorted({name for group in rewards for values in group for name in values}) or [""]
     width = max((len(group) for group in rewards), default=0) or 1
     rewards_FPG = torch.full((len(names), len(rewards), width), torch.nan, dtype=torch.float64)
@@ -122,11 +123,11 @@ def _assign_by_turn(
     first, all_rewards = gather_if_batchwise(rewards, config, world)
     result = turn_advantages(all_rewards, config)
     local = slice(first, first + len(groups))  # the groups of this process
-    by_turn: list[list[float]] = [[] for _ in range(VARIANCES)]
+    by_turn: list[list[float]] = [[] for _ in range(VARIANCES)]  # advantages of each turn
     for group, advantages_G in zip(groups, result.advantages[local], strict=True):
         for rollout, advantages_K in zip(group, advantages_G, strict=True):
             set_advantages(rollout, advantages_K)
-            # Later turns than the first VARIANCES have no metric.
+            # Turns after the first VARIANCES have no metric.
             for values, advantage in zip(by_turn, advantages_K or (), strict=False):
                 values.append(advantage)
     turn_rewards = [
@@ -137,6 +138,6 @@ def _assign_by_turn(
         compared = [flag for group in result.compared[local] for turns in group for flag in turns]
         metrics["credit/step_groups"] = mean_parts(torch.tensor(compared))
     for turn, values in enumerate(by_turn, start=1):
-        # Their mean is near 0: the mean square is the variance, also over processes.
+        # Advantages have a mean near 0, so their mean square is the variance, also over processes.
         metrics[f"credit/variance/turn_{turn}"] = mean_parts(torch.tensor(values).square())
     return metrics

@@ -32,7 +32,7 @@ class EqualLayers:
 
 @dataclass(slots=True)
 class _Kind:
-    """Equal layers, of which the first `RUNS` run."""
+    """State of one kind of equal layers. The first `RUNS` of them run, the others are skipped."""
 
     position: int = -1
     """Position of the last one that ran."""
@@ -49,8 +49,9 @@ def equal_layers_run_twice(
 ) -> Iterator[EqualLayers]:
     """Skip each layer in the block that is equal to two layers before it.
 
-    `saved_bytes` returns the bytes that autograd holds so far. A skipped layer returns a copy of
-    its input, and counts for as many bytes as the second layer of its kind.
+    `saved_bytes` returns the bytes that autograd holds so far (the default, `int`, returns 0). A
+    skipped layer returns a copy of its input, and counts for as many bytes as the second layer of
+    its kind.
     """
     skipped, kinds = EqualLayers(), dict[Hashable, _Kind]()
 
@@ -84,7 +85,7 @@ def equal_layers_run_twice(
         yield skipped
     finally:
         for layer in layers:
-            del layer.forward
+            del layer.forward  # the instance's, so that the method of the class is called again
 
 
 def _have_same_form(hidden: Any, output: Any) -> bool:

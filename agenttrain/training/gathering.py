@@ -69,9 +69,10 @@ class PackedPart(NamedTuple):
 
 
 def gather(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the full tensors, those that are sharded by rows from one collective call.
+    """Yield the full tensors in order. All processes call it together.
 
-    All processes call it together. A tensor that is sharded otherwise needs a call of its own.
+    One collective call gathers all tensors that are sharded by rows. A tensor that is sharded
+    otherwise needs a call of its own.
     """
     row_sharded = [tensor for tensor in tensors if _is_row_sharded(tensor)]
     packed_parts, total = _packed_parts(row_sharded)
@@ -103,7 +104,8 @@ def _packed_parts(tensors: Sequence[DTensor]) -> tuple[list[PackedPart], int]:
     """Return the place of each tensor's part in a process's buffer, and the buffer's bytes."""
     packed_parts, offset = [], 0
     for tensor in tensors:
-        rows = ceil(tensor.shape[0] / tensor.device_mesh.size(tensor.device_mesh.ndim - 1))
+        sharding_dimension = tensor.device_mesh.ndim - 1  # earlier dimensions are of replicas
+        rows = ceil(tensor.shape[0] / tensor.device_mesh.size(sharding_dimension))
         size = rows * prod(tensor.shape[1:]) * tensor.dtype.itemsize
         packed_parts.append(PackedPart(tensor.shape, tensor.dtype, rows, offset, size))
         offset += ceil(size / ALIGNMENT) * ALIGNMENT
@@ -113,7 +115,7 @@ def _packed_parts(tensors: Sequence[DTensor]) -> tuple[list[PackedPart], int]:
 def _gather_buffers(tensors: Sequence[DTensor], places: Sequence[PackedPart], total: int) -> Tensor:
     """Return the buffers of all processes, [processes, bytes], on the device that computes."""
     mesh = tensors[0].device_mesh
-    group = mesh.get_group(mesh.ndim - 1)
+    group = mesh.get_group(mesh.ndim - 1)  # the last dimension shards, earlier ones are of replicas
     rank, count = dist.get_rank(group), dist.get_world_size(group)
     buffers = torch.empty(count * total, dtype=torch.uint8, device=mesh.device_type)
     buffer = buffers[rank * total : (rank + 1) * total]  # of this process, gathered in place

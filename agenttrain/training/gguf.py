@@ -37,7 +37,8 @@ def convert(file: Path, folder: Path) -> None:
     source: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     tokenizer = AutoTokenizer.from_pretrained(file.parent, **source)
     pre = reader.fields.get("tokenizer.ggml.pre")
-    if pre is not None and pre.contents() in DIGITS_ALONE:  # else transformers is right
+    if pre is not None and pre.contents() in DIGITS_ALONE:
+        # transformers 5.23 leaves out that each digit is a token of its own.
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Digits(individual_digits=True),
@@ -57,7 +58,7 @@ def convert(file: Path, folder: Path) -> None:
         **source,
     )
     # A model that was loaded from a GGUF file counts as quantized and cannot be saved. A new model
-    # without storage takes its weights over.
+    # on the meta device takes its weights over.
     config = quantized.config
     vars(config).pop("quantization_config", None)
     with torch.device("meta"):

@@ -108,8 +108,9 @@ class _LinearLogprobs(torch.autograd.Function):
         prepare: Prepare,
     ) -> tuple[Tensor, Tensor]:
         """Return logprobs and entropies, [S] each, tile by tile; with `keep`, save the logits."""
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # the gradient of an output that nothing uses is None
         device = hidden_SH.device.type
+        # As in torch's own layers, autocast leaves float64 alone.
         cast = torch.is_autocast_enabled(device) and hidden_SH.dtype is not torch.float64
         type = torch.get_autocast_dtype(device) if cast else hidden_SH.dtype
         product = _Product(hidden_SH, weight_VH, bias_V, type)
@@ -143,7 +144,8 @@ class _LinearLogprobs(torch.autograd.Function):
         product = _Product(hidden_SH, weight_VH, bias_V, ctx.type)
         if grad_logprobs_S is None:
             grad_logprobs_S = torch.zeros_like(normaliser_S)
-        # Sums over tiles, at least in fp32. Autograd casts each to the type of its input.
+        # Sums over tiles, at least in fp32, or None for an input that needs no gradient. Autograd
+        # casts each to the type of its input.
         inputs = (product.hidden_SH, weight_VH, bias_V)
         sums = [
             torch.zeros_like(tensor, dtype=product.exact)
@@ -155,27 +157,27 @@ class _LinearLogprobs(torch.autograd.Function):
         tiles = iter(logits_of_tiles)
         for tokens, vocabulary in product.tiles():
             logits = next(tiles) if logits_of_tiles else ctx.transform(product(tokens, vocabulary))
-            slope = ctx.prepare(_slope)(
+            gradient = ctx.prepare(_logits_gradient)(
                 logits - normaliser_S[tokens, None],
                 entropy_S[tokens, None],
                 grad_logprobs_S[tokens, None],
                 None if grad_entropy_S is None else grad_entropy_S[tokens, None],
             )
+            # Add the 1 in d logprob / d logit = 1 - p, which only the label has.
             index, inside = _in_tile(labels_S[tokens], vocabulary)
             at_label = torch.where(inside, grad_logprobs_S[tokens], 0.0)
-            slope.scatter_add_(-1, index[:, None], at_label[:, None])
-            slope.mul_(ctx.transform.slope(logits))
-            slope_in_type = slope.to(product.type)
+            gradient.scatter_add_(-1, index[:, None], at_label[:, None])
+            # From here on the gradient by the head's output instead of the logits.
+            gradient.mul_(ctx.transform.slope(logits))
+            in_type = gradient.to(product.type)
             if sum_hidden_SH is not None:
-                _add_product(
-                    sum_hidden_SH[tokens], slope_in_type, weight_VH[vocabulary].to(product.type)
-                )
+                _add_product(sum_hidden_SH[tokens], in_type, weight_VH[vocabulary].to(product.type))
             if sum_weight_VH is not None:
-                _add_product(sum_weight_VH[vocabulary], slope_in_type.T, product.hidden_SH[tokens])
+                _add_product(sum_weight_VH[vocabulary], in_type.T, product.hidden_SH[tokens])
             if sum_bias_V is not None:
-                sum_bias_V[vocabulary] += slope.sum(0)
-            del slope_in_type  # in 16 bits a copy; free it before the next tile is computed
-        return *sums, None, None, None, None
+                sum_bias_V[vocabulary] += gradient.sum(0)
+            del in_type  # in 16 bits a copy; free it before the next tile is computed
+        return *sums, None, None, None, None  # labels and options have no gradient
 
 
 class _Product:
@@ -264,7 +266,7 @@ def _in_tile(labels_C: Tensor, vocabulary: slice) -> tuple[Tensor, Tensor]:
     return local.clamp(0, size - 1), (local >= 0) & (local < size)
 
 
-def _slope(
+def _logits_gradient(
     log_p: Tensor, entropy: Tensor, grad_logprob: Tensor, grad_entropy: Tensor | None
 ) -> Tensor:
     """Return d loss / d logits of a tile, [C, N], computed in place of `log_p`.

@@ -26,10 +26,15 @@ def hidden_with_images(
     packed: bool,
     varlen: bool,
 ) -> Tensor:
-    """Return the last hidden states of a microbatch with images, [T, H]."""
+    """Return the last hidden states of a microbatch with images, [T, H].
+
+    With `packed` one forward pass of the language model computes all segments, else one for each.
+    `varlen` is that of `PackedTree`.
+    """
+    # Each image is computed once, however many pieces of the tokens show it.
     by_digest = {piece.image.sha256: piece.image for piece in images.pieces}
     features: dict[str, Features]
-    if vision.frozen:
+    if vision.frozen:  # cached from step to step
         features = {digest: vision.features(model, image) for digest, image in by_digest.items()}
     else:
         computed = vision.compute(model, [*by_digest.values()], grad=torch.is_grad_enabled())
@@ -45,7 +50,7 @@ def hidden_with_images(
         )
         hidden_TH: Tensor = output.last_hidden_state[0]
         return hidden_TH
-    rows = []
+    hidden_of_segments = []
     for segment in segments:  # one pass for each, after its prefix
         places_T = packed_positions(segment).to(device)
         output = language(
@@ -55,8 +60,8 @@ def hidden_with_images(
             position_ids=images.positions_3T[:, None, places_T],
             use_cache=False,
         )
-        rows.append(output.last_hidden_state[0, segment.prefix_length :])
-    return torch.cat(rows)
+        hidden_of_segments.append(output.last_hidden_state[0, segment.prefix_length :])
+    return torch.cat(hidden_of_segments)
 
 
 def _select_pieces(pieces: tuple[Piece, ...], places_T: Tensor) -> list[Piece]:

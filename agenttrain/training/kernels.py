@@ -91,7 +91,7 @@ def in_format(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
 def fit(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor, float | None]:
-    """Return states and scale that a fused kernel takes, for the same attention.
+    """Return (query, key, value, scale) for the same attention in a form that a fused kernel takes.
 
     Where torch would choose `math`, keys and values are repeated for the heads of their queries,
     and heads are padded with zeros, which change no score. The attention's output is then as wide
@@ -155,7 +155,7 @@ class _Counting(TorchFunctionMode):
 def counting_calls() -> Iterator[Counter[Kernel]]:
     """Count the attention calls of the block by kernel."""
     global _used
-    outer, _used = _used, Counter()
+    outer, _used = _used, Counter()  # `count_call` counts in `_used`
     try:
         with _Counting():
             yield _used

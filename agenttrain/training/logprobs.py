@@ -74,18 +74,20 @@ class UnsupportedModel(AgenttrainError):
 class Scorer(nn.Module):
     """Module that maps a microbatch to (logprobs_S, entropy_S), both fp32.
 
-    It is a Module so that accelerate can wrap it. A model whose attention or layers do not allow
-    packing runs one forward pass per segment, with a warning. On a GPU whose kernel for sequences
-    of any length gives the same results as separate passes, attention is one call per layer. The
-    entropy carries a gradient only with `entropy_grad`.
+    The policy, its reference and a teacher have one each. It is a Module so that accelerate can
+    wrap it. The entropy carries a gradient only with `entropy_grad`.
 
-    `choose_layout` finds out by trial what the model allows.
+    `choose_layout` tries which of these gives the model's own results, and takes the first:
+
+    1. one forward pass per microbatch, with torch's varlen kernel: one attention call per layer
+    2. one forward pass per microbatch, with attention block by block
+    3. one forward pass per segment, with a warning
     """
 
     packed: bool
     """True if several rollouts are computed in one forward pass."""
     varlen: bool
-    """True if layers that support it use the kernel for sequences of any length."""
+    """True if layers that support it use torch's varlen kernel."""
     kernels: Counter[Kernel]
     """Attention calls of the trial by kernel."""
 
@@ -159,18 +161,21 @@ class Scorer(nn.Module):
                 hidden_TH = inside(lambda _: self._hidden(ids_T, TRIAL))
             if self.use_compile:
                 self._check_compiled(ids_T, hidden_TH)
-        # In float32 without autocast no layer used the kernel.
+        # The varlen kernel takes 16 bits: in float32 without autocast no layer called it.
         self.varlen = self.varlen and Kernel.varlen in self.kernels
         release_gathered(self)
 
     def _choose_packing(self, device: torch.device, world: World) -> str | None:
-        """Set `varlen` to a way of packing that works; return why there is none, or None.
+        """Set `varlen` to True if packing works with it, else to False.
 
-        All processes use the same way, because all of them must run as many passes.
+        Return None if packing works in either way, else why it does not. All processes pack in the
+        same way, because all of them must run as many passes.
         """
         all_have_kernel = all(world.gather([has_kernel(device)], "whether there is a kernel"))
+        # The varlen kernel first: it computes attention in one call per layer.
+        candidates = (True, False) if all_have_kernel else (False,)
         reason = None
-        for varlen in (True, False) if all_have_kernel else (False,):
+        for varlen in candidates:
             self.varlen = varlen
             local = why_not_packed(self.model, varlen=varlen, device=device, inside=self.inside)
             reasons = world.gather([local], "the trial of how rollouts are computed")
@@ -180,7 +185,10 @@ class Scorer(nn.Module):
         return reason
 
     def _check_compiled(self, ids_T: Tensor, hidden_TH: Tensor) -> None:
-        """Compile the layers by running the trial. Raises UnsupportedModel."""
+        """Run the trial forward and backward with compiled layers, which compiles them.
+
+        Raises UnsupportedModel if that fails, or if the hidden states differ from `hidden_TH`.
+        """
         exclude_from_compilation()
         trainable = [weight for weight in self.model.parameters() if weight.requires_grad]
         try:
@@ -223,7 +231,8 @@ class Scorer(nn.Module):
     @contextmanager
     def ready(self) -> Iterator[None]:
         """Prepare the model for calls of `forward` and their backward passes in the block."""
-        with self._ready(), compiled_layers(self.model) if self.use_compile else nullcontext():
+        layers = compiled_layers(self.model) if self.use_compile else nullcontext()
+        with self._ready(), layers:
             yield
 
     @contextmanager
@@ -320,9 +329,10 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
         raise UnsupportedModel(
             f"training.gradient_checkpointing=true: {type(model).__name__} cannot; set it to false"
         )
-    # Renamed in transformers 5.23.
-    older = model.gradient_checkpointing_enable
-    getattr(model, "activation_checkpointing_enable", older)({"use_reentrant": False})
+    # transformers 5.23 renamed the method.
+    former_method = model.gradient_checkpointing_enable
+    enable = getattr(model, "activation_checkpointing_enable", former_method)
+    enable({"use_reentrant": False})
 
 
 def head_logprobs(
@@ -340,6 +350,7 @@ def head_logprobs(
     Logits within the budget are kept for the backward pass. Above it they are computed again there.
     A head that is more than a linear layer (LoRA, hooks, a sharded weight) is called, in chunks.
     """
+    # accelerate and others replace `forward` on the instance.
     has_hooks = head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head)
     if type(head) is nn.Linear and not has_hooks and not isinstance(head.weight, DTensor):
         logits = labels_S.numel() * head.out_features
@@ -353,7 +364,7 @@ def head_logprobs(
             entropy_grad=entropy_grad,
             compile=compile,
         )
-    with torch.no_grad():
+    with torch.no_grad():  # a head of any class has its vocabulary's size in its output alone
         vocabulary = head(hidden_SH[:1]).shape[-1]
     size = max(1, CHUNK_LOGITS // vocabulary)
 
@@ -375,7 +386,7 @@ def head_logprobs(
 
 
 def logit_transform(model: PreTrainedModel) -> LogitTransform:
-    """Return the transform from the head's output to logits, at temperature 1, by the config."""
+    """Return how the model's config says to make logits of the head's output, at temperature 1."""
     config: Any = model.config.get_text_config()
     scale = 1.0
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling"):
@@ -396,8 +407,8 @@ def check_head(
 ) -> None:
     """Raise UnsupportedModel unless head and `logit_transform` give the model's own logits.
 
-    Otherwise training would silently use wrong logits. `device` and `inside` are those of
-    `why_not_packed`. `key` is the setting that names the model.
+    Otherwise training would silently use wrong logits. `inside` calls a function of the model while
+    its weights are gathered. `key` is the setting that names the model.
     """
     token_ids_T = torch.arange(4, device=device or model.device)
 
@@ -436,8 +447,8 @@ def packed_hidden(
 ) -> Tensor:
     """Return the last hidden states of packed segments by one forward pass, [T, H].
 
-    Call it inside `packing(model)`. Positions count from 0 in each sequence. With `varlen` the
-    kernel for sequences of any length is used, which the device must have.
+    Call it inside `packing(model)`. Positions count from 0 in each sequence. With `varlen`, torch's
+    varlen kernel is used, which the device must have.
     """
     device = token_ids_T.device
     output = backbone(model)(
@@ -470,42 +481,47 @@ CHUNK = 64
 """Tokens that scans of delta rules compute at once, in transformers and in fla."""
 LONGEST_CROSSED = 1024
 """Longest window or chunk that the trial crosses."""
-EXACT_SLOPE, SLOPE = 1e-3, 0.2
+EXACT_GRADIENT_GAP, GRADIENT_GAP = 1e-3, 0.2
 """Most difference of gradients, relative, in `EXACT` formats and in others. Right ones of 13
 families of recurrent models differ by up to 2e-6 and 0.05."""
 
 
 def trial_segments(model: PreTrainedModel) -> tuple[Segment, ...]:
-    """Return the segments of the trial: `TRIAL`, or longer ones to cross what the model has.
+    """Return the segments of the trial: `TRIAL`, or longer ones for a window or for scans.
 
-    A prompt crosses its window, or the chunks of its scans. A branch of two tokens is shorter than
-    a convolution, another goes on after a single token, and crosses a chunk from the states there.
+    The prompt is longer than the model's sliding window and than a chunk of its scans. After it, a
+    branch of two tokens is shorter than a convolution. Another branch goes on after a single token,
+    and crosses a chunk from the state there.
     """
     config: Any = model.config.get_text_config()
     chunk = _scan_chunk(model)
-    lengths = (chunk, getattr(config, "sliding_window", None) or 0)
-    crossed = max(length for length in (0, *lengths) if length <= LONGEST_CROSSED)
+    window = getattr(config, "sliding_window", None) or 0
+    # A window that is too long for a trial is not crossed.
+    crossed = max(length for length in (0, chunk, window) if length <= LONGEST_CROSSED)
     if crossed <= TRIAL[-1].prefix_length:
         return TRIAL
-    prompt = Segment(9, crossed + 6)
-    single = Segment(prompt.end + 2, 1, prompt)
+    alone = TRIAL[0]
+    prompt = Segment(alone.end, crossed + 6)
+    branch = Segment(prompt.end, 2, prompt)
+    single = Segment(branch.end, 1, prompt)
     last = Segment(single.end, chunk + 2 if chunk else 5, single)
-    return (TRIAL[0], prompt, Segment(prompt.end, 2, prompt), single, last)
+    return (alone, prompt, branch, single, last)
 
 
 def gradient_segments(model: PreTrainedModel) -> tuple[Segment, ...]:
     """Return the segments of the trial's passes with gradients: `TRIAL`, or a tree for scans.
 
-    These passes keep what the backward pass needs, so that no window is crossed. In the tree one
-    segment starts from a state, crosses a chunk and hands its last state on.
+    They are short and cross no window, because these passes keep activations for the backward pass.
+    In the tree one segment starts from a state, crosses a chunk and hands its last state on.
     """
     chunk = _scan_chunk(model)
     if not chunk:
         return TRIAL
-    single = Segment(PROMPT.end + 2, 1, PROMPT)
+    branch = Segment(PROMPT.end, 2, PROMPT)
+    single = Segment(branch.end, 1, PROMPT)
     crossing = Segment(single.end, chunk + 2, single)
     last = Segment(crossing.end, 5, crossing)
-    return (TRIAL[0], PROMPT, Segment(PROMPT.end, 2, PROMPT), single, crossing, last)
+    return (TRIAL[0], PROMPT, branch, single, crossing, last)
 
 
 def _scan_chunk(model: PreTrainedModel) -> int:
@@ -534,42 +550,44 @@ def why_not_packed(
 ) -> str | None:
     """Try packing on a few tokens; return why it changes the model's results, or None.
 
-    A model that carries a state along the sequence could carry it from one rollout into the next,
-    so that its gradients are compared too. `varlen` is that of `packed_hidden`, `inside` calls a
-    function of the model while its weights are gathered. Raises UnsupportedModel if a package's
-    kernel for recurrent layers is wrong.
+    Hidden states of one packed pass are compared with those of a pass per segment. A recurrent
+    model could carry its state from one rollout into the next, so its gradients are compared too.
+    `varlen` is that of `packed_hidden`, `inside` calls a function of the model while its weights
+    are gathered. Raises UnsupportedModel if a package's kernel for recurrent layers is wrong.
     """
     device = device or model.device
     inside = inside or (lambda function: function(model))
-    # The kernel takes 16 bits: float32 weights reach it under autocast only.
+    # The varlen kernel takes 16 bits: float32 weights reach it under autocast only.
     needs_cast = varlen and model.dtype is torch.float32
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=needs_cast)
     segments = trial_segments(model)
     token_ids_T = trial_ids(model, device, segments)
     tree = gradient_segments(model)
     tree_ids_T = trial_ids(model, device, tree)
-    in_one = partial(packed_hidden, varlen=varlen)
-    slopes: list[Tensor] = []
-    training = model.training
+    in_one_pass = partial(packed_hidden, varlen=varlen)
+    gradients: list[Tensor] = []  # of the separate passes, then of the packed one
+    was_training = model.training
     model.eval()
     try:
         with torch.no_grad(), autocast:
             separate_TH = inside(lambda model: separate_hidden(model, token_ids_T, segments))
             if has_mixers(model):
-                slopes.append(inside(partial(_slope, separate_hidden, tree_ids_T, tree)))
+                gradients.append(
+                    inside(partial(_input_gradient, separate_hidden, tree_ids_T, tree))
+                )
             with packing(model):
                 with recorded_calls() as calls:
-                    packed_TH = inside(lambda model: in_one(model, token_ids_T, segments))
-                if slopes:
-                    slopes.append(inside(partial(_slope, in_one, tree_ids_T, tree)))
-                # A rollout must not reach the next one, nor a branch its sibling. One `inside` for
-                # each, because a backward pass frees the weights that FSDP2 has gathered.
-                leaks = any(
-                    inside(partial(_leaks, in_one, tree_ids_T, tree, start, neighbour))
-                    for start, neighbour in (
-                        (tree[0].end, tree[0]),
-                        (tree[3].start, tree[2]),
+                    packed_TH = inside(lambda model: in_one_pass(model, token_ids_T, segments))
+                if gradients:
+                    gradients.append(
+                        inside(partial(_input_gradient, in_one_pass, tree_ids_T, tree))
                     )
+                # Nothing after a rollout may depend on it, and no branch on its sibling. One
+                # `inside` for each, because a backward pass frees the weights that FSDP2 gathered.
+                rollout, _, branch, sibling, *_ = tree
+                leaks = any(
+                    inside(partial(_depends_on, in_one_pass, tree_ids_T, tree, start, earlier))
+                    for start, earlier in ((rollout.end, rollout), (sibling.start, branch))
                 )
     except UnsupportedAttention as error:
         return str(error)
@@ -580,24 +598,26 @@ def why_not_packed(
             raise
         return f"the kernel for sequences of any length fails ({error})"
     finally:
-        model.train(training)
+        model.train(was_training)
     _check_mixer_kernels(calls)
     exact = packed_TH.dtype in EXACT and not needs_cast
     tolerance = 1e-4 if exact else 5e-2
     packed_TH, separate_TH = packed_TH.float(), separate_TH.float()
     difference_TH, size_TH = (packed_TH - separate_TH).abs(), separate_TH.abs()
-    # In 16 bits single tokens of a long text may go to other experts.
-    is_mean = segments is not TRIAL and not exact
-    gap = (
-        difference_TH.mean() / size_TH.mean() if is_mean else difference_TH.max() / size_TH.max()
-    ).item()
+    if segments is not TRIAL and not exact:
+        # In 16 bits single tokens of a long text may go to other experts: compare means.
+        gap = (difference_TH.mean() / size_TH.mean()).item()
+    else:
+        gap = (difference_TH.max() / size_TH.max()).item()
     # Not `gap > tolerance`: NaN has to count as a difference.
     if not gap <= tolerance:
         return f"packed, its hidden states differ by {gap:.2g} (relative; at most {tolerance:g})"
     if leaks:
         return "packed, a rollout's hidden states depend on its neighbours"
-    if slopes and not (gap := relative_gap(*slopes)) <= (EXACT_SLOPE if exact else SLOPE):
-        return f"packed, its gradients differ by {gap:.2g} (relative)"
+    if gradients:
+        gap = relative_gap(*gradients)
+        if not gap <= (EXACT_GRADIENT_GAP if exact else GRADIENT_GAP):
+            return f"packed, its gradients differ by {gap:.2g} (relative)"
     return None
 
 
@@ -605,7 +625,7 @@ def _check_mixer_kernels(calls: Mapping[str, MixerCall]) -> None:
     """Raise UnsupportedModel if a kernel differs from transformers' code of the same function."""
     for name, call in calls.items():
         gap = kernel_gap(call)
-        if gap is not None and not gap <= SLOPE:
+        if gap is not None and not gap <= GRADIENT_GAP:  # NaN counts as a difference
             raise UnsupportedModel(
                 f"model.path: the installed kernel for {name} gives other results or gradients "
                 f"than transformers' own code (by {gap:.2g}, relative). Upgrade or uninstall its "
@@ -618,7 +638,7 @@ HiddenFunction = Callable[[PreTrainedModel, Tensor, Sequence[Segment]], Tensor]
 
 
 @torch.enable_grad()
-def _slope(
+def _input_gradient(
     hidden: HiddenFunction,
     token_ids_T: Tensor,
     segments: Sequence[Segment],
@@ -626,15 +646,19 @@ def _slope(
     *,
     start: int = 0,
 ) -> Tensor:
-    """Return the gradient of a sum of hidden states from `start` on, by embedding, [T, H]."""
+    """Return the gradient of hidden states from `start` on by each token's embedding, [T, H].
+
+    A hook adds zeros to the embeddings, and the gradient is taken by these zeros.
+    """
     table = model.get_input_embeddings()
-    shifts_TH = table.weight.new_zeros(len(token_ids_T), table.weight.shape[1]).requires_grad_()
-    places = [torch.arange(len(token_ids_T))]  # of each call of the embeddings
+    zeros_TH = table.weight.new_zeros(len(token_ids_T), table.weight.shape[1]).requires_grad_()
+    # Positions of the tokens of each forward pass, in the order of the passes.
+    positions_of_passes = [torch.arange(len(token_ids_T))]
     if hidden is separate_hidden:
-        places = [packed_positions(segment) for segment in segments]
-    calls = iter(places)
+        positions_of_passes = [packed_positions(segment) for segment in segments]
+    passes = iter(positions_of_passes)
     hook = table.register_forward_hook(
-        lambda _, __, output: output + shifts_TH[next(calls).to(shifts_TH.device)]
+        lambda _, __, output: output + zeros_TH[next(passes).to(zeros_TH.device)]
     )
     try:
         hidden_TH = hidden(model, token_ids_T, segments)
@@ -642,25 +666,25 @@ def _slope(
         hook.remove()
     # Different weights: the sum of a normalised state may be constant, without a gradient.
     weights_H = torch.linspace(-1, 1, hidden_TH.shape[1], device=hidden_TH.device)
-    (slope_TH,) = torch.autograd.grad((hidden_TH[start:] * weights_H).sum(), shifts_TH)
-    return slope_TH
+    (gradient_TH,) = torch.autograd.grad((hidden_TH[start:] * weights_H).sum(), zeros_TH)
+    return gradient_TH
 
 
-def _leaks(
+def _depends_on(
     hidden: HiddenFunction,
     token_ids_T: Tensor,
     segments: Sequence[Segment],
     start: int,
-    neighbour: Segment,
+    earlier: Segment,
     model: PreTrainedModel,
 ) -> bool:
-    """Return True if hidden states from position `start` on depend on the segment `neighbour`.
+    """Return True if hidden states from position `start` on depend on the segment `earlier`.
 
     This compares gradients, not hidden states. A short convolution or a state may carry over less
     than the rounding of bfloat16, but its gradient is not exactly zero.
     """
-    slope_TH = _slope(hidden, token_ids_T, segments, model, start=start)
-    return bool(slope_TH[neighbour.start : neighbour.end].any())
+    gradient_TH = _input_gradient(hidden, token_ids_T, segments, model, start=start)
+    return bool(gradient_TH[earlier.start : earlier.end].any())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,8 +48,8 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
         conversions = getattr(model, CONVERSIONS, None) or ()
         patterns = [p for conversion in conversions for p in conversion.source_patterns]
         if any(PEFT in pattern for pattern in patterns):
-            # transformers recorded the conversions of the adapters' file. Without a record, saving
-            # the model uses those of its family.
+            # transformers recorded the conversions of the adapters' file in place of the model's.
+            # Without a record, saving the model uses those of its family.
             setattr(model, CONVERSIONS, None)
     else:
         _add_new_adapters(model, settings)

@@ -30,7 +30,10 @@ class ScoredMicrobatch(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Minibatch:
-    """The sequences of one optimizer update, and the results of its microbatches."""
+    """The sequences of one optimizer update, and the results of its microbatches.
+
+    `Policy.minibatch` makes it, and each microbatch adds its results by `record`.
+    """
 
     sequences: list[TrainingSequence]
     """Sequences of this process, with the weight of their tokens in the loss."""

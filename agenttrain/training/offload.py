@@ -74,4 +74,6 @@ def _state(optimizer: Optimizer) -> Iterator[Tensor]:
     if parts is None:
         states: Any = optimizer.state.values()
         for values in states:
-            yield from (local_part(v) for v in values.values() if isinstance(v, Tensor) and v.ndim)
+            for value in values.values():
+                if isinstance(value, Tensor) and value.ndim:  # not the step counter, a scalar
+                    yield local_part(value)

@@ -80,7 +80,10 @@ def _muon(
 
 
 def _adamw(parameters: Mapping[str, Tensor], _: PreTrainedModel, config: AdamWSettings) -> AdamW:
-    """Return AdamW. Norms and biases (fewer than two dimensions) have no weight decay."""
+    """Return AdamW. Norms and biases (fewer than two dimensions) have no weight decay.
+
+    The model is of no use here, but every entry of `BUILDERS` gets it.
+    """
     weights = parameters.values()
     groups = [
         {"params": [p for p in weights if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -99,7 +102,7 @@ BUILDERS: Mapping[type[OptimizerConfig], Callable[..., Optimizer]] = {
 
 
 class _Wrapper(Optimizer):
-    """Optimizer made of others, whose parameter groups are its own."""
+    """Optimizer that joins others (`parts`) and shares their parameter groups."""
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         self.parts = list(parts)
@@ -188,7 +191,7 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     """
     from transformers import get_scheduler  # imports peft
 
-    constant = config.schedule is Schedule.constant
+    constant = config.schedule is Schedule.constant  # transformers' has no warm-up
     scheduler = get_scheduler(
         "constant_with_warmup" if constant else str(config.schedule),
         # transformers reads the base rate from an optimizer (for `min_lr`).

@@ -132,7 +132,7 @@ class Policy:
         # The model. Sharded layers are moved to the device one by one, when they are sharded.
         self.model = model if sharding else model.to(self.device)
         if sharding and self.device.type == "cpu":
-            map_large_blocks()
+            map_large_blocks()  # or gathered layers stay in the C library's heap
         if vision is not None and vision.frozen:
             freeze_vision(self.model)
         self._work = WorkCounter(count_operations(self.model), self.device)
@@ -172,6 +172,7 @@ class Policy:
         """Names of the kernels that compute attention: ``varlen``, or ``efficient,flash``."""
         # The optimizer, whose state is in host memory between updates if it is offloaded.
         built = build_optimizer(self.model, optimizer)
+        # Weights in 16 bits are updated by way of float32 copies.
         self._masters = built if isinstance(built, MasterWeights) else None
         self.optimizer = self.accelerator.prepare_optimizer(built)
         self._offload: StateOffload | None = None
@@ -202,7 +203,7 @@ class Policy:
         return {f"training/kernel/{name}": count / total for name, count in sorted(calls.items())}
 
     def take_work(self, peak_tflops: float | None = None) -> StepWork:
-        """Return the work of this process since the last call: in the step.
+        """Return the work of this process since the last call, which is that of the step.
 
         `peak_tflops` is the dense bf16 peak of the card; None: it is looked up by its name.
         """
@@ -226,6 +227,7 @@ class Policy:
         if self._reference is not None:
             flat = list(chain(*sequences))
             scores = score_microbatches(self._reference, self._pack_to_score(flat))
+            # The first of (logprobs, entropies).
             sequences = [
                 [replace(sequence, ref_logprobs_S=scores[sequence.key][0]) for sequence in group]
                 for group in sequences
@@ -251,9 +253,9 @@ class Policy:
         if penalty is None:
             return {}, {}
         penalties: defaultdict[str, float] = defaultdict(float)
-        kl = torch.zeros(2, device=self.device)
+        kl = torch.zeros(2, device=self.device)  # sum and count over all sampled tokens
+        recomputed = self.algorithm.behaviour is Behaviour.recomputed
         for sequence in chain(*groups):
-            recomputed = self.algorithm.behaviour is Behaviour.recomputed
             policy_S = sequence.old_logprobs_S if recomputed else sequence.behaviour_S
             assert policy_S is not None and sequence.ref_logprobs_S is not None
             kl_S = kl_estimate(policy_S, sequence.ref_logprobs_S, penalty.estimator)
@@ -291,8 +293,8 @@ class Policy:
         tokens = self._sum_of_ranks(sum(sequence.sampled_length for sequence in sequences))
         if tokens == 0:
             return None
-        # Lengths are those of whole rollouts: in how many trajectories a rollout's tokens lie does
-        # not change their weight.
+        # Lengths are those of whole rollouts, so that a token's weight does not depend on how many
+        # trajectories its rollout has.
         weights_B = token_weights(
             torch.tensor([sequence.rollout.sampled_length for sequence in sequences]),
             algorithm.aggregation,
@@ -343,7 +345,11 @@ class Policy:
             self._masters.fold()
 
     def optimizer_step(self, minibatch: Minibatch) -> MetricParts:
-        """Update the weights; return metrics. Raises BrokenUpdate in all processes, before that."""
+        """Update the weights; return metrics.
+
+        Raises BrokenUpdate in all processes, and changes no weight, if loss or gradient of one of
+        them is not finite.
+        """
         losses = torch.stack(minibatch.losses)
         norm = self._clip(losses)
         if norm is None:
@@ -353,10 +359,12 @@ class Policy:
         if minibatch.epoch == 0 and not needs_old_logprobs(self.algorithm):  # else `score` did it
             for batch, logprobs_S, entropy_S in minibatch.scores:
                 store_scores(batch.sequences, logprobs_S, entropy_S)
+        # A metric is the sum of all processes' (sum, count). The loss is summed over processes, not
+        # averaged: only the main process counts.
+        loss_count = self._from_main(1.0)[1]
         metrics = {
             "grad_norm": self._from_main(norm),
-            # The loss is the sum over processes: the parts (loss, 1), (loss, 0), … add up to it.
-            "loss": torch.stack((losses.sum(), self._from_main(1.0)[1])),
+            "loss": torch.stack((losses.sum(), loss_count)),
             "train/tokens": self._from_main(minibatch.tokens),
         }
         if self.algorithm.mask_truncated:
@@ -380,8 +388,9 @@ class Policy:
         origins = token_origins(sequences, self.step, engine_S.device)
         tokens = engine_S.new_tensor(len(engine_S))
         sums = torch.stack((engine_S.sum(), trainer_S.sum(), tokens))
-        engine, trainer, count = self.accelerator.reduce(sums.double(), "sum").tolist()
-        return mismatch(engine_S, trainer_S, origins, (engine / count, trainer / count))
+        engine_sum, trainer_sum, count = self.accelerator.reduce(sums.double(), "sum").tolist()
+        means = (engine_sum / count, trainer_sum / count)  # over the tokens of all processes
+        return mismatch(engine_S, trainer_S, origins, means)
 
     def end_step(self, averages: Averages) -> dict[str, float]:
         """Finish the step: update the reference, free memory; return the step's metrics.
@@ -437,7 +446,7 @@ class Policy:
 
     @contextlib.contextmanager
     def optimizer_on_device(self) -> Iterator[None]:
-        """Keep the optimizer's state on the device for the block, if it is elsewhere otherwise."""
+        """Keep the optimizer's state on the device for the block, if it is offloaded otherwise."""
         if self._offload is None:
             yield
             return
@@ -471,13 +480,13 @@ class Policy:
             self._reference.load_state_dict(state["reference"])
 
     def _clip(self, losses: Tensor) -> float | None:
-        """Clip the gradient. Return its norm before, or None if the norm or a loss is not finite.
+        """Clip the gradient and return its norm before clipping.
 
-        None is returned in all processes if one has such a loss.
+        Return None in all processes if the norm, or the loss of any process, is not finite.
         """
         parameters = list(self._wrapped.parameters())
         if self._masters is not None:
-            # The float32 copies, and the weights that are float32 themselves and have none.
+            # The float32 copies, and the weights in float32, which have no copy.
             parameters = [p for group in self._masters.param_groups for p in group["params"]]
             if self.world.size > 1 and self._sharding is None:  # sharded gradients are averaged
                 for parameter in parameters:
@@ -512,8 +521,10 @@ class Policy:
         broken_rollouts = world.gather(local_culprits, "the culprits")
         local_places = [place_of(sequence.rollout, sequence.trajectory) for sequence in trained]
         places = world.gather(local_places, "the culprits")
-        first_weight = next(iter(weights.items()), None)
-        cause = f"weight {first_weight[0]} ({first_weight[1]}); " if first_weight else ""
+        cause = ""
+        if weights:
+            first_name, count = next(iter(weights.items()))
+            cause = f"weight {first_name} ({count}); "
         if broken_rollouts:
             cause += list_names([f"rollout {c.place}: {c.what}" for c in broken_rollouts])
         elif places:
@@ -547,7 +558,7 @@ class Policy:
     def _from_main(self, value: float) -> Tensor:
         """Return a metric's (sum, count), which is (0, 0) in all processes but the main one.
 
-        So a value that all of them have counts once.
+        For a value that is the same in all processes, and so counts once.
         """
         is_main = self.accelerator.is_main_process
         return torch.tensor((value, 1.0) if is_main else (0.0, 0.0), device=self.device)

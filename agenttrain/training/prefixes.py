@@ -86,6 +86,12 @@ def grow(ids: Sequence[Tensor], least: int | None) -> list[Branch]:
 
     A branch of fewer than `least` tokens is not shared. With `least` None no branch is. Sequences
     of equal length keep their order.
+
+    Example: ``a b c d``, ``a b c e f`` and ``a g`` are one tree if `least` is 1::
+
+        a ─┬─ b c ─┬─ d
+           │       └─ e f
+           └─ g
     """
     if least is None:
         roots = (Branch(start=0, end=len(ids_T), ending=(i,)) for i, ids_T in enumerate(ids))
@@ -99,8 +105,8 @@ def grow(ids: Sequence[Tensor], least: int | None) -> list[Branch]:
     def branches(places: range, start: int, depth: int = 0) -> Iterator[Branch]:
         """Yield the branches of the sequences at these `places` of the sorted order.
 
-        Their first `start` tokens are equal and belong to branches above. In the example at the
-        file's top `common` is 0 3 1. Places 0 1 2 share ``a``; their parts are 0 1 and 2.
+        Their first `start` tokens are equal and belong to branches above. In the example `common`
+        is 0 3 1. Places 0 1 2 share ``a``, and their parts are 0 1 and 2.
         """
         if len(places) == 1 or depth == DEEPEST:  # nothing more is shared
             for index in (order[place] for place in places):

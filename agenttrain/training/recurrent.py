@@ -68,8 +68,8 @@ class RecurrentTree:
     @cached_property
     def waves(self) -> tuple[Wave, ...]:
         """Waves in the order in which they are scanned, parents before their children."""
-        most = CPU_WAVE if self.device.type == "cpu" else None
-        return make_waves(self.segments, most, self.device)
+        max_tokens = CPU_WAVE if self.device.type == "cpu" else None
+        return make_waves(self.segments, max_tokens, self.device)
 
     @cached_property
     def _order(self) -> tuple[Tensor, Tensor] | None:
@@ -93,6 +93,8 @@ class RecurrentTree:
         taps = convolution.weight.shape[-1]
         if taps not in self._halos:
             self._halos[taps] = make_halo(self.segments, taps, self.device)
+        # Copies of the last tokens of its prefix (or zeros) are put before each segment, and their
+        # outputs are dropped again.
         halo = self._halos[taps]
         rows_TC = convolution.states[0].transpose(0, 1)
         extended_UC = _Extend.apply(rows_TC, halo)
@@ -115,16 +117,19 @@ class RecurrentTree:
         inputs = []
         for tensor in scan.inputs:
             tokens = tensor[0] if order is None else Select.apply(tensor[0], *order, None)
-            inputs.append(tokens.split(sizes))
+            inputs.append(tokens.split(sizes))  # a piece for each wave
+        # Last states of the segments so far, from which their children start.
         states: list[Tensor] = []
         outputs: list[Tensor] = []
-        for wave, *tokens in zip(self.waves, *inputs, strict=True):
-            first = (
-                torch.stack([states[parent] for parent in wave.parents]) if wave.parents else None
+        for wave, *wave_inputs in zip(self.waves, *inputs, strict=True):
+            initial_states = None  # zeros
+            if wave.parents:
+                initial_states = torch.stack([states[parent] for parent in wave.parents])
+            output, last_states = call(
+                [_pad(wave, tensor) for tensor in wave_inputs], initial_states, wave.keeps
             )
-            output, last = call([_pad(wave, tensor) for tensor in tokens], first, wave.keeps)
             if wave.keeps:
-                states += last.unbind()
+                states += last_states.unbind()
             outputs.append(_unpad(wave, output.flatten(0, 1)))
         packed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         if order is not None:
@@ -149,9 +154,13 @@ def _unpad(wave: Wave, padded: Tensor) -> Tensor:
 
 
 def make_waves(
-    segments: Sequence[Segment], most: int | None, device: torch.device
+    segments: Sequence[Segment], max_tokens: int | None, device: torch.device
 ) -> tuple[Wave, ...]:
-    """Divide segments into waves of at most `most` padded tokens. None: of any size."""
+    """Divide segments into waves of at most `max_tokens` padded tokens. None: of any size.
+
+    The segments of a wave have equally many ancestors and similar lengths. Either all of them have
+    children, whose scans start from their last states, or none has.
+    """
     parents = {segment.parent for segment in segments}
     levels: dict[int, list[Segment]] = defaultdict(list)
     for segment in segments:
@@ -163,13 +172,13 @@ def make_waves(
         for segment in sorted(level, key=lambda s: (s not in parents, -s.length)):
             run = runs[-1]
             if run:
-                longest, is_last = run[0].length, (run[0] in parents) == (segment in parents)
-                fits = most is None or (len(run) + 1) * longest <= most
-                if not (is_last and fits and segment.length >= SHORTEST * longest):
+                longest, same_use = run[0].length, (run[0] in parents) == (segment in parents)
+                fits = max_tokens is None or (len(run) + 1) * longest <= max_tokens
+                if not (same_use and fits and segment.length >= SHORTEST * longest):
                     runs.append([])
             runs[-1].append(segment)
     waves: list[Wave] = []
-    state_of: dict[Segment | None, int] = {}
+    state_of: dict[Segment | None, int] = {}  # index among the last states of all waves so far
     for run in runs:
         keeps = run[0] in parents
         waves.append(
@@ -188,7 +197,10 @@ def make_waves(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Halo:
-    """Columns of an extended row, in which each segment follows the last tokens of its prefix."""
+    """Columns of an extended row, in which each segment follows the last tokens of its prefix.
+
+    `make_halo` makes it for a convolution, which needs these tokens before the segment's own.
+    """
 
     token_U: Tensor
     """Packed position of every column's token; any where the column is blank."""
@@ -203,19 +215,23 @@ class Halo:
     sources: Tensor
     """[sources] Packed positions that are copied, each once."""
     copies: Tensor
-    """[sources, most copies of one] Their copies, as indices in `copied`; its length where there
-    are fewer."""
+    """[sources, most copies of one] Indices in `copied` of each source's copies, filled up with the
+    length of `copied`."""
 
 
 def make_halo(segments: Sequence[Segment], taps: int, device: torch.device) -> Halo:
-    """Return the extended row of segments for a convolution of that many taps."""
+    """Return the extended row of segments for a convolution of that many taps.
+
+    Example: with 3 taps, tokens 0 1 and a segment 2 3 after them become the columns
+    ``. . 0 1 | 0 1 2 3``, where ``.`` is blank. Columns 4 and 5 are copies, of the sources 0 and 1.
+    """
     tokens: list[int] = []
     blank: list[int] = []
     own: list[int] = []
     copied: list[int] = []
     copies: dict[int, list[int]] = defaultdict(list)
     for segment in segments:
-        before: list[int] = []
+        before: list[int] = []  # the tokens before the segment, as many as a tap reaches
         part = segment.parent
         while part is not None and (missing := taps - 1 - len(before)):
             before = [*range(max(part.start, part.end - missing), part.end), *before]
@@ -229,8 +245,10 @@ def make_halo(segments: Sequence[Segment], taps: int, device: torch.device) -> H
             tokens.append(token)
         own += range(len(tokens), len(tokens) + segment.length)
         tokens += range(segment.start, segment.end)
-    most = max(map(len, copies.values()), default=0)
-    table = [[*indices, *[len(copied)] * (most - len(indices))] for indices in copies.values()]
+    most_copies = max(map(len, copies.values()), default=0)
+    table = [
+        [*indices, *[len(copied)] * (most_copies - len(indices))] for indices in copies.values()
+    ]
 
     def on_device(values: Sequence[Any]) -> Tensor:
         return torch.tensor(values, dtype=torch.long).to(device, non_blocking=True)
@@ -242,7 +260,7 @@ def make_halo(segments: Sequence[Segment], taps: int, device: torch.device) -> H
         copied=on_device(copied),
         other=on_device([*blank, *copied]),
         sources=on_device(list(copies)),
-        copies=on_device(table).reshape(len(copies), most),
+        copies=on_device(table).reshape(len(copies), most_copies),
     )
 
 
@@ -263,6 +281,7 @@ class _Extend(torch.autograd.Function):
         halo: Halo = ctx.halo
         rows_TC = gradient_UC.index_select(0, halo.own_T)
         if halo.copied.numel():
+            # A row of zeros at the end, for the indices that fill up `halo.copies`.
             copies = pad(gradient_UC.index_select(0, halo.copied), (0, 0, 0, 1))
             by_source = copies.index_select(0, halo.copies.flatten()).unflatten(
                 0, halo.copies.shape
@@ -287,7 +306,7 @@ def _record(call: MixerCall) -> None:
 def recorded_calls() -> Iterator[dict[str, MixerCall]]:
     """Record the first call of each mixer's function in the block, by its name."""
     global _calls
-    outer, _calls = _calls, {}
+    outer, _calls = _calls, {}  # `_record` writes into `_calls`
     try:
         yield _calls
     finally:
@@ -298,7 +317,8 @@ def recorded_calls() -> Iterator[dict[str, MixerCall]]:
 def kernel_gap(call: MixerCall) -> float | None:
     """Return how much a kernel's output and gradients differ from transformers' own code.
 
-    The largest relative difference (`relative_gap`). None: the function is no package's kernel.
+    This is the largest relative difference (`relative_gap`), or None if the call is no package's
+    kernel but transformers' own code.
     """
     if not is_kernel(call.function):
         return None
@@ -306,8 +326,8 @@ def kernel_gap(call: MixerCall) -> float | None:
     for function in (call.function, reference(call.function)):
         tensors, output = call.detached().run(function)
         weights = torch.linspace(-1, 1, output.numel(), device=output.device).view_as(output)
-        slopes = torch.autograd.grad((output * weights).sum(), tensors)
-        results.append((output.detach(), *slopes))
+        gradients = torch.autograd.grad((output * weights).sum(), tensors)
+        results.append((output.detach(), *gradients))
     return max(relative_gap(*pair) for pair in zip(*results, strict=True))
 
 

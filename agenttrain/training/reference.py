@@ -120,7 +120,7 @@ class SyncedCopy(ReferencePolicy):
 
 
 def copy_weights(reference: ReferencePolicy, policy: Scorer) -> None:
-    """Give a reference that was made without storage the weights of the policy, part by part."""
+    """Give a reference on the meta device the weights of the policy, part by part."""
     scorer = reference.scorer
     if scorer is policy:  # adapters are switched off or exchanged, and there is no copy
         return
@@ -136,10 +136,10 @@ def make_reference(
 ) -> ReferencePolicy | None:
     """Return the configured reference: the policy as it is now. None without a KL penalty.
 
-    Without adapters the reference is a copy of the policy. If the policy has no storage yet,
-    `copy_weights` fills the copy later. With adapters both share the base weights: new adapters are
-    switched off for the reference, and those of an earlier training are copied. Raises ValueError
-    for a synced reference of a model with adapters.
+    Without adapters the reference is a copy of the policy. If the policy is still on the meta
+    device, `copy_weights` fills the copy later. With adapters both share the base weights: new
+    adapters are switched off for the reference, and those of an earlier training are copied. Raises
+    ValueError for a synced reference of a model with adapters.
     """
     if config.kl is None:
         return None

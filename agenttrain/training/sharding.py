@@ -59,7 +59,7 @@ class Shard:
 
 
 class TensorParts:
-    """A tensor in parts, perhaps mapped files. Only the rows that are used are read."""
+    """A full tensor in parts, which may be mapped files: only the rows that are used are read."""
 
     def __init__(self, parts: Sequence[tuple[int, Tensor]], shape: torch.Size, source: str) -> None:
         """`parts` are pairs of (first row, rows). `source` names files and tensor in errors."""
@@ -234,6 +234,7 @@ def read_state(folder: Path, shard: Shard | None = None) -> Any:
             f"{folder}: has neither {WHOLE} nor {PART.format(0)}, which hold the optimizer. Resume "
             "from another checkpoint, or start a new run with model.path=<this folder>"
         )
+    # As many processes as wrote the state need one part each, others rows of all parts.
     indices = [shard.index] if shard is not None and shard.count == count else list(range(count))
     paths = [folder / PART.format(index) for index in indices]
     parts = [read_tensors(path, mmap=True) for path in paths]
@@ -274,7 +275,8 @@ def _join(parts: Sequence[Any], indices: Sequence[int], count: int, source: str)
     A sharded tensor becomes a TensorParts. `source` names files and key in errors.
     """
     first = parts[0]  # all parts have the structure of the first
-    if isinstance(first, dict) and first.keys() == {"part", "shape"}:  # a tensor: `own_part`
+    # A sharded tensor, as `own_part` wrote it.
+    if isinstance(first, dict) and first.keys() == {"part", "shape"}:
         shape = torch.Size(first["shape"])
         start = rows_of_part(shape[0], indices[0], count).start
         starts = accumulate((len(part["part"]) for part in parts), initial=start)

@@ -183,7 +183,10 @@ def _check_format(where: str, weight: Tensor, stored: StoredTensor) -> None:
 
 
 class SlicedWeights:
-    """Where each weight of a model is in the files of a folder."""
+    """Where each weight of a model is in the files of a folder.
+
+    With it, each process of a sharded policy or teacher reads only the rows that it holds.
+    """
 
     def __init__(self, model: PreTrainedModel, folder: Path, rank: int = 0) -> None:
         """Find the weights of `model`, which has no adapters yet. Raises WrongWeights."""
@@ -371,8 +374,9 @@ class SlicedWeights:
         for name, tensor, source in self._weights_of(model):
             part = local_part(tensor)
             if rows is not None:
+                is_scalar = not source.shape
                 shape = (rows[name].stop - rows[name].start, *source.shape[1:])
-                part = torch.empty(shape if source.shape else (), dtype=source.dtype)
+                part = torch.empty(() if is_scalar else shape, dtype=source.dtype)
                 self._read(source, rows[name], part)
             checksums[name] = sha256(bytes_of(part.detach().cpu())).hexdigest()
         return checksums

@@ -38,7 +38,7 @@ AT_ONCE = 2**26
 
 @dataclass(slots=True)
 class Snapshot:
-    """The files that one process writes."""
+    """The files of a checkpoint that one process writes, with what goes into them."""
 
     writers: dict[str, Callable[[Path], str]] = field(default_factory=dict)
     """Name of a file -> function that writes it and returns its sha256."""

@@ -52,7 +52,7 @@ class Teacher(Protocol):
 
 
 class ModelTeacher:
-    """A frozen model in this process, sharded as the policy is."""
+    """Teacher that is a frozen model in this process, sharded as the policy is."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class TextScorer(Protocol):
 
 
 class ServedTeacher:
-    """A frozen model on servers, which each training process asks about its own sequences."""
+    """Teacher that is a frozen model on servers. Each training process asks for its sequences."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class ServedTeacher:
     def score(self, sequences: Sequence[TrainingSequence]) -> dict[SequenceKey, Tensor]:
         """Implement `Teacher.score`. Raises TeacherFailed, in all processes."""
         sequences = [with_teacher_prompt(sequence, self._prompt_ids) for sequence in sequences]
-        # A server also samples a token, which is thrown away but needs room.
+        # A server also samples a token, which is thrown away but has to fit into the context.
         fitting = [sequence for sequence in sequences if sequence.length < self._max_context]
         values: list[list[float]] = []
         with self._world.together("the teacher's servers", TeacherFailed, patient=True):
@@ -162,8 +162,9 @@ def with_teacher_prompt(
     # Follow the parents to the first trajectory; count the leading tokens that are shared with it.
     root, shared = sequence.trajectory, sequence.length
     while root.parent is not None:
-        parent, position = root.parent
-        root, shared = sequence.rollout.trajectories[parent], min(shared, position)
+        parent_index, branch_position = root.parent
+        root = sequence.rollout.trajectories[parent_index]
+        shared = min(shared, branch_position)
     length = root.prompt_length
     has_main_prompt = root.role == MAIN and shared >= length
     if prompt_ids is None or not has_main_prompt:
@@ -179,9 +180,9 @@ def with_teacher_prompt(
 def score_with(
     teacher: Teacher, groups: Sequence[Sequence[TrainingSequence]], world: World
 ) -> list[list[TrainingSequence]]:
-    """Return the sequences with the teacher's logprobs, without those of rollouts too long for it.
+    """Return the sequences with the teacher's logprobs. Leave out rollouts too long for it.
 
-    Raises TeacherFailed in all processes for probabilities that are no numbers.
+    Raises TeacherFailed in all processes for probabilities that are not finite.
     """
     scores = teacher.score(list(chain(*groups)))
     with world.together("the teacher's probabilities", TeacherFailed):
@@ -218,9 +219,9 @@ def add_teacher(
     teacher = config.teacher
     assert teacher is not None
     scored_ids = {sequence.rollout.rollout_id for sequence in chain(*sequences)}
-    differences, gated_in, too_long = [], [], []
+    differences, gated_in, too_long = [], [], []  # values of the three metrics
+    is_recomputed = config.behaviour is Behaviour.recomputed
     for sequence in chain(*sequences):
-        is_recomputed = config.behaviour is Behaviour.recomputed
         policy_S = sequence.old_logprobs_S if is_recomputed else sequence.behaviour_S
         assert policy_S is not None and sequence.teacher_logprobs_S is not None
         differences.append(policy_S - sequence.teacher_logprobs_S)
@@ -240,8 +241,9 @@ def add_teacher(
         if rollout.reward is None or not rollout.sampled_length:
             continue
         gated_in.append(is_gated_in(rollout.reward, teacher))
-        too_long.append(rollout.rollout_id not in scored_ids)
-        if too_long[-1]:
+        is_too_long = rollout.rollout_id not in scored_ids
+        too_long.append(is_too_long)
+        if is_too_long:
             set_advantages(rollout, None)
     return {
         "teacher/kl": mean_parts(torch.cat([torch.zeros(0), *differences])),

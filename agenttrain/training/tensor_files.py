@@ -60,7 +60,7 @@ class BadTensorFile(AgenttrainError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """A tensor in a file."""
+    """Place and format of a tensor in a safetensors file."""
 
     file: Path
     name: str
@@ -81,15 +81,19 @@ class StoredTensor:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a file by name. Raises BadTensorFile for a truncated or other file."""
+    """Return the tensors of a safetensors file by name.
+
+    The file is 8 bytes with the header's length, the header as JSON, and the data. Raises
+    BadTensorFile for a truncated file and for one of another format.
+    """
     length = file.stat().st_size
     with file.open("rb") as stream:
-        count = int.from_bytes(stream.read(ALIGNMENT), "little")
-        if count > min(LONGEST_HEADER, length):
+        header_bytes = int.from_bytes(stream.read(ALIGNMENT), "little")
+        if header_bytes > min(LONGEST_HEADER, length):
             raise BadTensorFile(f"{file}: is no safetensors file, or is cut; copy it again")
         try:
-            header = json.loads(stream.read(count))
-            data = ALIGNMENT + count
+            header = json.loads(stream.read(header_bytes))
+            data = ALIGNMENT + header_bytes
             tensors = {
                 name: StoredTensor(
                     file=file,
@@ -123,6 +127,7 @@ def read_rows(stored: StoredTensor, start: int, stop: int, into: Tensor) -> None
         if target.dtype is stored.dtype and target.device.type == "cpu":
             _read_exactly(file, target, stored)
             return
+        # Otherwise by way of a buffer, which is cast or copied to the device piece by piece.
         size = stored.dtype.itemsize
         buffer = torch.empty(min(CHUNK // size, target.numel()), dtype=stored.dtype)
         for begin in range(0, target.numel(), len(buffer)):
@@ -147,7 +152,10 @@ def _read_exactly(file: Any, target: Tensor, stored: StoredTensor) -> None:
 
 
 class HashedFile:
-    """File that is hashed and brought to disk while it is written from start to end."""
+    """Writable file, of which each write is hashed and soon brought to disk.
+
+    torch.save and `write_tensors` write checkpoints into it, from start to end.
+    """
 
     def __init__(self, file: BinaryIO, hash_thread: ThreadPoolExecutor) -> None:
         self._file, self._hash_thread = file, hash_thread
@@ -165,7 +173,7 @@ class HashedFile:
     def write(self, data: Any) -> int:
         """Write bytes, or any buffer of them, and hash them meanwhile."""
         view = memoryview(data).cast("B")
-        if len(view) < HASHED_BESIDE:  # not worth a thread
+        if len(view) < HASHED_BESIDE:  # too short to be worth a thread
             self._hash.update(view)
             self._write(view)
             return len(view)

@@ -85,7 +85,10 @@ class Gap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncProbe:
-    """Result of a weight sync: log-probabilities of a text that is the same for the whole run."""
+    """Result of a weight sync: log-probabilities of a text that is the same for the whole run.
+
+    `sync` compares those of policy and engine, and passes the result on to the next sync.
+    """
 
     token_ids: tuple[int, ...]
     start: int
@@ -118,8 +121,8 @@ class SyncProbe:
 class ProbeCheck:
     """Checks an engine's log-probabilities of the probe.
 
-    A callable for `Replicated.verify` of plain values, so that it can be sent to the process that
-    has the engine.
+    It holds plain values, and is callable, so that `Replicated.verify` can send it to the process
+    that has the engine and call it there with each copy's scores.
     """
 
     token_ids: tuple[int, ...]
@@ -174,7 +177,7 @@ class ProbeCheck:
                 (gap.mean, max(tolerance, self.growth * first_gap.mean)),
                 (gap.q90, max(tolerance, self.growth * first_gap.q90)),
             ]
-        # `any`: one of the two within its limit is agreement, because wrong weights raise both.
+        # `any`: mean or quantile within its limit is agreement, because wrong weights raise both.
         # Not `value > limit`: NaN must not count as agreement.
         if not any(value <= limit for value, limit in gaps_and_limits):
             raise StaleWeights(
@@ -188,9 +191,9 @@ class ProbeCheck:
         if self.before is None:
             return probe
         # A step may change less than bfloat16 kernels differ, but it changes some bits.
-        policy_T, engine_T = (torch.tensor(values) for values in self.before)
-        moved_T = (probe.policy_T - policy_T).abs()
-        engine_unchanged = torch.equal(probe.engine_T, engine_T)
+        former_policy_T, former_engine_T = (torch.tensor(values) for values in self.before)
+        moved_T = (probe.policy_T - former_policy_T).abs()
+        engine_unchanged = torch.equal(probe.engine_T, former_engine_T)
         if moved_T.count_nonzero() > len(moved_T) / 2 and engine_unchanged:
             raise StaleWeights(
                 f"weight sync {self.version}: the policy's log-probabilities of a fixed sequence "
@@ -243,9 +246,11 @@ async def sync(
     growth = GROWTH if config.tolerance is None else 0  # 0: a tolerance of the user's is the limit
     # Merging adapters, casting and quantising round small changes away: equal scores of the engine
     # then prove nothing.
-    is_exact_copy = as_adapters or not (has_adapters or dtype != policy.model.dtype)
+    has_merged_adapters = has_adapters and not as_adapters
+    was_cast = not as_adapters and dtype != policy.model.dtype
     is_quantized = isinstance(engine, Quantized) and engine.quantized
-    must_move_from = before if is_exact_copy and not is_quantized else None
+    was_rounded = has_merged_adapters or was_cast or is_quantized
+    must_move_from = None if was_rounded else before
     token_ids, start = await _probe_text(policy, engine, before, prompt_ids)
     policy_T = (
         policy.probe_logprobs(token_ids)
@@ -256,6 +261,7 @@ async def sync(
         token_ids=tuple(token_ids),
         start=start,
         policy=tuple(policy_T),
+        # The first sync's probe has no `first`: it is the first itself.
         first=None if before is None else before.first or before.gap,
         warned=bool(before and before.warned),
         before=None if must_move_from is None else must_move_from.scores,
@@ -288,6 +294,7 @@ def _weights_for(
         return named_weights(model, dtype)
     if not (engine.takes_adapters and is_adapted(model)):
         return PolicyWeights(model, dtype)
+    # The adapters are sent alone, except to an engine that has lost the base weights.
     if isinstance(engine, Forgetful) and engine.lacks_base:
         base = checkpoint_weights(model, dtype, merged=False)
         return chain(base, checkpoint_adapters(model))
@@ -309,9 +316,10 @@ async def _probe_text(
         end = min(PROBE_TOKENS, engine.max_context - 1)
         return [index * STEP % vocabulary for index in range(1, end)], 1
     # Short, because engines hold the probabilities of the whole vocabulary for each token.
-    room = min(2 * PROBE_TOKENS, engine.max_context - 1)
-    prompt = list(prompt_ids[-min(PROBE_TOKENS, room // 2) :])
-    sampling = Sampling(max_tokens=room - len(prompt), seed=0)
+    total = min(2 * PROBE_TOKENS, engine.max_context - 1)
+    # The end of the prompt takes at most half.
+    prompt = list(prompt_ids[-min(PROBE_TOKENS, total // 2) :])
+    sampling = Sampling(max_tokens=total - len(prompt), seed=0)
     completion = await engine.generate(prompt, sampling, session="probe")
     await engine.release("probe")
     return [*prompt, *completion.token_ids], len(prompt)
@@ -319,20 +327,23 @@ async def _probe_text(
 
 def policy_logprobs(model: PreTrainedModel, token_ids: Sequence[int]) -> list[float]:
     """Return the log-probability of every id after the first, by a plain forward pass."""
-    training = model.training
+    was_training = model.training
     model.eval()
     ids_T = torch.tensor(token_ids, device=model.device)
     try:
         with torch.no_grad():
             logits_TV = model(input_ids=ids_T[None], use_cache=False).logits[0, :-1].float()
     finally:
-        model.train(training)
+        model.train(was_training)
     return logits_TV.log_softmax(-1).gather(-1, ids_T[1:, None])[:, 0].tolist()
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyWeights:
-    """The policy's `checkpoint_weights`. Each iteration gathers them anew (`Regathered`)."""
+    """The policy's weights by their names in a checkpoint, adapters merged into them.
+
+    Each iteration gathers them anew, so that an engine may ask for them again (`Regathered`).
+    """
 
     model: PreTrainedModel
     dtype: torch.dtype
@@ -344,6 +355,7 @@ class PolicyWeights:
     def forms(self) -> list[WeightForm]:
         """Return name, format and shape of each weight, without gathering any."""
         weights: dict[str, Tensor] = {}
+        # Merged adapters change no name and no shape.
         for name, part in _own_parts(self.model, self.dtype, merged=False):
             # One at a time, because a part may be a cast copy.
             weights |= on_meta({base_name(name): part})
@@ -396,8 +408,8 @@ def _checkpoint_pieces(
 def _own_parts(
     model: PreTrainedModel, dtype: torch.dtype | None, merged: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of `named_weights`, of sharded ones only this process's part."""
-    in_fp32: set[str] = set()
+    """Yield what `named_weights` does, but of a sharded weight only this process's part."""
+    in_fp32: set[str] = set()  # names of modules whose weights the model keeps in float32
     for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
         in_fp32.update(getattr(model, attribute, None) or ())
     adapter_layers = adapted_weights(model) if merged and is_adapted(model) else {}

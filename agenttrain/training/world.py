@@ -94,14 +94,15 @@ class World:
 
     @classmethod
     def start(cls, *, timeout_s: float = TIMEOUT_S) -> World:
-        """Meet the processes that the launcher's environment (WORLD_SIZE, RANK, …) names."""
+        """Join torch's process group as the launcher's environment (WORLD_SIZE, RANK, …) says."""
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-            timeout, rank = timedelta(seconds=timeout_s), int(os.environ.get("LOCAL_RANK", "0"))
+            timeout = timedelta(seconds=timeout_s)
+            local_rank = int(os.environ.get("LOCAL_RANK", "0"))
             if torch.cuda.is_available():
                 for name, value in NCCL.items():
                     os.environ.setdefault(name, value)
                 # A scheduler may show each process only its own GPU, which is then number 0.
-                device = torch.device("cuda", rank % torch.cuda.device_count())
+                device = torch.device("cuda", local_rank % torch.cuda.device_count())
                 torch.cuda.set_device(device)
                 backend = "cpu:gloo,cuda:nccl"
                 dist.init_process_group(backend, timeout=timeout, device_id=device)
@@ -148,10 +149,10 @@ class World:
 
     @contextmanager
     def together(self, what: str, *kinds: type[Exception], patient: bool = False) -> Iterator[None]:
-        """Raise an error of these kinds, that one process raises in the block, in all processes.
+        """Make the block fail in all processes if it fails in one with an error of these kinds.
 
-        The processes meet at the end of the block, and those without an error raise PeerFailed. The
-        block itself must not communicate. `patient` is that of `exchange`.
+        The processes meet at the end of the block. A process without an error then raises
+        PeerFailed. The block itself must not communicate. `patient` is that of `exchange`.
         """
         failure: Exception | None = None
         try:
@@ -218,7 +219,7 @@ class World:
         if self.size == 1:
             return value
         self.barrier(what)
-        box: list[Any] = [value if self.is_main else None]
+        box: list[Any] = [value if self.is_main else None]  # torch overwrites its content
         dist.broadcast_object_list(box, src=0, group=self._group)
         received: Value = box[0]
         return received
@@ -283,7 +284,11 @@ class World:
             raise WorldTimeout(message, missing=()) from error
 
     def _wait(self, key: str, what: str, limit_s: float) -> None:
-        """Wait for a key while missing processes live. Raises DistStoreError, WorldTimeout."""
+        """Wait until a key of the store exists.
+
+        Raises DistStoreError after `limit_s`, or without a limit WorldTimeout once the heartbeats
+        of a missing process have stopped.
+        """
         waited_s, checked_at = 0.0, time.monotonic()
         while True:
             try:
@@ -292,12 +297,12 @@ class World:
             except dist.DistStoreError as error:
                 self.progress += 1
                 now = time.monotonic()
-                # If more time passed between two checks, this process itself had been stopped.
+                # More than LONGEST_CHECK_S between two checks: this process itself was stopped.
                 waited_s += min(now - checked_at, LONGEST_CHECK_S)
                 checked_at = now
                 if waited_s > limit_s:
                     raise
-                if limit_s < math.inf:  # heartbeats are for a wait without a deadline
+                if limit_s < math.inf:  # heartbeats matter only without a deadline
                     continue
                 missing = self._missing_ranks()
                 if silent := self._pulse.silent(missing):
@@ -352,7 +357,7 @@ class Pulse:
         """Take torch's store. A process whose counter stops for `limit_s` is silent."""
         self._store = store.clone()  # a connection of its own, which no wait blocks
         self._rank, self._limit_s = rank, limit_s
-        self._every_s = min(limit_s / 8, 5.0)
+        self._every_s = min(limit_s / 8, 5.0)  # several counts within the limit
         self._counters: dict[int, _Counter] = {}
         self._checked_at = time.monotonic()
         self._ending = threading.Event()
@@ -363,7 +368,8 @@ class Pulse:
         def count() -> None:
             number = 0
             with suppress(dist.DistError):  # without the store no process can wait for this one
-                while not self._ending.wait(self._every_s if number else 0):  # the first at once
+                # The first count is written at once.
+                while not self._ending.wait(self._every_s if number else 0):
                     number += 1
                     self._store.set(f"alive/{self._rank}", str(number))
 
@@ -374,7 +380,7 @@ class Pulse:
             self._ending.set()
             thread.join(LEAVE_S)
 
-        # A thread in C++ code while the interpreter ends would abort the process.
+        # A thread in C++ code at the end of the interpreter would abort the process.
         atexit.register(end)
 
     def silent(self, ranks: Iterable[int]) -> list[int]:

@@ -52,12 +52,13 @@ def share_weights(model: nn.Module, world: World) -> None:
 
 
 def wrap(scorer: Scorer, accelerator: Any, sharding: Sharding | None) -> Any:
-    """Return the scorer wrapped so that the processes can call it together."""
+    """Return the scorer as the processes call it together: sharded in place, or in DDP."""
     if sharding is not None:
         shard(scorer, accelerator, sharding)
         return scorer
-    if scorer.model.config.get_text_config() is not scorer.model.config:
-        # Text gives the weights for images no gradient, and DDP would wait for one.
+    has_vision = scorer.model.config.get_text_config() is not scorer.model.config
+    if has_vision:
+        # Text alone gives the vision tower no gradient, and DDP would wait for one.
         accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
     module = accelerator.prepare_model(scorer)
     if isinstance(module, DistributedDataParallel):
@@ -68,7 +69,10 @@ def wrap(scorer: Scorer, accelerator: Any, sharding: Sharding | None) -> Any:
 
 
 def make_mesh(device_type: str, sharding: Sharding) -> DeviceMesh:
-    """Return the mesh of all processes. Raises ConfigError for uneven nodes."""
+    """Return the mesh of all processes, with a dimension of replicas if nodes shard by themselves.
+
+    Raises ConfigError for uneven nodes.
+    """
     size, within = dist.get_world_size(), sharding.within
     if within is None or within == size:
         return init_device_mesh(device_type, (size,))
@@ -90,7 +94,7 @@ def shard(scorer: Scorer, accelerator: Any, sharding: Sharding) -> None:
     """
     accelerator.prepare_model(scorer, device_placement=False, evaluation_mode=True)
     gather_dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else None
-    if not dist.is_initialized():  # one process may still want to offload
+    if not dist.is_initialized():  # a single process, which is "sharded" to offload its weights
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     device = accelerator.device
     mesh = make_mesh(device.type, sharding)

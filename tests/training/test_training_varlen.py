@@ -18,8 +18,8 @@ from agenttrain.training.attention import (
     has_kernel,
     make_varlen,
     packing,
-    takes,
     varlen_kernel,
+    varlen_takes,
 )
 from agenttrain.training.batch import Segment, one_after_the_other
 from agenttrain.training.kernels import Kernel, counting_calls
@@ -227,7 +227,7 @@ def test_a_kernel_that_fails_is_not_used(monkeypatch):
 )
 def test_what_the_kernel_takes(dtype, size, value_size, scoring, expected):
     query = torch.zeros(3, 2, size, dtype=dtype)
-    assert takes(query, torch.zeros(3, 2, value_size, dtype=dtype), scoring) is expected
+    assert varlen_takes(query, torch.zeros(3, 2, value_size, dtype=dtype), scoring) is expected
 
 
 def test_on_a_cpu_nothing_is_chosen():

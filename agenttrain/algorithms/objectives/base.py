@@ -173,7 +173,7 @@ def clip_metrics(
     low_S = (ratio_S < low) & (inputs.advantages_S < 0)
     high_S = (ratio_S > high) & (inputs.advantages_S > 0)
     by_token = {"low": low_S, "high": high_S, "region": low_S | high_S}
-    # Above token level a sequence's tokens all have its flag, so that their mean is the flag.
+    # Shares of each sequence's tokens: 0 or 1 above token level, where its tokens have one flag.
     by_sequence = {name: inputs.mean(flag_S.float()) for name, flag_S in by_token.items()}
     values = by_token if level is Ratio.token else by_sequence
     if level is Ratio.token:

@@ -113,7 +113,7 @@ def objective(
     Raises ValueError for a function that cannot be called as an objective, and where another
     function has the name.
     """
-    if function is not None:
+    if function is not None:  # `@objective` without parentheses passes the decorated function
         name = getattr(function, "__name__", function)
         raise ValueError(f"{name}: @objective is called; write @objective()")
 
@@ -206,8 +206,9 @@ class Objective:
     """A chosen objective with its settings. Called with ObjectiveInputs, it computes the loss."""
 
     section: Mapping[str, Any]
-    """The section. It is complete for a registered objective. For one with a `_target_` it is as
-    typed until `load_objective` completes it."""
+    """The section `algorithm.objective`: `name` or `_target_`, and the objective's settings. It is
+    complete for a registered objective. For one with a `_target_` it is as typed until
+    `load_objective` completes it."""
 
     def __call__(self, inputs: Any) -> Any:
         """Return the ObjectiveOutput of a microbatch."""
@@ -225,7 +226,7 @@ class Objective:
 
     @property
     def is_own(self) -> bool:
-        """Return True if it is in a module of the user's, which is imported when it is used."""
+        """Return True if it is a function of the user's, whose module is imported when used."""
         return "_target_" in self.section
 
     @cached_property
