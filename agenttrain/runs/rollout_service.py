@@ -153,8 +153,8 @@ class RolloutService:
         )
         stack.push_async_callback(self._engine.aclose)
         stack.push_async_callback(components.aclose)
-        times = self._folder if config.tracker.timeline else None
-        timeline = stack.enter_context(Timeline(times, "rollouts"))
+        timeline_folder = self._folder if config.tracker.timeline else None
+        timeline = stack.enter_context(Timeline(timeline_folder, "rollouts"))
         collector = components.collector(self._engine, self._folder, timeline)
         collector = replace(collector, progress=self._count)
         self._source = make_rollout_source(config, components, collector, SingleProcess())
@@ -244,9 +244,10 @@ class RolloutService:
             seed_random(derive_seed(self._config.seed, "rollouts", step) % 2**32)
             await queue.begin(step)
         batch = self._finish(await queue.take(step))
+        # The journal keeps the groups that a run resumed at a saved checkpoint would need, and
+        # those of this step: a signal may still stop the run before they are trained.
         checkpoints = newest_first(self._folder / "checkpoints")
         saved_steps = [int(path.name.removeprefix(PREFIX)) for path in checkpoints]
-        # This step's groups stay: a signal may still stop the run before they are trained.
         queue.prune(
             step - 1, oldest=min(saved_steps, default=0), newest=max(saved_steps, default=0)
         )
@@ -323,6 +324,7 @@ class RolloutService:
                 waiting = collector.waiting()
                 break
         finished, total = self._finished, self._total
+        # Groups are sampled ahead: the trainer waits only for those of its step.
         if self._queue is not None and self._queue.taking:
             finished, total = self._queue.progress
         return RolloutStatus(

@@ -103,7 +103,7 @@ def load_model(config: RunConfig) -> Any:
     from agenttrain.training.kernels import disable_cudnn_attention
 
     disable_cudnn_attention()
-    threads = _threads()
+    threads = _threads()  # before `_set_threads` changes the number
     model = _load(config)
     _set_threads(model, threads)
     return model
@@ -148,7 +148,7 @@ def load_empty(config: RunConfig, rank: int) -> tuple[Any, Any] | None:
 
 
 def _set_threads(model: Any, threads: int) -> None:
-    """Use one thread for a small model, `threads` for others; OMP_NUM_THREADS goes first."""
+    """Use one thread for a small model, `threads` for others; OMP_NUM_THREADS overrides both."""
     import torch
 
     is_small = sum(parameter.numel() for parameter in model.parameters()) < SMALL
@@ -217,6 +217,7 @@ def sampling_engine(config: RunConfig) -> Engine:
     spec = spec_of(settings)
     spec.check_model(settings, model)
     inputs = engine_inputs(config, model, None, on_gpu=on_gpu, rank=0)
+    # Nothing is trained, so no weights will be sent; no calls are held to a grammar either.
     inputs = replace(
         inputs,
         model=model_folder(config.model.path, revision=config.model.revision),
