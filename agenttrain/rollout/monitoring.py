@@ -235,7 +235,7 @@ class LoopMonitor:
 
     async def __aenter__(self) -> LoopMonitor:
         self._last_beat = time.monotonic()
-        self._thread = threading.get_ident()
+        self._loop_thread = threading.get_ident()
 
         async def beat() -> None:
             while True:
@@ -273,7 +273,7 @@ class LoopMonitor:
             name = self._blocking(self._limit_s)
             if name is None:
                 continue
-            frame = sys._current_frames().get(self._thread)
+            frame = sys._current_frames().get(self._loop_thread)  # the code that blocks the loop
             where = "" if frame is None else f" ({frame.f_code.co_filename}:{frame.f_lineno})"
             warnings.warn(
                 f"tool {name}: it is async and has held the event loop for over "

@@ -98,7 +98,7 @@ def check_unchanged(folder: Path, now: Fingerprints, allowed: Sequence[RunPart])
     changed: dict[str, list[str]] = {}
     for part in now:
         if part in before:
-            names = dict.fromkeys([*before[part], *now[part]])
+            names = dict.fromkeys([*before[part], *now[part]])  # of either, in order
             old, new = before[part], now[part]
             changed[part] = [name for name in names if old.get(name) != new.get(name)]
     refused = {part: names for part, names in changed.items() if names and part not in allowed}
@@ -135,11 +135,13 @@ def read(folder: Path) -> Fingerprints | None:
         parts: Fingerprints = json.loads(path.read_text(encoding="utf-8"))
         if not all(isinstance(digests, dict) for digests in parts.values()):
             raise ValueError("not a digest by name for each part")
-    except (OSError, ValueError, AttributeError) as error:
-        missing = isinstance(error, FileNotFoundError)
+    except (OSError, ValueError, AttributeError) as error:  # AttributeError: it is no object
+        problem, detail = "not readable", f": {error}"
+        if isinstance(error, FileNotFoundError):
+            problem, detail = "missing", ""
         print(
-            f"warning: {path}: {'missing' if missing else 'not readable'}, it is not known whether "
-            f"data, template, tools, rewards or model changed{'' if missing else f': {error}'}",
+            f"warning: {path}: {problem}, it is not known whether data, template, tools, rewards "
+            f"or model changed{detail}",
             file=sys.stderr,
         )
         return None

@@ -167,7 +167,7 @@ class RemoteReplica(RemoteEngine):
     async def verify(
         self, token_ids: Sequence[int], find_problem: Callable[[Sequence[float]], str | None]
     ) -> list[float]:
-        """Implement `Replicated.verify`; a ProbeCheck has the token ids too."""
+        """Implement `Replicated.verify`. `find_problem` is a ProbeCheck, which has the ids too."""
         assert isinstance(find_problem, ProbeCheck), "data, which can be sent; a closure cannot"
         request = ProbeRequest(check=find_problem)
         scores: list[float] = await self._rollouts.call(request, "the probe")
@@ -278,14 +278,20 @@ class RemoteCopy(RemoteReplica):
 
 @dataclass(slots=True, kw_only=True)
 class RemoteSource:
-    """Gets a step's groups from the rollout process, and shares them evenly by their tokens."""
+    """Gets a step's groups from the rollout process, and shares them among the training processes.
+
+    Each training process has one. The shares have about as many tokens each.
+    """
 
     phase = "rollout"
+    """Name of the run's phase in which `batch` is called."""
     rollouts: Rollouts
     names: MetricNames
+    """Tools and rewards that the step's metrics are named after."""
     minibatches: int
-    """algorithm.minibatches."""
+    """Optimizer updates of a step (algorithm.minibatches), each of which is shared evenly."""
     _state: dict[str, Any] = field(default_factory=dict)
+    """State of the source in the rollout process after the last step."""
     _state_to_send: dict[str, Any] | None = None
     """State that the next request has to carry; None: the rollout process already has it."""
     _restarts_seen: int = 0

@@ -46,6 +46,7 @@ class StartedRoles:
                     await await_start(role_folder(self._run, name), name, role.count)
             except EngineError as error:
                 failure = error
+        # With a failure this raises in all processes.
         self._world.exchange((), "the servers of roles", failure, patient=True)
 
 

@@ -137,7 +137,7 @@ class RolloutService:
     def __init__(self, start: StartRequest, stack: AsyncExitStack) -> None:
         """Build components, engine and source of the run; the stack closes them."""
         composed = convert(start.settings)
-        admit_engine(composed)
+        admit_engine(composed)  # imports an engine from outside the package
         self._config = config = composed.config
         if config.async_training.max_staleness:
             # Rollouts that begin at any time share decode batches: their bits do not repeat.
@@ -166,6 +166,7 @@ class RolloutService:
         config, collector = self._config, self._source.collector
         if config.async_training.max_staleness == 0:
             return
+        # A resumed run uses only the journal's groups that were made with the same settings.
         settings = {name: getattr(config, name) for name in JOURNAL_SETTINGS}
         settings["group_size"] = config.algorithm.group_size
         journal = Journal(self._folder / "rollouts", CODEC, settings_digest(plain(settings)))
@@ -269,7 +270,7 @@ class RolloutService:
                 tasks.tasks(0, min(config.eval.questions, len(tasks))),
                 config.eval,
                 seed=config.seed,
-                costs=self._source.costs.copy(),
+                costs=self._source.costs.copy(),  # those of training stay as they are
             )
 
     async def _sync(self, version: int, files: WeightFiles | None) -> None:

@@ -65,13 +65,14 @@ class RolloutProcess:
 
     def _start(self) -> None:
         """Start the child process, and forget the state of an earlier one."""
-        self._connection, end = socket.socketpair()
-        command = [sys.executable, "-u", "-m", MODULE, str(end.fileno()), json.dumps(sys.path)]
-        with end:
+        self._connection, child_end = socket.socketpair()
+        arguments = [str(child_end.fileno()), json.dumps(sys.path)]
+        command = [sys.executable, "-u", "-m", MODULE, *arguments]
+        with child_end:  # closed here once the child has its copy
             # The keeper of a child kills all that the child has started, once the child ends. The
             # wrappers of inference servers have to outlive this one, to clean up or to serve again.
             self._child = ChildProcess(
-                command, keeper=False, pass_fds=[end.fileno()], print_line=self._print
+                command, keeper=False, pass_fds=[child_end.fileno()], print_line=self._print
             )
         self._channel: Channel | None = None
         """None until the first request is sent."""
@@ -175,6 +176,7 @@ class Rollouts:
     """None in all processes but the first."""
     world: World
     stop: StopRequest
+    """The run's request to stop, which a signal makes."""
     restartable: bool = False
     """The process is started again if it ends now."""
     restarts: int = 0

@@ -120,7 +120,8 @@ def prompt_length(chat: Chat, task: Task, schemas: Sequence[dict[str, Any]]) -> 
     for text in task.user_turns:
         question: Message = {"role": "user", "content": text}
         messages += [ANSWER.message(), question]
-        # Both ways to render the question, only to see them fail: the ids are not used.
+        # Both ways to render the question, only to see them fail: neither the ids nor the made-up
+        # completion are used.
         chat.prompt_ids(messages, schemas)
         chat.suffix(
             ANSWER,

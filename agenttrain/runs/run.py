@@ -173,6 +173,7 @@ class Run:
             processes=self.world.size if self.world.size > 1 else None,
             stalled_phase=None,  # remove it: an earlier execution may have stalled
             project=self.project,
+            # A resumed run leaves those that the run was started with.
             **({"arguments": hide_in_words(self.words)} if self.words else {}),
         )
 
@@ -525,7 +526,8 @@ class Run:
         if self.world.is_main:
             remedy = "" if self.verb == "eval" else f"; to go on: {self._resume_command}"
             print(f"interrupted{remedy}", file=sys.stderr)
-        return TERMINATED if stop.insisted or stop.at_once else INTERRUPTED
+        was_signalled = stop.insisted or stop.at_once  # neither after Ctrl-C
+        return TERMINATED if was_signalled else INTERRUPTED
 
     def _failed(self, error: Exception) -> int:
         """Record and report an error; return the exit code.
@@ -570,7 +572,7 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
     """
     config, world, supervised = run.config, run.world, run.verb == "sft"
     roles = start_roles(config, run.verb, run.folder, stack, world=world)
-    stack.callback(components.close_roles)
+    stack.callback(components.close_roles)  # before the servers end: the last entry goes first
     rollouts = await _start_rollout_process(run, components, stack)
     policy = make_policy(
         config,
@@ -589,7 +591,7 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
     run.record_kernel(components, policy)
 
     collector: Collector | None = None
-    if engine is not None and rollouts is None:
+    if engine is not None and rollouts is None:  # this process makes the rollouts
         collector = components.collector(engine, run.folder, run.timeline)
     process = None if rollouts is None else rollouts.process
     # The rollouts are watched where they are made. The embeddings count the forward passes.

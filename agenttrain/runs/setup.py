@@ -261,6 +261,7 @@ class Components:
 
         Raises ValueError for a reward on a tool that neither the run nor a row has.
         """
+        # Computing `row_tool_names` checks the rows, which an outside agent's run needs too.
         names = {*self.toolbox.names, *self.environments.tool_names, *self.row_tool_names}
         rubric = rubric_of(self.config, self.environments.rewards, self.roles)
         if not self.config.agent.outside:  # the tools of an outside agent are not known here
@@ -430,6 +431,7 @@ class Components:
     async def aclose(self) -> None:
         """Close tools, environments and agents; stop sending requests to role servers."""
         self.close_roles()
+        # Everything is closed, also after an error; the last error is raised.
         try:
             if self._agents is not None:
                 await self._agents.aclose()

@@ -63,7 +63,8 @@ def check_teacher(config: RunConfig, tokenizer: Any, tasks: TaskSource) -> None:
         verify(folder)
     policy_vocab = tokenizer.get_vocab()
     teacher_vocab = AutoTokenizer.from_pretrained(folder).get_vocab()
-    # (token, id) pairs that only one of the two vocabularies has, sorted by id.
+    # (token, id) pairs that only one of the two vocabularies has, sorted by id. A token of both
+    # vocabularies with two ids is there twice.
     differing = sorted(policy_vocab.items() ^ teacher_vocab.items(), key=lambda pair: pair[::-1])
     if differing:
         token, index = differing[0]

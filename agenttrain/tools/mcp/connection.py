@@ -167,7 +167,7 @@ class Connection:
                     self._connecting = asyncio.create_task(self._reconnect())
                     # asyncio warns of an exception that is never read: callers may be cancelled.
                     self._connecting.add_done_callback(lambda t: t.cancelled() or t.exception())
-                link = await asyncio.shield(self._connecting)
+                link = await asyncio.shield(self._connecting)  # other calls wait for it too
             try:
                 return await link.client.call_tool(name, arguments)
             except Exception as error:
