@@ -73,7 +73,7 @@ class Collector(RolloutContext):
     stop: StopRequest = field(default_factory=StopRequest)
     """Request to stop the run, which cuts a collection short."""
     in_flight: InFlight = field(default_factory=InFlight)
-    """The rollouts in flight, which the watchdog and the progress display read."""
+    """The rollouts in flight, which the watchdog reads."""
     attempt: Callable[[RolloutRequest, RolloutContext], Awaitable[Rollout]] | None = None
     """Makes a rollout in place of the loop: an outside agent does. It raises what `run_rollout`
     raises."""

@@ -132,7 +132,7 @@ async def _report(service: RolloutService, channel: Channel) -> None:
 
 
 class RolloutService:
-    """Answers the trainer's requests, one after the other."""
+    """Answers the trainer's requests, one after the other; `serve` makes it and receives them."""
 
     def __init__(self, start: StartRequest, stack: AsyncExitStack) -> None:
         """Build components, engine and source of the run; the stack closes them."""

@@ -42,7 +42,10 @@ CHECK_S = 0.2
 
 
 class ToolWorker:
-    """One worker process. `request` blocks the calling thread; any thread may call `kill`."""
+    """One worker process of a `ProcessTool`, which runs one call at a time.
+
+    `request` blocks the calling thread. Any thread may call `kill`.
+    """
 
     def __init__(self, recipe: Recipe) -> None:
         self.name = recipe.name

@@ -75,7 +75,7 @@ def fault_types(paths: tuple[str, ...]) -> tuple[type[BaseException], ...]:
 
 
 class Server:
-    """Answers the requests of one parent."""
+    """The tool of a worker process, and the answers to its parent's requests; `main` makes it."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._tool = build(recipe)

@@ -36,7 +36,10 @@ class CannotConnect(AgenttrainError):
 
 
 class _Link:
-    """One session with the server. One task enters and leaves its transport."""
+    """One session of a `Connection` with its server.
+
+    A task of its own holds the session open: anyio has the same task enter and leave a transport.
+    """
 
     def __init__(self, open_client: OpenClient) -> None:
         self.client: Any = None
