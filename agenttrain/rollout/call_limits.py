@@ -43,7 +43,8 @@ def over_limits(
             plural = "" if limit == 1 else "s"
             refusals.append(f"the limit of {limit} call{plural} of {call.name} is reached")
         else:
-            run_counts[call.name] += call.malformed is None
+            if call.malformed is None:
+                run_counts[call.name] += 1
             refusals.append(None)
     return refusals
 
@@ -51,7 +52,8 @@ def over_limits(
 def repeats_a_call(calls: Sequence[ToolCall], limit: int) -> bool:
     """Return True if more than `limit` calls in a row are equal.
 
-    Malformed calls are equal if their texts are, others if name and arguments are, in any order.
+    Malformed calls are equal if their texts are. Others are equal if they have the same name and
+    the same arguments, whatever the order of the arguments.
     """
     texts = []
     for call in calls:

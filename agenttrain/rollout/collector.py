@@ -64,12 +64,16 @@ class MetricNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collector(RolloutContext):
-    """Everything that makes and scores a run's rollouts. Between calls nothing is in flight."""
+    """Everything that makes and scores a run's rollouts: the argument of `collect`.
+
+    `Components.collector` makes it. Between two calls of `collect` nothing is in flight.
+    """
 
     rubric: Rubric
     stop: StopRequest = field(default_factory=StopRequest)
     """Request to stop the run, which cuts a collection short."""
     in_flight: InFlight = field(default_factory=InFlight)
+    """The rollouts in flight, which the watchdog reads."""
     attempt: Callable[[RolloutRequest, RolloutContext], Awaitable[Rollout]] | None = None
     """Makes a rollout in place of the loop: an outside agent does. It raises what `run_rollout`
     raises."""
@@ -192,7 +196,7 @@ async def collect(collector: Collector, request: BatchRequest) -> Collected:
                 results = await _run_all(collector, requests, schemas)
             collected.loop_lag_s = monitor.max_lag_s
     attempts = _group_results(requests, results, collected)
-    if collector.attempt is None:
+    if collector.attempt is None:  # an outside agent may begin every rollout with another prompt
         collector.environments.warn_uneven_prompts(collected.uneven_prompts, len(collected.groups))
 
     usable = [rollout for rollout in collected.rollouts if may_be_scored(rollout)]
@@ -207,6 +211,7 @@ async def collect(collector: Collector, request: BatchRequest) -> Collected:
         verify(rollout, collector.chat, schemas[rollout.rollout_id], collector.parsed_turns)
     collected.dropped += len(unscored)
     collected.reward_s = time.perf_counter() - started
+    # An evaluation, whose rubric is not strict, counts its unscored rollouts instead.
     if collector.rubric.strict and usable and len(unscored) == len(usable):
         message = f"not one of {len(usable)} rollouts could be scored; {unscored[0]}"
         raise NoRewards(message, collected)
@@ -303,7 +308,7 @@ async def _run_all(
     try:
         async with asyncio.TaskGroup() as group:
             running = [group.create_task(run(request)) for request in requests]
-    except ExceptionGroup as errors:
+    except ExceptionGroup as errors:  # the task group has cancelled the other rollouts
         raise errors.exceptions[0] from None
     return [task.result() for task in running]
 
@@ -330,8 +335,10 @@ def _group_results(
         collected.broken += group.count(_NoRollout.broken)
         if _NoRollout.broken not in group:
             rollouts = [result for result in group if isinstance(result, Rollout)]
+            # A rollout of length 0 has no prompt: its environment could not be started.
             prompts = {r.trajectories[0].spans[0].token_ids for r in rollouts if r.length}
-            collected.uneven_prompts += len(prompts) > 1
+            if len(prompts) > 1:
+                collected.uneven_prompts += 1
             collected.places.append(place)
             collected.groups.append(rollouts)
     return attempts
@@ -382,8 +389,10 @@ def why_unrewarded(rollouts: Sequence[Rollout]) -> str | None:
     first = next(filter(may_be_scored, rollouts), None)
     if first is None:
         return ""
+    if first.error:  # of a reward function that could not score it
+        return first.error
     names = ", ".join(first.rewards)
-    return first.error or (
+    return (
         f"rollout {first.rollout_id!r} of task {first.task.task_id!r} ended as "
         f"{first.stop_reason}, and every reward function ({names}) gave None, which means that it "
         "does not apply to the rollout"

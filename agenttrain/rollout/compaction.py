@@ -88,7 +88,7 @@ class Summary:
     def keep(self, turns: Sequence[PastTurn], room: int, chat: Chat) -> Sequence[PastTurn]:
         """Implement `Compaction.keep`."""
         kept: list[PastTurn] = []
-        for turn in [*reversed(turns)][: self.keep_turns]:
+        for turn in [*reversed(turns)][: self.keep_turns]:  # the newest first
             room -= len(turn.ids(chat))
             if room < 0:
                 break
@@ -114,6 +114,7 @@ class DropToolResults:
     def _without_results(self, turn: PastTurn) -> PastTurn:
         contents = [reply["content"] for reply in turn.replies]
         for index, reply in enumerate(turn.replies):
+            # In the place of a shorter text the marker would save nothing.
             if reply["role"] == "tool" and len(contents[index]) > len(self.marker):
                 contents[index] = self.marker
         return turn.with_contents(contents)
@@ -174,6 +175,7 @@ def summary_room(compaction: Compaction, limits: RolloutConfig, chat: Chat) -> i
     """
     if compaction.request is None:
         return 0
+    # Render the request after a made-up turn: a call with an empty reply.
     call = ToolCall(id="call_0_0", name="f", arguments={})
     reply = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": ""}
     with_request = chat.suffix(

@@ -63,7 +63,8 @@ def read_declared(folder: Path) -> tuple[Toolbox, Environments] | None:
         return None
     try:
         declared = json.loads(path.read_text(encoding="utf-8"))
-        # Environments without their code: only hooks and method schemas are known.
+        # Environments without their code: each gets an empty class that has only the recorded
+        # hooks. The hooks are looked for, and never called.
         environments = Environments()
         for name, environment in declared["environments"].items():
             hooks = {
@@ -88,6 +89,7 @@ def _declared(toolbox: Toolbox) -> dict[str, Any]:
 def _toolbox(declared: Mapping[str, Any]) -> Toolbox:
     """Return the toolbox of a `_declared` object; its tools cannot be called."""
     tools = [DeclaredTool(tool["schema"]) for tool in declared["tools"]]
+    # A limit that another version of the package recorded may be unknown to this one.
     limits = [
         {name: tool["limits"][name] for name in LIMITS if name in tool["limits"]}
         for tool in declared["tools"]

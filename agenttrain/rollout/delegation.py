@@ -162,6 +162,7 @@ class SubAgents:
         if limit is None:
             return math.inf
         delegated = [t for t in self._rollout.trajectories if t.delegation is not None]
+        # The tokens that a branch shares with its parent count once.
         return limit - sum(t.length - t.context_length for t in delegated)
 
     def check_depth(self, depth: int) -> None:
@@ -222,7 +223,7 @@ class SubAgents:
 
         `tool` is the name of the tool that delegates.
         """
-        self.used = True
+        self.used = True  # so that the loop calls `check` after this turn's calls
         if asyncio.get_running_loop() is not self._loop:
             self.failure = ToolUnavailable(
                 f"tool {tool}: delegates from an event loop of its own; make the tool `async def` "

@@ -127,12 +127,14 @@ class _Conversation:
         rollout_id: str,
         sampled: Sequence[Completion] = (),
     ) -> None:
-        """Take the conversation's prompt. `sampled` are the completions of its last turns.
+        """Begin the rollout with the conversation's prompt, the messages before its first turn.
 
-        Without them all assistant messages are turns, and none is part of the prompt.
+        `sampled` are the completions of its last turns: earlier assistant messages are part of the
+        prompt. Without `sampled` all assistant messages are turns.
         """
         task = replace(task, messages=tuple(owner.chat.normal_messages(task.messages)))
         assistant_indices = [i for i, m in enumerate(task.messages) if m["role"] == "assistant"]
+        # More completions than assistant messages were recorded of another conversation.
         self.sampled = sampled if len(sampled) <= len(assistant_indices) else ()
         turns = len(self.sampled) or len(assistant_indices)
         first = assistant_indices[-turns] if turns else 0
@@ -248,7 +250,7 @@ class _Conversation:
         stops = any(call.name in self.tools.stop_tools for call in turn.calls)
         if stops and self.pending:
             raise BadDemonstration("it calls a stop tool, and the conversation goes on")
-        if not self.pending:
+        if not self.pending:  # the conversation ends with this turn and its replies, if any
             self.rollout.stop_reason = StopReason.stop_tool if stops else StopReason.max_turns
             if not texts:
                 return
@@ -263,7 +265,7 @@ class _Conversation:
                 for call, text in pairs
             ],
             completion=completion,
-            room=UNLIMITED,
+            max_suffix_tokens=UNLIMITED,
             max_result_tokens=[
                 self.tools.limits(call.name).max_result_tokens or self.limits.max_result_tokens
                 for call in turn.calls

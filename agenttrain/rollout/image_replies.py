@@ -43,14 +43,14 @@ def fit_parts(
     replies: Sequence[Message],
     *,
     length: Callable[[Sequence[Message]], int],
-    room: int,
+    max_suffix_tokens: int,
     max_result_tokens: Sequence[int],
 ) -> list[Message]:
-    """Shorten the contents of replies until their suffix has at most `room` tokens.
+    """Shorten the contents of replies until their suffix has at most `max_suffix_tokens`.
 
-    `length` returns the tokens of the suffix of some replies. Texts are cut before an image is
-    left out, the last one first. Each reply takes at most its `max_result_tokens`. If not even
-    empty replies fit, they are empty.
+    `length` returns the tokens of the suffix of some replies. The last texts are cut first, and
+    only then images are left out, also from the last one on. Each reply takes at most its
+    `max_result_tokens`. If not even empty replies fit, they are empty.
     """
     reply_parts = [
         _fit_reply(chat, parts(reply.get("content")), max_tokens)
@@ -63,7 +63,7 @@ def fit_parts(
             for reply, own_parts in zip(replies, reply_parts, strict=True)
         ]
 
-    while (excess := length(messages()) - room) > 0:
+    while (excess := length(messages()) - max_suffix_tokens) > 0:
         # Places (reply i, part j) of what can still be shortened.
         places = [(i, j) for i, own_parts in enumerate(reply_parts) for j in range(len(own_parts))]
         images = [(i, j) for i, j in places if isinstance(reply_parts[i][j], Image)]
@@ -72,6 +72,7 @@ def fit_parts(
             i, j = texts[-1]
             text = str(reply_parts[i][j])
             shorter = chat.clip(text, max(len(chat.encode_plain(text)) - excess, 0))
+            # A text that cannot be clipped further goes, so that the loop ends.
             reply_parts[i][j] = shorter if len(shorter) < len(text) else ""
         elif images:
             i, j = images[-1]

@@ -103,7 +103,8 @@ def verify(
 def _check_ids(trajectory: Trajectory, earlier: Sequence[Trajectory]) -> Sequence[int]:
     """Return the trajectory's ids, put together from the `earlier` trajectories and its spans.
 
-    Raises LedgerError unless they are its `token_ids`, after one prompt, and its caller exists.
+    Raises LedgerError unless they equal its `token_ids`, begin with its one prompt, and the turn
+    that called a sub-agent exists.
     """
     if trajectory.delegation is not None:
         index, turn = trajectory.delegation.caller
@@ -131,19 +132,20 @@ def _check_turns(
 ) -> None:
     """Raise LedgerError unless the ids of each sampled turn parse to its assistant message."""
     # Each assistant message with the role of the message before it, which parsing depends on.
-    spoken = [
+    assistant_messages = [
         (message, trajectory.messages[position - 1]["role"])
         for position, message in enumerate(trajectory.messages)
         if position >= trajectory.prompt_messages and message["role"] == "assistant"
     ]
     sampled = trajectory.sampled_spans()
     turns = [list(spans) for _, spans in groupby(sampled, key=lambda span: span.turn)]
-    if len(turns) != len(spoken):
+    if len(turns) != len(assistant_messages):
         raise LedgerError(
-            f"{trajectory.name}: {len(turns)} sampled turns, but {len(spoken)} assistant messages"
+            f"{trajectory.name}: {len(turns)} sampled turns, but {len(assistant_messages)} "
+            "assistant messages"
         )
     parsed_turns = parsed_turns or ParsedTurns()
-    for spans, (message, after) in zip(turns, spoken, strict=True):
+    for spans, (message, after) in zip(turns, assistant_messages, strict=True):
         turn, token_ids = spans[0].turn, _check_finish(trajectory, spans, chat)
         if parsed_turns.matches(trajectory, token_ids, message, turn=turn, after=after):
             continue

@@ -281,14 +281,16 @@ class _Loop:
         Summary and "Go on …" are there only if the compaction asks for a summary. A user's message
         that is not answered yet takes the place of "Go on …" and the kept turns.
         """
-        compaction, long, limit = self._compaction, self.trajectory, self.limits.compact_at or 0
-        assert compaction is not None
+        compaction, limit = self._compaction, self.limits.compact_at
+        long = self.trajectory  # its context is replaced by a shorter one
+        assert compaction is not None and limit is not None, "a compaction needs compact_at"
         first = self.first
+        # The new context, which begins with the task's prompt.
         ids = [*first.token_ids[: first.prompt_length]]
         messages = [*first.messages[: first.prompt_messages]]
         self._tokens_before += long.length - self._uncounted
         if compaction.request is not None:
-            if len(ids) >= limit:
+            if len(ids) >= limit:  # no summary can make it short enough
                 return StopReason.context_full
             sampled = await self._sample_summary(compaction)
             if isinstance(sampled, StopReason):
@@ -302,6 +304,7 @@ class _Loop:
             suffix = suffix_after(self.chat, summary, completion, [resume])
             ids += [token_id for _, span_ids in suffix for token_id in span_ids]
             messages += [summary.message(), resume]
+            # `_sample_summary` has made the summary's trajectory the current one.
             self._tokens_before += self.trajectory.length - self._uncounted
         self._past_turns = [*compaction.keep(self._past_turns, limit - len(ids), self.chat)]
         for past in self._past_turns:
@@ -358,7 +361,9 @@ class _Loop:
 
         A summary is a turn itself, so `max_turns` has to allow it and one turn after it.
         """
-        if not self._past_turns or self.trajectory.length <= (self.limits.compact_at or 0):
+        if not self._past_turns:  # none are recorded without a compaction
+            return False
+        if self.trajectory.length <= (self.limits.compact_at or 0):
             return False
         needs_summary = self._reserved > 0
         return not needs_summary or self._may_summarise()
@@ -432,14 +437,16 @@ class _Loop:
                 self._reward_turn(result.reward, f"tool {result.call.name}")
         # A sub-agent's limit comes first, then the stop tool, then the limits on calls.
         reason = self.sub_agents.stop
-        reason = reason or (StopReason.stop_tool if stops else self._reason_after_calls(results))
-        # Clipped so that the replies and one sampled token still fit.
+        if reason is None:
+            reason = StopReason.stop_tool if stops else self._reason_after_calls(results)
+        # If a turn follows, one sampled token has to fit after the clipped replies.
+        max_suffix_tokens = self._remaining_tokens() - int(reason is None)
         replies, suffix = fit_replies(
             self.chat,
             turn,
             [reply_message(result) for result in results],
             completion=completion,
-            room=self._remaining_tokens() - int(reason is None),
+            max_suffix_tokens=max_suffix_tokens,
             max_result_tokens=[
                 self.tools.limits(result.call.name).max_result_tokens
                 or self.limits.max_result_tokens
@@ -594,12 +601,13 @@ class _Loop:
         if self.sub_agents.used:
             await self.sub_agents.check(executed, order)
         executed_results = iter(executed)
-        results = [
-            next(executed_results)
-            if refusal is None
-            else ToolResult(call=call, content=f"Error: {refusal}", error=ToolError.limit)
-            for call, refusal in zip(calls, refusals, strict=True)
-        ]
+        results = []
+        for call, refusal in zip(calls, refusals, strict=True):
+            if refusal is None:
+                results.append(next(executed_results))
+            else:
+                text = f"Error: {refusal}"
+                results.append(ToolResult(call=call, content=text, error=ToolError.limit))
         results += [
             ToolResult(
                 call=call,
@@ -627,7 +635,7 @@ class _Loop:
         """
         self.sub_agents.check_loop(caller.tool)
         async with order.turn(caller.call_id):
-            copies: list[Message] = copy_value([*messages])
+            copies: list[Message] = copy_value([*messages])  # the tool may change its own later
             request = SubAgentRequest(caller=caller, messages=copies, **options)
             return await self.sub_agents.run(self._run_sub_agent(request))
 
@@ -667,6 +675,7 @@ class _Loop:
             reason = await loop.run()
         finally:
             await self.engine.release(agent.session)
+        # These end the whole rollout. Any other end of the sub-agent is a result for the tool.
         if reason in (StopReason.max_delegated_tokens, StopReason.aborted):
             raise self.sub_agents.stopped(reason)
         messages = copy_value(loop.trajectory.messages)
@@ -682,7 +691,8 @@ class _Loop:
         if episode_end is not None or any(result.done for result in results):
             return episode_end or StopReason.environment_done
         max_calls, all_results = self.limits.max_tool_calls, self.rollout.tool_results
-        # Refused by this limit or by a tool's own, which alone does not end the rollout.
+        # A tool's own limit refuses calls by the same error, and does not end the rollout: the
+        # count decides too.
         any_refused = any(result.error is ToolError.limit for result in results)
         if any_refused and max_calls is not None and len(all_results) > max_calls:
             return StopReason.max_tool_calls

@@ -68,13 +68,18 @@ class Flight:
     since: float = field(default_factory=time.monotonic)
     """Time at which the last request began or ended; before the first, start of the rollout."""
     turns: list[Turn] = field(default_factory=list)
-    """Times of the requests that have ended, for the timeline; `calls`: of the tools' calls."""
+    """Times of the requests that have ended, for the timeline."""
     calls: list[Call] = field(default_factory=list)
+    """Times of the tools' calls that have ended, for the timeline."""
 
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """The rollouts in flight, and what each waits for. Any thread may read it."""
+    """The rollouts in flight, and what each waits for.
+
+    `Collector` has one and lists its rollouts. Any thread may read it: the watchdog does so in one
+    of its own.
+    """
 
     progress: int = 0
     """Counter of engine requests sent and answered, and of rollouts that ended."""
@@ -235,7 +240,7 @@ class LoopMonitor:
 
     async def __aenter__(self) -> LoopMonitor:
         self._last_beat = time.monotonic()
-        self._thread = threading.get_ident()
+        self._loop_thread = threading.get_ident()
 
         async def beat() -> None:
             while True:
@@ -273,7 +278,7 @@ class LoopMonitor:
             name = self._blocking(self._limit_s)
             if name is None:
                 continue
-            frame = sys._current_frames().get(self._thread)
+            frame = sys._current_frames().get(self._loop_thread)  # the code that blocks the loop
             where = "" if frame is None else f" ({frame.f_code.co_filename}:{frame.f_lineno})"
             warnings.warn(
                 f"tool {name}: it is async and has held the event loop for over "

@@ -59,7 +59,8 @@ class RolloutRows:
         rewarded = 0
         for index in range(len(self._file)):
             record = self._record(index)
-            rewarded += record["reward"] is not None
+            if record["reward"] is not None:
+                rewarded += 1
             reason = _why_left_out(record, min_reward)
             if reason is None:
                 self._selected.append(index)
@@ -198,6 +199,8 @@ def _first_changed_context(
         for position, message in enumerate(trajectory.messages)
         if position >= trajectory.prompt_messages and message["role"] == "assistant"
     ]
+    # Each sampled turn's message and the next one's; None after the last turn. Not strict: without
+    # a turn the second list is longer.
     next_positions = [*assistant_positions[1:], None]
     positions = iter(zip(assistant_positions, next_positions, strict=False))
     expected: list[int] | None = None
@@ -213,7 +216,7 @@ def _first_changed_context(
             continue
         turn, finish = spans[0].turn, spans[-1].finish
         position, next_position = next(positions)
-        if next_position is None or finish is None:
+        if next_position is None or finish is None:  # the last turn, or an incomplete one
             return None
         after = trajectory.messages[position - 1]["role"]
         suffix = chat.suffix(

@@ -65,11 +65,11 @@ def fit_replies(
     replies: Sequence[Message],
     *,
     completion: Completion,
-    room: int,
+    max_suffix_tokens: int,
     max_result_tokens: Sequence[int],
     generation_prompt: bool,
 ) -> tuple[list[Message], Suffix]:
-    """Return clipped replies and their suffix, which has at most `room` tokens.
+    """Return clipped replies and their suffix, which has at most `max_suffix_tokens`.
 
     `max_result_tokens` has one limit per reply. If not even empty replies fit, which can happen
     only without a generation prompt (the reply of a stop tool), the suffix itself is cut.
@@ -89,7 +89,7 @@ def fit_replies(
             chat,
             replies,
             length=lambda clipped: render([*clipped]).length,
-            room=room,
+            max_suffix_tokens=max_suffix_tokens,
             max_result_tokens=max_result_tokens,
         )
         rendered = render(fitted)
@@ -98,22 +98,23 @@ def fit_replies(
         limits = list(max_result_tokens)
         texts = [chat.clip(text, limit) for text, limit in zip(full, limits, strict=True)]
         rendered = render_texts(texts)
-        while rendered.length > room and any(texts):
+        while rendered.length > max_suffix_tokens and any(texts):
             # A template may lengthen a text (JSON escapes), so one cut may not be enough.
             lengths = [len(chat.encode_plain(text)) for text in texts]
-            excess = rendered.length - room
-            limits = split_room(lengths, max(sum(lengths) - excess, 0))
+            excess = rendered.length - max_suffix_tokens
+            limits = split_tokens(lengths, max(sum(lengths) - excess, 0))
             texts = [chat.clip(text, limit) for text, limit in zip(full, limits, strict=True)]
             rendered = render_texts(texts)
-    if generation_prompt and rendered.length > room:
+    if generation_prompt and rendered.length > max_suffix_tokens:
         raise LedgerError(
-            f"the suffix of {rendered.length} tokens exceeds the {room} left, though its empty "
-            "form fitted"
+            f"the suffix of {rendered.length} tokens exceeds the {max_suffix_tokens} left, though "
+            "its empty form fitted"
         )
     cut_suffix: Suffix = []
+    remaining_tokens = max_suffix_tokens
     for origin, token_ids in rendered.suffix:
-        cut_suffix.append((origin, token_ids[: max(room, 0)]))
-        room -= len(token_ids)
+        cut_suffix.append((origin, token_ids[: max(remaining_tokens, 0)]))
+        remaining_tokens -= len(token_ids)
     return rendered.replies, cut_suffix
 
 
@@ -133,14 +134,16 @@ def append_suffix(
         trajectory.append_context(token_ids, origin, placed)
 
 
-def split_room(lengths: Sequence[int], room: int) -> list[int]:
-    """Split `room` so that short texts stay complete and long ones share what is left equally.
+def split_tokens(lengths: Sequence[int], total: int) -> list[int]:
+    """Split `total` tokens so that short texts stay complete and long ones share the rest equally.
 
-    Example: ``split_room([2, 9, 9], 12) == [2, 5, 5]``
+    Example: ``split_tokens([2, 9, 9], 12) == [2, 5, 5]``
     """
     granted = [0] * len(lengths)
-    left = room
-    for rank, index in enumerate(sorted(range(len(lengths)), key=lambda i: lengths[i])):
-        granted[index] = min(lengths[index], left // (len(lengths) - rank))
-        left -= granted[index]
+    remaining = total
+    shortest_first = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    for texts_done, index in enumerate(shortest_first):
+        equal_share = remaining // (len(lengths) - texts_done)
+        granted[index] = min(lengths[index], equal_share)
+        remaining -= granted[index]
     return granted

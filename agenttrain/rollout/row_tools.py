@@ -195,10 +195,14 @@ class RowTools:
         where = f"tools: {tool.name!r}"
         if executed and tool.executor not in declared:
             hint = did_you_mean(tool.executor, declared)
-            remedy = "; data.executor=… names the tool of the run that does the work of such tools"
+            remedy = ""
+            if tool.executor == tool.name:  # the default: the row names no executor
+                remedy = (
+                    "; data.executor=… names the tool of the run that does the work of such tools"
+                )
             raise ValueError(
                 f"{where}: executor={tool.executor!r} is no tool of this run{hint}; its tools are: "
-                f"{', '.join(declared) or 'none'}{remedy if tool.executor == tool.name else ''}"
+                f"{', '.join(declared) or 'none'}{remedy}"
             )
         try:
             arguments = ArgumentSchema(tool.parameters)
@@ -207,9 +211,9 @@ class RowTools:
         if not executed:
             return arguments
         executor = self._declared_schema(tool.executor)
-        accepted = _parameters(executor)
-        if _is_dispatcher(executor):
+        if _is_dispatcher(executor):  # it takes the arguments of any tool, as one object
             return arguments
+        accepted = _parameters(executor)
         resolver = SchemaResolver(executor["function"].get("parameters") or {})
         required = resolver.expand(resolver.root).get("required", [])
         unknown = [name for name in arguments.names if name not in accepted]
@@ -276,7 +280,10 @@ def turn_sampling(
     *,
     budget: int,
 ) -> Sampling:
-    """Return the sampling of a rollout's next turn. Raises ChatError without a grammar."""
+    """Return the sampling of a rollout's next turn: its budget, its seed and what may end it.
+
+    With `structured_calls` it has a grammar too. Raises ChatError if none can be made.
+    """
     grammar = None
     if limits.structured_calls:
         grammar = chat.grammar(tools.schemas, after=trajectory.messages[-1]["role"])
@@ -340,6 +347,7 @@ def row_tool_sets(
             task = source.row(index)
             tools = RowTools(task, toolbox, environments, executed=executed)
         except ValueError as error:
+            # `source.where` names the row, by its file and line if there is a file.
             reason = str(error).removeprefix(f"data row {index}: ")
             raise RowError(f"{key}: {source.where(index)}: {reason}") from error
         key_of_set = json.dumps(tools.schemas)

@@ -42,7 +42,7 @@ async def sample_groups(
     batch = StepBatch(collected=Collected(), costs=costs)
     groups: list[GroupInfo] = []
     for round_number in range(config.dynamic_sampling + 1):
-        if round_number:
+        if round_number > 0:  # the first round is the request as it came
             request = replace(
                 request,
                 tasks=draw_tasks(batch.tasks, tasks_of_round(missing, config.oversample)),
@@ -97,6 +97,7 @@ def is_informative(
         from agenttrain.algorithms.credit import rewards_of_turns, turn_advantages  # imports torch
 
         rewards = [rewards_of_turns(rollout, weights or {}) for rollout in group]
+        # The advantages of each turn; None for a rollout that has no reward.
         (by_rollout,) = turn_advantages([rewards], config).advantages
         return any(any(by_turn or ()) for by_turn in by_rollout)
     if config.rewards is Rewards.sum:

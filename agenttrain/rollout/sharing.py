@@ -225,7 +225,7 @@ def assign_tasks(costs: Sequence[float], processes: int, minibatches: int = 1) -
     """
     loads = [0.0] * processes
     owners = [0] * len(costs)
-    size = -(-len(costs) // minibatches)
+    size = -(-len(costs) // minibatches)  # rounded up; 0 only without tasks
     for start in range(0, len(costs), size or 1):
         minibatch = range(start, min(start + size, len(costs)))
         for place in sorted(minibatch, key=lambda place: (-costs[place], place)):

@@ -149,6 +149,7 @@ def merge_batches(
     idle = [batch.idle_s for batch in batches if batch.idle_s is not None]
     if idle:
         metrics["idle/rollout"] = min(fmean(idle) / seconds["rollout"], 1.0)
+    # `first.metrics` are of the groups of all processes already.
     return {**metrics, **first.metrics}, collected.rollouts
 
 
@@ -218,7 +219,9 @@ class Demonstrations:
         rollouts = collected.rollouts
         tokens = sum(rollout.length for rollout in rollouts)
         # No engine sampled these rollouts.
-        training = {n: v for n, v in training.items() if not n.startswith(SAMPLER_METRICS)}
+        training = {
+            name: value for name, value in training.items() if not name.startswith(SAMPLER_METRICS)
+        }
         metrics = {
             **training,
             "sft/conversations": len(rollouts),

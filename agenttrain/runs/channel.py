@@ -13,8 +13,8 @@ from typing import Any, Self
 
 from agenttrain.utils.codec import Codec
 
-LENGTH = 8
-"""Bytes of the number that says how long a message is."""
+LENGTH_BYTES = 8
+"""Bytes of the number before each message, which says how long the message is."""
 
 
 class ChannelClosed(Exception):
@@ -22,7 +22,10 @@ class ChannelClosed(Exception):
 
 
 class Channel:
-    """One end of a connection; each end may send at any time."""
+    """One end of a socket connection that carries messages, each with its length before it.
+
+    Both ends may send at any time.
+    """
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, codec: Codec
@@ -39,7 +42,7 @@ class Channel:
         """Send a message; raises ChannelClosed."""
         content = self._codec.encode(message)
         try:
-            self._writer.write(len(content).to_bytes(LENGTH, "little") + content)
+            self._writer.write(len(content).to_bytes(LENGTH_BYTES, "little") + content)
             await self._writer.drain()
         except OSError as error:
             raise ChannelClosed from error
@@ -47,7 +50,7 @@ class Channel:
     async def receive(self) -> Any:
         """Wait for the next message; raises ChannelClosed."""
         try:
-            length = int.from_bytes(await self._reader.readexactly(LENGTH), "little")
+            length = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "little")
             content = await self._reader.readexactly(length)
         except (asyncio.IncompleteReadError, OSError) as error:
             raise ChannelClosed from error

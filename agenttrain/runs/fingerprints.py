@@ -68,6 +68,7 @@ def fingerprints(components: Components) -> Fingerprints:
         },
         RunPart.environment: {
             **_code("environment", config.environment),
+            # The section `user` is one component, not a mapping of them: no key stands before it.
             **_code("", {"user": config.user}),
         },
         RunPart.reward: _code("reward", config.reward),
@@ -85,32 +86,34 @@ def check_unchanged(folder: Path, now: Fingerprints, allowed: Sequence[RunPart])
     Raises ConfigError with the names of everything else that changed.
     """
     before = read(folder)
-    if before is None:
+    if before is None:  # `read` has printed a warning
         return
-    if unknown := [part for part in now if part not in before]:
+    # A run of an older version may have recorded fewer parts.
+    if unrecorded := [part for part in now if part not in before]:
         print(
-            f"warning: {folder / FILE}: holds nothing of {', '.join(unknown)}; it is not known "
+            f"warning: {folder / FILE}: holds nothing of {', '.join(unrecorded)}; it is not known "
             "whether these changed",
             file=sys.stderr,
         )
     changed: dict[str, list[str]] = {}
     for part in now:
         if part in before:
-            names = dict.fromkeys([*before[part], *now[part]])
+            names = dict.fromkeys([*before[part], *now[part]])  # of either, in order
             old, new = before[part], now[part]
             changed[part] = [name for name in names if old.get(name) != new.get(name)]
     refused = {part: names for part, names in changed.items() if names and part not in allowed}
     if refused:
-        listed = ", ".join(name for names in refused.values() for name in names)
-        keys = ",".join([*refused, *(part for part in allowed if part not in refused)])
+        refused_names = ", ".join(name for names in refused.values() for name in names)
+        # The setting's new value replaces the present one, so it lists the allowed parts again.
+        parts_to_allow = ",".join([*refused, *allowed])
         raise ConfigError(
-            f"resume={quote(str(folder))}: {listed} changed since the run "
+            f"resume={quote(str(folder))}: {refused_names} changed since the run "
             "was started. Restore it; or continue with the changed version: add "
-            f"resume_changed=[{keys}]; or start a new run"
+            f"resume_changed=[{parts_to_allow}]; or start a new run"
         )
     for part in allowed:
-        listed = ", ".join(changed.get(part, ())) or "nothing of it"
-        print(f"resume_changed={part}: {listed} changed", flush=True)
+        changed_names = ", ".join(changed.get(part, ())) or "nothing of it"
+        print(f"resume_changed={part}: {changed_names} changed", flush=True)
 
 
 def check_resumed(components: Components) -> None:
@@ -132,11 +135,13 @@ def read(folder: Path) -> Fingerprints | None:
         parts: Fingerprints = json.loads(path.read_text(encoding="utf-8"))
         if not all(isinstance(digests, dict) for digests in parts.values()):
             raise ValueError("not a digest by name for each part")
-    except (OSError, ValueError, AttributeError) as error:
-        missing = isinstance(error, FileNotFoundError)
+    except (OSError, ValueError, AttributeError) as error:  # AttributeError: it is no object
+        problem, detail = "not readable", f": {error}"
+        if isinstance(error, FileNotFoundError):
+            problem, detail = "missing", ""
         print(
-            f"warning: {path}: {'missing' if missing else 'not readable'}, it is not known whether "
-            f"data, template, tools, rewards or model changed{'' if missing else f': {error}'}",
+            f"warning: {path}: {problem}, it is not known whether data, template, tools, rewards "
+            f"or model changed{detail}",
             file=sys.stderr,
         )
         return None
@@ -144,11 +149,17 @@ def read(folder: Path) -> Fingerprints | None:
 
 
 def _rows(source: TaskSource) -> str:
-    """Return the digest of the number of rows and the content of the hashed ones."""
+    """Return the digest of the number of rows and of the content of some of them.
+
+    Those are the first ENDLESS_ROWS rows of a source without end, and at most ROWS rows, evenly
+    spaced, of any other.
+    """
     total = len(source)
-    endless = total == sys.maxsize
-    count = ENDLESS_ROWS if endless else min(total, ROWS)
-    indices = range(count) if endless else (i * total // count for i in range(count))
+    if source.endless:
+        indices = list(range(ENDLESS_ROWS))
+    else:
+        count = min(total, ROWS)
+        indices = [i * total // count for i in range(count)]
     return _digest_of_lines([str(total), *(_json(asdict(source.row(i))) for i in indices)])
 
 
@@ -257,7 +268,8 @@ def code_of(target: Any) -> str | None:
     not count. Imports from other modules are not followed. Return None if there is no source.
     """
     module = sys.modules.get(getattr(target, "__module__", None) or "")
-    # An object's class stands for it, and a class or function at the module's top for its members.
+    # The definition at the module's top level: of an object its class, of a method or a nested
+    # class the outermost class.
     top_name = getattr(target, "__qualname__", type(target).__qualname__).partition(".")[0]
     try:
         tree = ast.parse(inspect.getsource(module)) if module is not None else ast.Module([], [])

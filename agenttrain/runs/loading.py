@@ -59,6 +59,7 @@ def check_model(config: RunConfig, *, sampled: bool = True) -> None:
             model = auto_class(folder).from_config(architecture, dtype=dtype)
     except (ValueError, OSError, KeyError) as error:
         raise ValueError(f"model.path={config.model.path}: cannot be loaded: {error}") from error
+    # Random weights need no files, and a model of the hub is downloaded later, with its weights.
     may_lack_weights = config.model.init is Init.random or is_hub_id(config.model.path)
     index_files = [] if may_lack_weights else folder.glob("*.safetensors.index.json")
     for index in index_files:
@@ -81,14 +82,14 @@ def check_model(config: RunConfig, *, sampled: bool = True) -> None:
 
 def _check_adapters_are_sent(config: RunConfig, folder: Path) -> None:
     """Raise ConfigError if the engine cannot be sent the adapters in `folder` as they are."""
-    path, sync = config.model.path, config.weight_sync.transport
+    path, transport = config.model.path, config.weight_sync.transport
     if run_spec(config).own_weights and (reason := why_not_sent(folder)):
         raise ConfigError(
             f"model.path={path}: its adapters have {reason}, which engine={config.engine.name} "
             f"cannot be sent; merge them into their model with peft, or set "
             f"{names_with(own_weights=False)}"
         )
-    if sync is Transport.lora and (reason := why_merged(folder)):
+    if transport is Transport.lora and (reason := why_merged(folder)):
         raise ConfigError(
             f"weight_sync.transport=lora: the adapters of model.path={path} are merged before "
             f"they are sent ({reason}); leave it out"
@@ -106,17 +107,22 @@ def make_policy(
 ) -> Policy:
     """Build the policy: model and optimizer, with the objective of `algorithm`.
 
-    Every random generator is seeded, differently in each process of `world`.
+    Every random generator is seeded, differently in each process of `world`. `sampled`: rollouts
+    are sampled from the policy, by an engine of this process unless it has weights of its own.
     """
     world = world or World()
-    # The first process has the run's own seed, as a run of one process.
-    seed_random(derive_seed(config.seed, world.rank) % 2**32 if world.rank else config.seed)
+    seed = config.seed  # the first process draws as a run of one process does
+    if world.rank > 0:
+        seed = derive_seed(config.seed, world.rank) % 2**32  # NumPy takes 32 bits
+    seed_random(seed)
     sharding = sharding_of(config)
-    # A sharded model starts on the meta device, and its weights are read once it is sharded.
+    # A sharded model starts on the meta device, and its weights are read once it is sharded. If
+    # they can only be loaded whole, `load_empty` returns None.
     with world.together("the files of model.path", WrongWeights, patient=True):
         empty_model = None if sharding is None else load_empty(config, world.rank)
     model, weights = (load_model(config), None) if empty_model is None else empty_model
     if config.model.lora.rank or is_adapted(model):
+        # peft draws no adapters on the meta device.
         with stand_ins(model) if weights is not None else nullcontext():
             add_lora(model, config.model.lora)
     policy = Policy(
@@ -141,13 +147,13 @@ def make_policy(
 
 
 def sharding_of(config: RunConfig) -> Sharding | None:
-    """Return how the run's processes shard each weight; None if each process holds all weights."""
+    """Return how the run's processes shard the weights; None if each process holds all weights."""
     distributed = config.distributed
     if distributed.name is not DistributedName.fsdp2:
         return None
     within = None
     if distributed.shard_within is ShardWithin.node:
-        # torchrun or a scheduler sets it: the number of processes of this node.
+        # Each node holds all weights. torchrun or a scheduler sets its number of processes.
         within = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return Sharding(cpu_offload=distributed.cpu_offload, within=within)
 

@@ -58,6 +58,7 @@ async def start_rollouts(
             verb=verb,
             folder=str(folder.resolve()),
             on_gpu=torch.cuda.is_available(),
+            # torchrun or a scheduler sets it: training processes of this machine.
             trainers=int(os.environ.get("LOCAL_WORLD_SIZE", world.size)),
         )
         await process.send(request)
@@ -70,8 +71,8 @@ async def make_remote_engine(
     """Wait until the rollout process has built its engine; return that engine.
 
     `dtype` is the number format of the policy's weights. `make_sender` makes the sender of an
-    engine that takes weights by broadcast. Raises, in all processes, the error with which the
-    rollout process failed to build its components.
+    engine that takes weights by broadcast. If the rollout process fails to build its components,
+    the first training process raises its error, and the others PeerFailed.
     """
     description, failure = None, None
     if rollouts.process is not None:
@@ -79,6 +80,7 @@ async def make_remote_engine(
             description = await rollouts.process.answer()
         except Exception as error:
             failure = error
+    # With a failure this raises in all processes.
     rollouts.world.exchange((), "the rollout process", failure, patient=True)
     description = rollouts.world.broadcast(description, "the rollout process")
     assert isinstance(description, EngineDescription)
@@ -115,7 +117,10 @@ class RemoteEngine:
         parent: str | None = None,
         images: Sequence[object] = (),
     ) -> Completion:
-        """Return a completion of the probe's prompt."""
+        """Return a completion of the probe's prompt.
+
+        The other arguments are not sent: the prompt is text, in a session of the rollout process.
+        """
         request = CompletionRequest(token_ids=tuple(token_ids), sampling=sampling)
         completion: Completion = await self._rollouts.call(request, "the text of the probe")
         return completion
@@ -144,7 +149,11 @@ class RemoteEngine:
 
 
 class RemoteReplica(RemoteEngine):
-    """An engine of the rollout process with weights of its own, however they are sent to it."""
+    """An engine of the rollout process with weights of its own. Subclasses send them to it.
+
+    `takes_adapters`, `model_names`, `quantized` and `dtype` are those of the protocols Separate,
+    ModelNames, Quantized and OwnNumberFormat.
+    """
 
     def __init__(
         self, rollouts: Rollouts, description: EngineDescription, dtype: torch.dtype
@@ -156,11 +165,12 @@ class RemoteReplica(RemoteEngine):
         self.dtype = dtype
 
     async def verify(
-        self, token_ids: Sequence[int], problem: Callable[[Sequence[float]], str | None]
+        self, token_ids: Sequence[int], find_problem: Callable[[Sequence[float]], str | None]
     ) -> list[float]:
-        """Implement `Replicated.verify`. `problem` is a ProbeCheck, which can be sent."""
-        assert isinstance(problem, ProbeCheck)
-        scores: list[float] = await self._rollouts.call(ProbeRequest(check=problem), "the probe")
+        """Implement `Replicated.verify`. `find_problem` is a ProbeCheck, which has the ids too."""
+        assert isinstance(find_problem, ProbeCheck), "data, which can be sent; a closure cannot"
+        request = ProbeRequest(check=find_problem)
+        scores: list[float] = await self._rollouts.call(request, "the probe")
         await self._end_sync()  # a sync ends with its probe
         return scores
 
@@ -186,12 +196,13 @@ class RemoteBroadcast(RemoteReplica):
         self._sender = sender
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Broadcast the weights, and again until a server has received them; `verify` comes next.
+        """Broadcast the weights until at least one server has received them.
 
         Each try goes through the same three meetings of all training processes: the servers pause,
-        the weights are gathered and sent, the rollout process reports whether they arrived.
+        the weights are gathered and sent, the rollout process reports whether they arrived. The
+        caller then calls `verify`.
         """
-        assert isinstance(weights, Regathered), "a failed broadcast has to begin anew"
+        assert isinstance(weights, Regathered), "each try iterates, and so gathers, once more"
         process, arrived = self._rollouts.process, False
         while not arrived:
             failure: Exception | None = None
@@ -200,9 +211,10 @@ class RemoteBroadcast(RemoteReplica):
                     await self._sender.pause(await process.ask(AudienceRequest(version=version)))
                 except Exception as error:
                     failure = error
-            # Requests in flight may take minutes to end, and gathers have a time limit.
+            # Requests in flight may take minutes to end. The others wait for that here, as the
+            # gathers below have a time limit.
             await self._rollouts.meet("the servers' pause", failure)
-            broadcast_end: BroadcastEnd | None = None
+            broadcast_end: BroadcastEnd | None = None  # only the first process has one to send
             if process is None:
                 for _ in weights:  # each weight is gathered by all processes together
                     pass
@@ -250,7 +262,8 @@ class RemoteCopy(RemoteReplica):
     ) -> WeightFiles:
         """Write the weights with the engine's writer; raise EngineError if that fails."""
         writer: WeightWriter = await process.ask(WriterRequest())
-        # The first writer stays: it compares each version with the first. Only its folder changes.
+        # Keep the first writer, which knows the shapes of the first version and compares each later
+        # one with them. The folder is a new one after a restart of the rollout process.
         if self._writer is None:
             self._writer = writer
         self._writer.folder = writer.folder
@@ -265,28 +278,35 @@ class RemoteCopy(RemoteReplica):
 
 @dataclass(slots=True, kw_only=True)
 class RemoteSource:
-    """Gets a step's groups from the rollout process, and shares them evenly by their tokens."""
+    """Gets a step's groups from the rollout process, and shares them among the training processes.
+
+    Each training process has one. The shares have about as many tokens each.
+    """
 
     phase = "rollout"
+    """Name of the run's phase in which `batch` is called."""
     rollouts: Rollouts
     names: MetricNames
+    """Tools and rewards that the step's metrics are named after."""
     minibatches: int
-    """algorithm.minibatches."""
+    """Optimizer updates of a step (algorithm.minibatches), each of which is shared evenly."""
     _state: dict[str, Any] = field(default_factory=dict)
+    """State of the source in the rollout process after the last step."""
     _state_to_send: dict[str, Any] | None = None
-    """State that the next request has to carry; None: the rollout process has it."""
+    """State that the next request has to carry; None: the rollout process already has it."""
     _restarts_seen: int = 0
     """Restarts of the rollout process after which the state was sent again."""
 
     async def batch(self, step: int) -> StepBatch:
         """Return this process's share of the rollouts of a step.
 
-        Raises, in all processes, the error that the rollout process raised, and Preempted.
+        Raises Preempted, and an error of the rollout process as `Rollouts.ask` does.
         """
         if self._restarts_seen < self.rollouts.restarts:
             # The new process has no state. Send the last one, if the run has a finished step.
             self._state_to_send = self._state or None
         request = GroupsRequest(step=step, state=self._state_to_send)
+        # The whole step in the first process, None in the others.
         batch = await self.rollouts.ask(request, "the rollouts of a step")
         self._state_to_send = None
         # The process made a step: a restart is allowed again.
@@ -326,6 +346,7 @@ def split_batch(batch: StepBatch, processes: int, minibatches: int) -> list[Step
     rank_of = dict(zip(batch.trained, owners, strict=True))
     shares = []
     for rank in range(processes):
+        # A group that is not trained on has no owner.
         places = [place for place in collected.places if rank_of.get(place, 0) == rank]
         groups = [group_at[place] for place in places]
         counts = collected if rank == 0 else Collected()
@@ -343,12 +364,17 @@ class RemoteEvaluator(Evaluator):
     async def evaluate(self) -> Sequence[Evaluation | HeldOutLoss]:
         """Return the sampled evaluation and, if `eval.greedy`, a greedy one.
 
-        Only the first process has their rollouts: the others get the evaluations without them.
+        The first process, which writes the rollouts, has them. The others get the evaluations
+        without rollouts.
         """
         evaluations = await self.rollouts.ask(EvaluationRequest(), "an evaluation")
-        results = evaluations and [replace(e, rollouts=[]) for e in evaluations]
-        received = self.world.broadcast(results, "the results of an evaluation")
-        return evaluations or received or []
+        scores_only = None
+        if evaluations is not None:  # in the first process
+            scores_only = [replace(evaluation, rollouts=[]) for evaluation in evaluations]
+        received = self.world.broadcast(scores_only, "the results of an evaluation")
+        if evaluations is not None:
+            return evaluations
+        return received or []
 
 
 def make_remote_source(
@@ -356,7 +382,7 @@ def make_remote_source(
 ) -> tuple[RemoteSource, RemoteEvaluator]:
     """Return the source and the evaluation of a run whose rollouts have a process of their own.
 
-    The engine has its first weights by then: from now on a rollout process that ends is restarted.
+    Call it after the first weight sync: from now on a rollout process that ends is restarted.
     """
     rollouts.restartable = True
     source = RemoteSource(

@@ -24,13 +24,19 @@ from agenttrain.utils.sections import plain
 
 
 class StartedRoles:
-    """The servers of a run's roles, for all training processes together."""
+    """The servers of a run's roles, which `start_roles` has started; training waits for them.
+
+    All training processes have one, and call its methods together.
+    """
 
     def __init__(self, run: Path, world: World, roles: Mapping[str, RoleConfig]) -> None:
         self._run, self._world, self._roles = run, world, roles
 
     async def ready(self) -> None:
-        """Wait until all servers have answered; raises EngineError in all processes."""
+        """Wait until all servers have answered.
+
+        If one does not start, the first process raises EngineError, and the others PeerFailed.
+        """
         if not self._roles:
             return
         failure: Exception | None = None
@@ -40,6 +46,7 @@ class StartedRoles:
                     await await_start(role_folder(self._run, name), name, role.count)
             except EngineError as error:
                 failure = error
+        # With a failure this raises in all processes.
         self._world.exchange((), "the servers of roles", failure, patient=True)
 
 
@@ -59,6 +66,7 @@ def start_roles(
     import torch
 
     world, roles = world or World(), used_roles(config, verb)
+    # torchrun or a scheduler sets it: training processes of this machine.
     trainers = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     on_gpu = torch.cuda.is_available()
     gpus = _gpus(fleets(config, verb), policy_gpus(config, trainers)) if on_gpu else {}
@@ -73,17 +81,19 @@ def start_roles(
 
 
 def _gpus(
-    started: Mapping[str, StartedServers], trainers: int
+    fleets_by_key: Mapping[str, StartedServers], trainers: int
 ) -> dict[str, tuple[tuple[int | str, ...], ...]]:
-    """Return the GPUs of each server, by the key of its fleet.
+    """Return the GPUs of each server, by the key of its fleet, e.g. `roles.judge`.
 
-    Fleets whose settings name no GPUs take free ones, in turn. `trainers` GPUs are the trainer's.
+    Fleets whose settings name no GPUs take free ones, in turn. The first `trainers` GPUs are the
+    trainer's.
     """
-    taken = {gpu for servers in started.values() for gpu in servers.gpus or ()}
+    taken = {gpu for servers in fleets_by_key.values() for gpu in servers.gpus or ()}
     gpus_by_fleet = {}
-    for key, servers in started.items():
+    for key, servers in fleets_by_key.items():
+        # Names for CUDA_VISIBLE_DEVICES; `gpu_numbers` returns the numbers of the same GPUs.
         gpus_by_fleet[key] = place(servers, trainers, taken)
-        taken |= {*gpu_numbers(servers, trainers, taken)}  # those that `place` has given out
+        taken |= {*gpu_numbers(servers, trainers, taken)}
     return gpus_by_fleet
 
 
@@ -107,7 +117,7 @@ def _plan(
     model_context = AutoConfig.from_pretrained(folder).get_text_config().max_position_embeddings
     max_context = role.max_context or model_context
     engine = VllmServerSettings(max_context=max_context, **role.server_keys())
-    keys = [field.name for field in fields(StartedServers)]
+    keys = [field.name for field in fields(StartedServers)]  # a RoleConfig has all of them
     return ServerPlan(
         module=module,
         model=str(folder),
@@ -117,6 +127,7 @@ def _plan(
         seed=config.seed,
         engine=plain(engine),
         servers=plain(StartedServers(**{key: getattr(role, key) for key in keys})),
+        # The model is frozen: no weights are sent to the servers.
         rank=0,
         adapters=0,
         weights=None,

@@ -77,6 +77,7 @@ class StartRequest:
     folder: str
     """The run folder."""
     on_gpu: bool
+    """The trainer's machine has a GPU."""
     trainers: int
     """Training processes of this machine."""
 
@@ -86,6 +87,7 @@ class EngineDescription:
     """The engine that the rollout process has built."""
 
     max_context: int
+    """Maximum tokens of a sequence."""
     own_weights: bool
     """The engine is a `Separate` one. The fields below describe such an engine."""
     takes_adapters: bool = False

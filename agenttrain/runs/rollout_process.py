@@ -30,9 +30,9 @@ def main() -> None:
     The arguments are the number of the connected socket and the trainer's `sys.path` as JSON.
     """
     for number in LEFT_TO_THE_TRAINER:
-        # Not SIG_IGN, which the processes of tools and servers would inherit.
+        # Ignored, but not by SIG_IGN, which the processes of tools and servers would inherit.
         signal.signal(number, lambda *_: None)
-    protect()  # stdout and stderr
+    protect()  # stdout and stderr, which may be closed
     faulthandler.enable()
     faulthandler.register(STACKS)  # the trainer asks for all stacks by this signal
     end_with_parent(after_s=ORPHANED_S)

@@ -132,12 +132,12 @@ async def _report(service: RolloutService, channel: Channel) -> None:
 
 
 class RolloutService:
-    """Answers the trainer's requests, one after the other."""
+    """Answers the trainer's requests, one after the other; `serve` makes it and receives them."""
 
     def __init__(self, start: StartRequest, stack: AsyncExitStack) -> None:
         """Build components, engine and source of the run; the stack closes them."""
         composed = convert(start.settings)
-        admit_engine(composed)
+        admit_engine(composed)  # imports an engine from outside the package
         self._config = config = composed.config
         if config.async_training.max_staleness:
             # Rollouts that begin at any time share decode batches: their bits do not repeat.
@@ -153,8 +153,8 @@ class RolloutService:
         )
         stack.push_async_callback(self._engine.aclose)
         stack.push_async_callback(components.aclose)
-        times = self._folder if config.tracker.timeline else None
-        timeline = stack.enter_context(Timeline(times, "rollouts"))
+        timeline_folder = self._folder if config.tracker.timeline else None
+        timeline = stack.enter_context(Timeline(timeline_folder, "rollouts"))
         collector = components.collector(self._engine, self._folder, timeline)
         collector = replace(collector, progress=self._count)
         self._source = make_rollout_source(config, components, collector, SingleProcess())
@@ -166,6 +166,7 @@ class RolloutService:
         config, collector = self._config, self._source.collector
         if config.async_training.max_staleness == 0:
             return
+        # A resumed run uses only the journal's groups that were made with the same settings.
         settings = {name: getattr(config, name) for name in JOURNAL_SETTINGS}
         settings["group_size"] = config.algorithm.group_size
         journal = Journal(self._folder / "rollouts", CODEC, settings_digest(plain(settings)))
@@ -244,9 +245,10 @@ class RolloutService:
             seed_random(derive_seed(self._config.seed, "rollouts", step) % 2**32)
             await queue.begin(step)
         batch = self._finish(await queue.take(step))
+        # The journal keeps the groups that a run resumed at a saved checkpoint would need, and
+        # those of this step: a signal may still stop the run before they are trained.
         checkpoints = newest_first(self._folder / "checkpoints")
         saved_steps = [int(path.name.removeprefix(PREFIX)) for path in checkpoints]
-        # This step's groups stay: a signal may still stop the run before they are trained.
         queue.prune(
             step - 1, oldest=min(saved_steps, default=0), newest=max(saved_steps, default=0)
         )
@@ -268,7 +270,7 @@ class RolloutService:
                 tasks.tasks(0, min(config.eval.questions, len(tasks))),
                 config.eval,
                 seed=config.seed,
-                costs=self._source.costs.copy(),
+                costs=self._source.costs.copy(),  # those of training stay as they are
             )
 
     async def _sync(self, version: int, files: WeightFiles | None) -> None:
@@ -323,6 +325,7 @@ class RolloutService:
                 waiting = collector.waiting()
                 break
         finished, total = self._finished, self._total
+        # Groups are sampled ahead: the trainer waits only for those of its step.
         if self._queue is not None and self._queue.taking:
             finished, total = self._queue.progress
         return RolloutStatus(

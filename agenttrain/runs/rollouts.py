@@ -65,13 +65,14 @@ class RolloutProcess:
 
     def _start(self) -> None:
         """Start the child process, and forget the state of an earlier one."""
-        self._connection, end = socket.socketpair()
-        command = [sys.executable, "-u", "-m", MODULE, str(end.fileno()), json.dumps(sys.path)]
-        with end:
-            # A keeper would kill all that the process has started. The wrappers of its servers have
-            # to outlive it, to clean up or to serve again.
+        self._connection, child_end = socket.socketpair()
+        arguments = [str(child_end.fileno()), json.dumps(sys.path)]
+        command = [sys.executable, "-u", "-m", MODULE, *arguments]
+        with child_end:  # closed here once the child has its copy
+            # The keeper of a child kills all that the child has started, once the child ends. The
+            # wrappers of inference servers have to outlive this one, to clean up or to serve again.
             self._child = ChildProcess(
-                command, keeper=False, pass_fds=[end.fileno()], print_line=self._print
+                command, keeper=False, pass_fds=[child_end.fileno()], print_line=self._print
             )
         self._channel: Channel | None = None
         """None until the first request is sent."""
@@ -148,14 +149,15 @@ class RolloutProcess:
                 await self.send(EndRequest())
             self._channel.close()
         # A process that is still starting does not notice any of this: it is killed at once.
-        await asyncio.to_thread(self._child.ended, END_S if self._ready else 0.0)
+        wait_s = END_S if self._ready else 0.0
+        await asyncio.to_thread(self._child.ended, wait_s)
         self._child.kill()
 
     async def _death(self) -> RolloutsDead:
         """Return the error that says how the process ended."""
-        end = await asyncio.to_thread(self._child.gone)
+        how_it_ended = await asyncio.to_thread(self._child.gone)
         log = f" (log: {self._log})" if self._log.exists() else ""
-        return RolloutsDead(f"the rollout process{log} {end}")
+        return RolloutsDead(f"the rollout process{log} {how_it_ended}")
 
     def _print(self, line: str) -> None:
         with suppress(OSError), self._log.open("a", encoding="utf-8") as log:
@@ -174,6 +176,7 @@ class Rollouts:
     """None in all processes but the first."""
     world: World
     stop: StopRequest
+    """The run's request to stop, which a signal makes."""
     restartable: bool = False
     """The process is started again if it ends now."""
     restarts: int = 0
@@ -182,10 +185,10 @@ class Rollouts:
     async def ask(self, request: Any, what: str) -> Any:
         """Return the answer in the first process, None in the others; a signal cuts it short.
 
-        `what` names the work in errors. Errors, EngineDead and EngineRestarted among them, are
-        raised in all processes. Raises Preempted after a signal.
+        `what` names the work in errors. If the request fails, all processes raise, as `meet` does.
+        After a signal all processes raise Preempted.
         """
-        answers: list[Any] = []  # at most one
+        answers: list[Any] = []  # one answer; none after a signal
         failure: Exception | None = None
         if self.process is not None:
             try:
@@ -197,10 +200,10 @@ class Rollouts:
         return answers[0] if answers else None
 
     async def call(self, request: Any, what: str, failure: Exception | None = None) -> Any:
-        """Return the answer in all processes; no signal cuts it short.
+        """Send a request from the first process; return its answer in all. No signal cuts it short.
 
-        With a `failure` of the first process no request is sent: the failure is raised in all
-        processes. Raises as `ask`, but not Preempted.
+        With a `failure` of the first process no request is sent. If the request fails, or with such
+        a `failure`, all processes raise, as `meet` does.
         """
         value = None
         if self.process is not None and failure is None:
@@ -220,20 +223,21 @@ class Rollouts:
         process, and as PeerFailed in the others.
         """
         dead = failure if isinstance(failure, EngineDead) else None
-        # (message, the whole rollout process has ended) of a dead engine: at most one.
-        deaths = [] if dead is None else [(str(dead), isinstance(dead, RolloutsDead))]
+        # A dead engine: its message, and whether the whole rollout process has ended. Only the
+        # first process has one to share.
+        own_deaths = [] if dead is None else [(str(dead), isinstance(dead, RolloutsDead))]
         other_failure = failure if dead is None else None
-        deaths = self.world.exchange(deaths, what, other_failure, patient=True)
+        deaths = self.world.exchange(own_deaths, what, other_failure, patient=True)
         if not deaths:
             return
         message, process_ended = deaths[0]
         if process_ended:
             message = await self._restart_or_explain(message)
-        if dead is None:  # the failure was the first process's
+        if dead is None:  # in the other processes
             raised: EngineDead = PeersRolloutsDead(message)
         else:
             raised = RolloutsDead(message) if process_ended else dead
-        raised.everywhere = True
+        raised.everywhere = True  # so that the trainer lets all processes save together
         raise raised
 
     async def _restart_or_explain(self, message: str) -> str:
@@ -242,8 +246,9 @@ class Rollouts:
         If that is not allowed now, or fails, return `message` with the reason added.
         """
         if not self.restartable:
-            explained = f"{message}; it had been started again in this step"
-            return explained if self.restarts else message
+            if self.restarts > 0:
+                return f"{message}; it had been started again in this step"
+            return message  # the engine has had no weights yet
         if self.stop.agree(self.stop.name is not None):  # the run stops anyway
             return message
         problem = await self._restart()
@@ -259,9 +264,10 @@ class Rollouts:
         if self.process is not None:
             try:
                 await self.process.restart()
-            except RolloutsDead as error:  # its message is a sentence
+            except RolloutsDead as error:  # its message is a sentence without the class's name
                 problems = [str(error)]
             except Exception as error:
                 problems = [f"{type(error).__name__}: {error}"]
         what = "the rollout process that was started again"
-        return next(iter(self.world.exchange(problems, what, patient=True)), None)
+        shared_problems = self.world.exchange(problems, what, patient=True)
+        return shared_problems[0] if shared_problems else None

@@ -41,8 +41,9 @@ def check_rows(
 ) -> set[str]:
     """Check the rows of each source, and the template with their tools; return the tools' names.
 
-    `executed` is that of `RowTools`. A row that ends with an assistant's message is a bad one
-    unless rows `may_end_with_answer`: the model would be asked with the answer in its prompt.
+    `executed`: the run calls the tools that rows list; False: it only shows their schemas. A row
+    that ends with an assistant's message is a bad one unless rows `may_end_with_answer`: the model
+    would be asked with the answer in its prompt.
     Raises RowError with the name of the row, CertificateError if the template does not fit the
     tools, and ChatError as `check_grammars`.
     """
@@ -68,15 +69,15 @@ def _check_messages(
     *,
     may_end_with_answer: bool,
 ) -> None:
-    """Leave out the rows that make no prompt, or raise ChatError for the first.
+    """Raise ChatError for the first bad row, or leave out all bad rows, as `on_bad_row` says.
 
-    They are those of which the template drops a message, and those that hold their answer.
-    `on_bad_row` decides between the two. A conversation is rendered only if one of its messages
-    stands in a place that no earlier row had. The run itself finds texts that the template changes,
-    and checks later rows of a source without end (`Collector.on_bad_row`).
+    A row is bad if the template drops one of its messages, or if its prompt would hold the answer.
+    To be quick, a conversation is rendered only if one of its messages stands in a place that no
+    earlier row had. Two mistakes are left to the run (`Collector.on_bad_row`): texts that the
+    template changes, and bad rows of a source without end after its first RENDERED_TASKS.
     """
     problems: dict[int, str] = {}
-    """Index of a row -> place and reason."""
+    """Index of a bad row -> its place in the data, and the reason."""
     for index in range(RENDERED_TASKS if source.endless else len(source)):
         messages = source.row(index).messages
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -104,7 +105,7 @@ def _check_messages(
 def prompt_length(chat: Chat, task: Task, schemas: Sequence[dict[str, Any]]) -> int:
     """Return the number of tokens of a task's prompt.
 
-    Each later user turn is rendered too, behind an answer, to check it. Raises ChatError if the
+    Each later user turn is rendered too, after an answer, to check it. Raises ChatError if the
     template cannot render them.
     """
     if any(message["role"] == "system" for message in task.messages):
@@ -119,7 +120,8 @@ def prompt_length(chat: Chat, task: Task, schemas: Sequence[dict[str, Any]]) -> 
     for text in task.user_turns:
         question: Message = {"role": "user", "content": text}
         messages += [ANSWER.message(), question]
-        # Both ways to render the question, only to see them fail: the ids are not used.
+        # Both ways to render the question, only to see them fail: neither the ids nor the made-up
+        # completion are used.
         chat.prompt_ids(messages, schemas)
         chat.suffix(
             ANSWER,

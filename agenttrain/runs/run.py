@@ -171,8 +171,9 @@ class Run:
             verb=self.verb,
             sweep=self.sweep or None,
             processes=self.world.size if self.world.size > 1 else None,
-            stalled_phase=None,
+            stalled_phase=None,  # remove it: an earlier execution may have stalled
             project=self.project,
+            # A resumed run leaves those that the run was started with.
             **({"arguments": hide_in_words(self.words)} if self.words else {}),
         )
 
@@ -182,10 +183,10 @@ class Run:
 
     def _execute(self) -> int:
         """Run the verb in the locked folder; the main process reports and records errors."""
-        times = self.folder if self.config.tracker.timeline else None
+        timeline_folder = self.folder if self.config.tracker.timeline else None
         try:
             with (
-                Timeline(times, f"trainer-{self.world.rank}") as self.timeline,
+                Timeline(timeline_folder, f"trainer-{self.world.rank}") as self.timeline,
                 Watchdog(self.folder, self.config.watchdog, self.world) as self.watchdog,
             ):
                 self.watchdog.begin("load")
@@ -204,7 +205,7 @@ class Run:
             return self._failed(error)
         return DONE
 
-    @no_garbage_collection()
+    @no_garbage_collection()  # the many objects of torch and transformers all stay
     def prepare(self) -> Components:
         """Build the run's components, and record them in the folder.
 
@@ -255,6 +256,7 @@ class Run:
         with self._metered():
             async with AsyncExitStack() as stack:
                 trainer = await make_trainer(self, components, stack)
+                # A signal in the block stops the run between two phases, with a checkpoint.
                 with self.stop.deferred(trainer.save_checkpoint):
                     before = await self._evaluate_before(trainer)
                     scores = {"before": before, **_best_record(trainer)}
@@ -266,6 +268,7 @@ class Run:
         after = trainer.evaluator.summary(evaluations)
         scores = {"before": before, "after": after, **_best_record(trainer)}
         steps = trainer.finished_steps
+        # After the last step the run ends anyway, whatever `stop_when` has found.
         stopped = trainer.stop_when.record if steps < self.config.steps else None
         self.record(status="finished", steps=steps, eval=scores, stopped_when=stopped)
         if not self.world.is_main:
@@ -523,7 +526,8 @@ class Run:
         if self.world.is_main:
             remedy = "" if self.verb == "eval" else f"; to go on: {self._resume_command}"
             print(f"interrupted{remedy}", file=sys.stderr)
-        return TERMINATED if stop.insisted or stop.at_once else INTERRUPTED
+        was_signalled = stop.insisted or stop.at_once  # neither after Ctrl-C
+        return TERMINATED if was_signalled else INTERRUPTED
 
     def _failed(self, error: Exception) -> int:
         """Record and report an error; return the exit code.
@@ -531,7 +535,7 @@ class Run:
         A bug, and an error that another process reports, are raised again. If a write failed or the
         engine died, the message names the checkpoint from which the run can go on.
         """
-        if isinstance(error, PeerFailed):
+        if isinstance(error, PeerFailed):  # its message begins with the rank and the error's class
             self._record_end(status="failed", error=str(error))
             raise error
         if not isinstance(error, AgenttrainError | ValueError | OSError):
@@ -568,7 +572,7 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
     """
     config, world, supervised = run.config, run.world, run.verb == "sft"
     roles = start_roles(config, run.verb, run.folder, stack, world=world)
-    stack.callback(components.close_roles)
+    stack.callback(components.close_roles)  # before the servers end: the last entry goes first
     rollouts = await _start_rollout_process(run, components, stack)
     policy = make_policy(
         config,
@@ -587,9 +591,10 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
     run.record_kernel(components, policy)
 
     collector: Collector | None = None
-    if engine is not None and rollouts is None:
+    if engine is not None and rollouts is None:  # this process makes the rollouts
         collector = components.collector(engine, run.folder, run.timeline)
     process = None if rollouts is None else rollouts.process
+    # The rollouts are watched where they are made. The embeddings count the forward passes.
     run.watchdog.watch(
         process or collector,
         policy.model.get_input_embeddings(),
@@ -607,7 +612,7 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
         run.evidence = Evidence(folder=run.folder, policy=policy, checkpoints=checkpoints)
 
     source, evaluator = _make_source(run, components, policy, rollouts, collector)
-    ahead = config.async_training.max_staleness > 0
+    is_asynchronous = config.async_training.max_staleness > 0
     trainer = Trainer(
         config=config,
         run=run,
@@ -618,7 +623,7 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
         teacher=teacher,
         checkpoints=checkpoints,
         stop_when=StopWhen(config.stop_when),
-        guards=None if supervised else Guards(config=config.guards, asynchronous=ahead),
+        guards=None if supervised else Guards(config=config.guards, asynchronous=is_asynchronous),
         best=None if supervised else Best(),
         probe=probe,
     )

@@ -103,7 +103,7 @@ def load_model(config: RunConfig) -> Any:
     from agenttrain.training.kernels import disable_cudnn_attention
 
     disable_cudnn_attention()
-    threads = _threads()
+    threads = _threads()  # before `_set_threads` changes the number
     model = _load(config)
     _set_threads(model, threads)
     return model
@@ -127,6 +127,7 @@ def load_empty(config: RunConfig, rank: int) -> tuple[Any, Any] | None:
 
     path, revision = config.model.path, config.model.revision
     source = weights_folder(path, revision=revision)
+    # The model that the adapters in `source` are for; None if `source` is a whole model.
     base = base_folder(path, revision, config.model.base_revision)
     reason = why_not_sliced(base or source)
     if config.model.init is Init.random:
@@ -148,7 +149,7 @@ def load_empty(config: RunConfig, rank: int) -> tuple[Any, Any] | None:
 
 
 def _set_threads(model: Any, threads: int) -> None:
-    """Use one thread for a small model, `threads` for others; OMP_NUM_THREADS goes first."""
+    """Use one thread for a small model, `threads` for others; OMP_NUM_THREADS overrides both."""
     import torch
 
     is_small = sum(parameter.numel() for parameter in model.parameters()) < SMALL
@@ -188,6 +189,7 @@ def _load(config: RunConfig) -> Any:
         architecture = AutoConfig.from_pretrained(folder)
         return auto_class(folder).from_config(architecture, dtype=dtype)
     source = weights_folder(path, revision=revision)
+    # The model that the adapters in `source` are for; None if `source` is a whole model.
     base = base_folder(path, revision, config.model.base_revision)
     with only_tensors(source):
         if base is None:
@@ -217,6 +219,7 @@ def sampling_engine(config: RunConfig) -> Engine:
     spec = spec_of(settings)
     spec.check_model(settings, model)
     inputs = engine_inputs(config, model, None, on_gpu=on_gpu, rank=0)
+    # Nothing is trained, so no weights will be sent; no calls are held to a grammar either.
     inputs = replace(
         inputs,
         model=model_folder(config.model.path, revision=config.model.revision),
@@ -236,6 +239,7 @@ def engine_inputs(
     lora = config.model.lora
     path, revision = config.model.path, config.model.revision
     source_folder = model_folder(path, revision=revision)
+    # The model that the adapters in `source_folder` are for; None if it holds a whole model.
     base = base_folder(path, revision, config.model.base_revision)
     # Adapters that an engine cannot apply are merged into the weights that are sent to it.
     is_merged = base is not None and why_merged(source_folder) is not None
@@ -244,7 +248,7 @@ def engine_inputs(
         model=base or source_folder,
         dtype=config.model.dtype,
         adapters=lora if lora.rank and not is_merged else None,
-        tokenizer=source_folder if config.rollout.structured_calls else None,
+        tokenizer=source_folder if config.rollout.structured_calls else None,  # for grammars
         sync_mode=config.weight_sync.mode,
         sync_folder=config.weight_sync.folder,
         transport=config.weight_sync.transport,

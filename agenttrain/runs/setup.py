@@ -138,8 +138,8 @@ class Components:
     ) -> None:
         """`folder` is the run folder, in which role servers are found; None: roles have no servers.
 
-        `tools` are those of other components, to share; None: they are built from `config`. A verb
-        that only shows rows `shows_demonstrations` too, which hold their answer.
+        `tools` are those of other components, to share; None: they are built from `config`.
+        `shows_demonstrations`: rows may end with their answer, as the verb only shows them.
         """
         self.config = config
         self.verb = verb
@@ -261,6 +261,7 @@ class Components:
 
         Raises ValueError for a reward on a tool that neither the run nor a row has.
         """
+        # Computing `row_tool_names` checks the rows, which an outside agent's run needs too.
         names = {*self.toolbox.names, *self.environments.tool_names, *self.row_tool_names}
         rubric = rubric_of(self.config, self.environments.rewards, self.roles)
         if not self.config.agent.outside:  # the tools of an outside agent are not known here
@@ -356,12 +357,13 @@ class Components:
         Outside agents write their output to `folder`/agents, or to a temporary folder if `folder`
         is None. The rollouts' times go to `timeline`.
         """
-        attempt = None
+        attempt = None  # the collector's own loop
         if self.config.agent.outside:
             if folder is None:
                 folder = TemporaryFolder().path  # removed at the end of this process
             attempt = self._make_agents(engine, folder / "agents")
         in_flight = InFlight(timeline=timeline or Timeline())
+        # Tools report each answered call, as progress of the rollouts in flight.
         for toolbox in (self.toolbox, *self.environments.toolboxes.values()):
             toolbox.answered = in_flight.answered
         return Collector(
@@ -384,6 +386,7 @@ class Components:
     ) -> Callable[[RolloutRequest, RolloutContext], Awaitable[Rollout]]:
         """Make the outside agents; return the function that makes a rollout with one of them."""
         limits: RolloutConfig = self.config.rollout
+        # With deterministic=null the rollouts are deterministic where the engine can be.
         lockstep = limits.deterministic is not False and isinstance(engine, Lockstep)
         agents = Agents(
             self.config.agent, self.chat, folder, lockstep=lockstep, machines=self.machines
@@ -428,6 +431,7 @@ class Components:
     async def aclose(self) -> None:
         """Close tools, environments and agents; stop sending requests to role servers."""
         self.close_roles()
+        # Everything is closed, also after an error; the last error is raised.
         try:
             if self._agents is not None:
                 await self._agents.aclose()
@@ -445,8 +449,8 @@ class Components:
 def prepare_images(components: Components) -> None:
     """Build or look for the images of all rows, so that none is missing in the middle of a run.
 
-    Raises ConfigError for a client that is missing, rows without an image, and what cannot be
-    built.
+    Raises ConfigError if the container client is missing, a row names no image, or an image cannot
+    be built.
     """
     if problems := list(runtime_problems(components.config.runtime)):
         raise ConfigError("\n".join(problems))
@@ -562,14 +566,19 @@ def _check_eval_tools(components: Components) -> None:
 
 
 def overlong_notes(components: Components) -> list[str]:
-    """Return a note for each split that has prompts too long for the context among its first."""
-    context = context_of(components.config)
-    return [
-        f"note: {count} of the first {len(lengths)} of {key} fill the context of {context} tokens "
-        "and would be left out (data/overlong)"
-        for key, lengths in components.prompt_lengths.items()
-        if context is not None and (count := sum(length >= context for length in lengths))
-    ]
+    """Return a note for each split whose first prompts include some too long for the context."""
+    context, lengths_by_key = context_of(components.config), components.prompt_lengths
+    if context is None:
+        return []
+    notes = []
+    for key, lengths in lengths_by_key.items():
+        count = sum(length >= context for length in lengths)
+        if count > 0:
+            notes.append(
+                f"note: {count} of the first {len(lengths)} of {key} fill the context of {context} "
+                "tokens and would be left out (data/overlong)"
+            )
+    return notes
 
 
 def _check_prompts_fit(components: Components, *, training: bool) -> None:

@@ -25,7 +25,7 @@ def make_recorded_source(
         tasks=components.tasks.train,
         batch_size=config.sft.batch_size,
         on_bad_row=config.data.on_bad_row,
-        max_tokens=min(limits, default=2**31),
+        max_tokens=min(limits, default=2**31),  # more than any conversation has
         peers=world,
     )
     evaluator = LossEvaluator(

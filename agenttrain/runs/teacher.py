@@ -63,7 +63,8 @@ def check_teacher(config: RunConfig, tokenizer: Any, tasks: TaskSource) -> None:
         verify(folder)
     policy_vocab = tokenizer.get_vocab()
     teacher_vocab = AutoTokenizer.from_pretrained(folder).get_vocab()
-    # (token, id) pairs of one vocabulary only, by id.
+    # (token, id) pairs that only one of the two vocabularies has, sorted by id. A token of both
+    # vocabularies with two ids is there twice.
     differing = sorted(policy_vocab.items() ^ teacher_vocab.items(), key=lambda pair: pair[::-1])
     if differing:
         token, index = differing[0]
@@ -114,8 +115,8 @@ def teacher_prompt(
         """Return [T] the ids of a trajectory's prompt with the teacher's text added."""
         messages = trajectory.messages[: trajectory.prompt_messages]
         messages = with_text(messages, template.fill(rollout.task.columns))
-        # Not `prompt_ids`, which raises for texts that the template leaves out: an outside agent's
-        # history may hold such.
+        # Not `prompt_ids`, which raises if the template leaves out a text: an outside agent's
+        # history may hold texts that it leaves out.
         return chat.rendered_ids(messages, schemas(rollout.task))
 
     return render
@@ -124,7 +125,7 @@ def teacher_prompt(
 def with_text(messages: Sequence[Message], text: str) -> list[Message]:
     """Return the messages with a text added at the end of the last user message.
 
-    If there is no user message, the text becomes one, behind the others. Example: "3 + 4?" and
+    If there is no user message, the text becomes one, after the others. Example: "3 + 4?" and
     "It is 7." become "3 + 4?\\n\\nIt is 7.".
     """
     result = [dict(message) for message in messages]

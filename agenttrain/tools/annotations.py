@@ -97,6 +97,7 @@ def describe_type(hint: Any, *, shown: bool = True) -> ParameterType:
     Raises ValueError for a type without JSON.
     """
     readable = _for_pydantic(hint, ())
+    # As transformers' `get_json_schema`, which has shorter forms for annotations without classes.
     dialect = PlainToolDialect if _is_plain(hint) else ToolDialect
     try:
         adapter = TypeAdapter(readable)
@@ -117,7 +118,7 @@ def build_instances(builders: Mapping[str, Build], arguments: Mapping[str, Any])
 def _is_json(hint: Any) -> bool:
     """Return True if a JSON value that fits the schema is already a value of the annotated type."""
     origin, parts = get_origin(hint), get_args(hint)
-    if origin is Annotated:
+    if origin is Annotated:  # texts are descriptions; anything else may change the value
         return _is_json(parts[0]) and all(isinstance(part, str) for part in parts[1:])
     if origin in (list, Union, types.UnionType):
         return all(map(_is_json, parts))
@@ -162,7 +163,7 @@ def _for_pydantic(hint: Any, within: tuple[Any, ...]) -> Any:
         return fields if typing.is_typeddict(hint) else Annotated[fields, _constructor(hint)]
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:  # Annotated[int, "How many."]
-        form: Any = Annotated
+        form: Any = Annotated  # as Any, for a subscript that is made at run time
         return form[(_for_pydantic(parts[0], within), *_metadata(parts[1:]))]
     if origin in (Union, types.UnionType):  # int | None
         return _union(parts, within)
@@ -218,7 +219,7 @@ def _union(options: tuple[Any, ...], within: tuple[Any, ...]) -> Any:
             # The type below the annotation, e.g. int of Annotated[int, "How many."].
             base = get_args(kind)[0] if get_origin(kind) is Annotated else kind
             readable.append(Annotated[kind, Strict()] if base in SCALARS else kind)
-    form: Any = Union
+    form: Any = Union  # as Any, for a subscript that is made at run time
     union = form[tuple(readable)]
     if len(readable) > 1:
         union = Annotated[union, Field(union_mode="left_to_right")]
@@ -291,6 +292,7 @@ def _typed_dict(cls: Any, within: tuple[Any, ...]) -> Any:
             raise ValueError(f"{cls.__name__}.{name}: {error}") from error
         if name in fields.descriptions:
             kind = Annotated[kind, Field(description=fields.descriptions[name])]
+        # Only shown to the model: the constructor fills in what a call leaves out.
         if type(fields.defaults.get(name)) in SCALARS:
             default = {"default": fields.defaults[name]}
             kind = Annotated[kind, Field(json_schema_extra=default)]
@@ -305,6 +307,7 @@ def _constructor(cls: Callable[..., Any]) -> AfterValidator:
     """Return the validator that calls `cls`; an error becomes one that the model can read."""
 
     def make(keywords: dict[str, Any]) -> Any:
+        """Make the instance of `cls`; pydantic reports the error that it raises."""
         try:
             return cls(**keywords)
         except AgenttrainError:  # ToolUnavailable and the like have their usual meaning
@@ -328,6 +331,7 @@ def _builder(adapter: TypeAdapter[Any]) -> Build:
     """Return a Build that makes values of an adapter's annotation."""
 
     def build(value: Any, where: str) -> Any:
+        """Make the function's argument; InvalidArguments names the places that do not fit."""
         try:
             return adapter.validate_python(value)
         except AgenttrainError:

@@ -105,6 +105,7 @@ class ArgumentSchema:
             return problems
         errors = sorted(self._validator.iter_errors(arguments), key=lambda error: error.json_path)
         for error in errors:
+            # "$.a[0]" of the value with the error; "$" for the arguments as a whole.
             path = error.json_path.removeprefix("$.") if error.absolute_path else "arguments"
             rule: Any = error.validator_value
             if error.validator == "type":
@@ -190,7 +191,8 @@ class _Coercion:
         if key not in self.converted:
             result = self._convert(value, self.resolver.expand(part))
             self.converted[key] = value, part, result
-        return self.converted[key][2]
+        _, _, result = self.converted[key]
+        return result
 
     def _convert(self, value: Any, schema: Mapping[str, Any]) -> Any:
         """Coerce a value to a schema without `$ref`: its unions, types, enum, items, properties."""
@@ -264,9 +266,9 @@ def _is_type(value: Any, name: str) -> bool:
 
 def _json_text(value: Any) -> Any:
     """Return the JSON text of a number or boolean, else NOTHING."""
-    if not isinstance(value, int | float) or (
-        isinstance(value, float) and not math.isfinite(value)
-    ):
+    if not isinstance(value, int | float):  # a boolean is an int
+        return NOTHING
+    if isinstance(value, float) and not math.isfinite(value):
         return NOTHING
     try:
         return json.dumps(value)

@@ -44,11 +44,12 @@ def build_toolbox(
     for name, section in tools.items():
         key = f"tools.{name}"
         located = locate_section(section, key=key)
-        limit, located.bound = beside(ToolSettings, located.bound, key)
-        if limit.isolation is Isolation.process:
+        # Our settings stand beside the arguments of the user's own code.
+        settings, located.bound = beside(ToolSettings, located.bound, key)
+        if settings.isolation is Isolation.process:
             # Each worker calls this function, which is sent to it by pickle.
             make_tool = partial(_rebuild, name, dict(section))
-            section_tools: list[Tool] = [ProcessTool(name, make_tool, limit)]
+            section_tools: list[Tool] = [ProcessTool(name, make_tool, settings)]
         else:
             section_tools = _build(located, name)
         for tool in section_tools:
@@ -57,8 +58,8 @@ def build_toolbox(
                     f"{located.where}: its tool {tool.name!r} is the second of that name; rename "
                     "one of the two (those of an MCP server: with prefix)"
                 )
-            built[tool.name], limits[tool.name] = tool, limit
-            if limit.stop:
+            built[tool.name], limits[tool.name] = tool, settings
+            if settings.stop:
                 stops.append(tool.name)
     return Toolbox(built, limits=limits, stop_tools=stops, threads=threads, max_stuck=max_stuck)
 
@@ -86,7 +87,7 @@ def _build(located: Located, name: str) -> list[Tool]:
         raise ValueError(f"{where}: {target!r} is not a function or a class")
     if _makes_tool(target):
         try:
-            inspect.signature(target).bind(**bound)
+            inspect.signature(target).bind(**bound)  # TypeError before any code of it runs
             result = target(**bound)
         except TypeError as error:
             raise ValueError(f"{where} with {hide_in_settings(bound)}: {error}") from error
@@ -96,7 +97,7 @@ def _build(located: Located, name: str) -> list[Tool]:
             raise ValueError(f"{where} with {hide_in_settings(bound)}: {error}") from error
         if isinstance(result, Tools):
             return list(result.tools())
-        if hasattr(result, "schema") and hasattr(result, "name"):
+        if hasattr(result, "schema") and hasattr(result, "name"):  # a Tool
             return [result]
         if not callable(result):
             return list(method_tools(result, where).values())

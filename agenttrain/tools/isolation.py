@@ -42,7 +42,10 @@ CHECK_S = 0.2
 
 
 class ToolWorker:
-    """One worker process. `request` blocks the calling thread; any thread may call `kill`."""
+    """One worker process of a `ProcessTool`, which runs one call at a time.
+
+    `request` blocks the calling thread. Any thread may call `kill`.
+    """
 
     def __init__(self, recipe: Recipe) -> None:
         self.name = recipe.name
@@ -53,6 +56,7 @@ class ToolWorker:
         self.released: list[str] = []
         """Rollouts that have ended since; the next request tells the worker."""
         self._recipe = recipe
+        # JSON writes a character in at most 12 bytes, as two escapes. The rest is for other fields.
         self._max_answer_bytes = 16 * recipe.max_chars
         self._lock = threading.Lock()
         """Guards `_killed` and `process`: `kill` may come while a thread is in `start`."""
@@ -85,7 +89,7 @@ class ToolWorker:
                 self._socket = parent_end  # for `kill`, to wake a thread that reads
                 self._connection = Connection(os.dup(parent_end.fileno()))
         except BaseException:
-            if self.process is None:
+            if self.process is None:  # else `gone` closes it
                 parent_end.close()
             raise
         finally:
@@ -190,6 +194,7 @@ class ProcessTool:
         self.releases = hasattr(self._local.function, "release")
         """True if workers free something at the end of a rollout."""
         self.sends_context = self._local.takes_context
+        """True if the function has a parameter for the call's context."""
         # The workers: `_all` holds busy and idle ones, `_dying` those that were killed.
         self._threads = DaemonThreads()
         self._idle: list[ToolWorker] = []
@@ -237,6 +242,7 @@ class ProcessTool:
         for worker in served:
             worker.served.discard(rollout_id)
             worker.released.append(rollout_id)
+        # A busy worker is told by its next request.
         idle = [worker for worker in served if worker in self._idle]
         await self._notify(idle, WorkerRequest())
 
@@ -286,7 +292,9 @@ class ProcessTool:
         worker.busy = False
         if isinstance(outcome.value, Reply):
             return outcome.value
-        raise outcome.error or ToolUnavailable(f"tool {self.name}: no reply")
+        if outcome.error is not None:
+            raise outcome.error
+        raise ToolUnavailable(f"tool {self.name}: no reply")
 
     async def _notify(self, workers: Iterable[ToolWorker], request: WorkerRequest) -> None:
         """Send idle workers a request without a call, and wait CLOSE_S at most for the answers."""

@@ -29,7 +29,7 @@ from agenttrain.utils.threads import attempt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What a process needs to build the tool."""
+    """All that a worker needs to build its tool; the first message to it, as a pickle."""
 
     name: str
     make: Callable[[], object]
@@ -75,7 +75,7 @@ def fault_types(paths: tuple[str, ...]) -> tuple[type[BaseException], ...]:
 
 
 class Server:
-    """Answers the requests of one parent."""
+    """The tool of a worker process, and the answers to its parent's requests; `main` makes it."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._tool = build(recipe)
@@ -86,6 +86,7 @@ class Server:
     def answer(self, request: WorkerRequest) -> Reply:
         """Return the reply to the request's call; an empty one for a request without a call."""
         wait = self._loop.run_until_complete
+        # `attempt` contains the errors of hooks: they must not lose the call's reply.
         for rollout_id in request.released:
             attempt(partial(wait, self._tool.release(rollout_id)))
         if request.close:
@@ -118,9 +119,10 @@ def main() -> None:
         connection.send_bytes(json.dumps(answer).encode())
 
     with suppress(EOFError, OSError):  # the parent is gone
+        # First come the parent's path and the recipe, then requests.
         sys.path[:] = json.loads(connection.recv_bytes())
         recipe = connection.recv_bytes()
-        UNSEEN.set(True)
+        UNSEEN.set(True)  # no model sees schemas that are made here
         building = attempt(lambda: Server(pickle.loads(recipe)))
         server = building.value
         send({"problem": None if building.error is None else str(building.error)})

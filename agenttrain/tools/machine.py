@@ -132,6 +132,7 @@ def machine_of(context: ToolContext) -> RolloutMachine:
 
 async def run_bash(machine: RolloutMachine, code: str, settings: SandboxSettings) -> str:
     """Run shell code; return what the model reads. Raises ToolFailure and ToolUnavailable."""
+    # CHOOSE runs the script SHELL with the code as its $1, in bash where the machine has it.
     result, text = await _run(machine, ["sh", "-c", CHOOSE, "sh", SHELL, code], settings)
     if result.timed_out:
         raise ToolFailure(
@@ -149,6 +150,7 @@ async def run_bash(machine: RolloutMachine, code: str, settings: SandboxSettings
 async def run_python(machine: RolloutMachine, code: str, settings: SandboxSettings) -> str:
     """Run Python code in the machine's interpreter, whose variables last for the rollout."""
     _check(code)
+    # CLIENT passes the code on to the interpreter, and starts it with our `repl.py` if need be.
     request = {"code": code, "repl": Path(repl.__file__).read_text(encoding="utf-8")}
     command = ["python3", "-c", CLIENT]
     result, text = await _run(machine, command, settings, json.dumps(request).encode())
@@ -180,6 +182,7 @@ async def _run(
     """Run a command; return its result, and its output as the model reads it."""
     _check(command[-1])
     output = Output(settings.max_chars)
+    # `output` gets everything that is printed, so the result need not hold it too: max_bytes=1.
     result = await machine.exec(
         command, timeout_s=settings.call_s, stdin=stdin, max_bytes=1, on_output=output.add
     )

@@ -193,7 +193,7 @@ def plain_form(value: Any) -> Any:
             return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         if hasattr(value_type, "__attrs_attrs__"):
             return {field.name: getattr(value, field.name) for field in value.__attrs_attrs__}
-        if hasattr(value_type, "tolist"):
+        if hasattr(value_type, "tolist"):  # an array or a tensor; with to_dict a pandas column
             return _column(value) if hasattr(value_type, "to_dict") else value.tolist()
     if isinstance(value, Mapping):
         return dict(value)

@@ -77,7 +77,10 @@ class FunctionTool:
         name: str | None = None,
         bound: Mapping[str, Any] | None = None,
     ) -> None:
-        """Raises ValueError, with the text to add, if no schema can be made of the function."""
+        """Make a tool of `function`, called `name` if one is given and as the function otherwise.
+
+        Raises ValueError, with the text to add, if no schema can be made of the function.
+        """
         settings = dict(bound or {})
         while isinstance(function, functools.partial):  # arguments of a partial count as bound
             signature = inspect.signature(function.func)
@@ -210,7 +213,7 @@ def describe_function(function: Function, *, name: str, hidden: Collection[str] 
     where = f"tool {name!r} ({target.__module__}.{target.__qualname__})"
     parameters = _parameters(target, hidden, where)
     hints = _hints(target, where)
-    context_hint = hints.get("context")
+    context_hint = hints.get("context")  # ToolContext, or ToolContext | None
     takes_context = context_hint is ToolContext or ToolContext in get_args(context_hint)
     left_out = {*hidden, "context"} if takes_context else {*hidden}
     shown = [parameter for parameter in parameters.values() if parameter.name not in left_out]

@@ -129,6 +129,7 @@ class Toolbox:
         # The limits of concurrent calls, for the event loop that last ran one.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._slots: dict[str | None, asyncio.Semaphore] = {}
+        """By the tool's name; None: the threads, which all blocking tools share."""
 
     @property
     def running_calls(self) -> tuple[RunningCall, ...]:
@@ -146,7 +147,10 @@ class Toolbox:
         Any thread may call this.
         """
         step = self._steps.now
-        return step[0] if step is not None and time.monotonic() - step[1] > limit_s else None
+        if step is None:
+            return None
+        name, since = step
+        return name if time.monotonic() - since > limit_s else None
 
     def tool(self, name: str) -> Tool:
         """Return the tool of this name."""
@@ -310,7 +314,8 @@ class Toolbox:
             # Not asyncio.timeout, which would wait for a tool that ignores its cancellation.
             remaining_s = timeout_s
             while not task.done() and remaining_s > 0:
-                # `held.seconds()` stands still while a sub-agent of the call runs.
+                # `held.seconds()` stands still while a sub-agent of the call runs: the loop may
+                # wait several times. 0.05 s at least, so that it never spins.
                 await asyncio.wait({task}, timeout=max(remaining_s, 0.05))
                 remaining_s = timeout_s - held.seconds()
         finally:

@@ -38,7 +38,7 @@ def alarms_refused() -> Iterator[list[str]]:
     `signal.signal` is refused, and an alarm kills the process.
     """
     tried: list[str] = []
-    outer: list[str] | None = getattr(_thread, "tried", None)
+    outer: list[str] | None = getattr(_thread, "tried", None)  # the list of a block around this one
     if threading.current_thread() is threading.main_thread():
         yield tried
         return
@@ -67,8 +67,10 @@ def _check_before(module: ModuleType, name: str) -> None:
 
     @functools.wraps(original)
     def checked(*arguments: Any) -> Any:
-        tried: list[str] | None = getattr(_thread, "tried", None)
-        if tried is not None and (name != "signal" or arguments[:1] in [(t,) for t in TIMERS]):
+        tried: list[str] | None = getattr(_thread, "tried", None)  # None where alarms are allowed
+        # `signal.signal` is refused only for the signals of timers.
+        is_alarm = name != "signal" or arguments[:1] in [(timer,) for timer in TIMERS]
+        if tried is not None and is_alarm:
             tried.append(name)
             raise ValueError(f"signal.{name}: alarms work in the main thread only")
         return original(*arguments)
@@ -78,14 +80,17 @@ def _check_before(module: ModuleType, name: str) -> None:
 
 @contextmanager
 def alarms_kept_apart() -> Iterator[None]:
-    """Undo the alarm and the handler that the block leaves behind, in the main thread."""
+    """Undo the alarm and the handler that the block leaves behind, in the main thread.
+
+    An alarm that was set before stands still during the block, and goes on after it.
+    """
     pending = signal.setitimer(signal.ITIMER_REAL, 0)
     handler = signal.getsignal(signal.SIGALRM)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        if handler is not None:  # one that Python did not set
+        if handler is not None:  # None: it was not set from Python, which cannot restore it
             signal.signal(signal.SIGALRM, handler)
         signal.setitimer(signal.ITIMER_REAL, *pending)
 
@@ -106,17 +111,17 @@ def may_set_alarms(function: Callable[..., Any]) -> str | None:
     Reads code and calls nothing, so it does not know with which arguments the function is called.
     Example: ``"math_verify.utils.timeout"`` for a reward that calls `math_verify.parse`.
     """
-    waiting: list[Any] = [function]
+    to_visit: list[Any] = [function]
     seen: set[int] = set()
-    while waiting and len(seen) < MOST_FUNCTIONS:
-        value = waiting.pop(0)
+    while to_visit and len(seen) < MOST_FUNCTIONS:
+        value = to_visit.pop(0)
         if isinstance(value, functools.partial):
             value = value.func
         methods: dict[str, Any] = {}
         if not inspect.isroutine(value):  # an object that is called, and the methods it may call
             methods = {k: v for cls in reversed(type(value).__mro__) for k, v in vars(cls).items()}
             value = methods.get("__call__")
-        value = getattr(value, "__func__", value)
+        value = getattr(value, "__func__", value)  # the function of a bound method
         if not inspect.isfunction(value) or id(value) in seen:
             continue
         seen.add(id(value))
@@ -125,11 +130,12 @@ def may_set_alarms(function: Callable[..., Any]) -> str | None:
         names = sorted({*_names(value.__code__), *closure})
         if not set(names).isdisjoint(SETTERS):
             return f"{value.__module__}.{value.__qualname__}"
-        spaces = [closure, value.__globals__, sys.modules, methods]
-        modules = [s[name] for s in spaces for name in names if isinstance(s.get(name), ModuleType)]
-        spaces += [vars(module) for module in modules]
-        reached = [space[name] for space in spaces for name in names if name in space]
-        waiting += [item for item in reached if callable(item) and not inspect.isclass(item)]
+        # Where the names may lead: the function's own scopes, and the modules that it names.
+        scopes = [closure, value.__globals__, sys.modules, methods]
+        found = [scope[name] for scope in scopes for name in names if name in scope]
+        scopes += [vars(module) for module in found if isinstance(module, ModuleType)]
+        reached = [scope[name] for scope in scopes for name in names if name in scope]
+        to_visit += [item for item in reached if callable(item) and not inspect.isclass(item)]
     return None
 
 

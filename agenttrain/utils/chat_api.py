@@ -20,10 +20,10 @@ import httpx
 from agenttrain.utils.redaction import hide_secrets
 from agenttrain.utils.role_names import role_named
 
-PASSING = (408, 409, 425, 429)
+RETRIED_STATUSES = (408, 409, 425, 429)
 """HTTP statuses, besides 5xx, after which another try makes sense."""
-ABOUT_THIS_ONE = (400, 413, 422)
-"""HTTP statuses for this conversation (too long, say), not for the settings."""
+CONVERSATION_STATUSES = (400, 413, 422)
+"""HTTP statuses that refuse one conversation (too long, say), and not the settings."""
 LONGEST_WAIT_S = 60.0
 T = TypeVar("T")
 
@@ -83,10 +83,11 @@ class ChatApi:
             self._server, url = url, url.name
         self._role = role_named(url)
         if self._role is not None:
-            given = {"model": model, "api_key_env": api_key_env}
-            for name in (name for name, value in given.items() if value is not None):
+            for name, value in (("model", model), ("api_key_env", api_key_env)):
+                if value is None:
+                    continue
                 raise ValueError(
-                    f"{name}={given[name]}: has no effect with url={url}; leave it out, and name "
+                    f"{name}={value}: has no effect with url={url}; leave it out, and name "
                     f"the model with roles.{self._role}.model"
                 )
         elif not url.startswith(("http://", "https://")):
@@ -146,8 +147,9 @@ class ChatApi:
                         f"{self._shown}: {error} (after {attempt + 1} tries)"
                     ) from error
                 # A generator of its own: waits must not change the run's random state.
-                doubled = self._backoff_s * 2**attempt * random.Random().uniform(0.5, 1.0)
-                time.sleep(min(max(doubled, error.wait_s), LONGEST_WAIT_S))
+                jitter = random.Random().uniform(0.5, 1.0)
+                backoff_s = self._backoff_s * 2**attempt * jitter
+                time.sleep(min(max(backoff_s, error.wait_s), LONGEST_WAIT_S))
         raise AssertionError("unreachable: the last try returns or raises")
 
     @cached_property
@@ -169,12 +171,12 @@ class ChatApi:
             raise Transient(hide_secrets(f"{type(error).__name__}: {error}")) from error
         status = response.status_code
         answer = hide_secrets(f"{status} {response.text[:300]!r}")
-        if status in PASSING or status >= 500:
+        if status in RETRIED_STATUSES or status >= 500:
             transient = Transient(answer)
             with suppress(KeyError, ValueError):  # absent, or a date
                 transient.wait_s = float(response.headers["retry-after"])
             raise transient
-        if status in ABOUT_THIS_ONE:
+        if status in CONVERSATION_STATUSES:
             raise ChatUnavailable(f"{self._shown}: {answer}")
         if status != 200:
             raise ValueError(f"{self._shown} answers {answer}; check url, model and api_key_env")

@@ -79,7 +79,7 @@ class _Lifeline:
     def program(self) -> int | None:
         """Return the program's pid; None if its keeper ended before it started the program."""
         line = b""
-        while not line.endswith(b"\n"):
+        while not line.endswith(b"\n"):  # a short line, and the only one
             byte = b""
             with suppress(OSError):
                 byte = os.read(self._ours, 1)
@@ -145,15 +145,22 @@ class ChildProcess:
         if lifeline is not None:
             arguments = lifeline.command(command, pass_fds, grace_s, deaf=deaf)
             pass_fds = [*pass_fds, lifeline.theirs]
-        to_parent = subprocess.PIPE if output is None else output
-        to_stdout = None if show else to_parent
+        # Both streams count as printed, unless standard output has another use.
+        printed_to = subprocess.PIPE if output is None else output
+        stdout: int | IO[bytes] | None = printed_to
+        stderr: int | IO[bytes] = subprocess.STDOUT
+        if replies:
+            stdout, stderr = subprocess.PIPE, printed_to
+        elif show:
+            stdout, stderr = None, printed_to  # None: this process's own
         try:
+            # The keeper inherits the mask: a signal cannot end it before it blocks them itself.
             with _blocked(HEARD if keeper else ()):
                 self._process = subprocess.Popen(
                     arguments,
                     stdin=subprocess.PIPE if requests else subprocess.DEVNULL,
-                    stdout=subprocess.PIPE if replies else to_stdout,
-                    stderr=to_parent if replies or show else subprocess.STDOUT,
+                    stdout=stdout,
+                    stderr=stderr,
                     start_new_session=True,
                     env=env,
                     cwd=cwd,
@@ -385,11 +392,12 @@ def end_with_parent(
     parent_pid = os.getppid() if parent is None else parent
 
     def watch() -> None:
+        """Wait for the parent's end, and then end this process's group: a thread's body."""
         with suppress(AttributeError, OSError):  # no Linux, or the parent has ended already
             poller = select.poll()
             poller.register(os.pidfd_open(parent_pid), select.POLLIN)
             poller.poll()
-        while os.getppid() == parent_pid:
+        while os.getppid() == parent_pid:  # without a pidfd
             time.sleep(WATCH_S)
         time.sleep(after_s)
         if message:

@@ -35,7 +35,7 @@ def _joined(values: Iterable[str | Image]) -> list[str | Image]:
 
 
 def content_of(values: Sequence[str | Image]) -> str | list[dict[str, Any]]:
-    """Return a message's content of texts and images; only texts give one text."""
+    """Return texts and images as a message's content: one text, or a list of parts with images."""
     values = _joined(values)
     if all(isinstance(value, str) for value in values):
         return "".join(map(str, values))

@@ -36,10 +36,11 @@ def is_data(hint: Any, value: Any) -> bool:
 
     Example: ``is_data(Data[str], "a")``; not ``is_data(str, "a")``.
     """
-    if hint is type(None):
+    if hint is type(None):  # a part of a union such as ``Data[int] | None``
         return True
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
+        # The last mark counts, which is the outermost; without one, the annotated type decides.
         marks = [part for part in parts if isinstance(part, DataWhere)]
         return marks[-1].accepts(value) if marks else is_data(parts[0], value)
     if origin in (Union, types.UnionType, list, tuple):

@@ -102,9 +102,10 @@ def converted(file: Path) -> Path:
                 child.kill()
             if child.code:
                 shutil.rmtree(partial, ignore_errors=True)
-                problem = child.printed().splitlines()[-1:] or [str(child.gone())]
+                printed_lines = child.printed().splitlines()
+                problem = printed_lines[-1] if printed_lines else str(child.gone())
                 raise ConfigError(
-                    f"model.path={file}: cannot be converted: {problem[0]}; download it again, or "
+                    f"model.path={file}: cannot be converted: {problem}; download it again, or "
                     "give a folder that transformers' from_pretrained can load"
                 )
             partial.rename(folder)

@@ -115,7 +115,7 @@ def data_commit(name: str, revision: str | None, key: str) -> str | None:
 
     def ask() -> str | None:
         information = HfApi().dataset_info(name, revision=revision, timeout=ANSWER_S)
-        if information.gated:
+        if information.gated:  # the hub describes it to anybody, but serves it only to some
             HfApi().auth_check(name, repo_type="dataset")
         return information.sha
 
@@ -130,10 +130,11 @@ def has_weights(folder: Path) -> bool:
     """Return True if a snapshot has every file of its weights."""
     for patterns in WEIGHTS:
         files = {file.name for pattern in patterns for file in folder.glob(pattern)}
-        index = next(folder.glob(f"*{Path(patterns[0]).suffix}.index.json"), None)
+        # Weights in several files have an index: name of a weight -> its file.
+        index_file = next(folder.glob(f"*{Path(patterns[0]).suffix}.index.json"), None)
         if files:
-            named = {} if index is None else json.loads(index.read_text(encoding="utf-8"))
-            return set(named.get("weight_map", {}).values()) <= files
+            index = {} if index_file is None else json.loads(index_file.read_text(encoding="utf-8"))
+            return set(index.get("weight_map", {}).values()) <= files
     return False
 
 
@@ -149,7 +150,7 @@ def fetch_weights(name: str, revision: str | None, key: str) -> Path:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.utils import WeakFileLock
 
-    repository = folder.parents[1]
+    repository = folder.parents[1]  # `folder` is <repository>/snapshots/<commit>
     lock = repository.parent / ".locks" / repository.name / f"{folder.name}.lock"
     with explained(name, folder.name, key):
         lock.parent.mkdir(parents=True, exist_ok=True)

@@ -24,6 +24,8 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MAGIC = (b"\x89PNG\r\n", b"\xff\xd8\xff", b"GIF8", b"II*\x00", b"MM\x00*")
 """First bytes of these formats, without WEBP (`is_file`) and BMP, whose two may begin a text."""
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+EXIF_ORIENTATION = 0x0112
+"""EXIF tag of the way that a camera was held; 1: upright."""
 KEPT = ("PNG", "JPEG")
 """Formats whose files are kept as they are, where nothing about them has to change."""
 
@@ -100,20 +102,21 @@ def is_file(data: bytes) -> bool:
 def _base64(text: str) -> bytes | None:
     """Decode a data address, or base64 text of an image; None for other texts."""
     head, comma, body = text.partition(",")
-    if text.startswith("data:"):
+    is_data_address = text.startswith("data:")
+    if is_data_address:
         if not comma or ";base64" not in head:
             raise BadImage(f"{text[:40]!r} is no data address with base64")
-    elif len(text) >= 64 and "." not in text:
+    elif len(text) >= 64 and "." not in text:  # too long for a path without a file ending
         body = text
     else:
         return None
     try:
         data = base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError) as error:
-        if text.startswith("data:"):
+        if is_data_address:
             raise BadImage(f"its base64 is broken: {error}") from error
         return None
-    return data if is_file(data) or text.startswith("data:") else None
+    return data if is_data_address or is_file(data) else None
 
 
 def _from_file(data: bytes, most_pixels: int) -> Image:
@@ -123,9 +126,10 @@ def _from_file(data: bytes, most_pixels: int) -> Image:
     try:
         with Pillow.open(io.BytesIO(data), formats=FORMATS) as picture:
             _check_size(picture.size, most_pixels)
-            picture.verify()  # a file that lacks its end, though it can be decoded
+            picture.verify()  # raises for a file that lacks its end, though it can be decoded
+        # Again: Pillow cannot decode a picture after `verify`.
         with Pillow.open(io.BytesIO(data), formats=FORMATS) as picture:
-            upright = picture.getexif().get(0x0112, 1) == 1
+            upright = picture.getexif().get(EXIF_ORIENTATION, 1) == 1
             frames = getattr(picture, "n_frames", 1)
             picture.load()
             plain = picture.mode == "RGB" and "transparency" not in picture.info

@@ -119,7 +119,8 @@ class SchemaResolver:
                     yield schema
                     if "$ref" in schema:
                         target = self.follow(schema["$ref"])
-                        waiting += [target] if id(target) not in seen else []
+                        if id(target) not in seen:
+                            waiting.append(target)
 
     def problem(self) -> str | None:
         """Return the reference that leads nowhere, and why; None: all lead to a schema."""
@@ -149,7 +150,7 @@ class SchemaResolver:
         Example: ``{"allOf": [{"$ref": "#/$defs/Id"}], "const": 3}`` with the definition ``{"type":
         "integer"}`` is ``{"enum": [3], "type": "integer"}``.
         """
-        if isinstance(schema, Mapping) and COMBINED.isdisjoint(schema):
+        if isinstance(schema, Mapping) and COMBINED.isdisjoint(schema):  # nothing to replace
             return schema
         merged: dict[str, Any] = {}
         for part in self._parts(schema, ()):
@@ -239,6 +240,7 @@ class SchemaResolver:
         if reference in within:
             name = reference.rpartition("/")[2]
             raise ValueError(f"{name} contains itself, so its schema would have no end")
+        # The keywords beside a reference come last: they replace those of its schema.
         return {**self.inlined(self.follow(reference), (*within, reference)), **inlined}
 
     def merged(self, schema: Any = None, within: tuple[str, ...] = ()) -> Any:
@@ -293,4 +295,5 @@ def _merge(merged: dict[str, Any], part: Schema) -> None:
                 t for t in types if t in allowed or (t == "integer" and "number" in allowed)
             ]
             narrower += [t for t in allowed if t == "integer" and "number" in types]
+            # Without a type in common no value would fit: keep the first schema's.
             merged[key] = list(dict.fromkeys(narrower)) or types

@@ -116,8 +116,9 @@ def _compiled(pattern: str) -> Callable[[str], bool]:
 def _escaped(pattern: str) -> str:
     """Escape what only Rust's regular expressions read as operators of sets: ``[a&&b]``."""
     tokens: list[str] = []
-    inside, at = False, 0
+    inside, at = False, 0  # inside a set, at this position
     while at < len(pattern):
+        # An escape or a character; outside a set also its beginning: "[", "[^", "[]", "[^]".
         token = (_TOKEN_INSIDE if inside else _TOKEN).match(pattern, at)[0]  # type: ignore[index]
         at += len(token)
         if not inside:
@@ -139,6 +140,11 @@ def _linear(kind: Any) -> Any:
     def additional_properties(
         validator: Any, allowed: Any, instance: Any, schema: Any
     ) -> Iterator[ValidationError]:
+        """Check the properties that `properties` and `patternProperties` do not name.
+
+        jsonschema would match the patterns by Python's `re`. So the properties that match one are
+        left out before jsonschema's own check.
+        """
         patterns = schema.get("patternProperties", ())
         if patterns and validator.is_type(instance, "object"):
             schema = {key: value for key, value in schema.items() if key != "patternProperties"}
@@ -152,15 +158,17 @@ def _linear(kind: Any) -> Any:
     def reference(
         validator: Any, target: Any, instance: Any, schema: Any
     ) -> Iterator[ValidationError]:
+        """Follow a `$ref`, unless this value was checked by it already (`remembered_checks`)."""
         checked, key = _CHECKED.get(), (id(instance), id(schema))
         if checked is not None and key in checked:
-            if not checked[key][2]:
+            _, _, was_valid = checked[key]
+            if not was_valid:
                 yield ValidationError(f"{instance!r} does not fit {target}")
             return
         valid = True
         for error in follow(validator, target, instance, schema) or ():
             valid = False
-            if checked is not None:
+            if checked is not None:  # before the yield: the caller may stop at the first error
                 checked[key] = instance, schema, False
             yield error
         if checked is not None:

@@ -69,10 +69,11 @@ def main() -> NoReturn:
     null = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):  # or the pipes to the parent would stay open after the program's end
         os.dup2(null, stream)
-    for file in files.split(",")[:-1]:
+    for file in files.split(",")[:-1]:  # "5,7,"
         os.close(int(file))
     status = _watch(program, lifeline, wakeup_reader, int(parent), float(grace_s))
     end_children(program)
+    # Without a status the program did not end by itself: `end_children` has killed it.
     code = -signal.SIGKILL if status is None else os.waitstatus_to_exitcode(status)
     if code < 0:  # a signal ended the program: die by the same one, without a core dump
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -119,6 +120,7 @@ def _watch(
     with suppress(AttributeError, OSError):
         # Processes that the parent forked keep the socket open after its end.
         poller.register(os.pidfd_open(parent), select.POLLIN)
+    # The parent may have ended before this process could watch it.
     deadline = inf if os.getppid() == parent else time.monotonic() + grace_s
     while True:
         status = _reap(program)
@@ -173,19 +175,20 @@ def end_children(group: int = 0, *, spared: Collection[int] = (), limit_s: float
         children, refusals = [child for child in _children() if child not in spared], 0
         for child in children:
             try:
-                group = os.getpgid(child)
+                child_group = os.getpgid(child)
                 # A child that has not yet left this process's group is killed alone.
-                if group == os.getpgid(0):
+                if child_group == os.getpgid(0):
                     os.kill(child, signal.SIGKILL)
                 else:
-                    os.killpg(group, signal.SIGKILL)
+                    os.killpg(child_group, signal.SIGKILL)
             except PermissionError:
                 refusals += 1
         try:
             ended, _ = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
             return
-        # Only processes that may not be killed, or are spared, are left.
+        # Only processes that may not be killed, or are spared, are left. If there is neither kind,
+        # /proc has not listed a child yet: try again.
         if not ended and (children or spared) and refusals == len(children):
             return
         pause = 0.0 if ended else min(2 * pause + 0.0005, MAX_PAUSE_S)

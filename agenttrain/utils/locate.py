@@ -38,13 +38,17 @@ def parameter_names(target: Any) -> tuple[str, ...] | None:
 
 
 def call_parameters(target: Any) -> int | None:
-    """Return the number of parameters of a call (of an instance, for a class); None: unknown."""
-    of_class = inspect.isclass(target)
-    called = vars(target).get("__call__") if of_class else target
+    """Return the number of parameters of a function, or of calls of a class's instances.
+
+    None: unknown, as the signature cannot be read.
+    """
+    is_class = inspect.isclass(target)
+    called = vars(target).get("__call__") if is_class else target
     try:
-        return len(inspect.signature(called).parameters) - of_class
+        count = len(inspect.signature(called).parameters)
     except (TypeError, ValueError):
         return None
+    return count - 1 if is_class else count  # without `self`
 
 
 @dataclass(slots=True, kw_only=True)

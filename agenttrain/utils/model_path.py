@@ -90,6 +90,7 @@ def base_model(path: str, revision: str | None = None) -> tuple[str, str | None]
 
     Example: ``("Qwen/Qwen3-0.6B", None)``, as the adapters' own adapter_config.json has them.
     """
+    # Bundled models and GGUF files hold no adapters.
     if not (is_hub_id(path) or Path(path).expanduser().is_dir()):
         return None
     file = model_folder(path, (), revision=revision) / ADAPTER_CONFIG
@@ -120,7 +121,9 @@ def base_folder(
     if base is None:
         return None
     name, saved = base
-    pinned = (base_revision or saved) if is_hub_id(name) else None
+    pinned = None
+    if is_hub_id(name):  # no other model has revisions
+        pinned = base_revision or saved
     try:
         if weights:
             return weights_folder(name, revision=pinned, key=BASE)
@@ -155,6 +158,7 @@ def _adapter_names(folder: Path) -> list[str]:
     """Return the names of the adapters' weights; none for a file that cannot be read."""
     try:
         with (folder / ADAPTER_WEIGHTS).open("rb") as file:
+            # A safetensors file begins with its header: 8 bytes of length, then JSON by name.
             return sorted(json.loads(file.read(int.from_bytes(file.read(8), "little"))))
     except (OSError, ValueError, OverflowError, MemoryError):  # reported where it is loaded
         return []
@@ -171,27 +175,29 @@ def why_not_sent(folder: Path) -> str | None:
 
 
 def is_foreign(path: str) -> bool:
-    """Return True for a model that is neither bundled nor a checkpoint of a bundled one, by size.
+    """Return True for a model that is neither bundled nor a checkpoint of a bundled one.
 
-    Adapters count as their base model. False if there is no model.
+    A checkpoint of a bundled model has that model's sizes (SIZE_KEYS). Adapters count as their base
+    model. False if there is no model.
     """
     if path.startswith(BUNDLED):
         return False
     place = Path(path).expanduser()
     if is_hub_id(path) or path.startswith(INSTALLED) or place.is_file():
         return True
-    configs = [place / "config.json", *MODELS.glob("*/config.json")]
+    own_config = place / "config.json"
     try:
         if (adapters := place / "adapter_config.json").is_file():
             saved = json.loads(adapters.read_text(encoding="utf-8"))
             return is_foreign(str(saved["base_model_name_or_path"]))
-        if not configs[0].is_file():
+        if not own_config.is_file():
             return False
+        configs = [own_config, *MODELS.glob("*/config.json")]
         models = [json.loads(file.read_text(encoding="utf-8")) for file in configs]
-        sizes = [[model.get(key) for key in SIZE_KEYS] for model in models]
+        own_sizes, *bundled_sizes = [[model.get(key) for key in SIZE_KEYS] for model in models]
     except (ValueError, KeyError, AttributeError):  # reported where the model is built
         return True
-    return sizes[0] not in sizes[1:]
+    return own_sizes not in bundled_sizes
 
 
 def template_file(path: str, revision: str | None = None) -> Path:

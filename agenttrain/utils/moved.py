@@ -90,6 +90,7 @@ def _with_sections(algorithm: Mapping[str, Any]) -> dict[str, Any]:
         (old if is_old else sections)[name] = value
     if not old:
         return sections
+    # `reference` has no key of its own today: its value decides on a section, below.
     synced, credit = old.pop("reference", None) == "synced", old.get("credit", "rollout")
     for name, value in old.items():
         section = sections
@@ -97,6 +98,7 @@ def _with_sections(algorithm: Mapping[str, Any]) -> dict[str, Any]:
         for parent in parents:
             section = section.setdefault(parent, {})
         section[key] = value
+    # A section is null today where the run did not have the feature.
     if not old.get("beta"):
         sections["kl"] = None
     elif synced:
@@ -107,8 +109,9 @@ def _with_sections(algorithm: Mapping[str, Any]) -> dict[str, Any]:
         sections["correction"] = None
     if old.get("entropy_target") is None and "entropy" in sections:
         sections["entropy"]["adaptive"] = None
-    unread = {"rollout": ("gamma", "step_weight"), "gigpo": ()}.get(credit, ("step_weight",))
-    for key in unread:
+    # Keys that this kind of credit does not read, and has no longer.
+    dropped = {"rollout": ("gamma", "step_weight"), "gigpo": ()}.get(credit, ("step_weight",))
+    for key in dropped:
         sections.get("credit", {}).pop(key, None)
     return sections
 
@@ -123,7 +126,7 @@ def overrides_in_this_layout(overrides: Iterable[str]) -> list[str]:
     has_sync_steps = any("algorithm.ref_sync_steps=" in word for word in words)
     result = []
     for word in words:
-        prefix = word[: len(word) - len(word.lstrip("+~"))]
+        prefix = word[: len(word) - len(word.lstrip("+~"))]  # Hydra's signs to add or delete a key
         key, equals, value = word.removeprefix(prefix).partition("=")
         if has_sync_steps and word == "algorithm.reference=synced":
             continue  # algorithm.ref_sync_steps implies it

@@ -80,7 +80,8 @@ def unfailing(number: int, *, like: io.TextIOWrapper | None = None, hides: bool 
 
     Its encoding and buffering are those of `like` (default: the locale's encoding, and blocks).
     """
-    return (_HidingStream if hides else io.TextIOWrapper)(
+    stream_class = _HidingStream if hides else io.TextIOWrapper
+    return stream_class(
         io.BufferedWriter(_Descriptor(number)),
         encoding=getattr(like, "encoding", None),
         errors="backslashreplace",

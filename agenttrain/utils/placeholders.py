@@ -67,10 +67,10 @@ class Placeholders:
                 f"the chat template writes {count} placeholders (id {self.token_id}) for "
                 f"{len(images)} images"
             )
-        left = iter(images)
+        remaining_images = iter(images)
         expanded: list[int] = []
         for token_id in ids:
-            repeats = self.tokens(next(left)) if token_id == self.token_id else 1
+            repeats = self.tokens(next(remaining_images)) if token_id == self.token_id else 1
             expanded += [token_id] * repeats
         return expanded
 
@@ -86,7 +86,7 @@ class Placeholders:
                 position += 1
             placed.append(PlacedImage(image, position, self.grid(image)))
             position = placed[-1].end
-        covered = {i for one in placed for i in range(one.start, one.end)}
+        covered = {i for image in placed for i in range(image.start, image.end)}
         if covered != {i for i, token_id in enumerate(ids) if token_id == self.token_id}:
             raise BadImage(f"the placeholders are not those of {', '.join(map(str, images))}")
         return tuple(placed)

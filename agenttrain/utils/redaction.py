@@ -45,7 +45,8 @@ def hide_secrets(text: str) -> str:
     """
     if "://" in text:
         text = _USER.sub(_without_user, text)
-    return _PARAMETER.sub(_without_value, text) if "=" in text or "%3" in text else text
+    may_have_parameters = "=" in text or "%3" in text  # %3D is an encoded =
+    return _PARAMETER.sub(_without_value, text) if may_have_parameters else text
 
 
 def _without_user(match: re.Match[str]) -> str:
@@ -91,6 +92,7 @@ def _hide_in_word(word: str) -> str:
         return word if _VARIABLE.search(value) else f"{key}={HIDDEN}"
     if path and path[-1] in ("headers", "env") and value.startswith("{"):
         return f"{key}={_hide_in_mapping(value)}"
+    # A value with such a section in it: tools.mcp={headers: {x-key: s3cret}}.
     return _SECTION_TEXT.sub(lambda match: match[1] + _hide_in_mapping(match[2]), word)
 
 
@@ -115,15 +117,15 @@ def hide_in_settings(settings: Any) -> Any:
     Example: ``{"headers": {"x-key": "s3cret"}}`` -> ``{"headers": {"x-key": "***"}}``.
     """
     if isinstance(settings, Mapping):
-        shared = {str(key): hide_in_settings(value) for key, value in settings.items()}
-        for section in (shared.get(name) for name in ("env", "headers")):
+        hidden = {str(key): hide_in_settings(value) for key, value in settings.items()}
+        for section in (hidden.get(name) for name in ("env", "headers")):
             # A part of the run may be called env, an environment say: its `_target_` tells.
             if isinstance(section, dict) and "_target_" not in section:
                 for name, value in section.items():
                     # ``$$`` is a literal dollar.
                     if not re.search(r"\$(\w|\{)", str(value).replace("$$", "")):
                         section[name] = HIDDEN
-        return shared
+        return hidden
     if isinstance(settings, list | tuple):
         return [hide_in_settings(value) for value in settings]
     return hide_secrets(settings) if isinstance(settings, str) else settings

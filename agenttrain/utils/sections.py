@@ -144,6 +144,7 @@ def sections_below(cls: type) -> Mapping[str, type]:
     sections: dict[str, type] = {}
     for name, hint in get_type_hints(cls, include_extras=True).items():
         optional = [part.settings for part in get_args(hint) if isinstance(part, MayBeNone)]
+        # The annotated type, the type in Annotated or in a union, or that of a section or None.
         for part in (hint, *get_args(hint)[:1], *optional):
             if isinstance(part, type) and is_dataclass(part):
                 sections[name] = part
@@ -172,6 +173,7 @@ def choose(key: str, section: Any, choices: Mapping[str, type[T]]) -> T:
     known = field_names(choices[name])
 
     def unknown_key(leaf: str, value: Any) -> Iterator[str]:
+        """Yield the message about a key that the chosen settings do not have."""
         line = f"{key}.{leaf}={shown(value)}: unknown key of {group}={name}"
         if owners := [f"{group}={owner}" for owner in owners_of(leaf, choices)]:
             yield f"{line}; {' and '.join(owners)} {'has' if len(owners) == 1 else 'have'} it"
@@ -250,7 +252,7 @@ def problem_lines(error: ValidationError, key: str = "") -> Iterator[str]:
 
     Example: ``optimizer.lr=-1.0: must be more than 0``. `key` is the key of the section.
     """
-    pairs = set[str]()
+    reported_pairs = set[str]()
     for detail in error.errors(include_url=False):
         cause = (detail.get("ctx") or {}).get("error")
         if isinstance(cause, InvalidSettings):
@@ -264,9 +266,9 @@ def problem_lines(error: ValidationError, key: str = "") -> Iterator[str]:
         if detail["type"] in ("missing", "missing_argument"):
             if isinstance(detail["loc"][-1], int):  # an item of a pair
                 place = ".".join(names[:-1])
-                if place not in pairs:  # both items may be missing
+                if place not in reported_pairs:  # both items may be missing
                     yield f"{place}={shown(detail['input'])}: must be two numbers, e.g. [0.9,0.99]"
-                pairs.add(place)
+                reported_pairs.add(place)
             else:
                 yield f"{place}: has no value; set it: {place}=…"
             continue
@@ -312,7 +314,9 @@ def _problem(detail: Mapping[str, Any], place: str) -> str:
     for prefix, expected in EXPECTED.items():
         if kind.startswith(prefix):
             return expected
-    return str(detail["ctx"]["error"] if kind == "value_error" else detail["msg"])
+    if kind == "value_error":  # raised by a validator of ours
+        return str(detail["ctx"]["error"])
+    return str(detail["msg"])
 
 
 BOUNDS = {

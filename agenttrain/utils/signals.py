@@ -102,7 +102,8 @@ class StopRequest:
             # Interrupt as Ctrl-C does: asyncio's handler cancels the main task. The handler is not
             # callable where a shell's background process has inherited SIGINT as ignored.
             handler = signal.getsignal(signal.SIGINT)
-            (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, None)
+            interrupt = handler if callable(handler) else signal.default_int_handler
+            interrupt(signal.SIGINT, None)
             return
         with suppress(OSError):  # its reader may be gone
             # Bypass sys.stderr, whose lock the interrupted code may hold.
@@ -150,6 +151,7 @@ class StopRequest:
         try:
             return [await task]
         except asyncio.CancelledError:
+            # Another cancellation than the signal's goes on: without a signal, or of this task.
             outer = asyncio.current_task()
             if self.name is None or (outer is not None and outer.cancelling()):
                 raise
@@ -180,7 +182,7 @@ def leave_terminal() -> None:
     """Replace a closed terminal by the null device, so that writing to it is no error."""
     for stream in (1, 2):
         try:
-            os.write(stream, b"")
+            os.write(stream, b"")  # writes nothing, but fails if the terminal is closed
         except OSError:
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, stream)

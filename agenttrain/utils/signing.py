@@ -49,6 +49,7 @@ def _key(*, make: bool) -> bytes | None:
                 with suppress(FileExistsError):
                     os.link(part, path)
                 part.unlink()
+        # The user's own, and not writable for the group or for others.
         status = path.stat()
         if status.st_uid == os.geteuid() and not status.st_mode & 0o022:
             key = path.read_bytes()

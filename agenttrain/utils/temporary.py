@@ -39,6 +39,7 @@ class TemporaryFolder:
         """Make it in `parent`, by default where temporary files lie."""
         parent = Path(tempfile.gettempdir() if parent is None else parent)
         remove_abandoned(parent)
+        # Only a folder that has its lock gets the name that `remove_abandoned` looks for.
         made = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=parent))
         self._lock = os.open(made / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -70,6 +71,7 @@ def remove_abandoned(parent: Path) -> None:
                 continue
             lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)
             try:
+                # Raises OSError while the folder's process lives, which holds the lock.
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
             finally:

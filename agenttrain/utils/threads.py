@@ -90,7 +90,7 @@ async def attempt_async(
             raise
         raised = error.stopped if isinstance(error, _Stopped) else error
     finally:
-        with suppress(ValueError):  # a generator that is closed elsewhere
+        with suppress(ValueError):  # closed in another context than it was started in
             _in_user_code.reset(token)
     if _has_plain_text(raised):
         return Outcome(error=raised)
@@ -142,13 +142,15 @@ def with_fixed_text(error: BaseException) -> BaseException:
 
 def _has_plain_text(error: BaseException) -> bool:
     """Return True if no user code runs in ``str(error)`` and ``repr(error)``."""
-    kind = type(error)
-    makers = (next(c for c in kind.__mro__ if name in vars(c)) for name in ("__str__", "__repr__"))
+    # The classes whose `__str__` and `__repr__` the error has.
+    mro, names = type(error).__mro__, ("__str__", "__repr__")
+    text_classes = [next(cls for cls in mro if name in vars(cls)) for name in names]
     # The text of a group is its message and the number of its errors.
     parts = [error.message] if isinstance(error, BaseExceptionGroup) else [*error.args]
     if isinstance(error, OSError):
         parts += [p for p in (error.filename, error.filename2) if not isinstance(p, PurePath)]
-    return all(c.__module__ == "builtins" for c in makers) and all(type(p) in PLAIN for p in parts)
+    are_builtin = all(cls.__module__ == "builtins" for cls in text_classes)
+    return are_builtin and all(type(part) in PLAIN for part in parts)
 
 
 def _of_signal(error: BaseException) -> bool:
@@ -260,13 +262,20 @@ def blocks(function: Callable[..., object]) -> bool:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Job:
+    """A call for a thread of `DaemonThreads`, made by the caller on its event loop."""
+
     function: Callable[[], object]
     label: str
+    """Name of the function, for `stuck` and `overdue`."""
     loop: asyncio.AbstractEventLoop
+    """The caller's event loop, on which `future` gets the outcome."""
     future: asyncio.Future[Outcome]
     deadline: float
+    """The time.monotonic at which the function should have ended."""
     gpu: int | None = field(default_factory=current_gpu)
+    """The caller's GPU, which the thread uses too."""
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
+    """The caller's context variables."""
     finished: bool = False
 
 

@@ -39,7 +39,7 @@ GROUPS = "groups"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A line of the journal."""
+    """A line of the journal: where a sampled group is, and what it was sampled with."""
 
     serial: int
     """Number of the task in the run, from 0."""
@@ -54,9 +54,9 @@ class Entry:
     digest: str
     """SHA-256 of the file."""
     path: str
-    """The group's file, in the folder of the journal."""
+    """The group's file, relative to the folder of the journal."""
     settings: str
-    """Digest of the settings that it was made with."""
+    """Digest of the settings that the group was made with."""
 
 
 class Journal:
@@ -92,7 +92,7 @@ class Journal:
         earlier = [entry for entry in entries if entry.step < step]
         later = [entry for entry in entries if entry.step >= step]
         usable: dict[int, Entry] = {}
-        for entry in later:
+        for entry in later:  # of several lines with one serial, the last usable one counts
             weights_fit = _weights_fit(entry, version, max_staleness)
             if weights_fit and entry.settings == self._settings and self._is_intact(entry):
                 usable[entry.serial] = entry

@@ -54,7 +54,7 @@ class GroupQueue:
     ) -> None:
         """`steps` is the last step of the run; `monitor` watches the event loop all the time.
 
-        The engine must not be expected to repeat its batches (`rollout.deterministic`).
+        `rollout.deterministic` must be off: groups begin at any time, so no batch repeats.
         """
         self._source, self._journal, self._monitor = source, journal, monitor
         self._max_staleness, self._steps = max_staleness, steps
@@ -115,13 +115,13 @@ class GroupQueue:
     def _start(self, step: int) -> None:
         """Draw the tasks of a step, and start a task of the event loop for each group."""
         source = self._source
-        first = (step - 1) * source.tasks_per_step
-        tasks = (source.curriculum or source.tasks).tasks(first, source.tasks_per_step)
+        first_serial = (step - 1) * source.tasks_per_step
+        tasks = (source.curriculum or source.tasks).tasks(first_serial, source.tasks_per_step)
         if source.curriculum is not None:  # the next draw comes before this step's results
-            source.curriculum.close(first + source.tasks_per_step)
+            source.curriculum.close(first_serial + source.tasks_per_step)
         for place, task in enumerate(tasks):
             sampling = self._sample(step, place, task)
-            self._groups[first + place] = asyncio.create_task(sampling)
+            self._groups[first_serial + place] = asyncio.create_task(sampling)
 
     async def _sample(self, step: int, place: int, task: Task) -> Collected:
         """Return the group of a task from the journal, else sample it and write it there."""
@@ -142,12 +142,13 @@ class GroupQueue:
         return collected
 
     async def take(self, step: int) -> StepBatch:
-        """Return the groups of a step, once all are ready. Raises the first group's error."""
+        """Return the groups of a step, once all are ready; raises the error of one that failed."""
         source, count = self._source, self._source.tasks_per_step
         started = time.monotonic()
         self._step = step
         serials = range((step - 1) * count, step * count)
         groups = [self._groups[serial] for serial in serials]
+        # Of this and later steps: the number of groups that the sampling is ahead.
         ready = sum(group.done() for group in self._groups.values())
         self.taking = True
         try:

@@ -83,6 +83,7 @@ def calculator(expression: str) -> float:
         raise ToolFailure(TOO_LARGE) from None
     if not math.isfinite(value):
         raise ToolFailure(TOO_LARGE)
+    # 6.0 is shown as 6. From 2**53 on, a float may not be the exact result.
     is_exact = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
     return int(value) if is_exact else value
 
@@ -102,7 +103,8 @@ def _evaluate(node: ast.expr) -> float:
         and isinstance(right, int)
         and left.bit_length() * abs(right) > MAX_BITS
     ):
-        raise OverflowError  # before it is computed, which could take seconds
+        # The power has at most so many bits. Computing it could take seconds.
+        raise OverflowError
     value = BINARY[type(node.op)](left, right)
     if isinstance(value, complex):
         raise ToolFailure("the result is not a real number")

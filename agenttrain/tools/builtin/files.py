@@ -37,6 +37,7 @@ class Files:
             if len(shown) + len(line) > self._max_chars:
                 break
             shown += line
+        # The lines shown. The last line of a file may lack its newline.
         count = shown.count("\n") + int(bool(shown) and not shown.endswith("\n"))
         if first == 1 and count == len(lines):
             return shown or "(empty file)"
@@ -82,7 +83,7 @@ class Files:
         text = result.text.rstrip()
         if len(text) <= self._max_chars:
             return text
-        lines = text[: self._max_chars].splitlines()[:-1]
+        lines = text[: self._max_chars].splitlines()[:-1]  # without the last, which may be cut
         return "\n".join([*lines, f"[{len(text.splitlines()) - len(lines)} more entries]"])
 
 

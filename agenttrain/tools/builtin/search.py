@@ -94,7 +94,8 @@ class Search:
             return []
         scores_P = self._index.get_scores(terms)  # P passages
         k = min(self._k, len(scores_P))
-        # A partition leaves the order of ties undefined: sort all that tie with the k-th best.
+        # A partition leaves the order of ties undefined: sort all that tie with the k-th best. A
+        # passage without any of the words has a score of 0, and is never one of them.
         threshold = max(np.partition(scores_P, -k)[-k], np.finfo(scores_P.dtype).tiny)
         candidates = np.flatnonzero(scores_P >= threshold)
         order = np.argsort(-scores_P[candidates], kind="stable")[:k]

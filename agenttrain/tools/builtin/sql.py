@@ -117,7 +117,8 @@ class Sql:
         """Close the idle connections."""
         with self._lock:
             while self._idle:
-                self._idle.popitem()[1][1].close()
+                _, (_, connection) = self._idle.popitem()
+                connection.close()
 
     @contextmanager
     def _connection(self, context: ToolContext) -> Iterator[sqlite3.Connection]:
@@ -143,7 +144,8 @@ class Sql:
                     extra.close()
                 self._idle[context.rollout_id] = (context.task, connection)
                 while len(self._idle) > self._max_connections:
-                    self._idle.popitem(last=False)[1][1].close()
+                    _, (_, oldest) = self._idle.popitem(last=False)
+                    oldest.close()
 
 
 def _authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:

@@ -36,7 +36,10 @@ class CannotConnect(AgenttrainError):
 
 
 class _Link:
-    """One session with the server. One task enters and leaves its transport."""
+    """One session of a `Connection` with its server.
+
+    A task of its own holds the session open: anyio has the same task enter and leave a transport.
+    """
 
     def __init__(self, open_client: OpenClient) -> None:
         self.client: Any = None
@@ -167,7 +170,7 @@ class Connection:
                     self._connecting = asyncio.create_task(self._reconnect())
                     # asyncio warns of an exception that is never read: callers may be cancelled.
                     self._connecting.add_done_callback(lambda t: t.cancelled() or t.exception())
-                link = await asyncio.shield(self._connecting)
+                link = await asyncio.shield(self._connecting)  # other calls wait for it too
             try:
                 return await link.client.call_tool(name, arguments)
             except Exception as error:

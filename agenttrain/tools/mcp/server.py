@@ -140,7 +140,7 @@ class McpServer:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class McpTool:
-    """One tool of a server."""
+    """One tool of a server, which `McpServer.tools` makes. All share the server's connection."""
 
     name: str
     schema: dict[str, Any]
@@ -177,7 +177,8 @@ class McpTool:
                 parts += ["\n".join(texts), picture]
                 texts = []
             else:
-                # A sound has a type itself, an embedded file's is that of its resource.
+                # A sound or an embedded file that is no text. A sound has a MIME type itself, an
+                # embedded file that of its resource.
                 kind = getattr(block, "mime_type", None)
                 kind = kind or getattr(block.resource, "mime_type", None)
                 raise ToolFailure(
@@ -185,6 +186,7 @@ class McpTool:
                     f"({kind or block.type})"
                 )
         if result.is_error:
+            # The message may be in texts on both sides of an image.
             texts = [part for part in parts if isinstance(part, str) and part] + texts
             raise ToolFailure("\n".join(texts) or "the tool failed and did not say why")
         if parts:

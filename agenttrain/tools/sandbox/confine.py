@@ -49,7 +49,7 @@ def confine(root: Root, *, user: int | None, processes: int, permitted: Sequence
             file.write(b"0")
     build_root(root, user=INNER_ID if user is None else user)
     drop_privileges(user)
-    # After the change of user, which resets this setting.
+    # SIGKILL (9) when the parent dies. After the change of user, which resets this setting.
     prctl(PR_SET_PDEATHSIG, 9)
     limit_all(processes)
     # For this process and all that it starts.

@@ -20,6 +20,7 @@ from agenttrain.tools.sandbox.confine import INNER_ID, confine, die_first
 from agenttrain.tools.sandbox.root import Root
 
 SIOCSIFFLAGS = 0x8914
+"""ioctl that sets the flags of a network interface; 0: it is down."""
 
 
 def main() -> None:
@@ -65,7 +66,7 @@ def _isolate(settings: dict[str, Any], control: socket.socket) -> None:
         if child != 0:
             control.close()
             status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            os._exit(status if status >= 0 else 128 - status)
+            os._exit(status if status >= 0 else 128 - status)  # 128 + the signal, as in shells
     else:
         # Switch off lo, as in a new namespace: its buffers would be charged to no process.
         with socket.socket() as any_socket:

@@ -193,8 +193,8 @@ def inside(
         del limits[name]
     packages = None if settings.packages is None else os.path.realpath(settings.packages)
     prefix = os.path.realpath(sys.base_prefix)
-    # Folders to make visible: /usr is visible in every sandbox.
-    folders = [path for path in (prefix, packages) if path and not path.startswith("/usr/")]
+    # Folders to make visible. /usr and what is in it are visible in every sandbox.
+    folders = [path for path in (prefix, packages) if path and not f"{path}/".startswith("/usr/")]
     return {
         **limits,
         "packages": packages,
@@ -202,7 +202,7 @@ def inside(
         "control": control,
         "work": work,
         "user": user,
-        "folders": [path for path in folders if path != "/usr"],
+        "folders": folders,
     }
 
 

@@ -30,6 +30,7 @@ def run(channel: socket.socket, packages: str | None) -> None:
         raw = io.FileIO(number, "w", closefd=False)
         text = io.TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True)
         setattr(sys, name, text)
+    # As in an interactive Python: no arguments, and the current folder ("") is searched first.
     sys.argv, sys.path[:] = [""], ["", *(path for path in sys.path if os.path.isdir(path))]
     if packages is not None:
         sys.path.append(packages)

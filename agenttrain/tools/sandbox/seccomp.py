@@ -101,6 +101,7 @@ def program(machine: str, permitted: Sequence[str] = ()) -> list[bytes]:
     to skip: if the test is true, if it is false.
     """
     column = tuple(ARCHITECTURE).index(machine)
+    # Calls of another architecture, and of x32, have other numbers.
     lines = [_op(LOAD, ARCHITECTURE_AT), _op(EQUAL, ARCHITECTURE[machine], 1, 0), _op(RETURN, KILL)]
     lines += [_op(LOAD, NUMBER_AT), _op(AT_LEAST, X32, 0, 1), _errno(ENOSYS)]
     # A filter cannot read the flags of clone3. Without it, libraries use clone.
@@ -108,6 +109,7 @@ def program(machine: str, permitted: Sequence[str] = ()) -> list[bytes]:
     for name, numbers in REFUSED.items():
         if name not in permitted:
             lines += _on_call(numbers[column], [_errno(EPERM)])
+    # Calls about a process: allowed if the argument that names it is 0, the caller.
     for *numbers_by_machine, argument in SELF_ONLY.values():
         allow_self = [
             _op(LOAD, ARGUMENT_AT + 8 * argument),
@@ -115,11 +117,13 @@ def program(machine: str, permitted: Sequence[str] = ()) -> list[bytes]:
             _op(RETURN, ALLOW),
         ]
         lines += _on_call(numbers_by_machine[column], [*allow_self, _errno(EPERM)])
+    # clone without new namespaces, and sockets of FAMILIES.
     check_flags = [_op(LOAD, ARGUMENT_AT), _op(ANY_BIT, NAMESPACE_FLAGS, 0, 1), _errno(EPERM)]
     lines += _on_call(CLONE[column], [*check_flags, _op(RETURN, ALLOW)])
     check_family = [_op(LOAD, ARGUMENT_AT), *_skip_if_in(FAMILIES), _errno(EAFNOSUPPORT)]
     lines.append(_op(EQUAL, SOCKET[column], 1, 0))  # if true, to `check_family`, as for socketpair
     lines += _on_call(SOCKETPAIR[column], [*check_family, _op(RETURN, ALLOW)])
+    # setsockopt, except for the sizes of buffers (level SOL_SOCKET, its second argument).
     allow_other_levels = [
         _op(LOAD, ARGUMENT_AT + 8),
         _op(EQUAL, SOL_SOCKET, 1, 0),
