@@ -130,7 +130,7 @@ async def _attempt(
             components.chat,
             folder,
             lockstep=in_lockstep,
-            on_request=model.questions.__setitem__,
+            on_request=model.questions.__setitem__,  # gets the session and its question
             on_restart=lambda kind, rollout_id, difference: differences.append((kind, difference)),
         )
         sampling = Sampling(temperature=config.rollout.temperature)

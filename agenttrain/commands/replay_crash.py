@@ -53,6 +53,7 @@ def _rollouts(bundle: Path, step: int, tasks: Mapping[str, Task]) -> list[Rollou
 def _repeat(stage: str, config: RunConfig, bundle: Path, step: int) -> None:
     """Repeat a stage of a step; raises the error that it fails with."""
     if stage == "logprobs":
+        # Without tasks, whose columns only rewards read.
         check_logprobs(_rollouts(bundle, step, {}))
         return
     if stage == "reward":

@@ -84,7 +84,7 @@ def show(
 async def _try(
     components: Components, args: Namespace, calls: Sequence[ToolCall]
 ) -> tuple[RowTools | None, list[ToolResult]]:
-    """Return the tools of the named row, None without one, and the results of the calls."""
+    """Return the tools of the named row (None: no row is named), and the results of the calls."""
     named = args.row is not None or args.task is not None
     try:
         if not calls and not named:

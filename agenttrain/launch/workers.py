@@ -131,6 +131,7 @@ class Workers(LocalElasticAgent):
             self._stop_at = None
             self._stop_soon()
             self._signal(signal.SIGINT)
+        # Workers may wait for one that has ended: asyncio stops them at a second SIGINT only.
         if self._again_at is not None and now >= self._again_at and self.ended:
             self._again_at = now + AGAIN_S
             self._signal(signal.SIGINT)
@@ -157,7 +158,7 @@ class Workers(LocalElasticAgent):
                 new.append(self.ended[rank])
         # Workers that neither finished nor saved their work.
         early = [ended for ended in new if ended.code not in (DONE, PREEMPTED)]
-        if self._stop_at is not None or self._kill_at is not None:
+        if self._stop_at is not None or self._kill_at is not None:  # a stop is under way
             if self._stop_at is not None:  # they were not signalled yet, so ended by themselves
                 self.early += early
             return
@@ -167,8 +168,9 @@ class Workers(LocalElasticAgent):
             self.early += early
             killed = any(ended.code < 0 for ended in early)
             self._stop_at = time.monotonic() + (0 if killed else REPORT_S)
-        elif early:  # the other workers would wait for them in vain
+        elif early:  # ended by a signal as they should: the others would wait for them in vain
             self._stop_soon()
+        # One has saved and left: the others get time to finish writing.
         elif any(ended.code == PREEMPTED for ended in new):
             # The handler of a signal may have set an earlier time just now.
             at = time.monotonic() + SETTLE_S

@@ -54,6 +54,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     Raises FolderInUse if another process holds it, OSError if it cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    # A stack, because only errors of taking the lock are translated, not those of the block.
     with ExitStack() as stack:
         try:
             stack.enter_context(file_lock(folder / ".lock", blocking=False))

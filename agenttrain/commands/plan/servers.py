@@ -161,6 +161,7 @@ def plan_servers(
         return ServerMemory(
             gpus=gpus,
             gpu_bytes=peak_bytes(estimate),
+            # At least 1: a recurrent model has no KV cache.
             rollouts=cache * gpus // max(load.sampled * sizes.token_cache, 1),
             fits=fits(estimate, memory.machine.memory),
         )

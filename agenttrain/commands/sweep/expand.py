@@ -183,9 +183,10 @@ def _expand_search(overrides: Sequence[Override], raw: DictConfig) -> Expansion:
     low = settings.objective in LOWER_IS_BETTER
     direction = settings.direction or (Direction.minimize if low else Direction.maximize)
     # Examples are checked before the first run, instead of trials that are not chosen yet. Each
-    # repeat and each corner is checked once, not every pair of them.
-    first, *others = [trial_overrides(axes, values) for values in corners(axes)]
-    runs = [[*first, *repeat] for repeat in repeats] + [[*run, *repeats[0]] for run in others]
+    # repeat and each corner occurs once, not every pair of them.
+    first_corner, *others = [trial_overrides(axes, values) for values in corners(axes)]
+    runs = [[*first_corner, *repeat] for repeat in repeats]
+    runs += [[*corner, *repeats[0]] for corner in others]
     search = TrialSearch(
         trials=settings.trials,
         seed=settings.trials_seed,

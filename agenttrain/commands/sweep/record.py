@@ -181,6 +181,7 @@ def write_record(sweep: Path, record: SweepRecord) -> None:
 @contextmanager
 def hold_sweep(sweep: Path) -> Iterator[None]:
     """Keep other processes from starting the sweep's jobs; raises ConfigError if one has it."""
+    # A stack, because only errors of taking the lock are translated, not those of the block.
     with ExitStack() as stack:
         try:
             stack.enter_context(file_lock(sweep / RUNNING_FILE, blocking=False))

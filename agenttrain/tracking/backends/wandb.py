@@ -142,6 +142,8 @@ class WandBFile:
     """
 
     BLOCK, HEADER, FILE_HEADER = 32768, 7, 7
+    COMPLETE, FIRST, MIDDLE, LAST = b"\1", b"\2", b"\3", b"\4"
+    """Kinds of records."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -162,14 +164,15 @@ class WandBFile:
                 if in_block < self.HEADER:  # the end of a block is padded
                     self._position += in_block
                 file.seek(self._position)
-                header = file.read(self.HEADER)
+                header = file.read(self.HEADER)  # 4 bytes checksum, 2 bytes length, 1 byte kind
                 length, kind = int.from_bytes(header[4:6], "little"), header[6:]
                 content = file.read(length)
-                if kind not in (b"\1", b"\2", b"\3", b"\4") or len(content) < length:
+                is_record = kind in (self.COMPLETE, self.FIRST, self.MIDDLE, self.LAST)
+                if not is_record or len(content) < length:
                     break  # not written yet
                 self._position += self.HEADER + length
                 self._parts += content
-                if kind in (b"\1", b"\4"):  # a whole record, or the last part of one
+                if kind in (self.COMPLETE, self.LAST):
                     self._add(Record.FromString(self._parts))
                     self._parts = b""
         return self.rows
