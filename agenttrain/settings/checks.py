@@ -317,7 +317,7 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
     # Without data.path the user has typed the same file for both splits, and wants this.
     has_same_rows = data.train == data.test and data.path is not None
     # So does a user of Harbor's tasks, whose question is pass@k of the trained folder.
-    is_harbor = data.train.get("_target_") == HARBOR
+    is_harbor = has_same_rows and data.train.get("_target_") == HARBOR
     if data.test_fraction is None and has_same_rows and not is_harbor and evaluation.questions:
         yield (
             "data.test: has the same rows as data.train; hold some out with "
