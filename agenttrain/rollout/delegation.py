@@ -179,6 +179,8 @@ class SubAgents:
         `text` names the limit that is used up; empty: `rollout.max_delegated_tokens`.
         """
         self.stop = reason
+        if reason is StopReason.aborted:
+            return ToolFailure("the sub-agent was not run to its end: the rollout was aborted")
         text = text or f"rollout.max_delegated_tokens={self._limits.max_delegated_tokens}"
         return ToolFailure(
             f"the sub-agent was not run to its end: {text} is used up; raise it, or delegate less"

@@ -340,7 +340,7 @@ def _problem(
         broken = next((c for c in reversed(causes) if isinstance(c, HTTPError)), causes[-1])
         return (
             f"is no folder, and {hub} cannot be reached, or the connection broke off "
-            f"({broken or type(broken)}); files that are complete stay in the cache. Try again, "
+            f"({str(broken) or type(broken).__name__}); files that are complete stay in the cache. Try again, "
             f"or {offline}"
         )
     if isinstance(error, OSError):  # a file of the wrong length, for one

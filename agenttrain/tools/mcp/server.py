@@ -179,8 +179,8 @@ class McpTool:
             else:
                 # A sound or an embedded file that is no text. A sound has a MIME type itself, an
                 # embedded file that of its resource.
-                kind = getattr(block, "mime_type", None)
-                kind = kind or getattr(block.resource, "mime_type", None)
+                holder = block.resource if block.type == "resource" else block
+                kind = getattr(holder, "mime_type", None)
                 raise ToolFailure(
                     f"the result holds something that is neither text nor an image "
                     f"({kind or block.type})"
