@@ -40,7 +40,7 @@ NAMES = [
 ONE_OF_EACH = ("Qwen3_5", "Lfm2", "Bamba", "Zamba2", "Gemma3")
 """A delta rule, a convolution, a Mamba2, one beside attention in a layer, and a window."""
 EXPERTS = {"Qwen3_5Moe", "Qwen3Next", "KimiLinear", "Lfm2Moe", "GraniteMoeHybrid", "NemotronH"}
-EXPERTS |= {"GptOss", "Mixtral", "Phimoe", "Qwen2Moe"}
+EXPERTS |= {"GptOss", "Mixtral", "Phimoe", "Qwen2Moe", "Qwen3Moe", "Glm4Moe", "DeepseekV3"}
 
 
 def model_of(name: str) -> torch.nn.Module:
@@ -81,7 +81,7 @@ async def converse(engine, session: str, lengths: Sequence[int], tokens: int = 4
     return log
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *(name for name in FAMILIES if name not in SLIDING)])
 def test_logprobs_agree_with_a_plain_forward_pass(name: str) -> None:
     """Ragged prefills, decoding past two windows, and replies around a chunk of 64 tokens."""
     model = model_of(name)
