@@ -26,10 +26,12 @@ from agenttrain.rollout.step_batch import StepBatch
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tracking.run_folder import FolderGone
 from agenttrain.tracking.tracker import Tracker
+from agenttrain.tracking.usage import Usage
 from agenttrain.training.checkpoint import Checkpoints, random_states, set_random_states
 from agenttrain.training.credit_assignment import assign_advantages
 from agenttrain.training.minibatch import Minibatch, loss_inputs
 from agenttrain.training.nonfinite import check_logprobs, check_weights
+from agenttrain.training.operations import work_metrics
 from agenttrain.training.policy import Policy
 from agenttrain.training.teacher_scores import Teacher, add_teacher, score_with
 from agenttrain.training.weight_sync import SyncProbe, sync
@@ -49,6 +51,8 @@ class RunContext(Protocol):
     tracker: Tracker
     seconds: dict[str, float]
     """Wall seconds of the current step, by phase."""
+    usage: Usage
+    """Tokens, seconds and cost of the steps so far, in the main process."""
 
     def phase(
         self, name: str, step: int, *, label: str = "", rollouts: Sequence[Rollout] = ()
@@ -211,7 +215,8 @@ class Trainer:
 
         The main process returns them for all processes, any other process only its own.
         """
-        share = (batch, dict(self.run.seconds))
+        work = self.policy.take_work(self.config.cost.peak_tflops)
+        share = (batch, dict(self.run.seconds), work)
         shares = self.run.world.to_main([share], "the rollouts of a step")
         if not shares:
             return training, batch.rollouts
@@ -220,10 +225,17 @@ class Trainer:
             training |= self.probe.gap.metrics()
         if isinstance(self.engine, Metered):
             training |= self.engine.metrics()
-        batches, clocks = zip(*shares, strict=True)
+        batches, clocks, works = zip(*shares, strict=True)
         # The slowest process determines how long a phase took.
         seconds = {phase: max(clock[phase] for clock in clocks) for phase in self.run.seconds}
-        return self.source.summarise(batches, training, seconds)
+        metrics, rollouts = self.source.summarise(batches, training, seconds)
+        metrics |= work_metrics(works, seconds["train"])
+        if self.engine is not None:
+            metrics["tokens/sampled"] = float(sum(r.sampled_length for r in rollouts))
+        if "perf/peak_gb" in metrics:  # on a GPU
+            gpu_s = sum(seconds.values()) * self.run.usage.gpus
+            metrics["perf/tokens_per_s_gpu"] = sum(r.length for r in rollouts) / gpu_s
+        return {**metrics, **self.run.usage.add(metrics)}, rollouts
 
     async def _sync(self, version: int) -> None:
         """Send the weights after step `version` to the engine, and probe it."""

@@ -15,10 +15,11 @@ ids of one origin, of which only the sampled ones are trained. A trajectory of t
 from __future__ import annotations
 
 from array import array
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 Message = dict[str, Any]
 """One chat message: `role`, `content`, and, if they apply, `reasoning_content`, `tool_calls`,
@@ -334,6 +335,60 @@ class TurnReward:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CommandResult:
+    """Outcome of a command on a machine."""
+
+    code: int
+    """Exit code; 128 + n if signal n ended it."""
+    output: bytes
+    """Standard output and error in the order written, without the middle if it was too long."""
+    size: int
+    """Bytes of the whole output."""
+    timed_out: bool = False
+    """The command was ended because its time was over; `code` is 137 then."""
+
+    @property
+    def text(self) -> str:
+        """The output as text; invalid UTF-8 becomes U+FFFD."""
+        return self.output.decode("utf-8", "replace")
+
+
+class RolloutMachine(Protocol):
+    """A rollout's own computer: a container, or a cloud back end's.
+
+    Every method raises ToolUnavailable if the machine cannot do what it promises: it has ended, or
+    its client fails. Faults of the command are in its result.
+    """
+
+    async def exec(
+        self,
+        command: Sequence[str],
+        *,
+        timeout_s: float,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        user: str | None = None,
+        max_bytes: int = 1 << 20,
+        on_output: Callable[[bytes], object] | None = None,
+    ) -> CommandResult:
+        """Run a command to its end, or kill it with its descendants after `timeout_s`.
+
+        `env` is added to the image's variables. `user` and `cwd` None: those of the machine.
+        `on_output` gets the output as it comes.
+        """
+
+    async def copy_in(self, source: Path, target: str) -> None:
+        """Copy a file, or the contents of a folder, to the path `target`, made if missing."""
+
+    async def copy_out(self, source: str, target: Path) -> bool:
+        """Copy a file or folder to `target`; return False if there is none."""
+
+    async def stop(self) -> None:
+        """End it with everything in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ToolContext:
     """Information about the calling rollout, for a tool that asks for it."""
 
@@ -349,6 +404,8 @@ class ToolContext:
         default=None, repr=False, compare=False
     )
     """Coroutine function that runs a sub-agent for `delegate`; None outside a rollout."""
+    machine: RolloutMachine | None = field(default=None, repr=False, compare=False)
+    """Container of the rollout, where tools run commands; None with runtime=bwrap."""
 
     async def delegate(
         self,
@@ -449,6 +506,9 @@ class Trajectory:
     messages: list[Message] = field(default_factory=list)
     prompt_messages: int = 0
     """Number of messages, from the first on, that are in the prompt."""
+    number: int | None = None
+    """Position in the names of its turns, where it is not `index`: trajectories before it were
+    removed (`Rollout.keep_trajectories`)."""
     turns: int = 0
     """Sampled completions so far."""
     trainer_logprobs: array[float] | None = None
@@ -520,7 +580,8 @@ class Trajectory:
 
     def turn_name(self, turn: int) -> str:
         """Return a turn's part of its calls' ids: ``call_3_0``, ``call_2.3_0`` in trajectory 2."""
-        return f"{self.index}.{turn}" if self.index else str(turn)
+        number = self.index if self.number is None else self.number
+        return f"{number}.{turn}" if number else str(turn)
 
     @property
     def added_messages(self) -> list[Message]:
@@ -587,6 +648,20 @@ class Trajectory:
         return (span for span in self.spans if span.origin is Origin.sampled)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UntrainedConversation:
+    """A conversation of an outside agent that is no part of its rollout, such as a title."""
+
+    model: str | None
+    """Name by which the agent asked for a model."""
+    frozen: bool
+    """True: `agent.models` says so. False: another conversation of the rollout is trained."""
+    turns: int
+    sampled_length: int
+    """Tokens sampled."""
+    messages: tuple[Message, ...]
+
+
 @dataclass(slots=True, kw_only=True)
 class Rollout:
     """One complete attempt at a Task: its trajectories, why it stopped, and its rewards.
@@ -607,6 +682,8 @@ class Rollout:
     stop_reason: StopReason | None = None
     error: str | None = None
     """The failure if `stop_reason` is `error`, or why a reward gave no score."""
+    grades: dict[str, float] = field(default_factory=dict)
+    """Rewards of the task's own tests, by name; empty if it has none or they could not be run."""
     environment_reward: float | None = None
     """Value of the environment's `reward`, perhaps NaN; None if there is none."""
     rewards: dict[str, float | None] = field(default_factory=dict)
@@ -619,6 +696,8 @@ class Rollout:
     """Wall time of the rollout."""
     counts: dict[str, int] = field(default_factory=dict)
     """Metric -> events in the rollout, e.g. ``agent/restarts/system``, of an outside agent."""
+    untrained: tuple[UntrainedConversation, ...] = ()
+    """Conversations of an outside agent that were answered and are not trained."""
 
     def __post_init__(self) -> None:
         self.trajectories = self.trajectories or [Trajectory(rollout_id=self.rollout_id)]
@@ -658,6 +737,29 @@ class Rollout:
         begun.index = len(self.trajectories)
         self.trajectories.append(begun)
         return begun
+
+    def keep_trajectories(self, indices: Collection[int]) -> None:
+        """Remove all other trajectories, whose tokens are then not trained.
+
+        Ids of a removed trajectory with which a kept one begins become the prompt of that one.
+        """
+        kept = [trajectory for trajectory in self.trajectories if trajectory.index in indices]
+        places = {trajectory.index: place for place, trajectory in enumerate(kept)}
+        for place, trajectory in enumerate(kept):
+            if trajectory.number is None and trajectory.index != place:
+                trajectory.number = trajectory.index
+            if trajectory.parent is not None and trajectory.parent[0] in places:
+                trajectory.parent = (places[trajectory.parent[0]], trajectory.parent[1])
+            elif trajectory.parent is not None:
+                prompt = tuple(trajectory._ids[: trajectory.context_length])
+                own = trajectory.spans
+                if own and own[0].origin is Origin.prompt:
+                    prompt, own = prompt + own[0].token_ids, own[1:]
+                trajectory.spans = [Span(Origin.prompt, prompt), *own]
+                trajectory.parent = None
+        for place, trajectory in enumerate(kept):
+            trajectory.index = place
+        self.trajectories = kept
 
     @property
     def truncated(self) -> bool:

@@ -5,14 +5,17 @@
 
 The first command takes seconds. It trains the tokenizer on 3000 demonstrations of the task; the
 model is a Qwen3 of 0.65 M parameters, with --hybrid a Qwen3.5 of 0.65 M, or with --task sight a
-Qwen3-VL of 0.64 M. The bundled models' tokenizers were made so.
+Qwen3-VL of 0.64 M. The bundled models' tokenizers were made so. With --task programs the tokenizer
+is trained on this repository's English and Python, and the model has a context of 32768 tokens: for
+trying out programs such as Claude Code as agents, whose first prompt alone fills 12,000 tokens of a
+large tokenizer.
 """
 
 import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -36,6 +39,7 @@ from agenttrain.data.bundled.demonstrations import row  # noqa: E402
 
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+PROGRAMS = "programs"
 VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 """Further control tokens of a model that sees."""
 
@@ -178,7 +182,7 @@ def _markers_as_text(tokenizer: Tokenizer, control: Iterable[str]) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(state))
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+def build_model(tokenizer: PreTrainedTokenizerFast, context: int) -> Qwen3ForCausalLM:
     """Return a randomly initialised Qwen3 of 0.65 M parameters; one KV head keeps decoding fast."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -188,7 +192,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
         num_key_value_heads=1,
         head_dim=32,
         intermediate_size=384,
-        max_position_embeddings=1024,
+        max_position_embeddings=context,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -282,9 +286,15 @@ def render(task: str, count: int, seed: int) -> list[str]:
     return list(rendered)
 
 
+def repository_texts() -> list[str]:
+    """Return the package's code and pages."""
+    paths = [*(ROOT / "agenttrain").rglob("*.py"), *(ROOT / "docs").rglob("*.md")]
+    return [path.read_text(encoding="utf-8") for path in sorted(paths)]
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--task", choices=sorted(TOOLS), default="shop")
+    parser.add_argument("--task", choices=sorted((*TOOLS, PROGRAMS)), default="shop")
     parser.add_argument("--hybrid", action="store_true", help="a Qwen3.5, with recurrent layers")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=0, help="of demonstrations and weights")
@@ -299,11 +309,15 @@ def main() -> None:
     options = arguments()
     torch.manual_seed(options.seed)
     sees = options.task == "sight"
-    tokenizer = build_tokenizer(render(options.task, options.count, options.seed), sees=sees)
-    build: Callable[[PreTrainedTokenizerFast], PreTrainedModel] = build_model
+    if options.task == PROGRAMS:
+        tokenizer = build_tokenizer(repository_texts(), sees=False, vocabulary=8192)
+    else:
+        tokenizer = build_tokenizer(render(options.task, options.count, options.seed), sees=sees)
+    model: PreTrainedModel
     if sees or options.hybrid:
-        build = build_seeing_model if sees else build_hybrid_model
-    model = build(tokenizer)
+        model = build_seeing_model(tokenizer) if sees else build_hybrid_model(tokenizer)
+    else:
+        model = build_model(tokenizer, context=32768 if options.task == PROGRAMS else 1024)
     model.save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)
     if sees:

@@ -1,7 +1,7 @@
 """One thread for every test: tiny tensors gain nothing from more, and a busy machine loses much.
 
-The key that signs runs is the tests' own, not the user's. In a shell's background, where SIGINT is
-ignored, the runs that tests start hear it.
+The key that signs runs and the cache are the tests' own, not the user's. In a shell's background,
+where SIGINT is ignored, the runs that tests start hear it.
 """
 
 import gc
@@ -14,7 +14,9 @@ import composed_once
 from agenttrain.utils.signals import hear_interrupts
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("AGENTTRAIN_KEY", str(Path(tempfile.mkdtemp(prefix="agenttrain-")) / "key"))
+_own = Path(tempfile.mkdtemp(prefix="agenttrain-"))
+os.environ.setdefault("AGENTTRAIN_KEY", str(_own / "key"))
+os.environ.setdefault("XDG_CACHE_HOME", str(_own / "cache"))
 
 hear_interrupts()
 composed_once.install()

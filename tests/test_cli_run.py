@@ -82,7 +82,7 @@ def test_adapters_are_trained_and_exported(
     assert (tmp_path / "served" / "model.safetensors").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_adapters_are_resumed_evaluated_and_exported(tmp_path: Path) -> None:
     done = agenttrain(*SHORT, *LORA, "hydra.run.dir=mine", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

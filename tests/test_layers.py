@@ -11,6 +11,7 @@ LAYERS = (
     ("types",),
     ("utils",),
     ("config",),
+    ("runtimes",),
     ("algorithms", "chat", "tools", "data", "engines", "tracking"),
     ("rewards", "environments"),
     ("rollout", "training", "agents", "serving"),

@@ -74,7 +74,7 @@ def test_the_dockerfile_copies_what_the_package_is_built_of():
     assert all((ROOT / name).exists() for name in copied)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_wheel_made_of_the_sdist_trains_outside_the_checkout(tmp_path):
     build = (sys.executable, "-m", "hatchling", "build", "-d", str(tmp_path))
     run(*build, "-t", "sdist", cwd=ROOT)

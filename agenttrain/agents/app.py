@@ -1,8 +1,9 @@
 """The endpoint's HTTP front: the routes of OpenAI and Anthropic for each rollout in flight.
 
-``/{rollout}/v1/chat/completions``, ``/{rollout}/v1/messages``, ``/{rollout}/v1/models``, and
-``/{rollout}/reward`` and ``/{rollout}/finish``. Each rollout has a name and a key that cannot be
-guessed, so that none reaches another.
+``/{rollout}/v1/chat/completions``, ``/{rollout}/v1/responses``, ``/{rollout}/v1/messages``,
+``/{rollout}/v1/models``, all of them without ``/v1`` too, because clients disagree on what a base
+URL is; and ``/{rollout}/reward`` and ``/{rollout}/finish``. Each rollout has a name and a key that
+cannot be guessed, so that none reaches another.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import hmac
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -23,6 +26,7 @@ from starlette.types import Receive, Scope, Send
 from agenttrain.agents.attempt import EndpointRollout
 from agenttrain.agents.replays import Delivery, Replays
 from agenttrain.chat.wire.dialects import DIALECTS, WireDialect
+from agenttrain.chat.wire.events import to_json
 from agenttrain.chat.wire.fields import quote
 from agenttrain.chat.wire.http import (
     ANSWERED_ERRORS,
@@ -33,10 +37,10 @@ from agenttrain.chat.wire.http import (
     request_error,
     send_text,
     start_response,
-    to_json,
+    unknown_route,
     wait_until_disconnected,
 )
-from agenttrain.chat.wire.normal import Question
+from agenttrain.chat.wire.normal import AnswerHead, Question, find_none
 from agenttrain.chat.wire.openai import RequestError, read_object
 from agenttrain.rewards.function import MAX_REWARD
 from agenttrain.types import Message
@@ -140,7 +144,8 @@ class AnswerResponse(Response):
             await start_response(send, 200 if error is None else error.status, kind)
         dialect = self.dialect
         if error is not None:
-            text = dialect.error_event(error) if is_stream else to_json(dialect.error(error))
+            writer = dialect.writer(AnswerHead(model=self.question.model or "policy"), False)
+            text = "".join(writer.fail(error)) if is_stream else to_json(dialect.error(error))
         elif is_stream:
             text = "".join(dialect.events(answer, self.question.include_usage))
         else:
@@ -152,12 +157,13 @@ class AnswerResponse(Response):
 def build_app(find_open: Callable[[str], OpenRollout | None]) -> Starlette:
     """Return the application. `find_open` returns the open rollout of a name, or None."""
 
-    async def complete(request: Request) -> Response:
-        dialect = DIALECTS[request.url.path.partition("/v1/")[2]]
+    async def complete(request: Request, dialect: WireDialect) -> Response:
         entry = _authorize(request, find_open)
         try:
             body = await read_body(request, entry.rollout.max_context)
-            question = await read(len(body), dialect.question, body, entry.roles)
+            question = await read(
+                len(body), dialect.question, body, entry.roles, entry.rollout.find_issued
+            )
         except (RequestError, RecursionError) as error:
             entry.rollout.refuse(request_error(error))
             raise
@@ -175,7 +181,9 @@ def build_app(find_open: Callable[[str], OpenRollout | None]) -> Starlette:
     async def count_tokens(request: Request) -> Response:
         entry = _authorize(request, find_open)
         body = await read_body(request, entry.rollout.max_context)
-        question = await read(len(body), DIALECTS["messages"].question, body, entry.roles)
+        question = await read(
+            len(body), DIALECTS["messages"].question, body, entry.roles, entry.rollout.find_issued
+        )
         count = await asyncio.to_thread(entry.rollout.count_tokens, question)
         return JSONResponse({"input_tokens": count})
 
@@ -191,7 +199,8 @@ def build_app(find_open: Callable[[str], OpenRollout | None]) -> Starlette:
     async def reward(request: Request) -> Response:
         entry = _authorize(request, find_open)
         body = await read_body(request, entry.rollout.max_context)
-        entry.rollout.reward = read_reward(read_object(body).get("reward"))
+        data = await read(len(body), read_object, body)
+        entry.rollout.reward = read_reward(data.get("reward"))
         return JSONResponse({"reward": entry.rollout.reward})
 
     async def finish(request: Request) -> Response:
@@ -207,19 +216,24 @@ def build_app(find_open: Callable[[str], OpenRollout | None]) -> Starlette:
 
     async def refuse(request: Request, error: Exception) -> Response:
         problem = request_error(error)
-        dialect = DIALECTS["messages" if "/v1/messages" in request.url.path else "chat/completions"]
+        if problem.status in (404, 405) and isinstance(error, HTTPException):
+            problem = unknown_route(request, problem.status)
+        dialect = DIALECTS["messages" if "/messages" in request.url.path else "chat/completions"]
         return JSONResponse(dialect.error(problem), status_code=problem.status)
 
-    def post(path: str, handler: Callable[..., Any]) -> Route:
-        return Route(path, handler, methods=["POST"])
+    def post(path: str, handler: Callable[..., Any]) -> list[Route]:
+        return [Route(f"/{{rollout}}{v1}/{path}", handler, methods=["POST"]) for v1 in ("/v1", "")]
 
+    completions = [
+        post(path, partial(complete, dialect=dialect)) for path, dialect in DIALECTS.items()
+    ]
     return Starlette(
         routes=[
-            *(post(f"/{{rollout}}/v1/{path}", complete) for path in DIALECTS),
-            post("/{rollout}/v1/messages/count_tokens", count_tokens),
-            Route("/{rollout}/v1/models", models),
-            post("/{rollout}/reward", reward),
-            post("/{rollout}/finish", finish),
+            *(route for routes in completions for route in routes),
+            *post("messages/count_tokens", count_tokens),
+            *(Route(f"/{{rollout}}{v1}/models", models) for v1 in ("/v1", "")),
+            Route("/{rollout}/reward", reward, methods=["POST"]),
+            Route("/{rollout}/finish", finish, methods=["POST"]),
         ],
         exception_handlers=dict.fromkeys(ANSWERED_ERRORS, refuse),
     )
@@ -235,7 +249,7 @@ def _read_conversation(data: Mapping[str, Any], roles: Mapping[str, str]) -> lis
     dialect = DIALECTS["messages" if data.get("api") == "anthropic" else "chat/completions"]
     # A request must end with a message of the user, and this conversation may end with an answer.
     question_messages = [*messages, {"role": "user", "content": ""}]
-    return dialect.read({"messages": question_messages}, roles).messages[:-1]
+    return dialect.read({"messages": question_messages}, roles, find_none).messages[:-1]
 
 
 def read_reward(value: object) -> float:

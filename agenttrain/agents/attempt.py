@@ -10,19 +10,22 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from agenttrain.agents.config import AgentConfig, OnSampling, Served, Trained, find_served
+from agenttrain.agents.config import AgentConfig, OnSampling, Served, find_served
 from agenttrain.agents.plans import Plan, RequestPlanner, Suffix
-from agenttrain.agents.restarts import Restart, find_restart
+from agenttrain.agents.restarts import Restart
 from agenttrain.agents.transcript import AgentTurn, Transcript, call_error
 from agenttrain.chat.chat import Chat
+from agenttrain.chat.grammar import ANY_FORM
+from agenttrain.chat.stop_texts import StopScan, before_stop
 from agenttrain.chat.wire.fields import MAX_QUOTED, quote
 from agenttrain.chat.wire.http import read, request_error
 from agenttrain.chat.wire.issued_turns import Match, in_call_order, tools_digest
-from agenttrain.chat.wire.normal import Answer, Question, issue
-from agenttrain.chat.wire.openai import RequestError
+from agenttrain.chat.wire.normal import Answer, AnswerHead, Question, issue
+from agenttrain.chat.wire.openai import RequestError, SampledFrom, validated
 from agenttrain.engines.base import Engine, EngineDead, EngineError
 from agenttrain.rollout.config import RolloutConfig, RolloutRequest
 from agenttrain.types import (
@@ -35,13 +38,12 @@ from agenttrain.types import (
     StopReason,
     ToolResult,
     Trajectory,
+    UntrainedConversation,
 )
 from agenttrain.utils.seeds import derive_seed
 
 SIDE = "agent"
-"""Role of the trajectories of conversations that begin unlike the first one."""
-BUSY = "one_request_at_a_time"
-"""Code of the error that a request gets while another one is in flight, in lockstep."""
+"""Role of the trajectories of conversations other than the main one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +54,8 @@ class ServedPolicy:
     chat: Chat
     limits: RolloutConfig
     lockstep: bool = False
-    """The engine waits for each rollout at a fixed step, so that a rollout has one request at a
-    time."""
+    """The engine waits for each rollout at a fixed step, so that requests at once are answered one
+    after the other."""
     check: Callable[[Question], Awaitable[RequestError | None]]
     """Returns the error if the template cannot show a request's tools, or no grammar can enforce
     its output format, else None."""
@@ -120,16 +122,26 @@ class EndpointRollout:
         """The run ends with it."""
         self.over = asyncio.Event()
         """Set once no request is answered any more."""
+        self._turn = asyncio.Lock()
+        """In lockstep, held while a request is answered: others wait in the order of arrival."""
+        self._respelled: set[str] = set()
+        """Ids of calls that came back otherwise than they were issued."""
+        self._results: dict[AgentTurn, list[ToolResult]] = {}
+        """Results of the calls of each turn, once a request has answered them."""
+        self.is_cut = False
+        """The last trained turn was cut by its budget. Known once the rollout is closed."""
         self._closed = False
         self._in_engine: set[str] = set()
         """Sessions with a request in flight."""
-        self._answered: set[AgentTurn] = set()
-        """Turns whose calls have their results recorded."""
 
     @property
     def max_context(self) -> int:
         """Most tokens of one trajectory."""
         return self.policy.engine.max_context
+
+    def find_issued(self, key: str) -> Message | None:
+        """Return the answer that was issued with a handle or the id of a call, or None."""
+        return self.trained.issued.find_message(key) or self.untrained.issued.find_message(key)
 
     async def answer(self, question: Question, *, text_arguments: bool = True) -> Answer:
         """Sample the answer to a request. Raises RequestError.
@@ -138,10 +150,11 @@ class EndpointRollout:
         """
         self.counts["agent/requests"] += 1
         try:
-            problem = await self.policy.check(question)
-            self._check_open()
-            transcript = self._admit(question, problem)
-            return await self._sample(transcript, question, text_arguments)
+            async with self._turn if self.policy.lockstep else nullcontext():
+                problem = await self.policy.check(question)
+                self._check_open()
+                transcript = self._admit(question, problem)
+                return await self._sample(transcript, question, text_arguments)
         except RequestError as error:
             self.refuse(error)
             raise
@@ -152,15 +165,16 @@ class EndpointRollout:
 
     def refuse(self, error: RequestError) -> None:
         """Record an error. If no turn comes after it, the rollout has ended because of it."""
-        # Errors of the server and BUSY say nothing of the request: the agent may send it again.
-        if self.ended is None and error.status < 500 and error.code != BUSY:
+        # Errors of the server say nothing of the request: the agent may send it again.
+        if self.ended is None and error.status < 500:
             is_full = error.code == "context_length_exceeded"
             reason = StopReason.context_full if is_full else StopReason.error
             self.refused = EndReason(reason, str(error))
 
     def count_tokens(self, question: Question) -> int:
         """Return the number of tokens of a request's prompt. Raises RequestError."""
-        return len(self._planner.render(in_call_order(question.messages), question.schemas))
+        _, ids = self._planner.render(in_call_order(question.messages), question.schemas)
+        return len(ids)
 
     async def finish(self, messages: Sequence[Message] = (), *, size: int = 0) -> None:
         """Append the messages behind the last turn, if any fit, and end the rollout.
@@ -197,8 +211,11 @@ class EndpointRollout:
                 "conversation with the replies to its last calls, or leave them out",
                 param="messages",
             )
-        replies = turn.replies(match.new_messages)
-        suffix = turn.suffix(self.policy.chat, replies, generation_prompt=False) if replies else []
+        if not turn.replies(match.new_messages):
+            return _Ending(turn, [], [])
+        replies, suffix = turn.continuation(
+            self.policy.chat, match.new_messages, generation_prompt=False
+        )
         return _Ending(turn, replies, suffix)
 
     def end(self, reason: StopReason, message: str) -> None:
@@ -208,30 +225,64 @@ class EndpointRollout:
         self.over.set()
 
     async def close(self) -> Rollout:
-        """Release the engine's sessions. Return the rollout, complete with counts and results."""
+        """Release the engine's sessions. Return the rollout, complete with counts and results.
+
+        Its trajectories are then those that are trained.
+        """
         self._closed = True
         for transcript in (self.untrained, self.trained):
             for session in reversed(transcript.sessions):
                 if session != self.request.rollout_id:
                     await self.policy.engine.release(session)
         await self.policy.engine.release(self.request.rollout_id)
-        for turn in self.trained.issued.turns:
-            self._record_results(turn, ())  # calls that no request has answered
+        if self.trained.conversations:
+            self._keep_trained()
+        frozen = _untrained(self.untrained, set(self.untrained.conversations), frozen=True)
+        self.rollout.untrained += tuple(frozen)
+        if self._respelled:
+            self.counts["agent/respelled_calls"] = len(self._respelled)
         self.rollout.counts = dict(self.counts)
         return self.rollout
 
+    def _keep_trained(self) -> None:
+        """Remove the trajectories that are not trained, and list them; name the others' roles."""
+        transcript, rollout = self.trained, self.rollout
+        trained = transcript.trained_conversations(self.settings.train)
+        main = transcript.main_conversation()
+        kept = set(transcript.indices_of(trained))
+        side = set(transcript.conversations) - trained
+        rollout.untrained = tuple(_untrained(transcript, side, frozen=False))
+        for index, trajectory in enumerate(rollout.trajectories):
+            trajectory.role = MAIN if transcript.conversations[index] == main else SIDE
+        turns = [turn for turn in transcript.issued.turns if turn.trajectory in kept]
+        for turn in turns:
+            self._record_results(turn, ())  # calls that no request has answered
+        self.is_cut = bool(turns) and turns[-1].finish is Finish.length
+        # In the order in which requests answered them.
+        results = [made for turn, made in self._results.items() if turn.trajectory in kept]
+        rollout.tool_results = [result for made in results for result in made]
+        self.counts["agent/conversations"] = len(trained)
+        if len(kept) < len(rollout.trajectories):
+            rollout.keep_trajectories(kept)
+
     def _check_open(self) -> None:
         """Raise RequestError if the rollout has ended, or ends now because a limit is reached."""
-        limits, rollout = self.policy.limits, self.rollout
+        limits, trajectories = self.policy.limits, self._trained_trajectories()
+        turns = sum(trajectory.turns for trajectory in trajectories)
         if self.ended is None and self.counts["agent/requests"] > self.settings.max_requests:
             text = f"agent.max_requests={self.settings.max_requests} requests were sent"
             self.end(StopReason.max_requests, text)
-        if self.ended is None and rollout.turns + len(self._in_engine) >= limits.max_turns:
+        if self.ended is None and turns + len(self._in_engine) >= limits.max_turns:
             text = f"rollout.max_turns={limits.max_turns} turns were sampled"
             self.end(StopReason.max_turns, text)
         if (end := self.ended) is not None:
             text = f"the rollout has ended: {end.message}"
             raise RequestError(text, code=str(end.stop_reason), status=403)
+
+    def _trained_trajectories(self) -> list[Trajectory]:
+        """Return the trajectories that are trained, as far as it is known."""
+        trained = self.trained.trained_conversations(self.settings.train)
+        return [self.rollout.trajectories[index] for index in self.trained.indices_of(trained)]
 
     def _admit(self, question: Question, problem: RequestError | None) -> Transcript:
         """Return a request's transcript. Raises RequestError, e.g. the `problem` of its check."""
@@ -245,20 +296,19 @@ class EndpointRollout:
                 code="model_not_found",
                 status=404,
             )
-        self._check_sampling(question)
+        is_frozen = served is Served.frozen
+        self._check_sampling(question, is_frozen)
         if problem is not None:
             raise problem
-        if self.policy.lockstep and (self._in_engine or self._changing.locked()):
-            raise RequestError(
-                "the rollout has a request in flight, and with rollout.deterministic each has one "
-                "at a time; wait for its answer, or set rollout.deterministic=false",
-                code=BUSY,
-                status=400,
-            )
-        return self.untrained if served is Served.frozen else self.trained
+        if question.form != ANY_FORM and not self.policy.limits.structured_calls:
+            self.counts["agent/unforced_forms"] += 1
+        return self.untrained if is_frozen else self.trained
 
-    def _check_sampling(self, question: Question) -> None:
-        """Refuse fields that would change samples by a RequestError, or count the request."""
+    def _check_sampling(self, question: Question, is_frozen: bool) -> None:
+        """Refuse fields that would change samples by a RequestError, or count the request.
+
+        What a frozen model samples is not trained, so that it may have a temperature of its own.
+        """
         ours = self.request.sampling
         # Values that change nothing.
         neutral: dict[str, tuple[object, ...]] = {
@@ -267,16 +317,20 @@ class EndpointRollout:
             "top_k": (ours.top_k, 0, -1),
             "min_p": (ours.min_p, 0),
         }
-        changing = {k: v for k, v in question.sampling.items() if v not in neutral.get(k, ())}
+        if is_frozen:
+            validated(SampledFrom, question.sampling)
+        changing = {
+            name: value
+            for name, value in question.sampling.items()
+            if value not in neutral.get(name, ()) and not (is_frozen and name in neutral)
+        }
         if not changing:
             return
         if self.settings.on_sampling is OnSampling.override:
             self.counts["agent/overridden"] += 1
             return
         name, value = next(iter(changing.items()))
-        if name in ("stop", "stop_sequences"):
-            reason = "a completion is never cut after it was sampled"
-        elif name in neutral or name == "seed":
+        if name in neutral or name == "seed":
             reason = (
                 f"the run samples from its policy at temperature {ours.temperature:g}, and other "
                 "samples would bias what it learns"
@@ -285,7 +339,8 @@ class EndpointRollout:
             reason = "prompts and samples are the run's, which this could change"
         raise RequestError(
             f"{name[:MAX_QUOTED]}={quote(value)}: {reason}; leave it out, or set "
-            "agent.on_sampling=override, which ignores and counts it",
+            "agent.on_sampling=override, which ignores and counts it, or name its "
+            "model as frozen in agent.models",
             param=name,
             code="unsupported_value",
         )
@@ -304,6 +359,8 @@ class EndpointRollout:
             budget = self._budget(transcript, plan, question.max_tokens)
             if planned.match.ambiguous:
                 self.counts["agent/ambiguous"] += 1
+            if question.left_out:
+                self.counts["agent/hosted_tools"] += question.left_out
             if plan.restart is not None:
                 self.counts[f"agent/restarts/{plan.restart}"] += 1
                 self.policy.on_restart(plan.restart, self.request.rollout_id, plan.difference)
@@ -312,9 +369,9 @@ class EndpointRollout:
             if plan.extends is not None:
                 transcript.growing.add(plan.extends.index)
         try:
-            completion = await self._generate(transcript, plan, budget, question)
+            completion, shown_text = await self._generate(transcript, plan, budget, question)
             async with self._changing:
-                return self._record(planned, question, completion, text_arguments)
+                return self._record(planned, question, completion, shown_text, text_arguments)
         finally:
             self._in_engine.discard(plan.session)
             if plan.extends is not None:
@@ -322,23 +379,29 @@ class EndpointRollout:
 
     def _plan(self, transcript: Transcript, question: Question) -> _Planned:
         """Find the turn that a request continues, if any, and plan the ids to sample from."""
-        messages, tools = in_call_order(question.messages), tools_digest(question.schemas)
+        messages, respelled = transcript.issued.restore_calls(
+            in_call_order(question.messages), question.schemas
+        )
+        self._respelled |= respelled
+        tools = tools_digest(question.schemas)
         match = transcript.issued.match(messages, tools)
-        if transcript.trained and self.settings.train is Trained.main:
-            # agent.train=main: a conversation that begins unlike the first one is not trained.
-            is_new = match.turn is None and not transcript.begins_alike(messages)
-            if is_new and find_restart(messages, transcript.issued.turns, match)[0] is None:
-                transcript = self.untrained
-                match = transcript.issued.match(messages, tools)
         plan = self._planner.plan(transcript, messages, question.schemas, match)
         return _Planned(
             transcript=transcript, messages=messages, tools=tools, match=match, plan=plan
         )
 
     def _record(
-        self, planned: _Planned, question: Question, completion: Completion, text_arguments: bool
+        self,
+        planned: _Planned,
+        question: Question,
+        completion: Completion,
+        shown_text: str | None,
+        text_arguments: bool,
     ) -> Answer:
-        """Append a sampled turn to its trajectory, and return it as the client gets it."""
+        """Append a sampled turn to its trajectory, and return it as the client gets it.
+
+        `shown_text` is the text before a stop text; None: none ended the turn.
+        """
         trajectory = self._append(planned, question, completion)
         index = trajectory.turns - 1
         name, role = trajectory.turn_name(index), trajectory.messages[-1]["role"]
@@ -347,7 +410,20 @@ class EndpointRollout:
         if self.policy.parsed is not None:
             self.policy.parsed(trajectory, completion.token_ids, message, turn=index, after=role)
         trajectory.messages.append(message)
-        client_message, call_ids = issue(turn, text_arguments=text_arguments)
+        head = AnswerHead(model=question.model or "policy")
+        shown = turn
+        if shown_text is not None:
+            schemas = question.schemas
+            shown = self.policy.chat.parse_text(shown_text, schemas, turn=name, after=role)
+        # A call that a stop text cuts off is part of the content.
+        keeps_text = text_arguments and shown_text is None
+        client_message, call_ids = issue(shown, text_arguments=keeps_text, handle=head.id)
+        if shown_text is not None:
+            for key in ("content", "reasoning_content"):
+                if text := client_message.get(key):  # it may only appear once parts are joined
+                    client_message[key] = before_stop(text, question.stops)
+            hidden = len(turn.calls) - len(call_ids)
+            call_ids = (*call_ids, *("",) * hidden)
         planned.transcript.issued.add(
             AgentTurn(
                 trajectory=trajectory.index,
@@ -363,15 +439,18 @@ class EndpointRollout:
             )
         )
         self.refused = None
-        if completion.finish is Finish.abort:
+        if completion.finish is Finish.abort and shown_text is None:
             self.end(StopReason.aborted, "the engine aborted the request")
             raise RequestError("the engine aborted the request", status=500)
         return Answer(
+            model=head.model,
+            id=head.id,
+            created=head.created,
             message=client_message,
             finish=completion.finish,
             prompt_tokens=len(planned.plan.ids),
             sampled_tokens=len(completion.token_ids),
-            model=question.model or "policy",
+            namespaces=question.namespaces,
         )
 
     def _budget(self, transcript: Transcript, plan: Plan, max_tokens: int | None) -> int:
@@ -390,7 +469,7 @@ class EndpointRollout:
             # All trajectories of a rollout share its budget. Replies count too, prompts do not.
             spent = sum(
                 len(span.token_ids)
-                for trajectory in self.rollout.trajectories
+                for trajectory in self._trained_trajectories()
                 for span in trajectory.spans
                 if span.origin is not Origin.prompt
             )
@@ -407,8 +486,12 @@ class EndpointRollout:
 
     async def _generate(
         self, transcript: Transcript, plan: Plan, budget: int, question: Question
-    ) -> Completion:
-        """Sample a turn. Raises RequestError, and ends the rollout, if the engine fails."""
+    ) -> tuple[Completion, str | None]:
+        """Sample a turn, up to the token that completes a stop text.
+
+        Return it and the text before the stop text, if there is one. Raises RequestError, and ends
+        the rollout, if the engine fails.
+        """
         request, chat, grammar = self.request, self.policy.chat, None
         if self.policy.limits.structured_calls:
             role = plan.messages[-1]["role"]
@@ -417,8 +500,16 @@ class EndpointRollout:
         if plan.extends is not None:
             seed = transcript.seeds[plan.extends.index]
             turns = plan.extends.turns
+        scan = StopScan(chat.text_of, question.stops)
+        sent: dict[str, Any] = {}
+        if not transcript.trained:
+            sent = validated(SampledFrom, question.sampling).model_dump(exclude_none=True)
+            if "top_k" in sent:
+                sent["top_k"] = max(sent["top_k"], 0)  # some clients write -1 for all tokens
         sampling = replace(
             request.sampling,
+            **sent,
+            ends=scan.push if question.stops else None,
             max_tokens=budget,
             seed=derive_seed(seed, turns),
             stop_token_ids=request.sampling.stop_token_ids or chat.stop_token_ids,
@@ -431,20 +522,24 @@ class EndpointRollout:
             )
             if not completion.token_ids:
                 raise EngineError(f"rollout {request.rollout_id}: the engine returned no token")
-            return completion
         except EngineError as error:
             if isinstance(error, EngineDead):
                 self.failure = error
             self.end(StopReason.error, str(error))
             raise RequestError(str(error), status=500) from error
+        if not question.stops:
+            return completion, None
+        for token_id in completion.token_ids[scan.count :]:
+            scan.push(token_id)
+        scan.finish()
+        return _until(completion, scan.end), None if scan.end is None else scan.text
 
     def _append(self, planned: _Planned, question: Question, completion: Completion) -> Trajectory:
         """Append the sent and the sampled ids. Begin a trajectory if the plan extends none."""
         transcript, plan = planned.transcript, planned.plan
         rollout, trajectory = transcript.rollout, plan.extends
         if trajectory is None:
-            is_main = transcript.begins_alike(planned.messages)
-            role = MAIN if is_main else SIDE
+            role = SIDE if transcript.conversations else MAIN  # until the rollout is closed
             if not rollout.trajectories[0].spans:  # a rollout begins with an empty trajectory
                 trajectory = rollout.trajectories[0]
             elif plan.parent is not None:
@@ -453,6 +548,10 @@ class EndpointRollout:
                 trajectory = rollout.begin(role=role, delegation=None)
             trajectory.schemas = tuple(question.schemas)
             trajectory.prompt_messages = len(plan.messages)
+            # Of two requests at once with one opening, the later answer finds the earlier here.
+            conversation = transcript.conversation_of(planned.messages, planned.match)
+            transcript.conversations.append(conversation)
+            transcript.models.append(question.model)
             transcript.sessions.append(plan.session)
             transcript.seeds.append(plan.seed)
         if plan.answers is not None and transcript.trained:
@@ -465,9 +564,9 @@ class EndpointRollout:
 
     def _record_results(self, turn: AgentTurn, replies: Sequence[Message]) -> None:
         """Record the results of a turn's calls, once: when a request first answers them."""
-        if turn in self._answered:
+        if turn in self._results:
             return
-        self._answered.add(turn)
+        results = self._results[turn] = []
         schemas = self.rollout.trajectories[turn.trajectory].schemas or ()
         parameters = {
             schema["function"]["name"]: schema["function"].get("parameters") or {}
@@ -475,13 +574,53 @@ class EndpointRollout:
         }
         contents = {m["tool_call_id"]: m["content"] for m in replies if m["role"] == "tool"}
         for call in turn.turn.calls:
-            self.rollout.tool_results.append(
+            results.append(
                 ToolResult(
                     call=call,
                     content=contents.get(call.id, ""),
                     error=call_error(call, parameters),
                 )
             )
+
+
+def _until(completion: Completion, end: int | None) -> Completion:
+    """Return the first `end` tokens of a completion, as an engine that stops there gives them.
+
+    Which tokens come first does not depend on those behind them, so that nothing is biased.
+    """
+    if end is None:
+        return completion
+    versions, remaining = [], end
+    for version, count in completion.versions:
+        if remaining > 0:
+            versions.append((version, min(count, remaining)))
+        remaining -= count
+    return Completion(
+        token_ids=completion.token_ids[:end],
+        logprobs=completion.logprobs[:end],
+        finish=Finish.abort,
+        versions=tuple(versions),
+    )
+
+
+def _untrained(
+    transcript: Transcript, conversations: set[int], *, frozen: bool
+) -> list[UntrainedConversation]:
+    """Return conversations for the rollout's list: each as its longest trajectory shows it."""
+    listed = []
+    for number in sorted(conversations):
+        indices = transcript.indices_of({number})
+        trajectories = [transcript.rollout.trajectories[index] for index in indices]
+        listed.append(
+            UntrainedConversation(
+                model=transcript.models[indices[0]],
+                frozen=frozen,
+                turns=sum(trajectory.turns for trajectory in trajectories),
+                sampled_length=sum(trajectory.sampled_length for trajectory in trajectories),
+                messages=tuple(max(trajectories, key=lambda t: len(t.messages)).messages),
+            )
+        )
+    return listed
 
 
 def _match_any_tools(transcript: Transcript, messages: Sequence[Message]) -> Match[AgentTurn]:

@@ -39,9 +39,11 @@ class Served(StrEnum):
 class Trained(StrEnum):
     """Conversations of an agent that are trained."""
 
+    agents = "agents"
+    """Those with tools, if any has them: the main one and sub-agents, not titles or summaries."""
     all = "all"
     main = "main"
-    """Those that begin like the first one: the same system message and first user message."""
+    """The one that holds the task's prompt, and has tools if any has."""
 
 
 class OnSampling(StrEnum):
@@ -50,6 +52,14 @@ class OnSampling(StrEnum):
     refuse = "refuse"
     override = "override"
     """They are replaced by the run's and counted (`agent/overridden`)."""
+
+
+class OnForm(StrEnum):
+    """Consequence of a request for a call or JSON where no grammar can force it."""
+
+    refuse = "refuse"
+    ask = "ask"
+    """It is answered as any other and counted (`agent/unforced_forms`)."""
 
 
 class OnFailure(StrEnum):
@@ -104,11 +114,14 @@ class AgentConfig:
     models: Data[dict[str, Served]] = field(default_factory=dict)
     """Model name of requests -> policy, frozen or refuse; "*" stands for all others. Empty: all
     names are the policy."""
-    train: Data[Trained] = Trained.all
-    """Conversations of a rollout that are trained; main: those that begin like the first one."""
+    train: Data[Trained] = Trained.agents
+    """Conversations of a rollout that are trained: agents (those with tools, if any has them), all,
+    or main (the one that holds the task's prompt). The others are answered and listed."""
     on_sampling: Data[OnSampling] = OnSampling.refuse
-    """Consequence of a temperature, top_p, seed, stop … in a request that is not the run's, and of
-    other fields that would change samples or prompt."""
+    """Consequence of a temperature, top_p, seed … in a request that is not the run's, and of other
+    fields that would change samples or prompt."""
+    on_form: Data[OnForm] = OnForm.refuse
+    """Consequence of a request that demands a call or JSON where the engine has no grammar."""
     on_failure: Data[OnFailure] = OnFailure.error
     """Consequence of an agent that crashes, times out or disconnects."""
     timeout_s: Number = Field(default=600.0, gt=0)
@@ -140,6 +153,9 @@ class AgentConfig:
     env: list[str] = field(default_factory=list)
     """Environment variables of the run that the agent's process gets besides PATH, HOME and the
     like, e.g. [SEARCH_API_KEY]; other secrets are not passed on."""
+    install: str | None = None
+    """Script that installs the program in the image of each container, with sh, once per image;
+    needs runtime=podman."""
     host: str = "127.0.0.1"
     """Address on which the endpoint listens."""
     port: Whole = Field(default=0, ge=0, le=65535)
@@ -163,6 +179,10 @@ class AgentConfig:
             problems.append(f"agent.{key}: has no effect with agent=none; add agent=endpoint")
         if self.reuse and not self.command:
             problems.append("agent.reuse=true: only processes are reused; add agent.command=[…]")
+        if self.install is not None and not self.command:
+            problems.append(
+                f"agent.install={self.install}: installs the program of agent.command; add it"
+            )
         if self.sandbox is not Sandbox.none and not self.command:
             problems.append(
                 f"agent.sandbox={self.sandbox}: only processes are confined; add agent.command=[…]"

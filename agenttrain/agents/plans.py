@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from agenttrain.agents.restarts import Restart, find_restart
+from agenttrain.agents.restarts import Restart, find_relation
 from agenttrain.agents.transcript import AgentTurn, Transcript
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.encoding import ChatError
-from agenttrain.chat.wire.issued_turns import Match, without_handle
+from agenttrain.chat.wire.issued_turns import Match, render_prompt
 from agenttrain.chat.wire.openai import RequestError
 from agenttrain.types import Message, Origin, Trajectory
 from agenttrain.utils.arrays import common_prefix
@@ -62,12 +62,12 @@ class RequestPlanner:
     ) -> Plan:
         """Plan to continue the matched turn, or else to render a prompt. Raises RequestError."""
         turn = match.turn
-        restart, difference = find_restart(messages, transcript.issued.turns, match)
+        _, restart, difference = find_relation(messages, transcript.issued.turns, match)
         if turn is not None:
             with suppress(ChatError):  # a role that the template refuses behind an answer
                 return self._continue_turn(transcript, turn, match)
             restart, difference = Restart.edited, "the template refuses them behind a turn"
-        ids = self.render(messages, schemas)
+        shown, ids = self.render(messages, schemas)
         # Branch from the trajectory with the longest common prefix.
         longest, parent = 0, 0
         ids_array = np.array(ids)
@@ -77,7 +77,7 @@ class RequestPlanner:
                 longest, parent = length, trajectory.index
         return Plan(
             ids=ids,
-            messages=[without_handle(message) for message in messages],
+            messages=shown,
             suffix=[(Origin.prompt, ids[longest:])],
             session=self._session(transcript),
             parent=(parent, longest) if longest else None,
@@ -94,8 +94,7 @@ class RequestPlanner:
         Raises ChatError if the template refuses the messages behind the turn.
         """
         trajectory = transcript.rollout.trajectories[turn.trajectory]
-        replies = turn.replies(match.new_messages)
-        suffix = turn.suffix(self._chat, replies, generation_prompt=True)
+        replies, suffix = turn.continuation(self._chat, match.new_messages, generation_prompt=True)
         suffix_ids = [token_id for _, ids in suffix for token_id in ids]
         ids = [*trajectory.token_ids[: turn.end], *suffix_ids]
         if transcript.is_tail(turn):
@@ -119,12 +118,12 @@ class RequestPlanner:
             difference="a turn was sampled from these messages already",
         )
 
-    def render(self, messages: Sequence[Message], schemas: Sequence[dict[str, Any]]) -> list[int]:
-        """Return the ids of a prompt. Raises RequestError."""
+    def render(
+        self, messages: Sequence[Message], schemas: Sequence[dict[str, Any]]
+    ) -> tuple[list[Message], list[int]]:
+        """Return messages as they are shown, and the ids of their prompt. Raises RequestError."""
         try:
-            return self._chat.prompt_ids(
-                [without_handle(m) for m in messages], schemas, may_omit=("assistant",)
-            )
+            return render_prompt(self._chat, messages, schemas)
         except ChatError as error:
             raise RequestError(f"messages: {error}", param="messages") from error
 

@@ -59,8 +59,7 @@ class CommandAgent:
     async def attempt(self, assignment: AgentTask, log: Path) -> float | None:
         """Run the program to its end; return the reward in its last line, if there is one."""
         task_line = assignment.line()
-        env = {**self._env, **assignment.environment()}
-        program = await start(make_command(self._command), env)
+        program = await start(make_command(self._command), assignment.environment(self._env))
         out, err = (BoundedLog(log.with_suffix(f".{name}")) for name in ("stdout", "stderr"))
         copying = [
             asyncio.ensure_future(copy_output(program.stdout, out)),

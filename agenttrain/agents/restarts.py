@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Any
+from typing import NamedTuple, TypeVar
 
 from agenttrain.chat.wire.issued_turns import IssuedTurn, Match, canonical, reasoning_agrees
 from agenttrain.chat.wire.normal import HANDLE
 from agenttrain.types import Message
 
+T = TypeVar("T", bound=IssuedTurn)
 QUOTED = 60
 """Characters of a difference that are shown, from its beginning."""
 
@@ -28,22 +29,32 @@ class Restart(StrEnum):
     """Messages are missing, or a turn is sampled a second time."""
 
 
-def find_restart(
-    messages: Sequence[Message], turns: Sequence[IssuedTurn], match: Match[Any]
-) -> tuple[Restart | None, str]:
-    """Return why a request that repeats issued turns continues none, and the first difference.
+class Relation(NamedTuple):
+    """How a request relates to the conversations before it."""
 
-    The reason is None for a request that continues a turn, and for a new conversation.
-    """
+    position: int | None
+    """Position of the issued turn that it continues, or most likely repeats. None: a new
+    conversation."""
+    restart: Restart | None = None
+    """Why it does not continue that turn. None: it does, or is new."""
+    difference: str = ""
+    """The first difference from the conversation of that turn."""
+
+
+def find_relation(messages: Sequence[Message], turns: Sequence[T], match: Match[T]) -> Relation:
+    """Return how a request relates to the turns that were issued, the oldest first."""
     if match.turn is not None:
-        return None, ""
-    if match.other_tools:
-        return Restart.tools, "the definitions of the tools"
+        return Relation(turns.index(match.turn))
     nearest = _nearest(messages, turns)
-    return (None, "") if nearest is None else first_difference(messages, nearest.conversation)
+    if nearest is None:
+        return Relation(None)
+    position = turns.index(nearest)
+    if match.other_tools:
+        return Relation(position, Restart.tools, "the definitions of the tools")
+    return Relation(position, *first_difference(messages, nearest.conversation))
 
 
-def _nearest(messages: Sequence[Message], turns: Sequence[IssuedTurn]) -> IssuedTurn | None:
+def _nearest(messages: Sequence[Message], turns: Sequence[T]) -> T | None:
     """Return the turn that a request most likely repeats, or None for a new conversation.
 
     It is the last turn whose calls, handle or text the request holds, or else the last whose

@@ -14,8 +14,8 @@ import socket
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,7 +24,9 @@ import uvicorn
 
 from agenttrain.agents.app import ON_RESET, OpenRollout, build_app
 from agenttrain.agents.attempt import EndpointRollout, ServedPolicy
-from agenttrain.agents.config import AgentConfig, OnFailure, Sandbox, Served
+from agenttrain.agents.certified import CertifiedTools
+from agenttrain.agents.config import AgentConfig, OnFailure, OnForm, Sandbox, Served
+from agenttrain.agents.contained import ContainedAgent
 from agenttrain.agents.output import DividedOutput
 from agenttrain.agents.processes import CommandAgent, environment_of
 from agenttrain.agents.restarts import Restart
@@ -32,7 +34,6 @@ from agenttrain.agents.sandbox import check_sandbox, sandbox_command
 from agenttrain.agents.task import AgentFailed, AgentTask, agent_reward
 from agenttrain.agents.transport import EndpointTransport
 from agenttrain.agents.workers import WorkerAgent
-from agenttrain.chat.certificate import certify
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.grammar import ANY_FORM, AnswerForm, grammar_problem
 from agenttrain.chat.wire.http import BoundedHead
@@ -41,9 +42,11 @@ from agenttrain.chat.wire.openai import RequestError
 from agenttrain.engines.base import Engine
 from agenttrain.engines.registry import names_with
 from agenttrain.rewards.function import copy_task
-from agenttrain.rollout.config import RolloutConfig, RolloutRequest
+from agenttrain.rollout.config import OnToolFailure, RolloutConfig, RolloutRequest
+from agenttrain.runtimes.base import Listens
+from agenttrain.runtimes.machines import Machines
 from agenttrain.tools.arguments import ArgumentSchema
-from agenttrain.types import Finish, Rollout, StopReason
+from agenttrain.types import Rollout, RolloutMachine, StopReason, ToolUnavailable
 from agenttrain.utils.locate import locate
 from agenttrain.utils.redaction import hide_secrets
 from agenttrain.utils.temporary import TemporaryFolder
@@ -78,7 +81,7 @@ class FunctionAgent:
         self._output = DividedOutput()
 
     async def attempt(self, assignment: AgentTask, log: Path) -> float | None:
-        """Await the function. Whatever it raises is the agent's failure."""
+        """Await the function. Whatever it raises is its failure, but for a machine that is lost."""
 
         async def call() -> Any:  # so that an error of the call itself is caught too
             return await self._function(assignment)
@@ -86,12 +89,23 @@ class FunctionAgent:
         with self._output.redirect(log):
             outcome = await attempt_async(call())
         if (error := outcome.error) is not None:
+            if (lost := unavailable_in(error)) is not None:
+                raise lost
             raise AgentFailed(f"raised {type(error).__name__}: {error}") from error
         result = outcome.value
         return agent_reward(result.get("reward") if isinstance(result, dict) else result)
 
     async def aclose(self) -> None:
         self._output.restore()
+
+
+def unavailable_in(error: BaseException) -> ToolUnavailable | None:
+    """Return the failure of the infrastructure that an error is, holds or was raised from."""
+    if isinstance(error, ToolUnavailable):
+        return error
+    inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    causes = (*inner, error.__cause__) if error.__cause__ is not None else inner
+    return next((found for cause in causes if (found := unavailable_in(cause))), None)
 
 
 class ExternalAgent:
@@ -130,6 +144,19 @@ class EndpointProtocol(BoundedHead):
 class LoopServer(uvicorn.Server):
     """uvicorn on the run's event loop, which leaves the run's signals alone."""
 
+    async def listen(self, listener: socket.socket) -> asyncio.Server:
+        """Serve on one more socket, which the caller closes."""
+        loop = asyncio.get_running_loop()
+        return await loop.create_server(
+            partial(
+                EndpointProtocol,
+                config=self.config,
+                server_state=self.server_state,
+                app_state=self.lifespan.state,
+            ),
+            sock=listener,
+        )
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Handle no signals."""
@@ -146,24 +173,28 @@ class Agents:
         folder: Path,
         *,
         lockstep: bool = False,
+        machines: Machines | None = None,
         on_request: Callable[[str, Question], None] | None = None,
         on_restart: Callable[[Restart, str, str], None] | None = None,
     ) -> None:
         """`folder` gets the agents' output. `on_request` and `on_restart` are `ServedPolicy`'s.
 
-        Without `on_restart` the first restart of each kind is a warning. Raises ValueError for a
-        function that does not exist.
+        With `machines` each rollout has a container, in which `command` runs. Without `on_restart`
+        the first restart of each kind is a warning. Raises ValueError for a function that does not
+        exist.
         """
         self.settings, self.chat = settings, chat
         self._on_request = on_request or (lambda session, question: None)
         self._on_restart = on_restart or self._warn_of_restart
         self.folder, self.lockstep = folder, lockstep
-        self._agent = make_agent(settings, folder, self._command)
+        self._machines = machines
+        self._agent = make_agent(settings, folder, self._command, machines)
         self._gate = asyncio.Semaphore(settings.concurrency)
         self._open: dict[str, OpenRollout] = {}
         self._app = build_app(self._open.get)
         self._checked: OrderedDict[str, tuple[str, str] | None] = OrderedDict()
         """Tools and output format, as JSON -> the parameter at fault and the problem, or None."""
+        self._certified = CertifiedTools(chat)
         self._warned_of: set[Restart] = set()
         self._folder: TemporaryFolder | None = None
         """Folder of the socket by which sandboxes reach the endpoint."""
@@ -199,6 +230,7 @@ class Agents:
                 on_request=self._on_request,
             )
             attempt = EndpointRollout(request, policy, self.settings)
+            rollout = attempt.rollout
             entry = OpenRollout(rollout=attempt)
             entry.replays.joins = self.lockstep
             if isinstance(self._agent, ExternalAgent):  # no process of ours shows its end
@@ -207,21 +239,34 @@ class Agents:
             self._open[entry.name] = entry
             start = time.perf_counter()
             try:
-                failure, reward = await self._run_agent(entry)
+                async with self._machine(request) as machine:
+                    failure, reward = await self._run_agent(entry, machine)
+                    await self._close(entry)  # nothing of it is open while it is graded
+                    if attempt.failure is not None:
+                        raise attempt.failure
+                    # A reward sent to the endpoint goes before the one printed or returned.
+                    reward = reward if attempt.reward is None else attempt.reward
+                    self._set_stop_reason(attempt, failure)
+                    if reward is not None:
+                        rollout.environment_reward = reward
+                    if machine is not None and rollout.stop_reason is not StopReason.error:
+                        assert self._machines is not None
+                        await self._machines.grade(rollout)
+            except ToolUnavailable as error:  # its container: no fault of the agent
+                if limits.on_tool_failure is OnToolFailure.error:
+                    raise
+                rollout.stop_reason, rollout.error = StopReason.error, hide_secrets(str(error))
             finally:
-                del self._open[entry.name]
-                attempt.over.set()
-                await entry.replays.aclose()
-                rollout = await attempt.close()
+                await self._close(entry)
             rollout.seconds = time.perf_counter() - start
-            if attempt.failure is not None:
-                raise attempt.failure
-            # A reward that was sent to the endpoint goes before the one printed or returned.
-            reward = reward if attempt.reward is None else attempt.reward
-            self._set_stop_reason(attempt, failure)
-            if reward is not None:
-                rollout.environment_reward = reward
             return rollout
+
+    async def _close(self, entry: OpenRollout) -> None:
+        """Take a rollout from the endpoint, and complete it; the second time, do nothing."""
+        if self._open.pop(entry.name, None) is not None:
+            entry.rollout.over.set()
+            await entry.replays.aclose()
+            await entry.rollout.close()
 
     async def aclose(self) -> None:
         """End the agents that are left, and the endpoint."""
@@ -242,7 +287,27 @@ class Agents:
         socket = self._folder.path / "endpoint"
         return [*sandbox_command(self.settings, socket=socket, port=port), *command]
 
-    async def _run_agent(self, entry: OpenRollout) -> tuple[str | None, float | None]:
+    @asynccontextmanager
+    async def _machine(self, request: RolloutRequest) -> AsyncIterator[RolloutMachine | None]:
+        """Start a rollout's container, in which the endpoint is on 127.0.0.1, and end it."""
+        machines = self._machines
+        if machines is None:
+            yield None
+            return
+        machine, inside = await machines.start(request.rollout_id, request.task), None
+        try:
+            if self._server is not None and isinstance(machine, Listens):
+                port = int(self.address.rpartition(":")[2])
+                inside = await self._server.listen(machine.listener(port))
+            yield machine
+        finally:
+            if inside is not None:
+                inside.close()
+            await machines.release(request.rollout_id)
+
+    async def _run_agent(
+        self, entry: OpenRollout, machine: RolloutMachine | None
+    ) -> tuple[str | None, float | None]:
         """Run a rollout's agent to its end. Return its failure or None, and its reward or None."""
         rollout, url = entry.rollout, f"{self.address}/{entry.name}"
         assignment = AgentTask(
@@ -251,8 +316,14 @@ class Agents:
             url=url,
             api_key=entry.key,
             model=self._model,
+            has_frozen=Served.frozen in self.settings.models.values(),
+            machine=machine,
             transport=lambda: EndpointTransport(self._app, url, entry.key),
         )
+        key, limit_s = "agent.timeout_s", self.settings.timeout_s
+        task_s = None if self._machines is None else self._machines.limit_s(assignment.task)
+        if task_s is not None and task_s < limit_s:
+            key, limit_s = "agent.timeout_sec of the task", task_s
         log = self.folder / rollout.request.rollout_id
         log.parent.mkdir(parents=True, exist_ok=True)
         agent = asyncio.ensure_future(self._agent.attempt(assignment, log))
@@ -260,11 +331,14 @@ class Agents:
         try:
             await asyncio.wait(
                 (agent, over),
-                timeout=self.settings.timeout_s,
+                timeout=limit_s,
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if not agent.done() and not over.done():
-                return f"agent.timeout_s={self.settings.timeout_s:g} passed", None
+                if limit_s == task_s:  # as in the run's own loop: it is graded
+                    rollout.end(StopReason.timeout, f"{key}={limit_s:g} passed")
+                    return None, None
+                return f"{key}={limit_s:g} passed", None
             if not agent.done() and not isinstance(self._agent, ExternalAgent):
                 await asyncio.wait((agent,), timeout=GRACE_S)
             if agent.done():
@@ -286,27 +360,40 @@ class Agents:
         rollout, end = attempt.rollout, attempt.ended
         if end is not None and end.stop_reason is not StopReason.completed:
             rollout.stop_reason, text = end
+            if rollout.stop_reason is StopReason.timeout and not rollout.turns:
+                rollout.stop_reason = StopReason.error
             rollout.error = text if rollout.stop_reason is StopReason.error else None
             if failure is not None and rollout.error is None:
                 # A limit ended the rollout, and the agent failed on the error that reports it.
                 rollout.error = f"{text}, and {failure}"
         elif attempt.refused is not None and (failure is not None or end is None):
             rollout.stop_reason, text = attempt.refused
-            rollout.error = text if rollout.stop_reason is StopReason.error else None
+            is_error = rollout.stop_reason is StopReason.error or not rollout.turns
+            rollout.error = text if is_error else None
         elif failure is not None:
             rollout.stop_reason, rollout.error = StopReason.error, failure
         elif not rollout.turns:
-            is_external = isinstance(self._agent, ExternalAgent)
-            hint = "" if is_external else "; the run's agents/ has its output"
             rollout.stop_reason = StopReason.error
-            rollout.error = f"the agent ended without a turn{hint}"
+            rollout.error = self._no_turn(attempt)
         else:
-            turns = attempt.trained.issued.turns
-            is_cut = turns[-1].finish is Finish.length
-            rollout.stop_reason = StopReason.max_tokens if is_cut else StopReason.completed
+            rollout.stop_reason = StopReason.max_tokens if attempt.is_cut else StopReason.completed
         gives_zero = self.settings.on_failure is OnFailure.zero and rollout.turns > 0
         if gives_zero and rollout.stop_reason is StopReason.error and end is None:
             rollout.stop_reason = StopReason.agent_failed
+
+    def _no_turn(self, attempt: EndpointRollout) -> str:
+        """Return why a rollout whose agent has ended by itself has nothing to train."""
+        names = attempt.untrained.models
+        if names:
+            asked = ", ".join(map(str, dict.fromkeys(names)))
+            count = attempt.counts["agent/requests"]
+            return (
+                f"the agent ended without a turn to train: {count} requests, all for models that "
+                f"are frozen: {asked}; set agent.models={{{names[0]}: policy}}"
+            )
+        is_external = isinstance(self._agent, ExternalAgent)
+        hint = "" if is_external else "; the run's agents/ has its output"
+        return f"the agent ended without a turn{hint}"
 
     async def _start_endpoint(self) -> None:
         """Start the endpoint, if it is not running."""
@@ -319,6 +406,7 @@ class Agents:
             config = uvicorn.Config(
                 self._app,
                 http=EndpointProtocol,
+                ws="none",
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
@@ -355,13 +443,15 @@ class Agents:
         schemas, form = question.schemas, question.form
         if not schemas and form == ANY_FORM:
             return None
-        if form != ANY_FORM and not structured:
+        if form != ANY_FORM and not structured and self.settings.on_form is OnForm.refuse:
             return no_grammar_error(form)
         key = json.dumps([schemas, form.schema, structured])
         if key not in self._checked:
             async with self._certifying:
                 if key not in self._checked:  # another request may have done it meanwhile
-                    problem = await asyncio.to_thread(form_problem, self.chat, question, structured)
+                    problem = await asyncio.to_thread(
+                        form_problem, self._certified, question, structured
+                    )
                     self._checked[key] = problem
         # The least recently used results are dropped: an agent may invent tools for each request.
         self._checked.move_to_end(key)
@@ -392,7 +482,8 @@ def no_grammar_error(form: AnswerForm) -> RequestError:
     if form.call:
         param, field, demand = "tool_choice", "tool_choice", "a call"
     return RequestError(
-        f"{field}: demands {demand}, which needs a grammar; leave it out, or set "
+        f"{field}: demands {demand}, which needs a grammar; leave it out, set agent.on_form=ask, "
+        "which answers without forcing it and counts that, or set "
         f"{names_with(grammars=True)} and rollout.structured_calls=true, and "
         "algorithm.correction.level=token, which weighs what the grammar rules out",
         param=param,
@@ -400,12 +491,15 @@ def no_grammar_error(form: AnswerForm) -> RequestError:
     )
 
 
-def form_problem(chat: Chat, question: Question, structured: bool) -> tuple[str, str] | None:
+def form_problem(
+    certified: CertifiedTools, question: Question, structured: bool
+) -> tuple[str, str] | None:
     """Return the parameter of a request that cannot be honoured, and why, or None if all can be.
 
     `structured` says that the engine samples under grammars: then each needs a grammar.
     """
-    if question.schemas and (problem := tools_problem(chat, question.schemas)):
+    chat = certified.chat
+    if question.schemas and (problem := tools_problem(certified, question.schemas)):
         return "tools", problem
     if not structured:
         return None
@@ -424,7 +518,7 @@ def form_problem(chat: Chat, question: Question, structured: bool) -> tuple[str,
     return None
 
 
-def tools_problem(chat: Chat, schemas: Sequence[dict[str, Any]]) -> str | None:
+def tools_problem(certified: CertifiedTools, schemas: Sequence[dict[str, Any]]) -> str | None:
     """Return why the model cannot be shown these tools, or None if it can."""
     names = [schema["function"]["name"] for schema in schemas]
     for index, schema in enumerate(schemas):
@@ -434,16 +528,14 @@ def tools_problem(chat: Chat, schemas: Sequence[dict[str, Any]]) -> str | None:
             return f"{names[index]}: its parameters are {error}"
     if len(set(names)) < len(names):
         return f"{names} name a tool twice"
-    certificate = certify(chat, schemas)
-    if certificate.passed:
-        return None
-    return "the chat template cannot show them: " + "; ".join(
-        line.strip() for line in certificate.lines()[1:]
-    )
+    return certified.problem(schemas)
 
 
 def make_agent(
-    settings: AgentConfig, folder: Path, command: Callable[[], Sequence[str]] = tuple
+    settings: AgentConfig,
+    folder: Path,
+    command: Callable[[], Sequence[str]] = tuple,
+    machines: Machines | None = None,
 ) -> OutsideAgent:
     """Return the agent that the settings describe. Raises ValueError.
 
@@ -459,6 +551,14 @@ def make_agent(
         return FunctionAgent(function)
     if not settings.command:
         return ExternalAgent()
+    if machines is not None:
+        return ContainedAgent(
+            settings.command,
+            machines.machine_of,
+            env={name: os.environ[name] for name in settings.env if name in os.environ},
+            timeout_s=settings.timeout_s,
+            exit_code=settings.exit_code_reward,
+        )
     if settings.sandbox is Sandbox.bwrap:
         check_sandbox(settings)
     env = environment_of(settings.env)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,15 @@ import httpx
 
 from agenttrain.agents.transport import EndpointClient, EndpointTransport
 from agenttrain.rewards.function import TRUSTED_PACKAGES, as_reward
-from agenttrain.types import AgenttrainError, Task
+from agenttrain.types import AgenttrainError, RolloutMachine, Task
+
+MODEL_VARIABLES = (
+    *("OPENAI_MODEL", "ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL"),
+    *(f"ANTHROPIC_DEFAULT_{size}_MODEL" for size in ("OPUS", "SONNET", "HAIKU")),
+)
+"""Environment variables in which programs look for the name of their model."""
+SMALL_MODEL_VARIABLES = ("ANTHROPIC_SMALL_FAST_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL")
+"""Those for the model of titles and the like."""
 
 
 class AgentFailed(AgenttrainError):
@@ -53,6 +61,10 @@ class AgentTask:
     api_key: str
     model: str
     """Name of the policy in requests."""
+    has_frozen: bool = False
+    """`agent.models` has frozen models: programs ask for their own small model."""
+    machine: RolloutMachine | None = field(default=None, repr=False)
+    """Container of the rollout, for a function that runs commands; None with runtime=bwrap."""
     transport: Callable[[], EndpointTransport] | None = field(default=None, repr=False)
     """Makes the way to the endpoint within the run's process. None: over the network."""
 
@@ -96,9 +108,16 @@ class AgentTask:
         except (TypeError, ValueError, RecursionError) as error:
             raise AgentFailed(f"cannot be sent its task as JSON: {error}") from error
 
-    def environment(self) -> dict[str, str]:
-        """Return the variables by which a program and the clients in it find the policy."""
+    def environment(self, of_agent: Mapping[str, str]) -> dict[str, str]:
+        """Return a program's environment: `of_agent`, and how it finds the policy.
+
+        Names of models in `of_agent` stay, because `agent.models` says which of them is the policy.
+        """
+        kept = SMALL_MODEL_VARIABLES if self.has_frozen else ()
+        named = [name for name in MODEL_VARIABLES if name not in kept]
         return {
+            **dict.fromkeys(named, self.model),
+            **of_agent,
             "AGENTTRAIN_URL": self.url,
             "AGENTTRAIN_ROLLOUT": self.rollout_id,
             "AGENTTRAIN_MODEL": self.model,

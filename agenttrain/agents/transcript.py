@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from agenttrain.agents.restarts import opening_of
-from agenttrain.chat.wire.issued_turns import IssuedTurn, IssuedTurns
+from agenttrain.agents.config import Trained
+from agenttrain.agents.restarts import find_relation
+from agenttrain.chat.wire.issued_turns import IssuedTurn, IssuedTurns, Match
 from agenttrain.tools.arguments import ArgumentSchema, InvalidArguments
 from agenttrain.types import Message, Rollout, ToolCall, ToolError
+from agenttrain.utils.content import parts
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -43,6 +45,10 @@ class Transcript:
     """Seed of each trajectory."""
     growing: set[int] = field(default_factory=set)
     """Trajectories that a request in flight extends."""
+    conversations: list[int] = field(default_factory=list)
+    """Number of the conversation of each trajectory: a restart has that of what it repeats."""
+    models: list[str | None] = field(default_factory=list)
+    """Name of the model that each trajectory's first request asked for."""
     openings: Counter[str] = field(default_factory=Counter)
     """Number of trajectories that began with the same ids."""
     trajectory_count: int = 0
@@ -53,10 +59,52 @@ class Transcript:
         trajectory = self.rollout.trajectories[turn.trajectory]
         return trajectory.length == turn.end and trajectory.index not in self.growing
 
-    def begins_alike(self, messages: Sequence[Message]) -> bool:
-        """Return True if a conversation begins like the first that was issued."""
-        turns = self.issued.turns
-        return not turns or opening_of(messages) == opening_of(turns[0].conversation)
+    def conversation_of(self, messages: Sequence[Message], match: Match[AgentTurn]) -> int:
+        """Return the number of the conversation of a request's messages: a new one if it is new."""
+        position = find_relation(messages, self.issued.turns, match).position
+        if position is None:
+            return max(self.conversations, default=-1) + 1
+        return self.conversations[self.issued.turns[position].trajectory]
+
+    def indices_of(self, conversations: Collection[int]) -> list[int]:
+        """Return the indices of the trajectories of some conversations."""
+        return [i for i, number in enumerate(self.conversations) if number in conversations]
+
+    def trained_conversations(self, trained: Trained) -> set[int]:
+        """Return the conversations that are trained, as far as it is known."""
+        numbers = set(self.conversations)
+        if trained is Trained.all or not numbers:
+            return numbers
+        main = self.main_conversation()
+        if trained is Trained.main:
+            return {main}
+        return {number for number in numbers if self._has_tools(number) >= self._has_tools(main)}
+
+    def main_conversation(self) -> int:
+        """Return the conversation that attempts the task.
+
+        It is the first that has tools, if any has, and whose opening holds the task's prompt.
+        """
+        return max(
+            dict.fromkeys(self.conversations),
+            key=lambda number: (self._has_tools(number), self._holds_prompt(number)),
+        )
+
+    def _has_tools(self, conversation: int) -> bool:
+        indices = self.indices_of({conversation})
+        return any(self.rollout.trajectories[index].schemas for index in indices)
+
+    def _holds_prompt(self, conversation: int) -> bool:
+        """Return True if a message before a conversation's first answer holds the task's prompt."""
+        first = self.rollout.trajectories[self.conversations.index(conversation)]
+        wanted = [_text_of(m).strip() for m in self.rollout.task.messages if m["role"] == "user"]
+        texts = [_text_of(message) for message in first.messages[: first.prompt_messages]]
+        return any(wanted[-1] in text for text in texts) if wanted else False
+
+
+def _text_of(message: Message) -> str:
+    """Return a message's text, without its images."""
+    return "".join(part for part in parts(message.get("content")) if isinstance(part, str))
 
 
 @lru_cache(maxsize=1024)

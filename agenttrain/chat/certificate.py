@@ -322,6 +322,7 @@ def _left_out(chat: Chat, schemas: Sequence[dict]) -> Iterator[str]:
     for description, messages in conversations.items():
         try:
             chat.check_places(messages, schemas)
+            chat.prompt_ids(messages, schemas)  # raises if the template refuses them
         except ChatError:
             yield description
 

@@ -30,7 +30,7 @@ def show(config: RunConfig, prompts: int) -> int:
     Return exit code 1 if the chat template fails its certificate, or a reward lacks a column.
     """
     with refusing():
-        components = Components(config)
+        components = Components(config, shows_demonstrations=True)
         certificate, tasks = components.certificate, components.tasks
         columns = components.rubric.columns
         for line in _summary(components, context_of(config)):
@@ -72,8 +72,12 @@ async def _with_prompts(tasks: Sequence[Task], components: Components) -> list[T
     try:
         for task in tasks:
             rollout = Rollout(task=task, rollout_id=f"data-{task.task_id}")
-            seeds = {"seed": derive_seed(seed, task.task_id), "group_seed": derive_seed(seed)}
-            episode = await start_episode(rollout, components.environments, **seeds)
+            episode = await start_episode(
+                rollout,
+                components.environments,
+                seed=derive_seed(seed, task.task_id),
+                group_seed=derive_seed(seed),
+            )
             started.append(rollout.task)
             await end_episode(rollout, episode)
     finally:

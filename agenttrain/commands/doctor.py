@@ -29,6 +29,7 @@ from rich.text import Text
 
 from agenttrain.commands.verb import STDOUT, write_report
 from agenttrain.engines.registry import specs
+from agenttrain.runtimes.machines import client_problem
 from agenttrain.utils.redaction import hide_secrets
 
 GIB = 2**30
@@ -131,6 +132,7 @@ def examine() -> Iterator[Finding]:
             detail = "; ".join(text.removeprefix(f"{engine}: ") for text in problems)
             yield Finding(engine, state, detail or "can sample on this machine")
     yield _sandbox()
+    yield _containers()
     programs = [name for name in SLURM if shutil.which(name)]
     yield Finding(
         "SLURM",
@@ -314,6 +316,24 @@ def _sandbox() -> Finding:
         return Finding("sandbox", State.missing, problem, f"it takes {remedy}")
     there = "" if shutil.which("bwrap") else "; bubblewrap is not installed"
     return Finding("sandbox", State.ok, f"works by {backend}{there}")
+
+
+def _containers() -> Finding:
+    """Return the finding about containers, whose client is asked once."""
+    for client in ("podman", "docker"):
+        if shutil.which(client) is None:
+            continue
+        problem = client_problem(client)
+        if problem is None:
+            return Finding("containers", State.ok, f"{client} answers")
+        reason, remedy = problem
+        return Finding("containers", State.warn, f"{client}: {reason}", remedy)
+    return Finding(
+        "containers",
+        State.missing,
+        "neither podman nor docker is installed",
+        "for runtime=podman: apt-get install podman runc uidmap",
+    )
 
 
 def hub() -> Finding:

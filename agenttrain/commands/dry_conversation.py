@@ -90,7 +90,7 @@ def converse(config: RunConfig) -> str:
         rollout = asyncio.run(_attempt(components, tasks[0], differences))
     except (AgenttrainError, OSError, ValueError) as error:
         raise ConfigError(f"agent.{key}={value}: {error}") from error
-    if rollout.stop_reason in FAILED:
+    if rollout.stop_reason in FAILED or not rollout.turns:
         raise ConfigError(
             f"agent.{key}={value}: failed in a conversation with a scripted model, which calls "
             f"the first tool and then answers: {rollout.error}"

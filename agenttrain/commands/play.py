@@ -38,6 +38,7 @@ from agenttrain.types import (
 from agenttrain.utils.content import images_in
 from agenttrain.utils.garbage import no_garbage_collection
 from agenttrain.utils.names import did_you_mean
+from agenttrain.utils.redaction import shell_command
 from agenttrain.utils.seeds import derive_seed
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def check_engine(config: RunConfig, overrides: Sequence[str]) -> None:
     if typed is not None and spec_of(config.engine).own_weights:
         raise ConfigError(
             f"{typed}: agenttrain play samples from the model in its own process; leave it out, or "
-            f"serve the model: agenttrain serve {typed}"
+            f"serve the model: {shell_command(['serve', *overrides])}"
         )
 
 
@@ -139,6 +140,7 @@ class Player:
             chat=components.chat,
             toolbox=components.toolbox,
             environments=components.environments,
+            machines=components.machines,
             limits=components.config.rollout,
             on_messages=self._show,
         )

@@ -33,6 +33,14 @@ def data(args: Namespace, overrides: Sequence[str]) -> int:
     return show(config, args.rows)
 
 
+def images(args: Namespace, overrides: Sequence[str]) -> int:
+    """List the images that the rows need, and build them; return exit code 1 if one is missing."""
+    config = compose_single("data", args, overrides).config
+    from agenttrain.commands.images import show  # imports torch
+
+    return show(config, args)
+
+
 def tools(args: Namespace, overrides: Sequence[str]) -> int:
     """Print the model's tools, or call them; return exit code 1 if a call has an error."""
     calls = [_read_call(name, text, number) for number, (name, text) in enumerate(args.call)]

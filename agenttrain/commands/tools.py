@@ -23,10 +23,12 @@ from agenttrain.rollout.row_tools import RowTools
 from agenttrain.runs.setup import Components
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tools.toolbox import Toolbox
-from agenttrain.types import Rollout, Task, ToolCall, ToolContext, ToolResult
+from agenttrain.types import Rollout, RolloutMachine, Task, ToolCall, ToolContext, ToolResult
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.redaction import shell_command
 
+TRIED = "try"
+"""Name of the rollout of which the calls are a part."""
 SEARCHED = 10_000
 """Rows that are searched for a task's id: rows without end are computed one by one."""
 
@@ -90,7 +92,9 @@ async def _try(
         toolbox, environments = components.toolbox, components.environments
         task = _row(args, components.tasks.train)
         tools_of = f"row {task.task_id}" if named else "the first row"
-        results = await _call(toolbox, environments, calls, task, tools_of)
+        machines = components.machines
+        machine = await machines.start(TRIED, task) if machines is not None and calls else None
+        results = await _call(toolbox, environments, calls, task, tools_of, machine)
         tools = RowTools(task, toolbox, environments)
         results = [_clipped(result, tools, components) for result in results]
         return RowTools(task, toolbox, environments) if named else None, results
@@ -134,10 +138,11 @@ async def _call(
     calls: Sequence[ToolCall],
     task: Task,
     tools_of: str,
+    machine: RolloutMachine | None,
 ) -> list[ToolResult]:
     """Make the calls one after the other, as in the turns of one rollout of the task.
 
-    `tools_of` is the name of the row for an error.
+    `tools_of` is the name of the row for an error, `machine` its container.
     """
     known = RowTools(task, toolbox, environments).names
     for call in calls:
@@ -148,20 +153,25 @@ async def _call(
             )
     if not calls:
         return []
-    rollout = Rollout(task=task, rollout_id="try")
-    episode = await start_episode(rollout, environments, seed=0, group_seed=0)
+    rollout = Rollout(task=task, rollout_id=TRIED)
+    episode = await start_episode(rollout, environments, seed=0, group_seed=0, machine=machine)
     results: list[ToolResult] = []
     try:
         tools = RowTools(task, toolbox, environments, episode)
         contexts = {
             call.id: ToolContext(
-                rollout_id="try", task=task, turn=turn, call_id=call.id, tool=call.name
+                rollout_id=TRIED,
+                task=task,
+                turn=turn,
+                call_id=call.id,
+                tool=call.name,
+                machine=machine,
             )
             for turn, call in enumerate(calls)
         }
         for call in calls:
             results += await tools.execute([call], lambda executed: contexts[executed.id])
-        await toolbox.release("try")
+        await toolbox.release(TRIED)
     finally:
         await end_episode(rollout, episode)
     return results

@@ -35,8 +35,8 @@ from agenttrain.types import AgenttrainError, ConfigError
 from agenttrain.utils.names import did_you_mean
 
 VERBS = (
-    *("train", "sft", "eval", "submit", "check", "rehearse", "plan", "data", "tools", "templates"),
-    *("settings", "view", "timeline", "replay", "rescore", "compare", "play", "serve"),
+    *("train", "sft", "eval", "submit", "check", "rehearse", "plan", "data", "images", "tools"),
+    *("templates", "settings", "view", "timeline", "replay", "rescore", "compare", "play", "serve"),
     *("engine-server", "servers", "export", "completion", "init", "doctor"),
 )
 """Their names, in the order of the help."""

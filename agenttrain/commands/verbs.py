@@ -34,7 +34,7 @@ BEFORE = {
     **dict.fromkeys(("-h", "--help", "--version"), 0),
 }
 """Options that may stand before the verb, and the number of their values."""
-LIKE_TRAIN = ("submit", "rehearse", "plan", "data", "tools")
+LIKE_TRAIN = ("submit", "rehearse", "plan", "data", "tools", "images")
 """Verbs that take the settings of a run, whichever verb will start it; `check` names them too."""
 TRUST = {"trust=true": "let the code run that the folder's config.yaml names"}
 NEW_FOLDER = {"hydra.run.dir=FOLDER": "name the run folder (outputs/<experiment>/<date>_<time>)"}
@@ -117,6 +117,11 @@ def _plan(parser: ArgumentParser) -> None:
     text = "length of a prompt (1024)"
     add("--prompt-tokens", type=whole(1), default=1024, metavar="N", help=text)
     add("--cpu", action="store_true", help="plan for the processor alone")
+    add_json(parser)
+
+
+def _images(parser: ArgumentParser) -> None:
+    parser.add_argument("--build", action="store_true", help="build those that are missing")
     add_json(parser)
 
 
@@ -371,6 +376,20 @@ _DECLARED = (
         },
         add_arguments=_data,
         command="single:data",
+        settings=SAVED,
+    ),
+    Verb(
+        name="images",
+        help="the images of the rows' containers, and building them before a run",
+        page="guides/containers.md",
+        examples={
+            "images runtime=podman runtime.image=debian:12": "does this machine have it?",
+            "images --build runtime=podman runtime.image=folder runtime.trust=true": (
+                "made of a Dockerfile"
+            ),
+        },
+        add_arguments=_images,
+        command="single:images",
         settings=SAVED,
     ),
     Verb(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass as plain_dataclass
 from dataclasses import field
 from enum import StrEnum
@@ -221,3 +221,6 @@ class Sampling:
     grammar: str | None = None
     """Structural tag (JSON) that restricts the tokens that can be sampled. An engine applies it or
     refuses the request."""
+    ends: Callable[[int], bool] | None = field(default=None, compare=False, repr=False)
+    """Called with each sampled token; True ends the completion there, as `abort`. Only
+    engine=transformers calls it. Others sample on, and the caller cuts the completion."""

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -297,10 +298,16 @@ def _modeling_classes(model: nn.Module) -> set[type]:
     return {cls for kind in {type(module) for module in model.modules()} for cls in kind.__mro__}
 
 
+def _mixer_functions(model: nn.Module) -> list[tuple[ModuleType, str]]:
+    """Return the places of functions of `ADAPTERS` in the model's modeling modules."""
+    names = {cls.__module__ for cls in _modeling_classes(model)}
+    modules = [sys.modules[name] for name in names & sys.modules.keys()]
+    return [(module, name) for module in modules for name in ADAPTERS.keys() & vars(module).keys()]
+
+
 def has_mixers(model: nn.Module) -> bool:
     """Return True if a modeling module of the model has a function of `ADAPTERS`."""
-    modules = {sys.modules[cls.__module__] for cls in _modeling_classes(model)}
-    return any(hasattr(module, name) for module in modules for name in ADAPTERS)
+    return bool(_mixer_functions(model))
 
 
 def layout_keywords(model: nn.Module, layout: MixerLayout) -> dict[str, MixerLayout]:
@@ -308,16 +315,15 @@ def layout_keywords(model: nn.Module, layout: MixerLayout) -> dict[str, MixerLay
 
     The first call replaces the functions of the model's modeling modules.
     """
-    if not has_mixers(model):
+    places = _mixer_functions(model)
+    if not places:
         return {}
-    classes = _modeling_classes(model)
-    for module in {sys.modules[cls.__module__] for cls in classes}:
-        for name in ADAPTERS.keys() & vars(module).keys():
-            function = getattr(module, name)
-            if not isinstance(function, _WithLayout):
-                setattr(module, name, _WithLayout(function, ADAPTERS[name]))
+    for module, name in places:
+        function = getattr(module, name)
+        if not isinstance(function, _WithLayout):
+            setattr(module, name, _WithLayout(function, ADAPTERS[name]))
     keywords = {"recurrent": layout}
-    if any(map(_takes_only_seq_idx, classes)):
+    if any(map(_takes_only_seq_idx, _modeling_classes(model))):
         keywords["seq_idx"] = layout
     return keywords
 

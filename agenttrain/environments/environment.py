@@ -7,7 +7,8 @@ A class may have these members, all optional, with sync or async methods::
         done = False                         # attribute or property: True ends the rollout
         truncated = False                    # with `done`: a limit ended the episode, not the task
 
-        def reset(self, row, seed): ...      # -> None, a text (a user message) or messages
+        def reset(self, row, seed): ...      # -> None, a text (a user message) or messages;
+                                             #    `group_seed` and `machine` are given if named
         def user(self, message): ...         # -> what the user says to an answer without a call
         def state(self): ...                 # -> a JSON value: equal states are one state
         def reward(self, rollout): ...       # -> float, or None: not applicable
@@ -38,14 +39,23 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from agenttrain.environments.config import EnvironmentSettings
-from agenttrain.types import Message, Rollout, StopReason, ToolUnavailable, TurnReward
+from agenttrain.types import (
+    Message,
+    Rollout,
+    RolloutMachine,
+    StopReason,
+    ToolUnavailable,
+    TurnReward,
+)
 from agenttrain.utils.alarms import warn_of_alarm
 from agenttrain.utils.content import read_content
 from agenttrain.utils.redaction import hide_secrets
 from agenttrain.utils.threads import DaemonThreads, attempt, attempt_async
 
-RESET_ARGUMENTS = ("row", "seed", "group_seed")
+RESET_ARGUMENTS = ("row", "seed", "group_seed", "machine")
 """Names of the arguments that a `reset` may have."""
+MACHINE = "machine"
+"""The one that a `reset` gets only if it names it: the rollout's container, or None."""
 
 
 Reward = TypeVar("Reward")
@@ -62,6 +72,8 @@ class Start:
     """Seed of this rollout."""
     group_seed: int
     """Seed that all rollouts of the task share."""
+    machine: RolloutMachine | None = None
+    """The rollout's container; None with runtime=bwrap."""
 
 
 class EnvironmentKind:
@@ -151,7 +163,12 @@ class EnvironmentKind:
         if self.has_reset:
             episode.stage = "its reset"
             row = copy.deepcopy(dict(start.row))
-            available = {"row": row, "seed": start.seed, "group_seed": start.group_seed}
+            available = {
+                "row": row,
+                "seed": start.seed,
+                "group_seed": start.group_seed,
+                MACHINE: start.machine,
+            }
             arguments = {name: available[name] for name in self._reset_arguments}
             prompt = await instance.call(instance.obj.reset, **arguments)
             # In the instance's thread: an error quotes the prompt, whose repr runs user code.
@@ -200,7 +217,8 @@ def _reset_arguments(cls: Any, where: str) -> list[str]:
     kinds = inspect.Parameter
     parameters = list(inspect.signature(cls.reset).parameters.values())[1:]  # without self
     if any(parameter.kind is kinds.VAR_KEYWORD for parameter in parameters):
-        return list(RESET_ARGUMENTS)
+        names = {parameter.name for parameter in parameters}
+        return [name for name in RESET_ARGUMENTS if name != MACHINE or name in names]
     for parameter in parameters:
         is_argument = parameter.name in RESET_ARGUMENTS
         can_be_given = is_argument and parameter.kind is not kinds.POSITIONAL_ONLY

@@ -497,7 +497,11 @@ def copy_rollout(rollout: Rollout) -> Rollout:
             for trajectory in rollout.trajectories
         ],
         tool_results=results,
+        untrained=tuple(
+            replace(side, messages=copy_value(side.messages)) for side in rollout.untrained
+        ),
         rewards=dict(rollout.rewards),
+        grades=dict(rollout.grades),
         turn_scores=dict(rollout.turn_scores),
         counts=dict(rollout.counts),
     )

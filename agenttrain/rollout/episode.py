@@ -13,7 +13,7 @@ from agenttrain.rewards.function import (
     copy_rollout,
     scoring_error,
 )
-from agenttrain.types import Rollout, StopReason, ToolUnavailable
+from agenttrain.types import Rollout, RolloutMachine, StopReason, ToolUnavailable
 from agenttrain.utils.seeds import derive_seed
 
 REWARD = "environment"
@@ -21,7 +21,12 @@ REWARD = "environment"
 
 
 async def start_episode(
-    rollout: Rollout, environments: Environments, *, seed: int, group_seed: int
+    rollout: Rollout,
+    environments: Environments,
+    *,
+    seed: int,
+    group_seed: int,
+    machine: RolloutMachine | None = None,
 ) -> Episode | None:
     """Start the environment of the rollout's task, and add the messages of its reset to the task.
 
@@ -38,6 +43,7 @@ async def start_episode(
             row=rollout.task.columns,
             seed=derive_seed(seed, "environment"),
             group_seed=derive_seed(group_seed, "environment"),
+            machine=machine,
         )
     )
     messages = (*rollout.task.messages, *episode.messages)

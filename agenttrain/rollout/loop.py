@@ -61,6 +61,7 @@ from agenttrain.types import (
     Message,
     Origin,
     Rollout,
+    RolloutMachine,
     StopReason,
     Task,
     ToolCall,
@@ -98,9 +99,17 @@ async def run_rollout(request: RolloutRequest, context: RolloutContext) -> Rollo
     started = time.perf_counter()
     episode: Episode | None = None
     sub_agents: SubAgents | None = None
+    machines = context.machines
     try:
+        machine = None
+        if machines is not None:
+            machine = await machines.start(request.rollout_id, request.task)
         episode = await start_episode(
-            rollout, environments, seed=request.sampling.seed, group_seed=request.group_seed
+            rollout,
+            environments,
+            seed=request.sampling.seed,
+            group_seed=request.group_seed,
+            machine=machine,
         )
         tools = RowTools(request.task, context.toolbox, environments, episode)
         try:
@@ -115,7 +124,7 @@ async def run_rollout(request: RolloutRequest, context: RolloutContext) -> Rollo
         sub_agents = SubAgents(rollout, limits)
         agent = Agent(session=request.rollout_id)
         loop = _Loop(rollout, request, context, tools, episode, sub_agents, agent)
-        scope = asyncio.timeout(limits.timeout_s)
+        scope = asyncio.timeout(_limit_s(request.task, context))
         try:
             async with scope:
                 rollout.stop_reason = await loop.run()
@@ -123,6 +132,8 @@ async def run_rollout(request: RolloutRequest, context: RolloutContext) -> Rollo
             if not scope.expired():  # the engine's own timeout, not the rollout's limit
                 raise EngineError(f"TimeoutError: {error}") from error
             rollout.stop_reason = StopReason.timeout
+        if machines is not None and rollout.stop_reason is not StopReason.error:
+            await machines.grade(rollout)
         await score_episode(rollout, episode)
     except EngineDead:  # an EngineError too, but no later rollout could succeed
         raise
@@ -142,8 +153,19 @@ async def run_rollout(request: RolloutRequest, context: RolloutContext) -> Rollo
             try:
                 await context.toolbox.release(request.rollout_id)
             finally:
-                await end_episode(rollout, episode)
+                try:
+                    await end_episode(rollout, episode)
+                finally:
+                    if machines is not None:
+                        await machines.release(request.rollout_id)
     return rollout
+
+
+def _limit_s(task: Task, context: RolloutContext) -> float | None:
+    """Return the wall seconds of a rollout: the run's limit, or the task's own if it is lower."""
+    task_limit = None if context.machines is None else context.machines.limit_s(task)
+    limits = [limit for limit in (context.limits.timeout_s, task_limit) if limit is not None]
+    return min(limits, default=None)
 
 
 class _Loop:
@@ -565,6 +587,7 @@ class _Loop:
                 call_id=call.id,
                 tool=call.name,
                 run_policy=partial(self._delegate, order),
+                machine=self._machine(),
             )
 
         executed = await self.tools.execute(allowed, context_of, order.answered)
@@ -589,6 +612,11 @@ class _Loop:
             results = refuse_unreadable_images(results, self.chat)
         self.rollout.tool_results.extend(results)
         return results
+
+    def _machine(self) -> RolloutMachine | None:
+        """Return the rollout's machine, if it has one."""
+        machines = self.context.machines
+        return None if machines is None else machines.machine_of(self.rollout.rollout_id)
 
     async def _delegate(
         self, order: CallOrder, caller: ToolContext, messages: Sequence[Message], **options: Any

@@ -14,6 +14,7 @@ from agenttrain.rollout.config import RolloutConfig, RolloutRequest
 from agenttrain.rollout.ledger import ParsedTurns
 from agenttrain.rollout.monitoring import Throttle
 from agenttrain.rollout.row_tools import RowTools
+from agenttrain.runtimes.machines import Machines
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.types import AgenttrainError, Message, Origin, Rollout, Task
 from agenttrain.utils.seeds import derive_seed
@@ -94,6 +95,8 @@ class RolloutContext:
     toolbox: Toolbox
     limits: RolloutConfig = field(default_factory=RolloutConfig)
     environments: Environments = field(default_factory=Environments)
+    machines: Machines | None = None
+    """Gives each rollout a machine; None: its tools run commands in sandboxes of their own."""
     throttle: Throttle | None = None
     """Shared by the rollouts in flight on one event loop; None: this is the only rollout."""
     parsed_turns: ParsedTurns | None = None

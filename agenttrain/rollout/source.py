@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 from agenttrain.algorithms.config import AlgorithmConfig
@@ -54,6 +55,7 @@ class RolloutSource:
 
     async def batch(self, step: int) -> StepBatch:
         """Sample and score the groups of a step. Raises NoRewards, in all processes."""
+        self.collector.in_flight.take_idle_s()  # the idle time before the step does not count
         first_round = tasks_of_round(self.tasks_per_step, self.algorithm.oversample)
         batch = await sample_groups(
             self.collector,
@@ -70,6 +72,8 @@ class RolloutSource:
             first_reason = next((reason for reason in reasons if reason), "")
             raise nothing_to_learn(step, first_reason, batch.collected)
         batch.stuck = len(self.collector.stuck)
+        # After the exchange: the engine waits for the slowest process too.
+        batch.idle_s = self.collector.in_flight.take_idle_s()
         if not self.algorithm.resamples:  # there is one round: nothing to report
             batch.metrics = {}
         return batch
@@ -142,6 +146,9 @@ def merge_batches(
     if first.ahead:  # also sampled outside the rollout phase: divide by the whole step's seconds
         tokens = sum(rollout.sampled_length for rollout in collected.rollouts)
         metrics["tokens_per_s"] = tokens / sum(seconds.values())
+    idle = [batch.idle_s for batch in batches if batch.idle_s is not None]
+    if idle:
+        metrics["idle/rollout"] = min(fmean(idle) / seconds["rollout"], 1.0)
     return {**metrics, **first.metrics}, collected.rollouts
 
 

@@ -29,6 +29,9 @@ class StepBatch:
     """Metrics of the groups of all processes; later also the curriculum's."""
     ahead: bool = False
     """The rollouts were also sampled while earlier steps were trained."""
+    idle_s: float | None = None
+    """Seconds of the rollout phase in which this process's engine had no request; None: the
+    rollouts were also sampled at other times, or by another process."""
     stuck: int = 0
     """Abandoned tool calls of this process that still run."""
     costs: Costs | None = None

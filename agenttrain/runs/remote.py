@@ -330,7 +330,7 @@ def split_batch(batch: StepBatch, processes: int, minibatches: int) -> list[Step
         groups = [group_at[place] for place in places]
         counts = collected if rank == 0 else Collected()
         share = replace(batch, collected=replace(counts, groups=groups, places=places))
-        shares.append(share if rank == 0 else replace(share, stuck=0, state={}))
+        shares.append(share if rank == 0 else replace(share, stuck=0, idle_s=None, state={}))
     return shares
 
 

@@ -16,7 +16,8 @@ from agenttrain.tracking import viewer
 from agenttrain.tracking.metrics import Scores
 from agenttrain.tracking.report import print_report
 from agenttrain.tracking.rollouts import read_step, rollout_record, step_path
-from agenttrain.tracking.run_folder import write_atomically
+from agenttrain.tracking.run_folder import read_summary, write_atomically
+from agenttrain.tracking.usage import usage_lines
 from agenttrain.utils.model_path import model_folder
 
 SHOWN = 3
@@ -54,6 +55,7 @@ def print_scores(
         run_folder=run_folder,
         dashboards=dashboards,
         best=best,
+        usage=read_summary(run_folder).get("usage"),
     )
 
 
@@ -75,6 +77,8 @@ def print_losses(
         )
     follow_up = after_sft(arguments, str(folder / "checkpoints" / "latest"))
     print(f"run            {folder}")
+    for title, text in usage_lines(read_summary(folder).get("usage", {})):
+        print(f"{title:<15}{text}")
     print(f"tokens         agenttrain view {shlex.quote(str(folder))}")
     for dashboard in dashboards:
         print(f"dashboard      {dashboard}")

@@ -20,6 +20,10 @@ from agenttrain.types import AssistantTurn, Finish, Message, Task
 RENDERED_TASKS = 8
 """First tasks of each split whose prompts are rendered before a run starts."""
 ANSWER = AssistantTurn(content="ok", reasoning=None, calls=())
+HOLDS_ANSWER = (
+    "the last message is the assistant's, so the prompt would hold the answer; end `messages` with "
+    "the question, or learn from it with agenttrain sft"
+)
 ROW_TOOL_SETS = 4
 """The template is certified with so many of the distinct sets of tools that a split's rows list."""
 
@@ -32,12 +36,15 @@ def check_rows(
     *,
     structured_calls: bool = False,
     executed: bool = True,
+    may_end_with_answer: bool = False,
     on_bad_row: OnBadRow = OnBadRow.error,
 ) -> set[str]:
     """Check the rows of each source, and the template with their tools; return the tools' names.
 
-    `executed` is that of `RowTools`. Raises RowError with the name of the row, CertificateError if
-    the template does not fit the tools, and ChatError as `check_grammars`.
+    `executed` is that of `RowTools`. A row that ends with an assistant's message is a bad one
+    unless rows `may_end_with_answer`: the model would be asked with the answer in its prompt.
+    Raises RowError with the name of the row, CertificateError if the template does not fit the
+    tools, and ChatError as `check_grammars`.
     """
     names: set[str] = set()
     if structured_calls:
@@ -47,15 +54,23 @@ def check_rows(
         names |= {schema["function"]["name"] for schemas in sets for schema in schemas}
         if sets:
             certify_tool_sets(chat, sets[:ROW_TOOL_SETS]).raise_if_refused()
-        _check_messages(chat, key, source, on_bad_row)
+        _check_messages(chat, key, source, on_bad_row, may_end_with_answer=may_end_with_answer)
         if structured_calls:
             check_grammars(chat, sets)
     return names
 
 
-def _check_messages(chat: Chat, key: str, source: TaskSource, on_bad_row: OnBadRow) -> None:
-    """Leave out the rows of which the template drops a message, or raise ChatError for the first.
+def _check_messages(
+    chat: Chat,
+    key: str,
+    source: TaskSource,
+    on_bad_row: OnBadRow,
+    *,
+    may_end_with_answer: bool,
+) -> None:
+    """Leave out the rows that make no prompt, or raise ChatError for the first.
 
+    They are those of which the template drops a message, and those that hold their answer.
     `on_bad_row` decides between the two. A conversation is rendered only if one of its messages
     stands in a place that no earlier row had. The run itself finds texts that the template changes,
     and checks later rows of a source without end (`Collector.on_bad_row`).
@@ -69,6 +84,8 @@ def _check_messages(chat: Chat, key: str, source: TaskSource, on_bad_row: OnBadR
         is_demonstration = bool(answers) and answers[-1] == len(messages) - 1
         prompt = messages[: answers[0]] if is_demonstration else messages
         try:
+            if is_demonstration and not may_end_with_answer:
+                raise ChatError(HOLDS_ANSWER)
             chat.check_places(prompt, ())
         except ChatError as error:
             line = f"{source.where(index)}: {error}"

@@ -44,15 +44,19 @@ from agenttrain.runs.teacher import make_teacher, teacher_prompt
 from agenttrain.settings.async_checks import async_note
 from agenttrain.settings.command_line import resuming
 from agenttrain.settings.engine_checks import broadcast_note, has_rollout_process, run_spec
+from agenttrain.settings.machine import run_gpus
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.saved import done_steps
+from agenttrain.tracking.cards import peak_tflops
 from agenttrain.tracking.rollouts import rollout_limit, write_step
 from agenttrain.tracking.run_folder import FolderInUse, lock_folder, read_summary, update_summary
 from agenttrain.tracking.timeline import Timeline
 from agenttrain.tracking.tracker import SilentTracker, Tracker
+from agenttrain.tracking.usage import Usage
 from agenttrain.trainer import BatchSource, Trainer
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.checkpoint_files import CheckpointError, NotWritten, set_stop_tokens
+from agenttrain.training.operations import card_name
 from agenttrain.training.policy import Policy
 from agenttrain.training.teacher_scores import Teacher
 from agenttrain.training.weight_sync import SyncProbe, sync
@@ -60,6 +64,7 @@ from agenttrain.training.world import PeerFailed, World
 from agenttrain.types import AgenttrainError, ConfigError, Rollout
 from agenttrain.utils.exit_codes import DONE, FAILED, INTERRUPTED, PREEMPTED, TERMINATED
 from agenttrain.utils.garbage import no_garbage_collection
+from agenttrain.utils.json_lines import read_rows
 from agenttrain.utils.redaction import hide_in_words, hide_secrets
 from agenttrain.utils.signals import Preempted, StopRequest, listening
 
@@ -126,6 +131,10 @@ class Run:
     """Writes crash bundles; None: the run writes none."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall seconds of the timed phases, which the trainer clears at the start of a step."""
+    usage: Usage = field(default_factory=Usage)
+    """Tokens, seconds and cost of the run, which the main process knows."""
+    started: float = field(default_factory=time.perf_counter)
+    """Time at which this execution began."""
 
     def execute(self) -> int:
         """Run the verb; return the exit code. Raises ConfigError for a folder of another verb."""
@@ -243,7 +252,7 @@ class Run:
 
     async def _train(self, components: Components) -> None:
         """Train by reinforcement or supervised learning; evaluate before and after."""
-        with self._timed("seconds"):
+        with self._metered():
             async with AsyncExitStack() as stack:
                 trainer = await make_trainer(self, components, stack)
                 with self.stop.deferred(trainer.save_checkpoint):
@@ -284,7 +293,7 @@ class Run:
 
     async def _evaluate(self, components: Components) -> None:
         """Evaluate the model as it is, without training."""
-        with self._timed("seconds"):
+        with self._metered():
             async with AsyncExitStack() as stack:
                 trainer = await make_trainer(self, components, stack)
                 evaluations = await trainer.evaluate("eval")
@@ -371,6 +380,15 @@ class Run:
         finally:
             self._record_end(**{name: earlier + time.perf_counter() - started})
 
+    @contextmanager
+    def _metered(self) -> Iterator[None]:
+        """Record the block's seconds and the run's usage in summary.json, even if it raises."""
+        with self._timed("seconds"):
+            try:
+                yield
+            finally:
+                self._record_end(usage=self.usage.summary())
+
     def record(self, **changes: Any) -> None:
         """Call `update_summary` in the main process only."""
         if self.world.is_main:
@@ -440,7 +458,7 @@ class Run:
         """
         if not self.world.is_main:
             return SilentTracker()
-        return Tracker(
+        tracker = Tracker(
             self.folder,
             self.config.tracker,
             project=self.project,
@@ -451,6 +469,21 @@ class Run:
             group=self.folder.resolve().parent.name if self.sweep else None,
             run_config=self.plain,
         )
+        # After the tracker has cut the rows that the resumed run repeats.
+        self.usage = self._make_usage()
+        return tracker
+
+    def _make_usage(self) -> Usage:
+        """Return the usage of the run until now: that of its earlier parts, if it is resumed."""
+        cost, metrics = self.config.cost, self.folder / "metrics.jsonl"
+        resumed = self.config.resume is not None and metrics.exists()
+        return Usage(
+            gpus=cost.gpus or run_gpus(self.config, self.verb, self.world.size),
+            gpu_hour=cost.gpu_hour,
+            earlier_s=read_summary(self.folder).get("seconds", 0.0),
+            rows=read_rows(metrics) if resumed else (),
+            started=self.started,
+        )
 
     def record_kernel(self, components: Components, policy: Policy) -> None:
         """Record in config.yaml the kernel that computes the attention in training."""
@@ -459,6 +492,13 @@ class Run:
         write_config(self.folder, self.plain, components.certificate.hash, policy.kernel)
         if policy.device.type == "cuda":
             print(f"attention: training/kernel={policy.kernel}", flush=True)
+            card = card_name(policy.device)
+            if self.config.cost.peak_tflops is None and peak_tflops(card) is None:
+                print(
+                    f"perf/mfu is left out: no peak rate is known for {card}; set "
+                    "cost.peak_tflops to its dense bf16 TFLOP/s",
+                    flush=True,
+                )
 
     def _preempted(self, signal: str) -> int:
         """Record and report a stop by a signal after everything was saved; return the exit code."""

@@ -7,8 +7,10 @@ its engine are built afterwards, in `loading.py`.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,14 +38,17 @@ from agenttrain.rollout.request import RolloutContext
 from agenttrain.rollout.row_tools import RowTools, check_collisions, tool_sets
 from agenttrain.runs.row_checks import RENDERED_TASKS, certify_tool_sets, check_rows, prompt_length
 from agenttrain.runs.sampling import architecture_folder, placeholders_of, verify_model
+from agenttrain.runtimes.base import MachineLost
+from agenttrain.runtimes.machines import Machines, runtime_problems
 from agenttrain.settings.components import REWARD, REWARD_TARGET, reward_sections
 from agenttrain.settings.role_checks import used_roles
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tools.build import build_toolbox
+from agenttrain.tools.sandbox.config import INTERPRETER, RUNTIME
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.tracking.timeline import Timeline
 from agenttrain.training.checkpoint_files import CheckpointError
-from agenttrain.types import Rollout, Task
+from agenttrain.types import ConfigError, Rollout, Task
 from agenttrain.utils.model_path import model_folder
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.temporary import TemporaryFolder
@@ -102,7 +107,9 @@ def complete(components: Components) -> None:
     _check_eval_tools(components)
     check_compaction(config.rollout, components.chat, context_of(config))
     if config.agent.outside:
-        make_agent(config.agent, Path())  # raises for bad settings
+        make_agent(config.agent, Path(), machines=components.machines)  # raises for bad settings
+    if components.machines is not None:
+        prepare_images(components)
     needed = components.needed_columns  # builds the rubric, which checks the rows' own tools
     _check_prompts_fit(components, training=verb == "train")
     for key, source in tasks.by_key.items():
@@ -127,15 +134,18 @@ class Components:
         folder: Path | None = None,
         *,
         tools: tuple[Toolbox, Environments] | None = None,
+        shows_demonstrations: bool = False,
     ) -> None:
         """`folder` is the run folder, in which role servers are found; None: roles have no servers.
 
-        `tools` are those of other components, to share; None: they are built from `config`.
+        `tools` are those of other components, to share; None: they are built from `config`. A verb
+        that only shows rows `shows_demonstrations` too, which hold their answer.
         """
         self.config = config
         self.verb = verb
         self.folder = folder
         self._tools = tools
+        self._shows_demonstrations = shows_demonstrations
         self._agents: Agents | None = None
 
     def with_config(self, config: RunConfig) -> Components:
@@ -172,7 +182,7 @@ class Components:
         # `build_toolbox` raises for a stop tool that is neither a tool nor a method.
         stop_tools = [name for name in config.stop_tools if name not in environments.tool_names]
         toolbox = build_toolbox(
-            config.tools,
+            in_containers(config.tools) if config.runtime.has_machines else config.tools,
             stop_tools,
             threads=config.rollout.concurrency,
             max_stuck=config.rollout.max_stuck_calls,
@@ -216,9 +226,13 @@ class Components:
 
         With an environment a row needs no prompt of its own, unless it is a demonstration.
         """
-        config = self.config
-        needs_prompt = self.verb == "sft" or not (config.environment or config.agent.outside)
-        return build_tasks(config.data, seed=config.seed, needs_prompt=needs_prompt)
+        needs_prompt = self.verb == "sft" or self.rows_are_prompts
+        return build_tasks(self.config.data, seed=self.config.seed, needs_prompt=needs_prompt)
+
+    @property
+    def rows_are_prompts(self) -> bool:
+        """True if nobody but the row makes the model's prompt: no environment, no outside agent."""
+        return not (self.config.environment or self.config.agent.outside)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -229,6 +243,7 @@ class Components:
     @cached_property
     def row_tool_names(self) -> set[str]:
         """Names of the tools that rows list. Computing them checks the rows, see `check_rows`."""
+        holds_answers = self.verb == "sft" or self._shows_demonstrations
         return check_rows(
             self.chat,
             self.toolbox,
@@ -236,6 +251,7 @@ class Components:
             self.tasks.by_key,
             structured_calls=self.config.rollout.structured_calls,
             executed=self.verb != "sft",
+            may_end_with_answer=holds_answers or not self.rows_are_prompts,
             on_bad_row=self.config.data.on_bad_row,
         )
 
@@ -290,6 +306,12 @@ class Components:
     def user(self) -> SimulatedUser | None:
         """The run's simulated user; None if it has none."""
         return build_user(with_servers(self.config.user, self.roles))
+
+    @cached_property
+    def machines(self) -> Machines | None:
+        """The machines of the run's rollouts; None with runtime=bwrap."""
+        runtime, agent = self.config.runtime, self.config.agent
+        return Machines(runtime, install=agent.install) if runtime.has_machines else None
 
     @cached_property
     def roles(self) -> dict[str, RoleServers]:
@@ -349,6 +371,7 @@ class Components:
             chat=self.chat,
             toolbox=self.toolbox,
             rubric=self.rubric,
+            machines=self.machines,
             limits=self.config.rollout,
             environments=self.environments,
             simulated_user=self.user,
@@ -362,7 +385,9 @@ class Components:
         """Make the outside agents; return the function that makes a rollout with one of them."""
         limits: RolloutConfig = self.config.rollout
         lockstep = limits.deterministic is not False and isinstance(engine, Lockstep)
-        agents = Agents(self.config.agent, self.chat, folder, lockstep=lockstep)
+        agents = Agents(
+            self.config.agent, self.chat, folder, lockstep=lockstep, machines=self.machines
+        )
         self._agents = agents
 
         async def attempt(request: RolloutRequest, context: RolloutContext) -> Rollout:
@@ -410,7 +435,49 @@ class Components:
             try:
                 await self.environments.aclose()
             finally:
-                await self.toolbox.aclose()
+                try:
+                    await self.toolbox.aclose()
+                finally:
+                    if self.machines is not None:
+                        await self.machines.aclose()
+
+
+def prepare_images(components: Components) -> None:
+    """Build or look for the images of all rows, so that none is missing in the middle of a run.
+
+    Raises ConfigError for a client that is missing, rows without an image, and what cannot be
+    built.
+    """
+    if problems := list(runtime_problems(components.config.runtime)):
+        raise ConfigError("\n".join(problems))
+    machines, tasks = components.machines, tasks_to_prepare(components)
+    assert machines is not None
+
+    # A thread: the caller's may have a running event loop.
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            thread.submit(asyncio.run, machines.prepare(tasks)).result()
+        except MachineLost as error:
+            raise ConfigError(f"runtime={components.config.runtime.name}: {error}") from error
+
+
+def tasks_to_prepare(components: Components) -> list[Task]:
+    """Return all tasks of a run; of rows without end, the first ones."""
+    return [
+        task
+        for source in components.tasks.by_key.values()
+        for task in source.tasks(0, RENDERED_TASKS if source.endless else len(source))
+    ]
+
+
+def in_containers(tools: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section `tools` with interpreters that run in the rollout's container."""
+    return {
+        name: {**section, "sandbox": RUNTIME}
+        if isinstance(section, Mapping) and section.get("_target_") == INTERPRETER
+        else section
+        for name, section in tools.items()
+    }
 
 
 def chat_of(config: RunConfig, tokenizer: Any, *, tools: bool) -> Chat:

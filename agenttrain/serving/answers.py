@@ -1,4 +1,4 @@
-"""Answers to chat requests: sampled by an engine, all at once or as a stream of chunks."""
+"""Answers to chat requests: sampled by an engine, all at once or as a stream of events."""
 
 from __future__ import annotations
 
@@ -12,17 +12,10 @@ from typing import Any
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.stop_texts import StopScan, before_stop
-from agenttrain.chat.wire.http import KEPT_ALIVE_S
-from agenttrain.chat.wire.normal import Answer, AnswerHead, issue
-from agenttrain.chat.wire.openai import (
-    OPENING,
-    ChatRequest,
-    RequestError,
-    chunk,
-    completion_body,
-    completion_chunks,
-    read_messages,
-)
+from agenttrain.chat.wire.dialects import StreamWriter
+from agenttrain.chat.wire.http import KEEP_ALIVE, KEPT_ALIVE_S
+from agenttrain.chat.wire.normal import Answer, AnswerHead, Question, issue
+from agenttrain.chat.wire.openai import RequestError
 from agenttrain.engines.base import Engine, EngineError, Streaming
 from agenttrain.engines.config import Sampling
 from agenttrain.serving.exchanges import Conversations, Prompt
@@ -38,8 +31,7 @@ LONGEST_MARK = 16
 class Answering:
     """A request that is being answered."""
 
-    request: ChatRequest
-    schemas: list[dict[str, Any]]
+    question: Question
     prompt: Prompt
     sampling: Sampling
     head: AnswerHead
@@ -59,9 +51,9 @@ class Sampled:
 
 @dataclass(slots=True, kw_only=True)
 class ChatServer:
-    """Chat completions over an engine, token-exact from turn to turn of a conversation.
+    """Answers over an engine, token-exact from turn to turn of a conversation.
 
-    Example: ``await server.answer(parse_request(b'{"messages": […]}'))`` is a `chat.completion`.
+    Example: ``await server.answer(server.begin(Question(messages=[…], schemas=[])))``
     """
 
     engine: Engine
@@ -75,28 +67,26 @@ class ChatServer:
     def __post_init__(self) -> None:
         self.conversations = Conversations(self.chat)
 
-    async def answer(self, request: ChatRequest) -> dict[str, Any]:
-        """Return the `chat.completion`. Raises RequestError. Cancelling it aborts the sampling."""
-        return await self.complete(self.begin(request))
+    async def answer(self, answering: Answering) -> Answer:
+        """Return the answer to a request that `begin` has read.
 
-    async def complete(self, answering: Answering) -> dict[str, Any]:
-        """Return the `chat.completion` of a request that `begin` has read, as `answer` does."""
-        sampled = await self._sample(answering)
-        return completion_body(await self._record(answering, sampled))
+        Raises RequestError. Cancelling it aborts the sampling.
+        """
+        return await self._record(answering, await self._sample(answering))
 
-    async def stream(self, answering: Answering) -> AsyncGenerator[dict[str, Any] | None]:
-        """Yield `chat.completion.chunk` objects, and None to keep the connection alive.
+    async def stream(self, answering: Answering, writer: StreamWriter) -> AsyncGenerator[str]:
+        """Yield the answer's events, and comments that keep the connection alive.
 
         The content is streamed as it is sampled if the engine reports tokens and the request has no
         tools. With tools, only the complete text shows which part of it is a call.
         """
-        request = answering.request
         reports_tokens = isinstance(self.engine, Streaming)
-        is_live = reports_tokens and not answering.schemas and not request.stops
+        is_live = reports_tokens and not answering.question.schemas and not answering.question.stops
         sent_text = {"content": "", "reasoning_content": ""}
         sampling = asyncio.create_task(self._sample(answering))
         try:
-            yield chunk(answering.head, OPENING)
+            for event in writer.begin():
+                yield event
             silent_since, tokens_read = time.monotonic(), 0
             while not sampling.done():
                 await asyncio.wait((sampling,), timeout=PARSE_S if is_live else KEPT_ALIVE_S)
@@ -106,30 +96,28 @@ class ChatServer:
                     delta = _delta(self._parse(answering, text), sent_text)
                     if delta:
                         silent_since = time.monotonic()
-                        yield chunk(answering.head, delta)
+                        for event in writer.add(delta):
+                            yield event
                 if time.monotonic() - silent_since >= KEPT_ALIVE_S:
                     silent_since = time.monotonic()
-                    yield None
+                    yield KEEP_ALIVE
             sampled = sampling.result()
         finally:
             sampling.cancel()
-        answer = await self._record(answering, sampled)
-        include_usage = bool((request.stream_options or {}).get("include_usage"))
-        for event in completion_chunks(answer, include_usage=include_usage, sent=sent_text):
+        for event in writer.end(await self._record(answering, sampled)):
             yield event
 
-    def begin(self, request: ChatRequest) -> Answering:
+    def begin(self, question: Question) -> Answering:
         """Return a request with its prompt and sampling parameters. Raises RequestError."""
-        if request.model not in (None, self.model):
+        if question.model not in (None, self.model):
             raise RequestError(
-                f"model={request.model}: is not served here; the model is {self.model}",
+                f"model={question.model}: is not served here; the model is {self.model}",
                 param="model",
                 code="model_not_found",
                 status=404,
             )
-        messages, schemas = read_messages(request, self.chat.roles), request.schemas
         try:
-            prompt = self.conversations.prompt(messages, schemas)
+            prompt = self.conversations.prompt(question.messages, question.schemas)
         except ChatError as error:
             raise RequestError(f"messages: {error}", param="messages") from error
         remaining_tokens = self.engine.max_context - len(prompt.token_ids)
@@ -140,60 +128,45 @@ class ChatServer:
                 param="messages",
                 code="context_length_exceeded",
             )
-        limit = request.max_completion_tokens or request.max_tokens or remaining_tokens
         options: dict[str, Any] = {
-            name: value
+            name: question.sampling[name]
             for name in ("temperature", "top_p", "top_k", "min_p")
-            if (value := getattr(request, name)) is not None
+            if name in question.sampling
         }
         if "top_k" in options:
             options["top_k"] = max(options["top_k"], 0)  # some clients write -1 for all tokens
+        seed = question.sampling.get("seed")
         sampling = replace(
             self.defaults,
             **options,
-            max_tokens=min(limit, remaining_tokens),
+            max_tokens=min(question.max_tokens or remaining_tokens, remaining_tokens),
             stop_token_ids=self.chat.stop_token_ids,
-            seed=secrets.randbits(62) if request.seed is None else abs(request.seed),
+            seed=secrets.randbits(62) if seed is None else abs(seed),
         )
         return Answering(
-            request=request,
-            schemas=schemas,
-            prompt=prompt,
-            sampling=sampling,
-            head=AnswerHead(model=self.model),
+            question=question, prompt=prompt, sampling=sampling, head=AnswerHead(model=self.model)
         )
 
     async def _sample(self, answering: Answering) -> Sampled:
         """Sample and parse an answer, up to the first stop text. Raises RequestError.
 
-        If the engine reports tokens, the sampling itself ends at the stop text.
+        engine=transformers ends the sampling itself at the stop text.
         """
-        session, stops = answering.prompt.session, answering.request.stops
+        session, stops = answering.prompt.session, answering.question.stops
         scan = StopScan(self.chat.text_of, stops)
-        generating = asyncio.ensure_future(
-            self.engine.generate(answering.prompt.token_ids, answering.sampling, session=session)
-        )
-
-        def listen(token_id: int) -> None:
-            """Take a token from the engine, and cancel the sampling at a stop text."""
-            answering.sampled.append(token_id)
-            if stops and scan.push(token_id):
-                generating.cancel()
-
+        sampling = replace(answering.sampling, ends=scan.push if stops else None)
         if isinstance(self.engine, Streaming):
-            self.engine.watch(session, listen)
+            self.engine.watch(session, answering.sampled.append)
         try:
-            completion = await generating
-            token_ids, finish = completion.token_ids, completion.finish
+            completion = await self.engine.generate(
+                answering.prompt.token_ids, sampling, session=session
+            )
         except BaseException as error:
-            task = asyncio.current_task()
-            is_cancelled_by_caller = task is not None and task.cancelling() > 0
-            if scan.end is None or is_cancelled_by_caller:
-                await self.engine.release(session)
-                if isinstance(error, EngineError):
-                    raise RequestError(str(error), status=500) from error
-                raise
-            token_ids, finish = tuple(answering.sampled), Finish.abort  # `listen` cancelled it
+            await self.engine.release(session)
+            if isinstance(error, EngineError):
+                raise RequestError(str(error), status=500) from error
+            raise
+        token_ids, finish = completion.token_ids, completion.finish
         if not stops:
             turn = self._parse(answering, self.chat.text_of(token_ids))
             return Sampled(token_ids=token_ids, finish=finish, turn=turn)
@@ -212,15 +185,16 @@ class ChatServer:
         messages = answering.prompt.messages
         turns = sum(message["role"] == "assistant" for message in messages)
         after = str(messages[-1]["role"])
-        return self.chat.parse_text(text, answering.schemas, turn=turns, after=after)
+        schemas = answering.question.schemas
+        return self.chat.parse_text(text, schemas, turn=turns, after=after)
 
     async def _record(self, answering: Answering, sampled: Sampled) -> Answer:
         """Record an answer for requests that continue it, and return it as the client gets it."""
-        prompt, request = answering.prompt, answering.request
-        message, call_ids = issue(sampled.turn, text_arguments=False)
+        prompt, question = answering.prompt, answering.question
+        message, call_ids = issue(sampled.turn, text_arguments=False, handle=answering.head.id)
         for key in ("content", "reasoning_content"):
             if text := message.get(key):  # a stop text may only appear once the parts are joined
-                message[key] = before_stop(text, request.stops)
+                message[key] = before_stop(text, answering.question.stops)
         sessions = [prompt.session]
         if sampled.finish is not Finish.abort:  # nothing can continue an aborted answer
             sessions = self.conversations.record(
@@ -237,7 +211,8 @@ class ChatServer:
             prompt_tokens=len(prompt.token_ids),
             sampled_tokens=len(sampled.token_ids),
             cached_tokens=prompt.reused,
-            token_ids=(prompt.token_ids, sampled.token_ids) if request.return_token_ids else None,
+            token_ids=(prompt.token_ids, sampled.token_ids) if question.return_token_ids else None,
+            namespaces=question.namespaces,
         )
 
 

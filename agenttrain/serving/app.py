@@ -21,6 +21,7 @@ from collections.abc import (
     Coroutine,
 )
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from ipaddress import ip_address
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -28,31 +29,34 @@ from urllib.parse import urlsplit
 import uvicorn
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from agenttrain.chat.wire.dialects import DIALECTS, StreamWriter, WireDialect
 from agenttrain.chat.wire.fields import MAX_QUOTED
 from agenttrain.chat.wire.http import (
     ANSWERED_ERRORS,
-    KEEP_ALIVE,
     BoundedHead,
-    event_text,
     read,
     read_body,
     request_error,
     send_text,
     start_response,
+    unknown_route,
     wait_until_disconnected,
 )
-from agenttrain.chat.wire.openai import DONE, RequestError, parse_request
-from agenttrain.serving.answers import ChatServer
+from agenttrain.chat.wire.openai import RequestError, read_object
+from agenttrain.serving.answers import Answering, ChatServer
 
 T = TypeVar("T")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 """Names of this machine for itself."""
+ROUTES = "POST chat/completions and responses, and GET models"
+"""Routes below ``/v1``."""
 GRACE_S = 30
 """Seconds that answers in flight have left once the server is asked to end."""
 
@@ -117,26 +121,25 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 class EventStream(Response):
-    """Sends objects as server-sent events. A client that disconnects ends the generator."""
+    """Sends server-sent events. A client that disconnects ends the generator."""
 
-    def __init__(self, events: AsyncGenerator[dict[str, Any] | None]) -> None:
+    def __init__(self, events: AsyncGenerator[str], writer: StreamWriter) -> None:
         super().__init__()
-        self.events = events
+        self.events, self.writer = events, writer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events, then ``[DONE]``."""
+        """Send the events."""
 
         async def send_all() -> None:
             await start_response(send, 200, "text/event-stream")
             try:
                 async for event in self.events:
-                    text = KEEP_ALIVE if event is None else event_text(event)
-                    await send_text(send, text, more=True)
+                    await send_text(send, event, more=True)
             except RequestError as error:  # the status was sent already
-                await send_text(send, event_text(error.body()), more=True)
+                await send_text(send, "".join(self.writer.fail(error)), more=True)
             finally:
                 await self.events.aclose()
-            await send_text(send, DONE, more=False)
+            await send_text(send, "", more=False)
 
         with suppress(Disconnected):
             await while_connected(receive, send_all())
@@ -160,7 +163,7 @@ def build_app(
         model["max_model_len"] = server.engine.max_context
         return JSONResponse({"object": "list", "data": [model]})
 
-    async def complete(request: Request) -> Response:
+    async def complete(request: Request, dialect: WireDialect) -> Response:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise RequestError(
@@ -169,20 +172,28 @@ def build_app(
                 status=415,
             )
         body = await read_body(request, server.engine.max_context)
-        parsed = await read(len(body), parse_request, body)
-        answering = await read(len(body), server.begin, parsed)
-        if parsed.stream:
-            return EventStream(server.stream(answering))
+        answering = await read(len(body), begin, body, dialect)
+        if answering.question.stream:
+            writer = dialect.writer(answering.head, answering.question.include_usage)
+            return EventStream(server.stream(answering, writer), writer)
         try:
-            return JSONResponse(await while_connected(request.receive, server.complete(answering)))
+            answer = await while_connected(request.receive, server.answer(answering))
         except Disconnected:
             return Response(status_code=499)  # for the log: the client is gone
+        return JSONResponse(dialect.body(answer))
+
+    def begin(body: bytes, dialect: WireDialect) -> Answering:
+        assert dialect.read_served is not None
+        roles, find_issued = server.chat.roles, server.conversations.find_issued
+        return server.begin(dialect.read_served(read_object(body), roles, find_issued))
 
     async def health(_: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
-    async def refuse(_: Request, error: Exception) -> Response:
+    async def refuse(request: Request, error: Exception) -> Response:
         problem = request_error(error)
+        if problem.status in (404, 405) and isinstance(error, HTTPException):
+            problem = unknown_route(request, problem.status, ROUTES)
         return JSONResponse(problem.body(), status_code=problem.status)
 
     @asynccontextmanager
@@ -194,7 +205,11 @@ def build_app(
     return Starlette(
         routes=[
             Route("/v1/models", models),
-            Route("/v1/chat/completions", complete, methods=["POST"]),
+            *(
+                Route(f"/v1/{path}", partial(complete, dialect=dialect), methods=["POST"])
+                for path, dialect in DIALECTS.items()
+                if dialect.read_served is not None
+            ),
             Route("/health", health),
         ],
         exception_handlers=dict.fromkeys(ANSWERED_ERRORS, refuse),
@@ -217,6 +232,7 @@ def run(app: Starlette, listener: socket.socket) -> None:
     config = uvicorn.Config(
         app,
         http=BoundedHead,
+        ws="none",
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=GRACE_S,

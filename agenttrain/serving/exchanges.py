@@ -21,8 +21,8 @@ from agenttrain.chat.wire.issued_turns import (
     IssuedTurn,
     IssuedTurns,
     in_call_order,
+    render_prompt,
     tools_digest,
-    without_handle,
 )
 from agenttrain.types import AssistantTurn, Finish, Message
 
@@ -71,13 +71,13 @@ class Conversations:
         Messages that continue an issued turn get the turn's ids and the template's suffix. Others
         are rendered.
         """
-        messages, tools = in_call_order(messages), tools_digest(schemas)
+        messages, _ = self._issued.restore_calls(in_call_order(messages), schemas)
+        tools = tools_digest(schemas)
         match = self._issued.match(messages, tools)
         if (turn := match.turn) is not None:
             # If the template refuses a role behind an answer, all messages are rendered below.
             with suppress(ChatError):
-                replies = turn.replies(match.new_messages)
-                suffix = turn.suffix(self.chat, replies, generation_prompt=True)
+                _, suffix = turn.continuation(self.chat, match.new_messages, generation_prompt=True)
                 return Prompt(
                     messages=messages,
                     tools=tools,
@@ -86,8 +86,7 @@ class Conversations:
                     session=self._take_session(turn) or secrets.token_hex(8),
                     reused=len(turn.token_ids),
                 )
-        templated = [without_handle(message) for message in messages]
-        ids = self.chat.prompt_ids(templated, schemas, may_omit=("assistant",))
+        _, ids = render_prompt(self.chat, messages, schemas)
         return Prompt(
             messages=messages,
             tools=tools,
@@ -123,6 +122,10 @@ class Conversations:
         while self._tokens > self.max_tokens and len(self._issued.turns) > 1:
             sessions.append(self._forget(self._issued.turns[0]))
         return [session for session in sessions if session is not None]
+
+    def find_issued(self, key: str) -> Message | None:
+        """Return the answer that was issued with a handle or the id of a call, or None."""
+        return self._issued.find_message(key)
 
     def _forget(self, turn: ServedTurn) -> str | None:
         """Forget a turn, and return its session."""

@@ -23,6 +23,7 @@ from agenttrain.settings.engine_checks import engine_problems
 from agenttrain.settings.overrides import as_typed, key_of
 from agenttrain.settings.role_checks import role_problems, used_roles
 from agenttrain.settings.run_config import RunConfig
+from agenttrain.tools.sandbox.config import RUNTIME
 from agenttrain.tracking.config import tracker_problems
 from agenttrain.tracking.names import METRICS, metric_row
 from agenttrain.training.config import Dtype, MixedPrecision, Schedule
@@ -167,6 +168,56 @@ def _agent(config: RunConfig) -> Iterator[str]:
         )
 
 
+FILES = "agenttrain.tools.builtin.files.Files"
+HARBOR = "agenttrain.data.harbor.harbor_rows"
+
+
+def _runtime(config: RunConfig) -> Iterator[str]:
+    """Check what needs containers, and what contradicts them."""
+    runtime, agent = config.runtime, config.agent
+    sections = {f"tools.{name}": section for name, section in config.tools.items()}
+    sections["data.train"] = config.data.train
+    if not runtime.has_machines:
+        needs = [
+            key
+            for key, section in sections.items()
+            if isinstance(section, Mapping) and section.get("_target_") in (FILES, HARBOR)
+        ]
+        needs += [
+            f"{key}.sandbox={RUNTIME}"
+            for key, section in sections.items()
+            if isinstance(section, Mapping) and section.get("sandbox") == RUNTIME
+        ]
+        for key in needs:
+            yield f"{key}: needs a container for each rollout; add runtime=podman"
+        if agent.install is not None:
+            yield f"agent.install={agent.install}: needs an image to install in; add runtime=podman"
+        return
+    if agent.install is not None and not runtime.is_client:
+        yield (
+            f"agent.install={agent.install}: runtime._target_={runtime._target_} makes its images "
+            "itself; install there, and leave it out"
+        )
+    if agent.sandbox != "none":
+        yield (
+            f"agent.sandbox={agent.sandbox}: agents run in the containers of runtime="
+            f"{runtime.name}; leave it out"
+        )
+    if agent.reuse:
+        yield (
+            "agent.reuse=true: a process cannot go from one rollout's container to the next; leave "
+            "it out, or set runtime=bwrap"
+        )
+    at_once = min(config.engine.max_rows, config.tasks_per_step * config.algorithm.group_size)
+    repeats = config.rollout.deterministic is not False and not config.async_training.max_staleness
+    if repeats and runtime.max_running < at_once:
+        yield (
+            f"runtime.max_running={runtime.max_running}: with rollout.deterministic the engine "
+            f"waits for {at_once} rollouts at once; set runtime.max_running={at_once}, or "
+            "rollout.deterministic=false"
+        )
+
+
 def _reference(config: RunConfig) -> Iterator[str]:
     kl = config.algorithm.kl
     if kl is not None and kl.reference is not None and config.model.lora.rank:
@@ -260,7 +311,9 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
     if not has_test_rows(data) and evaluation.every is not None:
         yield f"eval.every={evaluation.every}: data.test names no rows; {HOLD_OUT}"
     # Only with data.path: a user who types the same file for both splits wants this.
+    # Harbor's tasks too are evaluated where they are trained: pass@k of the folder is the question.
     same = data.train == data.test and data.path is not None
+    same = same and data.train.get("_target_") != HARBOR
     if data.test_fraction is None and same and evaluation.questions:
         yield (
             "data.test: has the same rows as data.train; hold some out with "
@@ -386,7 +439,7 @@ def _own_objective(config: RunConfig, verb: str, overrides: Sequence[str]) -> It
 
 UNTRAINED = ("eval", "sft", "plan", "play", "serve")
 """Verbs that do not train on sampled tokens."""
-SUPERVISED = ("Training", "Time", "Supervised")
+SUPERVISED = ("Training", "Time", "Cost and speed", "Supervised")
 """Sections of METRICS that supervised learning writes."""
 
 
@@ -501,6 +554,13 @@ CHECKS: tuple[Check | VerbCheck, ...] = (
         (
             *("agent", "rollout", "environment", "distributed", "user", "engine"),
             *("tasks_per_step", "algorithm", "async_training"),
+        ),
+    ),
+    Check(
+        _runtime,
+        (
+            *("runtime", "agent", "tools", "data", "engine", "tasks_per_step", "algorithm"),
+            *("rollout", "async_training"),
         ),
     ),
     Check(_reference, ("algorithm", "model")),

@@ -14,7 +14,7 @@ from agenttrain.engines.vllm_server.spec import installed_problems
 from agenttrain.launch.config import DistributedConfig, DistributedName
 from agenttrain.settings.command_line import CHECK
 from agenttrain.settings.engine_checks import policy_gpus
-from agenttrain.settings.role_checks import fleets, used_roles
+from agenttrain.settings.role_checks import SAMPLING, fleets, used_roles
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.config import Dtype, MixedPrecision, Transport
 
@@ -22,6 +22,21 @@ SAMPLING_VERBS = ("train", "eval", CHECK)
 """Verbs of runs that start an engine."""
 CHECKED_VERBS = (*SAMPLING_VERBS, "sft")
 """Verbs of runs that have a policy, in one process or several."""
+
+
+def run_gpus(config: RunConfig, verb: str, trainers: int) -> int:
+    """Return the number of GPUs that a run has on machines with enough of them.
+
+    They are those of its `trainers` (training processes), of the policy's copy, of in-process vLLM
+    and of the servers that the run or its job starts. Servers that somebody else starts are not
+    counted.
+    """
+    if verb not in SAMPLING:
+        return trainers
+    servers = sum(fleet.gpu_count for fleet in fleets(config, verb).values())
+    servers += config.servers.gpu_count if config.servers.nodes else 0
+    in_process: int = getattr(config.engine, "tensor_parallel_size", 1)
+    return max(policy_gpus(config, trainers), in_process) + servers
 
 
 def machine_problems(

@@ -30,7 +30,8 @@ from agenttrain.health.config import GuardsConfig, StopWhenConfig, WatchdogConfi
 from agenttrain.launch.config import DistributedConfig
 from agenttrain.rollout.asynchronous.config import AsyncConfig
 from agenttrain.rollout.config import EvalConfig, RolloutConfig
-from agenttrain.tracking.config import TrackerConfig
+from agenttrain.runtimes.config import RuntimeConfig
+from agenttrain.tracking.config import CostConfig, TrackerConfig
 from agenttrain.training.config import (
     OPTIMIZERS,
     AdamWSettings,
@@ -94,6 +95,7 @@ class RunConfig:
     """Name -> `_target_` (a class), settings (EnvironmentSettings) and bound arguments; the column
     `environment` picks one per row."""
     agent: AgentConfig = field(default_factory=AgentConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     user: dict[str, Any] = field(default_factory=dict)
     """`_target_` of a simulated user, settings (UserSettings) and bound arguments."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -116,6 +118,7 @@ class RunConfig:
     sft: SftConfig = field(default_factory=SftConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    cost: CostConfig = field(default_factory=CostConfig)
     guards: GuardsConfig = field(default_factory=GuardsConfig)
     stop_when: StopWhenConfig = field(default_factory=StopWhenConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)

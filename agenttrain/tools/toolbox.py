@@ -273,14 +273,14 @@ class Toolbox:
         if entry.function is not None:
             slots.append(self._slots_of(None, self._thread_limit))
         async with CallSlots(slots) as held:
-            # A sub-agent runs without the call's slots. A worker process cannot start one.
-            run_policy = None
-            if context.run_policy is not None and not isinstance(entry.tool, ProcessTool):
-                run_policy = held.lent_while(context.run_policy)
-            context = replace(context, run_policy=run_policy)
             worker: AbstractAsyncContextManager[Tool] = nullcontext(entry.tool)
             if isinstance(entry.tool, ProcessTool):
+                # Neither the policy nor the machine goes into a worker process.
                 worker = entry.tool.worker()
+                context = replace(context, run_policy=None, machine=None)
+            elif context.run_policy is not None:
+                # A sub-agent runs without the call's slots.
+                context = replace(context, run_policy=held.lent_while(context.run_policy))
             try:
                 async with worker as tool:
                     request = _Request(entry=entry, tool=tool, arguments=arguments, context=context)

@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 from agenttrain.utils.data_fields import Data
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.redaction import hide_secrets
-from agenttrain.utils.sections import SETTINGS, Number, beside, field_names, plain, shown
+from agenttrain.utils.sections import SETTINGS, Number, Whole, beside, field_names, plain, shown
 
 
 @dataclass(config=SETTINGS)
@@ -159,6 +159,20 @@ def _section(
         system=settings.system,
         finish_s=settings.finish_s,
     )
+
+
+@dataclass(config=SETTINGS)
+class CostConfig:
+    """The price of a run and the speed of its cards, for the metrics of cost and speed."""
+
+    gpu_hour: Number | None = Field(default=None, gt=0)
+    """Price of one GPU for an hour, in any currency; None: no cost is logged."""
+    gpus: Whole | None = Field(default=None, ge=1)
+    """GPUs that are paid for; None: those of the training processes and of the servers that the run
+    starts. Without a GPU a process counts as one."""
+    peak_tflops: Number | None = Field(default=None, gt=0)
+    """Dense bf16 peak of a card in TFLOP/s, which `perf/mfu` is relative to; None: the card's, by
+    its name. Set, it counts on a CPU too."""
 
 
 def missing_libraries(config: TrackerConfig) -> Iterator[str]:

@@ -28,6 +28,10 @@ _SHOWN = (
 )
 _SHOWN_SUPERVISED = (("loss", "loss", "{:.4f}"), ("tokens_per_s", "tok/s", "{:.0f}"))
 """Metrics shown for `agenttrain sft`, which has no reward."""
+_SHOWN_LAST = (("perf/mfu", "mfu", "{:.2f}"), ("cost/total", "cost", "{:.2f}"))
+"""Metrics of some runs, shown after the others where there is room."""
+ROOMY = 110
+"""Columns of a terminal whose live line has room for them."""
 
 
 class ConsoleProgress:
@@ -96,9 +100,10 @@ class ConsoleProgress:
         """Show that step `step` (from 1) is done; missing metrics are left out."""
         # Example: ``reward 0.25  success 0.24  calls 1.9  tok/s 5210``
         shown = _SHOWN if "reward" in metrics else _SHOWN_SUPERVISED
+        has_room = self._progress is None or self.console.width >= ROOMY
         values = "  ".join(
             f"{label} {shape.format(metrics[name])}"
-            for name, label, shape in shown
+            for name, label, shape in (*shown, *(_SHOWN_LAST if has_room else ()))
             if name in metrics
         )
         if self._progress is not None:

@@ -1,7 +1,7 @@
 """Metrics of a step's rollouts, as one flat dict of floats, and estimates with their uncertainty.
 
 Names are TRL's if the meaning is. Metrics that depend on the clock, and so differ between two runs
-of one seed, end in ``_s``. The estimates are for evaluation tables.
+of one seed, are those of `names.depends_on_clock`. The estimates are for evaluation tables.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ def rollout_metrics(
 def agent_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Return the metrics of rollouts that outside agents made.
 
-    Example: 10 turns in 3 trajectories of 2 rollouts. Of the 8 turns that could have continued a
-    trajectory, 7 did: ``agent/merged_share`` is 7/8.
+    Example: 10 turns in 4 trajectories, of 2 rollouts with 3 conversations. Of the 7 turns that
+    could have continued a trajectory, 6 did: ``agent/merged_share`` is 6/7.
     """
-    names: tuple[str, ...] = ("requests", "ambiguous", "overridden")
+    names: tuple[str, ...] = ("requests", "ambiguous", "overridden", "unforced_forms")
+    names += ("respelled_calls", "hosted_tools")
     names += tuple(f"restarts/{kind}" for kind in ("system", "tools", "edited", "dropped"))
     counts = {
         f"agent/{name}": float(sum(r.counts.get(f"agent/{name}", 0) for r in rollouts))
@@ -64,8 +65,15 @@ def agent_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     used = [rollout for rollout in rollouts if rollout.turns]
     turns = sum(rollout.turns for rollout in used)
     opened = sum(len(rollout.trajectories) for rollout in used)
-    later = turns - len(used)
-    return {**counts, "agent/merged_share": (turns - opened) / later if later else math.nan}
+    later = turns - sum(rollout.counts.get("agent/conversations", 1) for rollout in used)
+    sampled = sum(rollout.sampled_length for rollout in rollouts)
+    untrained = sum(side.sampled_length for rollout in rollouts for side in rollout.untrained)
+    total = sampled + untrained
+    return {
+        **counts,
+        "agent/merged_share": (turns - opened) / later if later else math.nan,
+        "agent/untrained_share": untrained / total if total else math.nan,
+    }
 
 
 def _reward_metrics(

@@ -39,6 +39,15 @@ def metric_row(name: str) -> MetricName | None:
     return min(rows, key=lambda row: "<" in row.pattern, default=None)
 
 
+OF_THE_CLOCK = ("idle/", "perf/", "cost/")
+"""Sections whose metrics depend on the clock or the machine."""
+
+
+def depends_on_clock(name: str) -> bool:
+    """Return True if a metric differs between two runs of one seed, e.g. ``time/train_s``."""
+    return name.endswith("_s") or name.startswith(OF_THE_CLOCK)
+
+
 METRICS: Mapping[str, tuple[MetricName, ...]] = {
     section: tuple(MetricName(*row) for row in rows.items())
     for section, rows in parse_yaml(

@@ -14,6 +14,7 @@ from rich.text import Text
 from agenttrain.tracking.console import one_line, printable
 from agenttrain.tracking.metrics import Estimate, Scores
 from agenttrain.tracking.pictures import decoded_span
+from agenttrain.tracking.usage import usage_lines
 from agenttrain.utils.json_lines import dumps
 
 Decode = Callable[[Sequence[int]], str]
@@ -105,10 +106,12 @@ def print_report(
     run_folder: Path,
     dashboards: Sequence[str] = (),
     best: Mapping[str, Any] | None = None,
+    usage: Mapping[str, float] | None = None,
 ) -> None:
     """Print the report; `dashboards` are the commands and addresses that show the run.
 
-    `best` is the best evaluation during the run: ``{"step": 40, "reward": 0.53, …}``.
+    `best` is the best evaluation during the run: ``{"step": 40, "reward": 0.53, …}``. `usage` is
+    that of summary.json.
     """
     if before or after:
         console.print(before_after(before, after))
@@ -121,6 +124,8 @@ def print_report(
     if best is not None:
         text = f"reward {best['reward']:.2f} after step {best['step']}"
         console.print(Text.assemble("best       ", (text, "bold")), soft_wrap=True)
+    for title, text in usage_lines(usage or {}):
+        console.print(Text(f"{title:<11}{text}"), soft_wrap=True)
     view = f"agenttrain view {shlex.quote(str(run_folder))}"
     console.print(Text.assemble("tokens     ", (view, "bold")), soft_wrap=True)
     for dashboard in dashboards:

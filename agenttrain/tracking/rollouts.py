@@ -1,11 +1,13 @@
 """rollouts/step-000001.jsonl: one object per rollout, with everything that the loss uses.
 
 The keys are `task_id, group_id, rollout_id, stop_reason, tool_calls, rewards, reward, columns,
-trajectories`, and `error`, `environment_reward`, `turn_scores`, `staleness` (updates between the
-oldest weights that sampled it and those that it trains) and the row's own `tools` if there are any.
-A trajectory has the keys `role, parent, messages, token_ids, spans, logprobs`; `turn_rewards` and
-`states` if there are any; and `trainer_logprobs` and `entropies` if the trainer computed them. It
-does not for rollouts without a gradient, such as those of a group whose rewards are equal.
+trajectories`, and `error`, `untrained` (conversations of an outside agent that are not trained:
+`model, frozen, turns, sampled_length, messages`), `environment_reward`, `turn_scores`, `staleness`
+(updates between the oldest weights that sampled it and those that it trains) and the row's own
+`tools` if there are any. A trajectory has the keys `role, parent, messages, token_ids, spans,
+logprobs`; `number`, `turn_rewards` and `states` if there are any; and `trainer_logprobs` and
+`entropies` if the trainer computed them. It does not for rollouts without a gradient, such as those
+of a group whose rewards are equal.
 
 `read_rollout` makes a Rollout of an object; `completions` and `tool_results` give the outputs of
 the engine and the tools.
@@ -39,6 +41,7 @@ from agenttrain.types import (
     ToolError,
     ToolResult,
     Trajectory,
+    UntrainedConversation,
 )
 from agenttrain.utils.content import images_in, parts
 from agenttrain.utils.json_lines import dumps, read_rows
@@ -88,6 +91,8 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
             "spans": _span_records(trajectory),
             "logprobs": trajectory.rollout_logprobs,
         }
+        if trajectory.number is not None:
+            written["number"] = trajectory.number
         if trajectory.delegation is not None:
             written["delegation"] = asdict(trajectory.delegation)
         if trajectory.schemas is not None:
@@ -108,10 +113,17 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
         ]
     if rollout.turn_scores:
         record["turn_scores"] = rollout.turn_scores
+    if rollout.grades:
+        record["grades"] = rollout.grades
     if rollout.environment_reward is not None:
         record["environment_reward"] = rollout.environment_reward
     if rollout.counts:
         record["counts"] = rollout.counts
+    if rollout.untrained:
+        record["untrained"] = [
+            {**asdict(side), "messages": recorded_messages(side.messages)}
+            for side in rollout.untrained
+        ]
     if rollout.error is not None:
         record["error"] = rollout.error
     return record
@@ -392,10 +404,15 @@ def read_rollout(record: Record, task: Task) -> Rollout:
         tool_results=tool_results(record),
         stop_reason=None if record["stop_reason"] is None else StopReason(record["stop_reason"]),
         error=record.get("error"),
+        grades={name: _number(value) for name, value in record.get("grades", {}).items()},
         environment_reward=environment_reward,
         rewards=dict(record["rewards"]),
         turn_scores={n: tuple(values) for n, values in record.get("turn_scores", {}).items()},
         counts=dict(record.get("counts", {})),
+        untrained=tuple(
+            UntrainedConversation(**{**side, "messages": tuple(side["messages"])})
+            for side in record.get("untrained", ())
+        ),
         reward=record["reward"],
     )
 
@@ -417,6 +434,7 @@ def _trajectory(record: Record, index: int, before: Sequence[Trajectory]) -> Tra
         schemas=None if written.get("schemas") is None else tuple(written["schemas"]),
         messages=[dict(message) for message in written["messages"]],
         prompt_messages=len(prompt_messages(written)),
+        number=written.get("number"),
         turn_rewards={int(t): v for t, v in written.get("turn_rewards", {}).items()},
         states=list(written.get("states", ())),
         trainer_logprobs=scores.get("trainer_logprobs"),

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agenttrain.engines.mixers import has_mixers
+from agenttrain.engines.soft_cap import keep_soft_cap
 from agenttrain.engines.vision import Vision
 from agenttrain.training.attention import (
     PackedTree,
@@ -106,6 +107,7 @@ class Scorer(nn.Module):
         With `defer` the caller calls `choose_layout`, once the model is on its device and sharded.
         """
         super().__init__()
+        keep_soft_cap(model)
         self.model = model
         self.vision = vision
         self.transform = replace(logit_transform(model), temperature=temperature)
@@ -480,11 +482,7 @@ def trial_segments(model: PreTrainedModel) -> tuple[Segment, ...]:
     a convolution, another goes on after a single token, and crosses a chunk from the states there.
     """
     config: Any = model.config.get_text_config()
-    chunk = 0
-    if has_mixers(model):
-        chunk = max(
-            CHUNK, *(getattr(config, name, 0) for name in ("chunk_size", "mamba_chunk_size"))
-        )
+    chunk = _scan_chunk(model)
     lengths = (chunk, getattr(config, "sliding_window", None) or 0)
     crossed = max(length for length in (0, *lengths) if length <= LONGEST_CROSSED)
     if crossed <= TRIAL[-1].prefix_length:
@@ -493,6 +491,30 @@ def trial_segments(model: PreTrainedModel) -> tuple[Segment, ...]:
     single = Segment(prompt.end + 2, 1, prompt)
     last = Segment(single.end, chunk + 2 if chunk else 5, single)
     return (TRIAL[0], prompt, Segment(prompt.end, 2, prompt), single, last)
+
+
+def gradient_segments(model: PreTrainedModel) -> tuple[Segment, ...]:
+    """Return the segments of the trial's passes with gradients: `TRIAL`, or a tree for scans.
+
+    These passes keep what the backward pass needs, so that no window is crossed. In the tree one
+    segment starts from a state, crosses a chunk and hands its last state on.
+    """
+    chunk = _scan_chunk(model)
+    if not chunk:
+        return TRIAL
+    single = Segment(PROMPT.end + 2, 1, PROMPT)
+    crossing = Segment(single.end, chunk + 2, single)
+    last = Segment(crossing.end, 5, crossing)
+    return (TRIAL[0], PROMPT, Segment(PROMPT.end, 2, PROMPT), single, crossing, last)
+
+
+def _scan_chunk(model: PreTrainedModel) -> int:
+    """Return how many tokens the model's scans compute at once, or 0 without recurrent layers."""
+    if not has_mixers(model):
+        return 0
+    config: Any = model.config.get_text_config()
+    names = ("chunk_size", "mamba_chunk_size")
+    return max(CHUNK, *(getattr(config, name, None) or 0 for name in names))
 
 
 def trial_ids(
@@ -524,6 +546,8 @@ def why_not_packed(
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=needs_cast)
     segments = trial_segments(model)
     token_ids_T = trial_ids(model, device, segments)
+    tree = gradient_segments(model)
+    tree_ids_T = trial_ids(model, device, tree)
     in_one = partial(packed_hidden, varlen=varlen)
     slopes: list[Tensor] = []
     training = model.training
@@ -532,19 +556,19 @@ def why_not_packed(
         with torch.no_grad(), autocast:
             separate_TH = inside(lambda model: separate_hidden(model, token_ids_T, segments))
             if has_mixers(model):
-                slopes.append(inside(partial(_slope, separate_hidden, token_ids_T, segments)))
+                slopes.append(inside(partial(_slope, separate_hidden, tree_ids_T, tree)))
             with packing(model):
                 with recorded_calls() as calls:
                     packed_TH = inside(lambda model: in_one(model, token_ids_T, segments))
                 if slopes:
-                    slopes.append(inside(partial(_slope, in_one, token_ids_T, segments)))
+                    slopes.append(inside(partial(_slope, in_one, tree_ids_T, tree)))
                 # A rollout must not reach the next one, nor a branch its sibling. One `inside` for
                 # each, because a backward pass frees the weights that FSDP2 has gathered.
                 leaks = any(
-                    inside(partial(_leaks, in_one, token_ids_T, segments, start, neighbour))
+                    inside(partial(_leaks, in_one, tree_ids_T, tree, start, neighbour))
                     for start, neighbour in (
-                        (segments[0].end, segments[0]),
-                        (segments[3].start, segments[2]),
+                        (tree[0].end, tree[0]),
+                        (tree[3].start, tree[2]),
                     )
                 )
     except UnsupportedAttention as error:

@@ -58,6 +58,7 @@ from agenttrain.training.nonfinite import (
     place_of,
 )
 from agenttrain.training.offload import StateOffload
+from agenttrain.training.operations import StepWork, WorkCounter, count_operations
 from agenttrain.training.optimizers import MasterWeights, build_optimizer, learning_rate
 from agenttrain.training.reference import copy_weights, make_reference
 from agenttrain.training.sharding import (
@@ -134,6 +135,7 @@ class Policy:
             map_large_blocks()
         if vision is not None and vision.frozen:
             freeze_vision(self.model)
+        self._work = WorkCounter(count_operations(self.model), self.device)
         # A slow file system may delay one process by minutes: wait without a limit before the first
         # collective, which has one.
         self.world.exchange((), "the model in every process", patient=True)
@@ -199,6 +201,13 @@ class Policy:
         total = calls.total()
         return {f"training/kernel/{name}": count / total for name, count in sorted(calls.items())}
 
+    def take_work(self, peak_tflops: float | None = None) -> StepWork:
+        """Return the work of this process since the last call: in the step.
+
+        `peak_tflops` is the dense bf16 peak of the card; None: it is looked up by its name.
+        """
+        return self._work.take(peak_tflops)
+
     def score(self, groups: Sequence[Sequence[Rollout]]) -> list[list[TrainingSequence]]:
         """Return the sequences of the rollouts that have a reward, scored as the algorithm needs.
 
@@ -216,14 +225,14 @@ class Policy:
         ]
         if self._reference is not None:
             flat = list(chain(*sequences))
-            scores = score_microbatches(self._reference, self._pack(flat))
+            scores = score_microbatches(self._reference, self._pack_to_score(flat))
             sequences = [
                 [replace(sequence, ref_logprobs_S=scores[sequence.key][0]) for sequence in group]
                 for group in sequences
             ]
         if needs_old_logprobs(self.algorithm):
             flat = list(chain(*sequences))
-            scores = score_microbatches(self._scorer, self._pack(flat))
+            scores = score_microbatches(self._scorer, self._pack_to_score(flat))
             for sequence in flat:  # into its trajectory, to be saved with the rollout
                 store_scores([sequence], *scores[sequence.key])
 
@@ -322,6 +331,7 @@ class Policy:
 
     def forward(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         """Return logprob and entropy of every sampled token, [S] each, with a graph."""
+        self._work.add(microbatch, backward=True)
         logprobs_S, entropy_S = self._wrapped(microbatch)
         return logprobs_S, entropy_S
 
@@ -521,6 +531,13 @@ class Policy:
         """Pack sequences; with sharded weights, return as many microbatches in every process."""
         peers = None if self._sharding is None else self.world
         return pack_evenly(self._scorer, sequences, self._training.token_budget, self.device, peers)
+
+    def _pack_to_score(self, sequences: Sequence[TrainingSequence]) -> list[Microbatch]:
+        """Pack sequences as `_pack` does, and count their forward passes as work of the step."""
+        microbatches = self._pack(sequences)
+        for microbatch in microbatches:
+            self._work.add(microbatch, backward=False)
+        return microbatches
 
     def _sum_of_ranks(self, count: int) -> int:
         """Return the sum of a count over all processes."""

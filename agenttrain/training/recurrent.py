@@ -85,6 +85,8 @@ class RecurrentTree:
         inverse[order] = torch.arange(len(order))
         return order.to(self.device), inverse.to(self.device)
 
+    # Left out of torch.compile: the layout changes with the microbatch.
+    @torch.compiler.disable
     def convolve(self, convolution: Convolution) -> Tensor:
         """Return the convolved states of the packed row, [1, C, T]."""
         _record(convolution)
@@ -98,6 +100,7 @@ class RecurrentTree:
         own_TC = Select.apply(convolved_UC, halo.own_T, halo.token_U, halo.other)
         return own_TC.transpose(0, 1)[None]
 
+    @torch.compiler.disable
     def scan(self, scan: Scan) -> tuple[Tensor, None]:
         """Return the output of the packed row, [1, T, …]. Raises ValueError for a cache."""
         if scan.state is not None or scan.keeps:

@@ -199,6 +199,30 @@ class SchemaResolver:
             names += self.property_names(part, depth - 1)
         return list(dict.fromkeys(names))
 
+    def with_defaults(self, value: Any, schema: Any = None, depth: int = MAX_DEPTH) -> Any:
+        """Return a value with the defaults that its schema names, by default the whole schema.
+
+        Example: ``{"path": "a"}`` -> ``{"path": "a", "all": False}`` for the properties ``{"path":
+        {}, "all": {"default": False}}``.
+        """
+        expanded = self.expand(self.root if schema is None else schema)
+        if depth == 0:
+            return value
+        if isinstance(value, list):
+            items = expanded.get("items", {})
+            return [self.with_defaults(item, items, depth - 1) for item in value]
+        properties = expanded.get("properties")
+        if not isinstance(value, dict) or not isinstance(properties, Mapping):
+            return value
+        filled = {
+            name: self.with_defaults(item, properties.get(name, {}), depth - 1)
+            for name, item in value.items()
+        }
+        for name, part in properties.items():
+            if name not in filled and "default" in (expanded_part := self.expand(part)):
+                filled[name] = expanded_part["default"]
+        return filled
+
     def inlined(self, schema: Any = None, within: tuple[str, ...] = ()) -> Any:
         """Return a schema, by default the whole, without references and definitions.
 

@@ -10,13 +10,17 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 
 PREFIX = "agenttrain-tmp-"
 UNFINISHED = "agenttrain-new-"
 """Beginning of the name of a folder without its lock."""
+UNFINISHED_S = 3600
+"""Seconds after which a folder without its lock is taken for one of a killed process."""
 LOCK = ".lock"
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 """Errors of a file system that cannot lock."""
@@ -70,3 +74,9 @@ def remove_abandoned(parent: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(lock)
+    for folder in parent.glob(f"{UNFINISHED}*"):
+        with suppress(OSError):
+            status = folder.lstat()
+            is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+            if is_own and time.time() - status.st_mtime > UNFINISHED_S:
+                shutil.rmtree(folder, ignore_errors=True)

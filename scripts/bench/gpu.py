@@ -16,8 +16,10 @@ Figures; times and rates are medians over the rounds after the first, peaks the 
 
     seconds_<side>, first_seconds_<side>     of a step, and of its first round
     peak_gib_<side>                          highest memory that the allocator handed out
-    rate_<side>                              6N operations per computed token (shared prompts once)
-                                             and attention, over the dense bf16 peak of the card
+    rate_<side>                              operations as `perf/mfu` counts them
+                                             (`agenttrain.training.operations`: 6N per computed
+                                             token, padding too, and attention; shared prompts
+                                             once), over the dense bf16 peak of the card
     time_<side>_over_shared                  round by round, so that both have the same lengths
     peak_<side>_over_shared                  quotient of the peaks
     tokens, computed_tokens                  of the last round, without and with shared prompts
@@ -43,9 +45,11 @@ import torch
 import train_step_cases as cases
 import transformers
 
-from agenttrain.training.batch import TrainingSequence, make_sequences
+from agenttrain.tracking.cards import peak_tflops
+from agenttrain.training.batch import Segment, TrainingSequence, make_sequences, one_after_the_other
 from agenttrain.training.config import SharePrefix
 from agenttrain.training.logprobs import Scorer
+from agenttrain.training.operations import TERA, card_name, count_operations
 
 SHAPES = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16,
@@ -56,8 +60,8 @@ SHAPES = {
            "head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 8},
 }  # fmt: skip
 VOCABULARY = 151_936
-PEAK_FLOPS = 989e12
-"""Dense bf16 peak of an H100 or H200 (SXM)."""
+UNKNOWN_TFLOPS = 989.0
+"""Dense bf16 peak of an H100 or H200 (SXM), for devices without a known peak."""
 CASE = cases.Case(
     sigma=0.8, tasks=4, group_size=8, vocabulary=VOCABULARY, prompt=256, median=384, longest=2048
 )
@@ -77,8 +81,8 @@ def build_model(shape: str, vocabulary: int, device: torch.device) -> Any:
         return transformers.Qwen3ForCausalLM(config).bfloat16().to(device).eval()
 
 
-Side = Callable[[list[Any]], int]
-"""Computes one step over rollouts and returns the number of tokens computed."""
+Side = Callable[[list[Any]], tuple[int, list[Segment]]]
+"""Computes one step over rollouts and returns the number of tokens computed, and their segments."""
 
 
 def ours(
@@ -100,17 +104,18 @@ def ours(
     )
     figures["kernel_varlen"] = float(scorer.varlen)
 
-    def step(rollouts: list[Any]) -> int:
+    def step(rollouts: list[Any]) -> tuple[int, list[Segment]]:
         rows = [make_sequences(rollout)[0] for rollout in rollouts]
         sampled = sum(row.sampled_length for row in rows)
         net.zero_grad()
-        computed = 0
+        computed, segments = 0, []
         with scorer.ready():
             for batch in scorer.pack(rows, token_budget, device):
                 logprobs, _ = scorer(batch)
                 cases._loss(logprobs, batch.advantages_S, sampled).backward()
                 computed += batch.token_ids_T.numel()
-        return computed
+                segments += batch.segments
+        return computed, segments
 
     return step
 
@@ -118,11 +123,11 @@ def ours(
 def bare(net: Any, device: torch.device) -> Side:
     """Each rollout alone."""
 
-    def step(rollouts: list[Any]) -> int:
+    def step(rollouts: list[Any]) -> tuple[int, list[Segment]]:
         rows = [make_sequences(rollout)[0] for rollout in rollouts]
         moved = [_moved(row, device) for row in rows]
         cases.bare_step(net, moved)()
-        return sum(row.length for row in rows)
+        return sum(row.length for row in rows), unshared_segments(rollouts)
 
     return step
 
@@ -141,7 +146,7 @@ def trl(net: Any, chunk: int, device: torch.device) -> Side:
     """TRL's loss over batches of `chunk` rollouts of similar length."""
     trainer = cases._trl_trainer(net, bf16=device.type == "cuda", use_cpu=device.type == "cpu")
 
-    def step(rollouts: list[Any]) -> int:
+    def step(rollouts: list[Any]) -> tuple[int, list[Segment]]:
         order = sorted(rollouts, key=lambda rollout: len(rollout.trajectories[0].token_ids))
         sampled = sum(rollout.sampled_length for rollout in rollouts)
         net.zero_grad()
@@ -152,17 +157,16 @@ def trl(net: Any, chunk: int, device: torch.device) -> Side:
             inputs["num_items_in_batch"] = torch.tensor(sampled, device=device)
             trainer._compute_loss(net, inputs).backward()
             computed += inputs["prompt_ids"].numel() + inputs["completion_ids"].numel()
-        return computed
+        return computed, unshared_segments(rollouts)
 
     return step
 
 
-def attention_flops(rollouts: list[Any], net: Any) -> float:
-    """Operations of causal attention, forward and backward (2.5 times forward), all layers."""
-    config = net.config
-    width = config.num_attention_heads * config.head_dim * config.num_hidden_layers
-    lengths = [len(rollout.trajectories[0].token_ids) for rollout in rollouts]
-    return sum(2 * width * length**2 * 3.5 for length in lengths)
+def unshared_segments(rollouts: list[Any]) -> list[Segment]:
+    """Return a segment for each rollout."""
+    return list(
+        one_after_the_other([len(rollout.trajectories[0].token_ids) for rollout in rollouts])
+    )
 
 
 def measure(options: argparse.Namespace) -> dict[str, float]:
@@ -172,7 +176,9 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     if options.shape == "tiny":
         case = replace(CASE, tasks=1, group_size=4, vocabulary=1000, median=32, longest=64)
     net = build_model(options.shape, case.vocabulary, device)
-    parameters = sum(parameter.numel() for parameter in net.parameters())
+    operations = count_operations(net)
+    known = peak_tflops(card_name(device)) if device.type == "cuda" else None
+    peak_rate = (known or UNKNOWN_TFLOPS) * TERA
     budget = options.token_budget
     build: dict[str, Callable[[], Side]] = {
         "bare": lambda: bare(net, device),
@@ -198,13 +204,13 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
                 torch.cuda.reset_peak_memory_stats()
                 torch.cuda.synchronize()
             started = time.perf_counter()
-            computed[name] = step(rollouts)
+            computed[name], segments = step(rollouts)
             if device.type == "cuda":
                 torch.cuda.synchronize()
                 peaks[name] = max(peaks[name], torch.cuda.max_memory_allocated() / 2**30)
             seconds[name].append(time.perf_counter() - started)
-            flops = 6 * parameters * computed[name] + attention_flops(rollouts, net)
-            rates[name].append(flops / seconds[name][-1] / PEAK_FLOPS)
+            done = operations.training(computed[name], segments)
+            rates[name].append(done / seconds[name][-1] / peak_rate)
             print(f"round {round_} {name:10} {seconds[name][-1]:7.3f} s "
                   f"{tokens / seconds[name][-1]:9.0f} tokens/s rate {rates[name][-1]:.3f} "
                   f"peak {peaks[name]:.1f} GiB", flush=True)  # fmt: skip

@@ -108,6 +108,17 @@ def test_secrets_are_passed_only_by_name(tmp_path: Path, monkeypatch) -> None:
     assert (tmp_path / "rollout.stdout").read_text() == "secret\n"
 
 
+def test_a_models_name_in_the_environment_stays(tmp_path: Path, monkeypatch) -> None:
+    names = ["OPENAI_MODEL", "ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL"]
+    text = f"ask(json.loads(sys.stdin.readline())); print([os.environ.get(n) for n in {names}])\n"
+    monkeypatch.setenv("OPENAI_MODEL", "haiku")
+    run(tmp_path, text)
+    assert (tmp_path / "rollout.stdout").read_text() == "['policy', 'policy', 'policy']\n"
+    models = {"haiku": "frozen", "*": "policy"}
+    run(tmp_path, text, env=["OPENAI_MODEL"], models=models)
+    assert (tmp_path / "rollout.stdout").read_text() == "['haiku', 'policy', None]\n"
+
+
 def test_a_reused_worker_attempts_one_rollout_after_the_other(tmp_path: Path) -> None:
     done = run(
         tmp_path,

@@ -123,7 +123,7 @@ def test_the_apis_own_error_names_the_remedy_and_ends_the_rollout(
     chat.template = NO_SYSTEM + tiny.TEMPLATE
     done = rollout(drive, SEVEN, chat=chat, models={"policy": "policy"})
     if "context" in bad:
-        assert (done.stop_reason, done.error) == (StopReason.context_full, None)
+        assert (done.stop_reason, done.error) == (StopReason.context_full, errors[0])
     else:
         assert (done.stop_reason, done.error) == (StopReason.error, errors[0])
 

@@ -28,10 +28,12 @@ from agenttrain.chat.chat import Chat
 from agenttrain.chat.wire.http import body_limit
 from agenttrain.chat.wire.normal import Question
 from agenttrain.engines.config import Sampling
+from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.rollout.config import RolloutRequest
 from agenttrain.rollout.ledger import verify
+from agenttrain.runtimes.base import MachineLost
 from agenttrain.tracking.rollouts import read_rollout, rollout_record
-from agenttrain.types import Rollout, StopReason, ToolError
+from agenttrain.types import Completion, Rollout, StopReason, ToolError
 
 END = "<|im_end|>"
 SEVEN = f"It is 7.{END}"
@@ -330,7 +332,6 @@ def test_a_cut_connection_gets_its_answer_with_the_next_equal_request() -> None:
         ({"seed": 3}, 400, "seed=3"),
         ({"logit_bias": {"5": 1}}, 400, "logit_bias"),
         ({"n": 2}, 400, "n=2: is not supported"),
-        ({"stop": ["x"]}, 400, "never cut"),
         ({"tool_choice": "required"}, 400, "tool_choice: demands a call, which needs a grammar"),
         (
             {"response_format": {"type": "json_object"}},
@@ -379,7 +380,6 @@ def test_an_agent_that_recovers_from_an_error_goes_on() -> None:
     ("fields", "overridden"),
     [
         ({"temperature": 0.5, "seed": 1}, 1),
-        ({"stop": ["Observation:"]}, 1),
         ({"parallel_tool_calls": False}, 1),
         ({"chat_template_kwargs": {"enable_thinking": False}}, 1),
         ({"repetition_penalty": 1.2, "unheard_of": [1]}, 1),
@@ -425,7 +425,8 @@ def test_a_body_that_no_context_holds_is_not_read(path: str) -> None:
             assert response.status_code == 413
 
     done = rollout(drive, SEVEN)
-    assert (done.stop_reason, done.error) == (StopReason.context_full, None)
+    assert (done.stop_reason, done.turns) == (StopReason.context_full, 0)
+    assert "a context of 4096 tokens cannot hold" in str(done.error)
     assert sum(taken) <= limit + piece
 
 
@@ -487,13 +488,37 @@ def test_frozen_and_side_conversations_are_answered_and_not_trained() -> None:
             await ask(http, [*ASK, *reply(message, "7")], model="big")
 
     models = {"big": "policy", "small": "frozen"}
-    trained = rollout(drive, ADD, SEVEN, models=models)
+    trained = rollout(drive, ADD, SEVEN, models=models, train="all")
     assert [(t.role, t.turns) for t in trained.trajectories] == [("main", 2), ("agent", 1)]
-    main = rollout(drive, ADD, SEVEN, models=models, train="main")
-    assert [(t.role, t.turns) for t in main.trajectories] == [("main", 2)]
+    assert [(side.model, side.frozen) for side in trained.untrained] == [("small", True)]
+    for train in ("main", "agents"):
+        done = rollout(drive, ADD, SEVEN, models=models, train=train)
+        assert [(t.role, t.turns) for t in done.trajectories] == [("main", 2)]
+        assert [(side.model, side.frozen) for side in done.untrained] == [
+            ("big", False),
+            ("small", True),
+        ]
 
 
-def test_requests_at_once_open_trajectories_and_lockstep_refuses_them() -> None:
+class Counting(ScriptedEngine):
+    """Knows how many requests it had at once."""
+
+    at_once = most_at_once = 0
+
+    async def generate(self, *arguments: Any, **words: Any) -> Completion:
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        try:
+            return await super().generate(*arguments, **words)
+        finally:
+            self.at_once -= 1
+
+
+def add_once(ids: Any, session: str, turn: int) -> Any:
+    return parts.ids(SEVEN if turn or "/" in session else ADD)
+
+
+def test_requests_at_once_open_trajectories_and_wait_in_lockstep() -> None:
     async def drive(agent: AgentTask) -> None:
         engine.delay = 0.1
         async with client(agent) as http:
@@ -504,13 +529,15 @@ def test_requests_at_once_open_trajectories_and_lockstep_refuses_them() -> None:
             statuses[:] = sorted(response.status_code for response in both)
 
     statuses: list[int] = []
-    engine = agent_kit.engine_of(ADD, SEVEN)
+    engine = Counting(add_once)
     with pytest.warns(RuntimeWarning, match="dropped"):
         done = rollout(drive, engine=engine)
     assert (statuses, len(done.trajectories)) == ([200, 200], 2)
-    engine = agent_kit.engine_of(ADD, SEVEN)
-    done = rollout(drive, engine=engine, lockstep=True)
-    assert (statuses, len(done.trajectories)) == ([200, 400], 1)
+    assert engine.most_at_once == 2
+    engine = Counting(add_once)
+    with pytest.warns(RuntimeWarning, match="dropped"):
+        done = rollout(drive, engine=engine, lockstep=True)
+    assert (statuses, len(done.trajectories), engine.most_at_once) == ([200, 200], 2, 1)
 
 
 def test_an_agent_that_raises_is_an_error_and_no_zero() -> None:
@@ -523,6 +550,20 @@ def test_an_agent_that_raises_is_an_error_and_no_zero() -> None:
     assert (done.stop_reason, done.turns) == (StopReason.error, 1)
     assert done.error == "the agent raised OSError: no network"
     assert rollout(drive, SEVEN, on_failure="zero").stop_reason is StopReason.agent_failed
+
+
+@pytest.mark.parametrize("wrap", ["", "cause", "group"])
+def test_a_machine_that_is_lost_is_no_failure_of_the_agent(wrap: str) -> None:
+    async def drive(agent: AgentTask) -> None:
+        async with client(agent) as http:
+            await ask(http, ASK)
+        lost = MachineLost("the container ended")
+        if wrap == "cause":
+            raise ValueError from lost
+        raise ExceptionGroup("g", [lost]) if wrap else lost
+
+    done = rollout(drive, SEVEN, on_failure="zero")
+    assert (done.stop_reason, done.error) == (StopReason.error, "the container ended")
 
 
 def test_an_agent_that_hangs_runs_out_of_time() -> None:

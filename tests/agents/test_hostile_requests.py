@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 import tempfile
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,8 @@ from agenttrain.engines.config import Sampling
 from agenttrain.rollout.config import RolloutRequest
 from agenttrain.rollout.ledger import verify
 
+# Hostile requests edit what was answered.
+pytestmark = pytest.mark.filterwarnings("ignore:agent/restarts:RuntimeWarning")
 INPUT = TOOLS[0]["function"]["parameters"]
 TOOL = {"name": "add", "input_schema": INPUT}
 CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 3}'}}
@@ -62,9 +63,10 @@ HONEST: list[dict[str, Any]] = [
     },
     {"reward": 0.5},
     {"messages": ASK, "reward": 1, "api": "anthropic"},
+    *hostile_requests.responses(TOOLS[0]["function"]),
 ]
 ROUTES = (
-    *("/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"),
+    *("/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/messages/count_tokens"),
     *("/finish", "/reward", "/v1/models", "/v1/none"),
 )
 
@@ -115,27 +117,48 @@ class Endpoint:
 def endpoint(request: pytest.FixtureRequest) -> Iterator[Endpoint]:
     config = AgentConfig(name="endpoint", _target_="agent_kit.driven", on_sampling=request.param)
     agents = Agents(config, agent_kit.shared_chat(), Path(tempfile.mkdtemp()))
-    with asyncio.Runner() as runner, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "agent/restarts", RuntimeWarning)
+    with asyncio.Runner() as runner:
         yield Endpoint(runner, agents, itertools.count())
         runner.run(agents.aclose())
 
 
 hostile = st.tuples(
     st.sampled_from(("POST",) * 8 + ("GET", "PUT")),
-    st.sampled_from((*ROUTES[:2] * 3, *ROUTES)),
+    st.sampled_from((*ROUTES[:3] * 3, *ROUTES)),
     hostile_requests.bodies(HONEST),
     hostile_requests.headers,
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(requests=st.lists(hostile, min_size=1, max_size=4))
-def test_no_request_makes_the_endpoint_fail(endpoint: Endpoint, requests) -> None:
+def check_answers(endpoint: Endpoint, requests: list[Asked]) -> None:
+    """Send them; none may get a server's error, and each error has its words."""
     for (method, path, *_), response in zip(requests, endpoint.send(requests), strict=True):
         assert response.status_code < 500, (method, path, response.text)
         if response.status_code >= 400:
             assert response.json()["error"]["message"]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(requests=st.lists(hostile, min_size=1, max_size=4))
+def test_no_request_makes_the_endpoint_fail(endpoint: Endpoint, requests) -> None:
+    check_answers(endpoint, requests)
+
+
+responses = st.tuples(
+    st.just("POST"),
+    st.just("/v1/responses"),
+    hostile_requests.bodies(hostile_requests.responses(TOOLS[0]["function"])),
+    st.just({}),
+)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("endpoint", ["override"], indirect=True)
+@settings(max_examples=1250, deadline=None, suppress_health_check=list(HealthCheck))
+@given(requests=st.lists(responses, min_size=8, max_size=8))
+def test_ten_thousand_hostile_responses(endpoint: Endpoint, requests) -> None:
+    check_answers(endpoint, requests)
 
 
 ASKED = json.dumps({"messages": ASK}).encode()

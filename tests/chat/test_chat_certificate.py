@@ -117,6 +117,21 @@ def test_a_template_that_renders_one_call_only_is_certified_so() -> None:
     assert "rollout.on_parallel_calls" in certificate.warnings[-1]
 
 
+def test_messages_that_a_template_leaves_out_or_refuses_are_named() -> None:
+    assert certify(built(TEMPLATE), SCHEMAS).left_out == ()
+    refuses = "{%- for m in messages[1:] if m.role == 'system' %}"
+    refuses += "{{ raise_exception('system first') }}{%- endfor %}"
+    assert certify(built(refuses + TEMPLATE), SCHEMAS).left_out == (
+        "a second system message",
+        "a system message after an answer",
+    )
+    leaves_out = TEMPLATE.replace("or (m.role == 'system' and not loop.first)", "")
+    assert certify(built(leaves_out), SCHEMAS).left_out == (
+        "a second system message",
+        "a system message after an answer",
+    )
+
+
 def test_a_template_that_drops_a_reply_is_refused() -> None:
     reasons = refused(
         TEMPLATE.replace("'\\n<tool_response>\\n' + m.content", "'\\n<tool_response>\\n'")

@@ -11,7 +11,7 @@ import pytest
 from agenttrain.chat.grammar import AnswerForm
 from agenttrain.chat.wire import anthropic, openai
 from agenttrain.chat.wire.normal import Question
-from agenttrain.chat.wire.openai import RequestError, parse_request
+from agenttrain.chat.wire.openai import RequestError
 
 ASK = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
@@ -53,7 +53,7 @@ Ask = Callable[[Mapping[str, Any]], Any]
 
 def serve(fields: Mapping[str, Any]) -> Any:
     """Send them to `agenttrain serve`."""
-    return parse_request(json.dumps({"messages": ASK, **fields}).encode())
+    return openai.parse_request(json.dumps({"messages": ASK, **fields}).encode())
 
 
 def endpoint(fields: Mapping[str, Any]) -> Question:

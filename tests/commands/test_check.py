@@ -61,6 +61,23 @@ def test_rows_whose_message_is_left_out_can_be_skipped(
     assert "not one row is left" in capsys.readouterr().err
 
 
+def test_a_row_that_holds_its_answer_is_no_prompt(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    answered = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+    rows = [
+        {"prompt": "2 + 2?", "answer": "4"},
+        {"messages": answered, "answer": "2"},
+        {"messages": [*answered, {"role": "user", "content": "3 + 3?"}], "answer": "6"},
+    ]
+    assert check(tmp_path, tiny.TEMPLATE, rows) == 2
+    shown = capsys.readouterr().err
+    assert f"data.train: {tmp_path / 'rows.jsonl'}, line 2: " in shown
+    assert "agenttrain sft" in shown and "data.on_bad_row=skip" in shown
+    assert check(tmp_path, tiny.TEMPLATE, rows, "data.on_bad_row=skip") == 0
+    assert "1 of 3 rows are left out" in capsys.readouterr().out
+
+
 def test_a_source_without_some_rows_keeps_their_ids_and_places() -> None:
     source = TaskSource([{"prompt": text} for text in "abcd"], shuffle=True)
     source.leave_out({1}, "one")

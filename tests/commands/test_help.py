@@ -89,7 +89,7 @@ LONG = ("templates", "check", "data", "tools", "plan --gpu-memory-gb 80", "view 
     "words",
     [
         *("settings --json", "--cfg job"),
-        *(pytest.param(words, marks=pytest.mark.slow) for words in LONG),
+        *(pytest.param(words, marks=pytest.mark.long) for words in LONG),
     ],
 )
 def test_a_reader_that_stops_early_ends_a_verb_quietly(words: str, tmp_path: Path) -> None:

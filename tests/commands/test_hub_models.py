@@ -186,7 +186,7 @@ def test_all_jobs_of_a_sweep_have_the_commit_of_its_start(hub: StubHub) -> None:
     assert {repeat[-1] for repeat in record.search.repeats} == {f'++model.revision="{first}"'}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_base_of_adapters_is_pinned_too(
     hub: StubHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

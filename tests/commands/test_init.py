@@ -28,7 +28,7 @@ def run(*command: str, cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_new_agent_passes_its_test_and_trains(tmp_path: Path) -> None:
     printed = run("agenttrain.cli", "init", "librarian", cwd=tmp_path)
     assert printed.startswith("librarian: a tool, a reward, ten rows, settings and a test.")

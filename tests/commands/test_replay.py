@@ -375,7 +375,7 @@ def test_an_evaluation_with_limits_of_its_own_is_replayed(tmp_path, capsys):
     assert "3 of 3 rollouts" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("tools", ["recorded", "live"])
 @pytest.mark.parametrize("task", ["retrieval", "code"])
 def test_ten_rollouts_of_other_tasks_replay_to_identical_ids(tmp_path, capsys, task, tools):

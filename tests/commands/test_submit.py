@@ -375,3 +375,11 @@ def test_the_script_puts_back_what_a_signal_stopped(
     assert requeued or "scontrol" not in log
     # SLURM ends the script of a job that is put back.
     assert found == (-15 if requeued else code)
+
+
+def test_a_job_with_containers_says_what_nodes_need(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("runtime=podman", "runtime.image=localhost/box:1")
+    assert cli.main([*DRY, *words]) == 0
+    (note,) = (line for line in capsys.readouterr().err.splitlines() if "runtime.client" in line)
+    assert note.startswith("note: runtime.client=podman: each node needs podman")
+    assert "podman ps -aq --filter label=agenttrain.run | xargs -r podman rm -f" in note

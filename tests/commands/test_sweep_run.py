@@ -329,7 +329,7 @@ def test_a_search_that_is_killed_goes_on_with_the_same_trials(tmp_path: Path) ->
     assert [f"optimizer.lr={unbroken[0]}"] == after.jobs[11].overrides[:1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_evaluations_are_swept_and_share_a_dashboard(tmp_path: Path) -> None:
     tracked = tuple(text for text in TINY if text != "tracker=none" and text != "steps=1")
     arguments = ("eval", "-m", *tracked, "seed=0,1", "hydra.sweep.dir=x/shop/s")

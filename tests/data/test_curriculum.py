@@ -18,6 +18,7 @@ from agenttrain.data.curriculum import Curriculum, Result
 from agenttrain.data.tasks import GeneratedRows, TaskSource
 from agenttrain.settings.checks import validate
 from agenttrain.settings.compose import Source, compose_run, hydra_session
+from agenttrain.tracking.names import depends_on_clock
 from agenttrain.types import ConfigError, Rollout, Task
 from agenttrain.utils.sections import validated
 
@@ -251,8 +252,7 @@ def test_no_other_verb_draws_tasks_so(verb, capsys):
 
 def rows_of(run: Path) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]
-    clocks = ("_s", "per_s")
-    return [{k: v for k, v in row.items() if not k.endswith(clocks)} for row in rows]
+    return [{k: v for k, v in row.items() if not depends_on_clock(k)} for row in rows]
 
 
 @pytest.mark.slow

@@ -45,6 +45,9 @@ def engine_of(*answers: str, max_context: int = 4096) -> ScriptedEngine:
     )
 
 
+UNCHANGED = Sampling()
+
+
 def rollout(
     drive: Drive,
     *answers: str,
@@ -53,6 +56,7 @@ def rollout(
     lockstep: bool = False,
     limits: dict[str, Any] | None = None,
     chat: Chat | None = None,
+    sampling: Sampling = UNCHANGED,
     **settings: Any,
 ) -> Rollout:
     """Let `drive` be the agent of one rollout, and check its ledger."""
@@ -65,6 +69,7 @@ def rollout(
             lockstep=lockstep,
             limits=limits,
             chat=chat,
+            sampling=sampling,
             **settings,
         )
     )
@@ -78,6 +83,7 @@ async def arollout(
     lockstep: bool = False,
     limits: dict[str, Any] | None = None,
     chat: Chat | None = None,
+    sampling: Sampling = UNCHANGED,
     **settings: Any,
 ) -> Rollout:
     """`rollout` inside a running event loop."""
@@ -88,7 +94,7 @@ async def arollout(
     _drives.append(drive)
     try:
         done = await agents.attempt(
-            RolloutRequest(task=parts.TASK, sampling=Sampling(), rollout_id="rollout"),
+            RolloutRequest(task=parts.TASK, sampling=sampling, rollout_id="rollout"),
             engine or engine_of(*answers),
             replace(parts.LIMITS, **(limits or {})),
         )

@@ -28,6 +28,7 @@ VALUES = (
     *({"type": "object", "properties": {"a": {"anyOf": 5}}}, {"$defs": 5, "type": "object"}),
     *({"type": "tool_use", "id": 5}, {"type": "tool_result", "tool_use_id": []}, {"name": {}}),
     *(nested(20), nested(100), nested(230), nested(400), [[[[[[[[]]]]]]]], {"items": nested(150)}),
+    *({"type": "item_reference", "id": "msg_1"}, {"id": "x"}, {"type": "reasoning"}),
     *({"type": "object", "properties": {"a": nested(depth)}} for depth in (40, 90, 140, 190)),
 )
 """JSON values in the places of others."""
@@ -36,6 +37,8 @@ KEYS = (
     *("max_tokens", "max_completion_tokens", "seed", "stop", "stop_sequences", "stream", "n"),
     *("stream_options", "response_format", "logit_bias", "system", "thinking", "output_config"),
     *("context_management", "reward", "api", "content", "role", "tool_calls", "tool_call_id"),
+    *("input", "instructions", "text", "max_output_tokens", "previous_response_id", "call_id"),
+    *("type", "id", "namespace", "encrypted_content", "summary", "output", "arguments", "name"),
     *("return_token_ids", "parallel_tool_calls", "\ud800", "", "reasoning_content", "unheard_of"),
 )
 """Keys of requests and their messages, and some that are none."""
@@ -80,6 +83,37 @@ def bodies(draw: st.DrawFn, honest: list[dict[str, Any]]) -> bytes:
         else:
             parent[path[-1]] = copy.deepcopy(draw(st.sampled_from(VALUES)))
     return json.dumps(body).encode()
+
+
+def responses(function: dict[str, Any]) -> list[dict[str, Any]]:
+    """Honest requests of the API of responses, with a tool."""
+    user = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}
+    tools = [
+        {"type": "function", "strict": False, **function},
+        {"type": "namespace", "name": "n", "tools": [{"type": "function", **function}]},
+        {"type": "web_search", "external_web_access": False},
+    ]
+    thought = [{"type": "reasoning_text", "text": "I look"}]
+    turn = [
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": thought},
+        {"type": "message", "id": "msg_1", "role": "assistant", "content": "So"},
+        {"type": "function_call", "call_id": "c", "name": "add", "arguments": '{"a": 3}'},
+        {"type": "function_call_output", "call_id": "c", "output": "7"},
+    ]
+    return [
+        {"model": "policy", "input": "3 + 4?"},
+        {
+            "input": [{"role": "developer", "content": "Be brief."}, user, *turn],
+            "tools": tools,
+            "tool_choice": "auto",
+            "stream": True,
+            "store": False,
+            "include": ["reasoning.encrypted_content"],
+            "reasoning": {"summary": "auto"},
+            "text": {"format": {"type": "text"}, "verbosity": "low"},
+        },
+        {"instructions": "x", "input": [user, *turn[1:], user], "max_output_tokens": 20},
+    ]
 
 
 ODD = (b"", b"9" * 4400, b"-1", b"1.5", b"\xe9\xff", b"x" * 300, b"0", b"1", b"\xc2\xb2", b"a, b")

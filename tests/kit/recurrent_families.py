@@ -129,15 +129,21 @@ def is_installed(name: str) -> bool:
     return hasattr(transformers, f"{name}ForCausalLM")
 
 
-def tiny_recurrent(name: str) -> PreTrainedModel:
+def tiny_recurrent(name: str, **changes: object) -> PreTrainedModel:
     """A random model of the family, fp32, with slow decay and large weights, so that leaks show."""
     config_name, own = (RECURRENT | UNWRAPPED)[name]
-    settings = {**SMALL, **own}
+    settings = {**SMALL, **own, **changes}
     if name == "NemotronH":
         del settings["num_hidden_layers"]
     config = getattr(transformers, config_name)(**settings)
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
+    enlarge(model)
+    return model
+
+
+def enlarge(model: PreTrainedModel) -> None:
+    """Slow decay and large weights."""
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if "A_log" in parameter_name:
@@ -148,7 +154,6 @@ def tiny_recurrent(name: str) -> PreTrainedModel:
                 parameter.normal_(0, 0.5)
             elif parameter.ndim >= 2:
                 parameter.normal_(0, 0.15)
-    return model
 
 
 def hybrid_folder(folder: Path) -> Path:

@@ -8,13 +8,15 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from agenttrain.tracking.names import depends_on_clock
+
 
 def metrics(folder: Path) -> list[dict]:
     """The rows of metrics.jsonl without what depends on the clock; a torn last one is left out."""
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     rows = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [{k: v for k, v in row.items() if not k.endswith("_s")} for row in rows]
+    return [{k: v for k, v in row.items() if not depends_on_clock(k)} for row in rows]
 
 
 def saved_weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -15,7 +15,13 @@ from accelerate.state import AcceleratorState
 from torch import Tensor
 from torchrun import tell
 from training_cases import policy, random_groups
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedModel
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+)
 
 from agenttrain.algorithms.config import (
     Advantage,
@@ -61,6 +67,8 @@ class Case:
     """Successive ranks that share the weights; None: all."""
     pictures: bool = False
     """A model that could see, of rollouts of text."""
+    recurrent: bool = False
+    """A model with recurrent layers."""
     branches: bool = False
     """Rollouts of three trajectories each, one of which began in another."""
     tolerance: float = 1e-4
@@ -96,6 +104,10 @@ HOW = {
         tolerance=0.02,
     ),
     "weights for pictures": Case(**RECORDED, pictures=True),
+    "recurrent layers": Case(
+        recurrent=True,
+        training={"token_budget": 100, "share_prefix": "always", "gradient_checkpointing": True},
+    ),
     "teacher": Case(algorithm={"teacher": TeacherConfig(path="t", gate=Gate.failed)}),
     "teacher, none left": Case(
         algorithm={"teacher": TeacherConfig(path="t", reward_weight=0.0)}, shares=NONE_LEFT
@@ -224,10 +236,31 @@ def seeing(seed: int) -> Gemma3ForConditionalGeneration:
     return Gemma3ForConditionalGeneration(config).float().eval()
 
 
+def recurrent(seed: int) -> Qwen3_5ForCausalLM:
+    """A tiny model of which every other layer is recurrent."""
+    config = Qwen3_5TextConfig(
+        vocab_size=tiny.model().config.vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+    )
+    torch.manual_seed(seed)
+    return Qwen3_5ForCausalLM(config).float().eval()
+
+
 def make(case: Case, mode: str, world: World, *, sampled: bool = False) -> Policy:
     """The case's policy; each process begins with other weights, of which the first one's count."""
     AcceleratorState._reset_state()  # another mixed precision than the case before
-    model = (seeing if case.pictures else tiny.model)(seed=world.rank).to(case.dtype)
+    build = seeing if case.pictures else recurrent if case.recurrent else tiny.model
+    model = build(seed=world.rank).to(case.dtype)
     if case.lora:
         add_lora(model, LoraSettings(rank=4))
         torch.manual_seed(9)  # adapters that do something: B begins with zeros

@@ -30,6 +30,7 @@ from agenttrain.launch.processes import (
 )
 from agenttrain.settings.checks import validate
 from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
+from agenttrain.tracking.names import depends_on_clock
 from agenttrain.types import ConfigError
 from agenttrain.utils.exit_codes import FAILED, INTERRUPTED, PREEMPTED, REFUSED
 from agenttrain.utils.temporary import PREFIX
@@ -108,7 +109,7 @@ def summary(folder: Path) -> dict[str, object]:
 def rows(folder: Path) -> list[dict[str, float]]:
     """metrics.jsonl without what a clock says."""
     return [
-        {name: value for name, value in json.loads(line).items() if not name.endswith("_s")}
+        {name: value for name, value in json.loads(line).items() if not depends_on_clock(name)}
         for line in (folder / "metrics.jsonl").open()
     ]
 
@@ -246,7 +247,7 @@ def test_a_killed_launcher_leaves_no_temporary_folder(tmp_path):
     assert [*temporary.glob(f"{PREFIX}*")] == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_torchrun_starts_one_run(tmp_path):
     end = done(torchrun(*TINY, "steps=1", "hydra.run.dir=run"), tmp_path)
     assert end.returncode == 0, end.stderr
@@ -345,7 +346,7 @@ def test_ranks_that_have_agreed_do_not_meet_again_after_their_run(tmp_path):
     assert [code for code, *_ in ends] == [0, 0], ends
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("other", "problem"),
     [

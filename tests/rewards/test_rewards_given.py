@@ -20,7 +20,7 @@ from agenttrain.environments.environments import Environments
 from agenttrain.rewards.function import RewardError, check_unchanged, copy_rollout
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collector import Collector
-from agenttrain.types import Delegation, LedgerError, Rollout, Task
+from agenttrain.types import Delegation, LedgerError, Rollout, Task, UntrainedConversation
 
 ADD = call("add", '{"a": 3, "b": 4}')
 BYE = "The answer is 7.<|im_end|>"
@@ -128,6 +128,13 @@ def of_an_outside_agent() -> Rollout:
     """A rollout with all that a reward could change in it."""
     rollout = made("It is 7.", called("add", a=3), sampled=3)
     rollout.counts = {"agent/requests": 2}
+    rollout.grades = {"judge": 0.5}
+    side = [{"role": "user", "content": "a title?"}]
+    rollout.untrained = (
+        UntrainedConversation(
+            model="small", frozen=True, turns=1, sampled_length=2, messages=tuple(side)
+        ),
+    )
     delegation = Delegation(
         caller=(0, 0), call_id="c", schemas=(copy.deepcopy(SCHEMA),), max_turns=1, max_tokens=9
     )

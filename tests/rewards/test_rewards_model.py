@@ -10,7 +10,14 @@ import tiny
 import torch
 from fake_vllm import Machine, machine
 from reward_cases import called, made
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForSequenceClassification
+from transformers import (
+    Gemma2Config,
+    Gemma2ForSequenceClassification,
+    Gemma2PreTrainedModel,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForSequenceClassification,
+)
 
 from agenttrain.rewards.builtin.reward_model import RewardModel
 from agenttrain.rewards.function import RewardError, RewardUnavailable
@@ -121,6 +128,34 @@ def test_scoring_leaves_the_runs_random_numbers_alone(tmp_path):
     torch.manual_seed(3)
     scores(path, "7")
     assert torch.equal(torch.rand(2), expected)
+
+
+def test_a_soft_cap_is_kept_where_transformers_chooses_attention_that_ignores_it(
+    tmp_path, monkeypatch
+):
+    tokenizer = tiny.tokenizer()
+    config = Gemma2Config(
+        **{"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64},
+        **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+        **{"head_dim": 8, "num_labels": 1, "attn_logit_softcapping": 0.5},
+        **{"pad_token_id": tokenizer.convert_tokens_to_ids("<|endoftext|>")},
+    )
+    torch.manual_seed(0)
+    model = Gemma2ForSequenceClassification(config).float()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.3)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)  # before transformers 5.21
+    by_default = Gemma2ForSequenceClassification.from_pretrained(tmp_path)
+    assert by_default.config._attn_implementation == "sdpa"
+    (rollout,) = rollouts("7")
+    ids = tokenizer.apply_chat_template(rollout.trajectories[0].messages, return_dict=False)
+    model.eval().set_attn_implementation("eager")
+    model.config.pad_token_id = None
+    with torch.inference_mode():
+        capped = model(torch.tensor([ids])).logits.item()
+    assert scores(str(tmp_path), "7") == pytest.approx([capped], abs=1e-5)
 
 
 def test_a_model_without_a_score_head_is_refused(tmp_path):

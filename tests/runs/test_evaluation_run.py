@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from agenttrain.cli import main
+from agenttrain.tracking.names import depends_on_clock
 
 pytestmark = pytest.mark.timeout(1200)  # whole runs
 
@@ -39,7 +40,7 @@ def rewards(tmp_path, monkeypatch) -> None:
 def rows(run: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without what depends on the clock."""
     found = [json.loads(line) for line in (run / "metrics.jsonl").open()]
-    return [{k: v for k, v in row.items() if not k.endswith("_s")} for row in found]
+    return [{k: v for k, v in row.items() if not depends_on_clock(k)} for row in found]
 
 
 def test_evaluation_changes_nothing_of_training(tmp_path, rewards):

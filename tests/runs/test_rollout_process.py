@@ -90,7 +90,7 @@ def test_a_process_more_changes_no_byte(tmp_path: Path) -> None:
     assert {r["rollout"] for r in other.rollouts} == {r["rollout"] for r in alone.rollouts}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_weights_that_are_broadcast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are those of files, also where nobody got them at first, or the process was killed."""
     run = (*TINY, OWN, "eval.questions=0", "steps=3")

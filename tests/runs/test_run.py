@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agenttrain.cli import main
+from agenttrain.tracking.names import depends_on_clock
 from agenttrain.utils.model_path import model_folder
 
 AGENTTRAIN = [sys.executable, "-m", "agenttrain.cli"]
@@ -82,7 +83,7 @@ def here(folder: Path, *overrides: str) -> None:
 def metrics(folder: Path) -> list[dict]:
     """The rows of metrics.jsonl without what depends on the clock."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.endswith("_s")} for row in rows]
+    return [{k: v for k, v in row.items() if not depends_on_clock(k)} for row in rows]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -159,7 +160,7 @@ def test_resuming_a_finished_run_says_so_and_changes_nothing(uninterrupted, caps
     assert (uninterrupted / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_more_steps_continue_a_finished_run(uninterrupted, tmp_path):
     short = tmp_path / "short"
     run(short, *TINY, "steps=4")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from agenttrain.cli import main
+from agenttrain.tracking.names import depends_on_clock
 
 TINY = ["debug=tiny", "tracker=none", "eval.questions=0", "optimizer.schedule=constant"]
 
@@ -22,7 +23,7 @@ def run(folder: Path, *overrides: str) -> list[dict]:
 def rows(folder: Path) -> list[dict]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     parsed = [json.loads(line) for line in lines]
-    return [{k: v for k, v in row.items() if not k.endswith("_s")} for row in parsed]
+    return [{k: v for k, v in row.items() if not depends_on_clock(k)} for row in parsed]
 
 
 def cursor(folder: Path) -> int:

@@ -53,7 +53,7 @@ def test_a_run_that_credits_turns_and_compacts(tmp_path: Path, capsys) -> None:
     assert "12 of 12 rollouts" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in IN_CI else pytest.mark.long) for name in RUNS]
 )

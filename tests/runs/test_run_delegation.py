@@ -61,7 +61,7 @@ def test_sub_agents_are_recorded_and_each_token_is_trained_once(whole: Path) -> 
         assert row["grad_norm"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_such_a_run_goes_on_to_the_bit(whole: Path, tmp_path: Path, capsys) -> None:
     part = tmp_path / "part"
     assert main([*RUN, "steps=1", f"hydra.run.dir={part}"]) == 0

@@ -14,6 +14,7 @@ from recurrent_families import hybrid_folder
 from safetensors.torch import load_file
 
 from agenttrain.cli import main
+from agenttrain.tracking.names import depends_on_clock
 from agenttrain.utils.model_path import model_folder
 
 pytestmark = pytest.mark.timeout(1200)  # whole runs
@@ -28,7 +29,7 @@ def sft(folder: Path, *overrides: str) -> None:
 def metrics(folder: Path) -> list[dict]:
     """The rows of metrics.jsonl without what depends on the clock."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.endswith("_s")} for row in rows]
+    return [{k: v for k, v in row.items() if not depends_on_clock(k)} for row in rows]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -170,7 +171,7 @@ def same_but_for_rounding(folder: Path, other: Path) -> None:
         assert torch.allclose(trained[name], tensor, rtol=1e-4, atol=1e-5), name
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "mode", ["ddp", pytest.param("fsdp2", marks=pytest.mark.long)], ids=["ddp", "fsdp2"]
 )

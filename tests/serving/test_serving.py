@@ -16,12 +16,12 @@ import pytest
 import tiny
 import uvicorn
 
-from agenttrain.chat.wire.openai import ChatRequest
+from agenttrain.chat.wire.openai import CompletionWriter, completion_body, read_served
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.scripted import ScriptedEngine
-from agenttrain.serving.answers import ChatServer
+from agenttrain.serving.answers import Answering, ChatServer
 from agenttrain.serving.app import build_app, listen
-from agenttrain.types import Completion
+from agenttrain.types import Completion, Finish
 
 TOOLS = parts.toolbox().schemas()
 ASK = [{"role": "user", "content": "what is 3 + 4?"}]
@@ -112,6 +112,47 @@ def test_a_conversation_with_calls_continues_the_sampled_ids(serve) -> None:
     assert len({request.session for request in served.engine.sent}) == 1
 
 
+@pytest.mark.parametrize("refers", [False, True])
+def test_a_conversation_of_responses_continues_the_sampled_ids(serve, refers: bool) -> None:
+    first = '<tool_call>\n{"arguments":   {"b": 4, "a": 3}, "name": "add"}\n</tool_call><|im_end|>'
+    served = serve(first, "It is 7.<|im_end|>")
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    create = served.client.responses.create
+    (call,) = create(model="agent", input=ASK, tools=tools).output
+    item = {"type": "item_reference", "id": call.id} if refers else call.to_dict()
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "7"}
+    second = create(model="agent", input=[*ASK, item, output], tools=tools, temperature=0.5)
+    assert second.output_text == "It is 7."
+    sent = [request.token_ids for request in served.engine.sent]
+    assert second.usage.input_tokens_details.cached_tokens == len(sent[0]) + len(parts.ids(first))
+    assert sent[1][: len(sent[0])] == sent[0]
+    assert served.engine.sent[1].sampling.temperature == 0.5
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"tool_choice": "required", "tools": [TOOLS[0] | TOOLS[0]["function"]]}, "only auto and"),
+        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+        ({"temperature": 3}, "temperature: Input should be less than"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls=false: is not supported here"),
+        ({"previous_response_id": "x"}, "nothing is kept here between requests"),
+        ({"unheard_of": 1}, "unheard_of"),
+    ],
+)
+def test_serve_refuses_what_it_would_not_follow_of_responses(serve, fields, text: str) -> None:
+    served = serve("never")
+    answer = httpx.post(f"{served.url}/responses", json={"input": "x", **fields}, timeout=30)
+    assert (answer.status_code, text in answer.json()["error"]["message"]) == (400, True)
+
+
+def test_serve_samples_responses_at_the_number_that_a_text_stands_for(serve) -> None:
+    served = serve("It is 7.<|im_end|>")
+    body = {"input": "x", "temperature": "0.5"}
+    assert httpx.post(f"{served.url}/responses", json=body, timeout=30).status_code == 200
+    assert repr(served.engine.sent[0].sampling.temperature) == "0.5"
+
+
 def test_two_branches_of_one_answer_get_sessions_of_their_own(serve) -> None:
     served = serve(*(f"{word}.<|im_end|>" for word in ("one", "two", "three")))
     answer = served.ask(ASK).choices[0].message
@@ -186,6 +227,7 @@ class Dripping(ScriptedEngine):
 
     listener: Callable[[int], None] = print
     aborted = 0
+    reported = 0
     seconds = 0.08
 
     def watch(self, session: str, listener: Callable[[int], None]) -> None:
@@ -194,9 +236,17 @@ class Dripping(ScriptedEngine):
     async def generate(self, token_ids: Any, sampling: Sampling, **words: Any) -> Completion:
         completion = await super().generate(token_ids, sampling, **words)
         try:
-            for token_id in completion.token_ids:
+            for count, token_id in enumerate(completion.token_ids, 1):
                 await asyncio.sleep(self.seconds)
                 self.listener(token_id)
+                self.reported = count
+                if sampling.ends is not None and sampling.ends(token_id):
+                    return Completion(
+                        token_ids=completion.token_ids[:count],
+                        logprobs=completion.logprobs[:count],
+                        finish=Finish.abort,
+                        versions=((self.version, count),),
+                    )
         except asyncio.CancelledError:
             self.aborted += 1
             raise
@@ -215,6 +265,32 @@ def test_content_is_streamed_as_it_is_sampled(serve) -> None:
     assert len(deltas) > 2
 
 
+def test_responses_stream_reasoning_and_content_as_they_are_sampled(serve) -> None:
+    answer = "<think>I add three and four.</think>The answer is 7.<|im_end|>"
+    served = serve(engine=Dripping([answer], encode=parts.ids, max_context=400))
+    with served.client.responses.stream(model="agent", input=ASK) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [item.type for item in final.output] == ["reasoning", "message"]
+    for kind, whole in (
+        ("reasoning_text", "I add three and four."),
+        ("output_text", "The answer is 7."),
+    ):
+        deltas = [event.delta for event in events if event.type == f"response.{kind}.delta"]
+        assert ("".join(deltas), len(deltas) > 2) == (whole, True)
+    (done,) = [event for event in events if event.type == "response.output_text.done"]
+    assert (done.text, done.output_index) == ("The answer is 7.", 1)
+
+
+async def chunks_of(server: ChatServer, answering: Answering) -> list[dict[str, Any]]:
+    """The chunks of an answer's stream."""
+    writer = CompletionWriter(answering.head, answering.question.include_usage)
+    events = [event async for event in server.stream(answering, writer)]
+    assert events.pop() == "data: [DONE]\n\n"
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
 def test_a_stream_ends_with_the_answer_if_its_reading_has_changed() -> None:
     """Content turns out to be reasoning once its mark is complete, and is sent once more."""
     server = ChatServer(
@@ -224,8 +300,7 @@ def test_a_stream_ends_with_the_answer_if_its_reading_has_changed() -> None:
     )
 
     async def stream() -> list[dict[str, Any]]:
-        answering = server.begin(ChatRequest(messages=ASK))
-        return [chunk async for chunk in server.stream(answering) if chunk is not None]
+        return await chunks_of(server, server.begin(read_served({"messages": ASK}, {})))
 
     deltas = [chunk["choices"][0]["delta"] for chunk in asyncio.run(stream())]
     assert "".join(delta.get("content", "") for delta in deltas).endswith("It is 7.")
@@ -306,14 +381,15 @@ def test_no_part_of_an_answer_holds_a_stop_text(
     engine.seconds = 0.0
     server = ChatServer(engine=engine, chat=parts.chat(), model="agent")
     body = {"messages": ASK, "stop": [stop], "tools": TOOLS, "return_token_ids": True}
+    body |= {"stream_options": {"include_usage": True}}
 
     async def ask() -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
-        answering = server.begin(ChatRequest(**body, stream_options={"include_usage": True}))
+        answering = server.begin(read_served(body, {}))
         if stream:
-            chunks = [chunk async for chunk in server.stream(answering) if chunk is not None]
+            chunks = await chunks_of(server, answering)
             deltas = [chunk["choices"][0]["delta"] for chunk in chunks[:-1]]
             return deltas, chunks[-2]["choices"][0], chunks[-1]["usage"]
-        answer = await server.complete(answering)
+        answer = completion_body(await server.answer(answering))
         return [answer["choices"][0]["message"]], answer["choices"][0], answer["usage"]
 
     deltas, choice, usage = asyncio.run(ask())
@@ -328,7 +404,7 @@ def test_no_part_of_an_answer_holds_a_stop_text(
     assert usage["completion_tokens"] == len(choice["token_ids"])
     assert engine.released
     if dripping:
-        assert engine.aborted == 1
+        assert engine.reported == usage["completion_tokens"]
 
 
 def calls(*messages: Any) -> dict[str, Any]:
@@ -400,6 +476,30 @@ def test_an_engines_failure_is_a_server_error(serve) -> None:
     served = serve(engine=ScriptedEngine([]))
     with pytest.raises(openai.InternalServerError, match="the script has no answer"):
         served.ask(ASK)
+
+
+def test_an_engines_failure_ends_a_stream_of_chat(serve) -> None:
+    served = serve(engine=ScriptedEngine([]))
+    body = {"messages": ASK, "stream": True}
+    answer = httpx.post(f"{served.url}/chat/completions", json=body, timeout=30)
+    events = answer.text.split("\n\n")[1:]
+    assert "the script has no answer" in json.loads(events[0][6:])["error"]["message"]
+    assert events[1:] == ["data: [DONE]", ""]
+
+
+def test_an_engines_failure_ends_the_response_that_has_begun(serve) -> None:
+    served = serve(engine=ScriptedEngine([]))
+    body = {"input": "x", "stream": True}
+    answer = httpx.post(f"{served.url}/responses", json=body, timeout=30)
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line[:5] == "data:"]
+    assert [event["type"] for event in events] == [
+        "response.created",
+        "response.in_progress",
+        "response.failed",
+    ]
+    assert [event["sequence_number"] for event in events] == [0, 1, 2]
+    assert len({event["response"]["id"] for event in events}) == 1
+    assert {event["response"]["model"] for event in events} == {"agent"}
 
 
 def test_forgotten_conversations_are_rendered_and_their_sessions_released(serve) -> None:

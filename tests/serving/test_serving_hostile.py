@@ -40,8 +40,16 @@ HONEST: list[dict[str, Any]] = [
         "seed": 3,
     },
 ]
+HONEST += hostile_requests.responses(TOOLS[0]["function"])
 CONTEXT = 4096
-ROUTES = ("/v1/chat/completions", "/v1/models", "/health", "/v1/none", "/v1/chat/%ff")
+ROUTES = (
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/models",
+    "/health",
+    "/v1/none",
+    "/v1/chat/%ff",
+)
 JSON = {"content-type": "application/json"}
 
 
@@ -69,7 +77,7 @@ async def send(app: Starlette, method: str, path: str, **request: Any) -> httpx.
     body=hostile_requests.bodies(HONEST),
     headers=hostile_requests.headers,
     method=st.sampled_from(("POST", "POST", "POST", "GET", "OPTIONS", "HEAD", "DELETE")),
-    path=st.sampled_from((*ROUTES[:1] * 8, *ROUTES)),
+    path=st.sampled_from((*ROUTES[:2] * 6, *ROUTES)),
 )
 def test_no_request_makes_the_server_fail(app, runner, body, headers, method, path) -> None:
     response = runner.run(send(app, method, path, content=body, headers={**JSON, **headers}))

@@ -67,6 +67,8 @@ NEEDS_A_PATH = {
     "environment=openenv": ["environment.openenv.url=http://127.0.0.1:8000"],
     "environment=verifiers": VERIFIERS,
     "data=verifiers": ["environment=verifiers", *VERIFIERS],
+    "tools=files": ["runtime=podman"],
+    "data=harbor": ["runtime=podman", "data.path=examples/terminal_agent/tasks"],
     "user=llm": ["user.url=http://localhost:8000/v1", "user.model=m"],
     "reward=reward_model": ["reward.reward_model.path=agenttrain/data/models/shop"],
     # The model that it names comes with a package of 93 MB.

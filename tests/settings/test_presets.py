@@ -40,7 +40,7 @@ def compose(*overrides: str) -> Composed:
     ("hardware", "models"),
     [
         *(("laptop", MODELS[::2]), ("node8x80", MODELS[1::2])),
-        *(pytest.param(name, MODELS, marks=pytest.mark.slow) for name in ("gpu24", "gpu80")),
+        *(pytest.param(name, MODELS, marks=pytest.mark.long) for name in ("gpu24", "gpu80")),
     ],
     ids=("laptop", "node8x80", "gpu24", "gpu80"),
 )

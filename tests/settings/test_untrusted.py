@@ -20,13 +20,27 @@ from agenttrain.utils.locate import locate
 from agenttrain.utils.sections import sections_below
 
 UNDECLARED = {
-    "AgentConfig": {"command", "_target_", "env", "host", "read"},
+    "AgentConfig": {"command", "_target_", "env", "host", "install", "read"},
     "AlgorithmConfig": {"objective"},
     "DataConfig": {"train", "test", "image_urls"},
     "DistributedConfig": {"rendezvous"},
     "MLflowSettings": {"uri"},
     "RoleConfig": {"args"},
     "RunConfig": {"tools", "environment", "user", "reward", "engine", "resume"},
+    "RuntimeConfig": {
+        *(
+            "_target_",
+            "options",
+            "image",
+            "pull",
+            "network",
+            "hosts",
+            "env",
+            "capabilities",
+            "trust",
+        ),
+        "keep_processes",
+    },
     "ServersConfig": {"args", "admin_urls", "url"},
     "SlurmConfig": {"setup", "directives", "srun"},
     "SweepConfig": {"runs"},
@@ -178,6 +192,10 @@ GYM = "agenttrain.environments.adapters.gymnasium.Gymnasium"
             ["tracker.own.mine._target_", "tracker.wandb.entity"],
         ),
         ({"agent": {"command": "touch ran"}}, ["agent.command"]),
+        (
+            {"runtime": {"name": "podman", "image": "evil", "trust": True, "network": "open"}},
+            ["runtime.image", "runtime.trust", "runtime.network"],
+        ),
         (
             {"slurm": {"setup": ["touch ran"], "srun": ["--task-prolog=evil"]}},
             ["slurm.setup", "slurm.srun"],

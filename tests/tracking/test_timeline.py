@@ -19,6 +19,7 @@ from agenttrain.engines.config import Sampling
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.rollout.monitoring import InFlight
 from agenttrain.tools.toolbox import RunningCall
+from agenttrain.tracking.names import depends_on_clock
 from agenttrain.tracking.timeline import Timeline
 from agenttrain.tracking.timeline_page import (
     NoTimes,
@@ -257,7 +258,7 @@ def test_times_change_nothing_else(tiny, tmp_path):
 
     def learnt(folder: Path) -> list[dict]:
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        return [{k: v for k, v in row.items() if not k.endswith("_s")} for row in rows]
+        return [{k: v for k, v in row.items() if not depends_on_clock(k)} for row in rows]
 
     assert learnt(other) == learnt(tiny)
     weights = [folder / "checkpoints/latest/model.safetensors" for folder in (tiny, other)]

@@ -24,6 +24,7 @@ RUN = (
     *("algorithm.kl.beta=0.01", "algorithm.entropy.bonus=0.01", "algorithm.top_entropy=0.5"),
     *("algorithm.behaviour=recomputed", "algorithm.correction.level=token"),
     *("algorithm.off_policy_threshold=1", "data.curriculum.enabled=true"),
+    *("cost.gpu_hour=1", "cost.peak_tflops=1"),
 )
 AHEAD = (
     *("train", "debug=tiny", "steps=1", "eval.questions=0", "tracker=none"),
@@ -54,6 +55,7 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     names |= set(agent_metrics([]))
     fleet = Fleet(tmp_path_factory.mktemp("fleet"), ServersConfig(), WeightSyncMode.drain)
     names |= set(fleet.metrics())
+    names |= {"perf/peak_gb", "perf/tokens_per_s_gpu"}  # on a GPU
     return {*names, *MISMATCH_NAMES, *gap, "curriculum/new"} - {"step"}  # new: rows with an end
 
 

@@ -7,6 +7,7 @@ import shutil
 import pytest
 import tiny
 import torch
+from recurrent_families import tiny_recurrent
 from torch._dynamo.utils import counters
 
 from agenttrain.algorithms.credit import set_advantages
@@ -54,9 +55,15 @@ def sequences(seed: int):
         yield from make_sequences(rollout)
 
 
-def results(*, compile: bool, checkpointed: bool) -> list[torch.Tensor]:
+def results(
+    *, compile: bool, checkpointed: bool = False, recurrent: bool = False
+) -> list[torch.Tensor]:
     """Log-probabilities, entropies and gradients of three microbatches of different lengths."""
-    model = tiny.model(initializer_range=0.4)
+    model = (
+        tiny_recurrent("Qwen3_5", vocab_size=300)
+        if recurrent
+        else tiny.model(initializer_range=0.4)
+    )
     if checkpointed:
         checkpoint_layers(model)
     scorer = Scorer(model, temperature=1.0, logits_budget_mb=1, compile=compile)
@@ -83,6 +90,18 @@ def test_values_and_gradients_are_those_of_layers_as_they_are(checkpointed):
         assert (value - other).norm() <= 1e-5 * other.norm()
     # The first microbatch may compile, the other lengths do not.
     assert counters["frames"]["total"] <= 8
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: apt-get install g++")
+def test_layouts_of_recurrent_layers_are_not_compiled():
+    """Otherwise torch would compile code for each microbatch, 80 functions for these three."""
+    expected = results(compile=False, recurrent=True)
+    counters.clear()
+    found = results(compile=True, recurrent=True)
+    for value, other in zip(found, expected, strict=True):
+        assert (value - other).norm() <= 1e-5 * other.norm()
+    assert counters["frames"]["total"] <= 20
 
 
 def test_layers_are_compiled_inside_the_block_only(monkeypatch):

@@ -8,7 +8,12 @@ import transformers
 from packing_families import FAMILIES, SMALL, WINDOW, tiny_family
 from training_cases import one_microbatch, rollout, with_tool
 
-from agenttrain.training.attention import UnsupportedAttention, packed_mask, packing
+from agenttrain.engines.soft_cap import keep_soft_cap
+from agenttrain.training.attention import (
+    UnsupportedAttention,
+    packed_mask,
+    packing,
+)
 from agenttrain.training.batch import Segment, make_sequences, one_after_the_other
 from agenttrain.training.config import SharePrefix
 from agenttrain.training.logprobs import (
@@ -55,6 +60,7 @@ def run(hidden, model: torch.nn.Module, ids: torch.Tensor):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_packed_is_separate(name: str) -> None:
     model = tiny_family(name)
+    keep_soft_cap(model)
     ids = torch.randint(3, 64, (112,), generator=torch.Generator().manual_seed(1))
     assert why_not_packed(model) is None
     check_head(model)
@@ -66,6 +72,32 @@ def test_packed_is_separate(name: str) -> None:
     for parameter, gradient in expected.items():
         gap = (found[parameter] - gradient).abs().max()
         assert gap <= 1e-5 * gradient.abs().max() + 1e-7, parameter
+
+
+def test_no_window_is_crossed_with_gradients() -> None:
+    """Gemma 3's own window, of 1,024 tokens: a pass with gradients keeps all that is computed."""
+    config = transformers.Gemma3TextConfig(
+        **{**SMALL, **FAMILIES["Gemma3"], "sliding_window": 1024, "max_position_embeddings": 2048}
+    )
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForCausalLM(config).eval()
+    tokens: dict[bool, list[int]] = {True: [], False: []}
+    model.get_input_embeddings().register_forward_hook(
+        lambda _, inputs, __: tokens[torch.is_grad_enabled()].append(inputs[0].numel())
+    )
+    assert why_not_packed(model) is None
+    assert tokens[True] == [23, 23]  # 9 + 6 + 5 + 3 of the two checks for leaks
+    assert max(tokens[False]) > 1024
+
+
+def test_a_soft_cap_is_not_left_to_attention_that_ignores_it() -> None:
+    model = tiny_family("Gemma2")
+    model.config._attn_implementation = "sdpa"  # as transformers before 5.21 loads it
+    Scorer(model, temperature=1.0, logits_budget_mb=1)
+    assert model.config._attn_implementation == "eager"
+    other = tiny_family("Gemma3")  # has no cap
+    Scorer(other, temperature=1.0, logits_budget_mb=1)
+    assert other.config._attn_implementation == "sdpa"
 
 
 def test_weights_that_are_no_numbers_are_named_as_such() -> None:
@@ -102,10 +134,10 @@ def test_logprobs_are_of_the_logits_that_the_model_itself_makes(name: str) -> No
     for setting in own.keys() & vars(model.config).keys():
         setattr(model.config, setting, own[setting])
         setattr(model, setting, own[setting])
+    scorer = Scorer(model, temperature=0.7, logits_budget_mb=1)
     one = with_tool()
     logits = model(torch.tensor(one.trajectories[0].token_ids)[None]).logits[0] / 0.7
     expected = logits.log_softmax(-1)[[3, 4, 5, 13, 14], [20, 21, 2, 22, 2]]
-    scorer = Scorer(model, temperature=0.7, logits_budget_mb=1)
     with scorer.ready():
         logprobs, _ = scorer(one_microbatch(one))
     assert torch.allclose(logprobs, expected, atol=1e-5)

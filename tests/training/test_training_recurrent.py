@@ -9,8 +9,16 @@ from functools import partial
 import pytest
 import torch
 import transformers
+from packing_families import SMALL
 from peft import LoraConfig
-from recurrent_families import RECURRENT, UNWRAPPED, is_installed, tiny_recurrent
+from recurrent_families import (
+    DELTA,
+    RECURRENT,
+    UNWRAPPED,
+    enlarge,
+    is_installed,
+    tiny_recurrent,
+)
 
 from agenttrain.engines.mixers import ADAPTERS, is_kernel, reference
 from agenttrain.training.attention import packing
@@ -102,6 +110,22 @@ def test_a_packed_tree_is_each_sequence_alone(name: str) -> None:
     check_head(model)
     expected = run(model, packed=False)
     assert_same(run(model, packed=True), expected)
+
+
+def test_text_of_a_model_that_sees_is_packed_as_a_tree() -> None:
+    config = transformers.Qwen3_5Config(
+        text_config={**SMALL, **DELTA},
+        vision_config={
+            **{"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2},
+            **{"out_hidden_size": SMALL["hidden_size"], "patch_size": 4},
+        },
+    )
+    torch.manual_seed(0)
+    model = transformers.Qwen3_5ForConditionalGeneration(config).float().eval()
+    enlarge(model)
+    assert why_not_packed(model) is None
+    check_head(model)
+    assert_same(run(model, packed=True), run(model, packed=False))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -202,10 +226,10 @@ def test_without_a_layout_the_wrapped_functions_are_the_original_ones(
     wrapped = {name: getattr(module, name) for name in ADAPTERS if hasattr(module, name)}
     scans = wrapped.keys() - {"causal_conv1d_fn"}
     assert "causal_conv1d_fn" in wrapped and (scans or name.startswith("Lfm"))
-    hidden, gradients = run(model, packed=False)
+    hidden, gradients = run(model, packed=False, layout=SHORT)
     for function_name, function in wrapped.items():
         monkeypatch.setattr(module, function_name, function.function)
-    original, original_gradients = run(model, packed=False)
+    original, original_gradients = run(model, packed=False, layout=SHORT)
     assert torch.equal(hidden, original)
     assert all(torch.equal(gradients[name], original_gradients[name]) for name in gradients)
 
@@ -234,6 +258,40 @@ def test_a_function_that_lost_its_layout_is_found(name, function, dtype, monkeyp
         sys.modules[type(model).__module__], function, getattr(original, "function", original)
     )
     assert "packed, " in (why_not_packed(model) or "")
+
+
+@pytest.mark.parametrize("lost", ["initial_state", "last_state"])
+def test_a_state_without_a_gradient_beyond_a_chunk_is_found(lost: str, monkeypatch) -> None:
+    """The scan is right forwards, and backwards up to the 64 tokens of a chunk."""
+    model = tiny_recurrent("Qwen3_5")
+    module = sys.modules[type(model).__module__]
+    name = "torch_chunk_gated_delta_rule"
+    function = getattr(module, name)
+    original = getattr(function, "function", function)
+
+    def scan(query, *arguments, initial_state=None, **keywords):
+        is_long = query.shape[1] > 64
+        if is_long and lost == "initial_state" and initial_state is not None:
+            initial_state = initial_state.detach()
+        output, state = original(query, *arguments, initial_state=initial_state, **keywords)
+        is_lost = is_long and lost == "last_state" and state is not None
+        return output, state.detach() if is_lost else state
+
+    monkeypatch.setattr(module, name, scan)
+    assert "its gradients differ by" in (why_not_packed(model) or "")
+
+
+def test_the_trial_of_a_long_chunk_has_few_tokens_with_gradients() -> None:
+    """Bamba's own chunk, of 256 tokens: a pass with gradients keeps all that is computed."""
+    model = tiny_recurrent("Bamba", mamba_chunk_size=256)
+    tokens: list[int] = []
+    model.get_input_embeddings().register_forward_hook(
+        lambda _, inputs, __: tokens.append(inputs[0].numel() * torch.is_grad_enabled())
+    )
+    assert why_not_packed(model) is None
+    # 9 + 6 + 2 + 1 + 258 + 5 in one pass, three times; alone each with all before it, in one pass:
+    # 9 + 6 + 8 + 7 + 265 + 270
+    assert sum(tokens) == 3 * 281 + 565
 
 
 def test_a_kernel_with_wrong_gradients_stops_the_run(monkeypatch) -> None:

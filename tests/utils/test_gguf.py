@@ -46,7 +46,7 @@ def greedy(model: torch.nn.Module, token_ids: list[int], count: int = 12) -> lis
     return model.generate(ids, max_new_tokens=count, do_sample=False)[0].tolist()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_make_one_folder_with_the_files_own_weights(
     tmp_path: Path, cache: Path
 ) -> None:

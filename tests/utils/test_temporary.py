@@ -6,9 +6,17 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
-from agenttrain.utils.temporary import LOCK, PREFIX, TemporaryFolder, remove_abandoned
+from agenttrain.utils.temporary import (
+    LOCK,
+    PREFIX,
+    UNFINISHED,
+    UNFINISHED_S,
+    TemporaryFolder,
+    remove_abandoned,
+)
 
 HOLDER = """
 import sys
@@ -58,3 +66,15 @@ def test_a_link_in_place_of_a_folder_or_its_lock_is_left_alone(tmp_path: Path) -
     before = sorted(os.walk(tmp_path))
     remove_abandoned(tmp_path)
     assert sorted(os.walk(tmp_path)) == before
+
+
+def test_a_folder_that_never_got_its_lock_is_removed_once_it_is_old(tmp_path: Path) -> None:
+    new, old, link = (tmp_path / f"{UNFINISHED}{name}" for name in ("new", "old", "link"))
+    new.mkdir()
+    old.mkdir()
+    link.symlink_to(tmp_path)
+    then = time.time() - UNFINISHED_S - 60
+    os.utime(old, (then, then))
+    os.utime(link, (then, then), follow_symlinks=False)
+    remove_abandoned(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([new, link])

@@ -13,8 +13,9 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from agenttrain.chat.grammar import AnswerForm
+from agenttrain.chat.wire.events import event_text
 from agenttrain.chat.wire.fields import ANTHROPIC, SHAPE, field_problem, quote, unfollowed
-from agenttrain.chat.wire.normal import HANDLE, Answer, Question, call_message
+from agenttrain.chat.wire.normal import HANDLE, Answer, AnswerHead, Question, call_message
 from agenttrain.chat.wire.openai import RequestError, check_form, validated
 from agenttrain.types import Finish, Message
 
@@ -60,8 +61,6 @@ def read_question(data: Mapping[str, Any]) -> Question:
             )
     sampling |= {name: data[name] for name in SAMPLING if data.get(name) is not None}
     sampling |= _context_edits(request.context_management)
-    if request.stop_sequences:
-        sampling["stop_sequences"] = request.stop_sequences
     form, one_call = _form(request)
     if one_call:
         sampling["tool_choice.disable_parallel_tool_use"] = True
@@ -71,10 +70,12 @@ def read_question(data: Mapping[str, Any]) -> Question:
     tool_names: dict[str, str] = {}  # by the id of the call
     for index, message in enumerate(request.messages):
         where = f"messages[{index}]"
-        if message.get("role") not in ("user", "assistant"):
-            raise RequestError(f"{where}: needs the role user or assistant", param=where)
+        if message.get("role") not in ("user", "assistant", "system"):
+            raise RequestError(f"{where}: needs the role user, assistant or system", param=where)
         blocks = _blocks(message.get("content"), where)
-        if message["role"] == "assistant":
+        if message["role"] == "system":
+            messages.append({"role": "system", "content": _text(blocks, where)})
+        elif message["role"] == "assistant":
             messages.append(_assistant(blocks, where, tool_names))
         else:
             messages += _user(blocks, where, tool_names)
@@ -95,6 +96,7 @@ def read_question(data: Mapping[str, Any]) -> Question:
         model=request.model,
         max_tokens=request.max_tokens,
         sampling=sampling,
+        stops=tuple(text for text in request.stop_sequences or () if text),
         stream=request.stream,
     )
 
@@ -248,6 +250,30 @@ def message_body(answer: Answer) -> dict[str, Any]:
             "output_tokens": answer.sampled_tokens,
         },
     }
+
+
+class MessageWriter:
+    """Writes an answer as the events of a message, once it is complete."""
+
+    def __init__(self, head: AnswerHead, include_usage: bool) -> None:
+        """`include_usage` has no effect: a message always ends with its usage."""
+
+    def begin(self) -> Iterator[str]:
+        """Yield nothing: the first event has the number of tokens of the prompt."""
+        yield from ()
+
+    def add(self, delta: Mapping[str, str]) -> Iterator[str]:
+        """Yield nothing: `end` yields all of the text."""
+        yield from ()
+
+    def end(self, answer: Answer) -> Iterator[str]:
+        """Yield the message."""
+        for name, data in message_events(answer):
+            yield event_text({"type": name, **data}, name)
+
+    def fail(self, error: RequestError) -> Iterator[str]:
+        """Yield an error."""
+        yield event_text(error_body(error), "error")
 
 
 def message_events(answer: Answer) -> Iterator[tuple[str, dict[str, Any]]]:

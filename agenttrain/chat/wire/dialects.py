@@ -4,65 +4,83 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
-from agenttrain.chat.wire import anthropic, openai
-from agenttrain.chat.wire.http import event_text
-from agenttrain.chat.wire.normal import Answer, Question
+from agenttrain.chat.wire import anthropic, openai, responses
+from agenttrain.chat.wire.normal import Answer, AnswerHead, FindIssued, Question
 from agenttrain.chat.wire.openai import RequestError, read_object
+
+Read = Callable[[Mapping[str, Any], Mapping[str, str], FindIssued], Question]
+"""Reads a request, given `chat_template.roles` and the answers issued so far. Raises
+RequestError."""
+
+
+class StreamWriter(Protocol):
+    """Writes an answer as server-sent events, as far as it is known."""
+
+    def begin(self) -> Iterator[str]:
+        """Yield the events before any text."""
+
+    def add(self, delta: Mapping[str, str]) -> Iterator[str]:
+        """Yield the events of more text: of `content` and `reasoning_content`."""
+
+    def end(self, answer: Answer) -> Iterator[str]:
+        """Yield the rest of the complete answer."""
+
+    def fail(self, error: RequestError) -> Iterator[str]:
+        """Yield an error in place of the rest, or of all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireDialect:
     """How one API asks, answers and reports errors."""
 
-    read: Callable[[Mapping[str, Any], Mapping[str, str]], Question]
-    """Reads a request, given `chat_template.roles`. Raises RequestError."""
+    read: Read
+    """For the endpoint, which refuses or replaces some fields that this reads."""
+    read_served: Read | None = None
+    """For `serve`, which follows each field that this reads. None: it does not speak the API."""
     body: Callable[[Answer], dict[str, Any]]
     """Returns an answer in one piece."""
-    events: Callable[[Answer, bool], Iterator[str]]
-    """Yields an answer as server-sent events, with its usage if the request asked for that."""
+    writer: Callable[[AnswerHead, bool], StreamWriter]
+    """Returns the writer of a stream, which ends with its usage if the request asked for that."""
     error: Callable[[RequestError], dict[str, Any]]
     """Returns an error's body."""
-    error_name: str | None = None
-    """Name of an error's event in a stream."""
     text_arguments: bool
     """Arguments of calls are a text, which may be malformed."""
 
-    def question(self, body: bytes, roles: Mapping[str, str]) -> Question:
-        """Read the body of a request. Raises RequestError."""
-        return replace(self.read(read_object(body), roles), size=len(body))
+    def question(self, body: bytes, roles: Mapping[str, str], find_issued: FindIssued) -> Question:
+        """Read the body of a request to the endpoint. Raises RequestError."""
+        return replace(self.read(read_object(body), roles, find_issued), size=len(body))
 
-    def error_event(self, error: RequestError) -> str:
-        """Return an error as an event of a stream."""
-        return event_text(self.error(error), self.error_name)
-
-
-def _completion_events(answer: Answer, include_usage: bool) -> Iterator[str]:
-    for chunk in openai.completion_chunks(answer, include_usage=include_usage):
-        yield event_text(chunk)
-    yield openai.DONE
-
-
-def _message_events(answer: Answer, include_usage: bool) -> Iterator[str]:
-    for name, data in anthropic.message_events(answer):
-        yield event_text({"type": name, **data}, name)
+    def events(self, answer: Answer, include_usage: bool) -> Iterator[str]:
+        """Yield a complete answer as server-sent events."""
+        writer = self.writer(answer, include_usage)
+        yield from writer.begin()
+        yield from writer.end(answer)
 
 
 DIALECTS = {
     "chat/completions": WireDialect(
-        read=openai.read_question,
+        read=lambda data, roles, find_issued: openai.read_question(data, roles),
+        read_served=lambda data, roles, find_issued: openai.read_served(data, roles),
         body=openai.completion_body,
-        events=_completion_events,
+        writer=openai.CompletionWriter,
+        error=RequestError.body,
+        text_arguments=True,
+    ),
+    "responses": WireDialect(
+        read=responses.read_question,
+        read_served=responses.read_served,
+        body=responses.response_body,
+        writer=responses.ResponseWriter,
         error=RequestError.body,
         text_arguments=True,
     ),
     "messages": WireDialect(
-        read=lambda data, roles: anthropic.read_question(data),
+        read=lambda data, roles, find_issued: anthropic.read_question(data),
         body=anthropic.message_body,
-        events=_message_events,
+        writer=anthropic.MessageWriter,
         error=anthropic.error_body,
-        error_name="error",
         text_arguments=False,
     ),
 }

@@ -79,6 +79,17 @@ OPENAI: Neutral = {
 """Fields of chat completions that would change an answer."""
 ANTHROPIC: Neutral = {"container": (), "mcp_servers": ([],)}
 """Fields of messages that would change an answer."""
+RESPONSES: Neutral = {
+    "background": (False,),
+    "context_management": ([],),
+    "conversation": (),
+    "parallel_tool_calls": (True,),
+    "previous_response_id": (),
+    "prompt": (),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+"""Fields of responses that would change an answer."""
 SHAPE = ("n", "logprobs", "top_logprobs", "functions", "function_call", "modalities", "audio")
 """Fields that ask for another kind of answer than one message."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -12,6 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from agenttrain.chat.wire.fields import MAX_QUOTED
 from agenttrain.chat.wire.openai import RequestError
 
 T = TypeVar("T")
@@ -28,6 +28,8 @@ KEPT_ALIVE_S = 10.0
 """Seconds of silence after which a stream sends a comment, so that no proxy closes it."""
 KEEP_ALIVE = ": keep-alive\n\n"
 """That comment."""
+ROUTES = "POST chat/completions, responses, messages and messages/count_tokens, and GET models"
+"""Routes below a base URL."""
 ANSWERED_ERRORS = (RequestError, HTTPException, RecursionError, Exception)
 """Errors that the fronts answer with `request_error`. starlette raises again what it handles as
 Exception, so that uvicorn logs it."""
@@ -44,15 +46,20 @@ def request_error(error: Exception) -> RequestError:
     return RequestError(f"{type(error).__name__}: {error}", status=500)
 
 
-def to_json(value: Any) -> str:
-    """Return a value as compact JSON."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-
-
-def event_text(data: Any, name: str | None = None) -> str:
-    """Return a server-sent event."""
-    event = "" if name is None else f"event: {name}\n"
-    return f"{event}data: {to_json(data)}\n\n"
+def unknown_route(request: Request, status: int, routes: str = ROUTES) -> RequestError:
+    """Return the error for a path or method that is not served, with those that are."""
+    if request.headers.get("upgrade", "").lower() == "websocket":
+        return RequestError(
+            "WebSocket is not served here; send the request by POST, whose answer may be a stream",
+            code="websocket_unsupported",
+            status=426,
+        )
+    return RequestError(
+        f"{request.method} {request.url.path[:MAX_QUOTED]}: is not served here; below the base URL "
+        f"there are {routes}",
+        code="unknown_route",
+        status=status,
+    )
 
 
 async def start_response(send: Send, status: int, kind: str) -> None:

@@ -12,15 +12,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 from agenttrain.chat.chat import Chat
+from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.wire.normal import HANDLE
 from agenttrain.chat.wire.openai import RequestError
 from agenttrain.types import AssistantTurn, Finish, Message, Origin
+from agenttrain.utils.json_schema import SchemaResolver, without_nullable
+
+CUT_CALL = "Error: the client ended the answer before this call"
+"""Reply to a call that the client was not given."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -48,6 +53,11 @@ class IssuedTurn:
         return self.conversation[-1]
 
     @property
+    def keys(self) -> list[str]:
+        """Its handle and the ids of its calls, which no other turn has."""
+        return [key for key in (self.message[HANDLE], *self.call_ids) if key]
+
+    @property
     def digest(self) -> bytes:
         """Digest of the conversation."""
         return _extend(self.request_digest, self.message)
@@ -56,31 +66,41 @@ class IssuedTurn:
         """Return the client's messages after the turn, with the model's ids of the calls.
 
         The template shows a reply to each call. A malformed call that was part of the text has none
-        from the client, which saw no call: it gets its `malformed_reply`.
+        from the client, which saw no call: it gets its `malformed_reply`, and a call that a stop
+        text cut off `CUT_CALL`.
         """
         contents = {m["tool_call_id"]: m["content"] for m in new_messages if m["role"] == "tool"}
         replies: list[Message] = []
         for call_id, call in zip(self.call_ids, self.turn.calls, strict=True):
-            content = contents.get(call_id, call.malformed_reply)
+            unseen = CUT_CALL if call.malformed is None else call.malformed_reply
+            content = contents.get(call_id, unseen)
             replies.append(
                 {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
             )
         return [*replies, *(without_handle(m) for m in new_messages if m["role"] != "tool")]
 
-    def suffix(
-        self, chat: Chat, replies: Sequence[Message], *, generation_prompt: bool
-    ) -> list[tuple[Origin, list[int]]]:
-        """Return the ids that follow the turn, by origin. Raises ChatError."""
-        return chat.suffix(
-            self.turn,
-            replies,
-            completion_ids=self.completion_ids,
-            finish=self.finish,
-            generation_prompt=generation_prompt,
+    def continuation(
+        self, chat: Chat, new_messages: Sequence[Message], *, generation_prompt: bool
+    ) -> tuple[list[Message], list[tuple[Origin, list[int]]]]:
+        """Return the `replies`, and the ids that follow the turn, by origin. Raises ChatError.
+
+        Messages of the system are the user's where the template can show none.
+        """
+        return _with_late_system(
+            lambda replies: chat.suffix(
+                self.turn,
+                replies,
+                completion_ids=self.completion_ids,
+                finish=self.finish,
+                generation_prompt=generation_prompt,
+            ),
+            self.replies(new_messages),
+            first=0,
         )
 
 
 T = TypeVar("T", bound=IssuedTurn)
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,19 +127,33 @@ class IssuedTurns(Generic[T]):
     """All of them, the oldest first."""
     _by_digest: dict[bytes, list[T]] = field(default_factory=dict)
     """Digest of a conversation -> the turns that end it, the oldest first."""
+    _by_key: dict[str, T] = field(default_factory=dict)
+    """Handle of a turn, or id of one of its calls -> the turn."""
 
     def add(self, turn: T) -> None:
         """Remember an issued turn."""
         self.turns.append(turn)
+        self._by_key.update(dict.fromkeys(turn.keys, turn))
         self._by_digest.setdefault(turn.digest, []).append(turn)
 
     def forget(self, turn: T) -> None:
         """Remove a turn, which no request continues from now on."""
         self.turns.remove(turn)
+        for key in turn.keys:
+            del self._by_key[key]
         turns = self._by_digest[turn.digest]
         turns.remove(turn)
         if not turns:
             del self._by_digest[turn.digest]
+
+    def with_key(self, key: str) -> T | None:
+        """Return the turn with a handle or the id of a call, or None."""
+        return self._by_key.get(key)
+
+    def find_message(self, key: str) -> Message | None:
+        """Return the answer as it was issued with a handle or the id of a call, or None."""
+        turn = self._by_key.get(key)
+        return None if turn is None else turn.message
 
     def twins(self, turn: T) -> list[T]:
         """Return the turns with the conversation, reasoning and tools of `turn`, and itself."""
@@ -128,6 +162,32 @@ class IssuedTurns(Generic[T]):
             for twin in self._by_digest.get(turn.digest, ())
             if (twin.tools, twin.turn.reasoning) == (turn.tools, turn.turn.reasoning)
         ]
+
+    def restore_calls(
+        self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[Message], set[str]]:
+        """Return messages with calls as they were issued, and the ids of those sent otherwise.
+
+        Clients write defaults of a tool's schema into calls, or leave them out, and replace a
+        malformed call by one of their own. A call with our id that differs by no more is the one
+        that was issued. Other differences are edits, and stay.
+        """
+        restored, respelled = list(messages), set()
+        for index, message in enumerate(messages):
+            calls = message.get("tool_calls")
+            turn = self._by_key.get(calls[0]["id"]) if calls else None
+            issued_calls = [] if turn is None else turn.message.get("tool_calls", [])
+            if [call["id"] for call in issued_calls] != [call["id"] for call in calls or ()]:
+                continue
+            pairs = list(zip(calls or (), issued_calls, strict=True))
+            changed = {i["id"] for c, i in pairs if _call_key(c) != _call_key(i)}
+            if changed and all(
+                i["id"] not in changed or is_respelled(c["function"], i["function"], schemas)
+                for c, i in pairs
+            ):
+                restored[index] = {**message, "tool_calls": issued_calls}
+                respelled |= changed
+        return restored, respelled
 
     def match(self, messages: Sequence[Message], tools: bytes) -> Match[T]:
         """Find the turn that a request continues: that of its last answer, if we issued it.
@@ -152,6 +212,63 @@ class IssuedTurns(Generic[T]):
             other_tools=bool(candidates) and not same_tools,
             digest=digests[-1],
         )
+
+
+def render_prompt(
+    chat: Chat, messages: Sequence[Message], schemas: Sequence[dict[str, Any]]
+) -> tuple[list[Message], list[int]]:
+    """Return a request's messages as the template can show them, and the ids of their prompt.
+
+    Messages of the system behind the first one are the user's where the template can show none
+    there. Raises ChatError.
+    """
+    return _with_late_system(
+        lambda shown: chat.prompt_ids(shown, schemas, may_omit=("assistant",)),
+        [without_handle(message) for message in messages],
+        first=1,
+    )
+
+
+def _with_late_system(
+    render: Callable[[list[Message]], R], messages: list[Message], *, first: int
+) -> tuple[list[Message], R]:
+    """Return messages and their rendering, in which late messages of the system may be the user's.
+
+    Late are those from the index `first` on. Raises ChatError if the template refuses both.
+    """
+    try:
+        return messages, render(messages)
+    except ChatError as error:
+        if all(message["role"] != "system" for message in messages[first:]):
+            raise
+        shown = _as_user(messages, first)
+        try:
+            return shown, render(shown)
+        except ChatError:
+            raise error from None
+
+
+def _as_user(messages: Sequence[Message], first: int) -> list[Message]:
+    """Return messages in which late ones of the system are part of the user's, or of the system's.
+
+    Example: ``[user "a", system "b", user "c"]`` is ``[user "a\\n\\nb\\n\\nc"]``.
+    """
+    shown: list[Message] = []
+    is_joined = False  # the last message ends with a system's text, and is the user's
+    for index, message in enumerate(messages):
+        is_late = message["role"] == "system" and index >= first
+        role = "user" if is_late else message["role"]
+        before = shown[-1] if shown else None
+        joins = before is not None and (
+            (is_late and before["role"] in ("user", "system"))
+            or (is_joined and role == before["role"] == "user")
+        )
+        if joins and before is not None:
+            shown[-1] = {**before, "content": f"{before['content']}\n\n{message['content']}"}
+        else:
+            shown.append({**message, "role": role})
+        is_joined = shown[-1]["role"] == "user" and (is_late or (joins and is_joined))
+    return shown
 
 
 def without_handle(message: Message) -> Message:
@@ -245,16 +362,38 @@ def canonical(message: Message) -> bytes:
     Blanks around an answer, and 3.0 in place of 3 in arguments, do not matter.
     """
     content = str(message["content"])
-    calls = []
-    for call in message.get("tool_calls", ()):
-        function = call["function"]
-        text = function.get("text")  # of arguments that are no JSON object
-        arguments = _whole_numbers(function["arguments"]) if text is None else {"text": text}
-        calls.append([call["id"], function["name"], text is None, arguments])
+    calls = [_call_key(call) for call in message.get("tool_calls", ())]
     if message["role"] == "assistant":
         content = content.strip()
     parts = [message["role"], content, calls, message.get("tool_call_id")]
     return _json(parts).encode("utf-8", "surrogatepass")
+
+
+def _call_key(call: Mapping[str, Any]) -> list[Any]:
+    """Return the parts of a call that make it another one if they change."""
+    function = call["function"]
+    text = function.get("text")  # of arguments that are no JSON object
+    arguments = _whole_numbers(function["arguments"]) if text is None else {"text": text}
+    return [call["id"], function["name"], text is None, arguments]
+
+
+def is_respelled(
+    sent: Mapping[str, Any], issued: Mapping[str, Any], schemas: Sequence[Mapping[str, Any]]
+) -> bool:
+    """Return True if the function of a call is the issued one but for defaults of its schema.
+
+    Anything stands for a malformed call, which clients replace.
+    """
+    if issued.get("text") is not None:
+        return True
+    if sent["name"] != issued["name"] or sent.get("text") is not None:
+        return False
+    for schema in schemas:
+        if schema["function"]["name"] == sent["name"]:
+            resolver = SchemaResolver(without_nullable(schema["function"].get("parameters") or {}))
+            both = [resolver.with_defaults(f["arguments"]) for f in (sent, issued)]
+            return bool(_whole_numbers(both[0]) == _whole_numbers(both[1]))
+    return False
 
 
 def _whole_numbers(value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,15 @@ from agenttrain.types import AssistantTurn, Finish, Message
 
 HANDLE = "handle"
 """Key of an assistant message: the name under which the client was given its turn."""
+FindIssued = Callable[[str], Message | None]
+"""Returns the answer that was issued with a handle or the id of a call, or None."""
+Namespaces = Mapping[str, tuple[str, str]]
+"""Name of a tool for the model -> (namespace, name) of the tool for the client."""
+
+
+def find_none(key: str) -> Message | None:
+    """Return None: nothing was issued. For `FindIssued`."""
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +38,20 @@ class Question:
     model: str | None = None
     max_tokens: int | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """Sampling parameters, texts that end the answer, and fields that `unfollowed` returns, under
-    their names in the request."""
+    """Sampling parameters, and fields that `unfollowed` returns, under their names in the
+    request."""
+    stops: tuple[str, ...] = ()
+    """Texts that end the answer, which does not hold them."""
     form: AnswerForm = ANY_FORM
     """The form that the request demands of the answer: calls or JSON."""
     stream: bool = False
     include_usage: bool = False
     """The stream must end with the numbers of tokens."""
+    return_token_ids: bool = False
+    """As in vLLM: the answer holds the ids of the prompt and of the completion."""
+    namespaces: Namespaces = field(default_factory=dict)
+    left_out: int = 0
+    """Tools that the provider would run, such as a web search: the model is not shown them."""
     size: int = 0
     """Bytes of the request's body."""
 
@@ -62,10 +78,13 @@ class Answer(AnswerHead):
     """Tokens of the prompt that an earlier answer held."""
     token_ids: tuple[Sequence[int], Sequence[int]] | None = None
     """Prompt and completion, if the client asked for them."""
+    namespaces: Namespaces = field(default_factory=dict)
 
 
-def issue(turn: AssistantTurn, *, text_arguments: bool) -> tuple[Message, tuple[str, ...]]:
-    """Return a turn as the client gets it, and the ids of its calls.
+def issue(
+    turn: AssistantTurn, *, text_arguments: bool, handle: str
+) -> tuple[Message, tuple[str, ...]]:
+    """Return a turn as the client gets it under a handle, and the ids of its calls.
 
     The ids are new, because the model's may occur twice. A malformed call has the id "", and is
     part of the content as the model wrote it, unless it has a name and the API's arguments are a
@@ -78,7 +97,7 @@ def issue(turn: AssistantTurn, *, text_arguments: bool) -> tuple[Message, tuple[
     calls = list(zip(call_ids, turn.calls, strict=True))
     texts = [call.text for call_id, call in calls if not call_id]  # of calls that stay text
     content = "\n".join(text for text in (turn.content, *texts) if text)
-    message: Message = {"role": "assistant", "content": content, HANDLE: secrets.token_hex(16)}
+    message: Message = {"role": "assistant", "content": content, HANDLE: handle}
     if turn.reasoning is not None:
         message["reasoning_content"] = turn.reasoning
     if any(call_ids):

@@ -13,8 +13,9 @@ from typing import Annotated, Any, TypeVar, cast
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
-from agenttrain.chat.grammar import AnswerForm
+from agenttrain.chat.grammar import ANY_FORM, AnswerForm
 from agenttrain.chat.omissions import ALIASES, ROLES, role_of
+from agenttrain.chat.wire.events import event_text, unsent
 from agenttrain.chat.wire.fields import OPENAI, SHAPE, field_problem, quote, unfollowed
 from agenttrain.chat.wire.normal import Answer, AnswerHead, Question, call_message
 from agenttrain.engines.config import LEAST_TEMPERATURE
@@ -26,11 +27,11 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 """Fields that change the distribution sampled from, and that `ChatRequest` reads."""
 GREATEST_TOP_K = 2**31 - 1
 """More tokens than any vocabulary has."""
+API_FIELDS = ("type", "strict", "defer_loading", "allowed_callers", "output_schema")
+"""Fields of a function that say how the provider treats it."""
 DONE = "data: [DONE]\n\n"
 """Last event of a stream."""
 CHUNK = "chat.completion.chunk"
-OPENING = {"role": "assistant", "content": ""}
-"""Delta of a stream's first chunk."""
 
 
 class RequestError(Exception):
@@ -65,17 +66,22 @@ def _not_too_cold(value: float) -> float:
 Temperature = Annotated[float, AfterValidator(_not_too_cold)]
 
 
-class ChatRequest(BaseModel):
+class SampledFrom(BaseModel):
+    """The fields that change the distribution sampled from."""
+
+    temperature: Temperature | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, le=GREATEST_TOP_K)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+
+
+class ChatRequest(SampledFrom):
     """The supported fields of a request."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     model: str | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
-    temperature: Temperature | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1, le=GREATEST_TOP_K)
-    min_p: float | None = Field(default=None, ge=0, le=1)
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     seed: int | None = None
@@ -104,16 +110,18 @@ class ChatRequest(BaseModel):
                     f"tools[{index}]: only tools of the type function are supported",
                     param=f"tools[{index}].type",
                 )
-            parameters = function.get("parameters") or {"type": "object", "properties": {}}
-            if not isinstance(function.get("name"), str) or not isinstance(parameters, Mapping):
-                raise RequestError(
-                    f"tools[{index}].function: needs a name, and a JSON schema as parameters",
-                    param=f"tools[{index}].function",
-                )
-            # `strict` is the API's: chat templates do not know it.
-            fields = {k: v for k, v in function.items() if k != "strict" and v is not None}
-            schemas.append({"type": "function", "function": {**fields, "parameters": parameters}})
+            schemas.append(tool_schema(function, f"tools[{index}].function"))
         return schemas
+
+
+def tool_schema(function: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return a function of a request as a schema for chat templates. Raises RequestError."""
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    if not isinstance(function.get("name"), str) or not isinstance(parameters, Mapping):
+        raise RequestError(f"{where}: needs a name, and a JSON schema as parameters", param=where)
+    # `type`, `strict` and the like are the API's: chat templates do not know them.
+    fields = {k: v for k, v in function.items() if k not in API_FIELDS and v is not None}
+    return {"type": "function", "function": {**fields, "parameters": parameters}}
 
 
 def read_object(body: bytes) -> dict[str, Any]:
@@ -127,25 +135,39 @@ def read_object(body: bytes) -> dict[str, Any]:
     return data
 
 
-def parse_request(body: bytes) -> ChatRequest:
-    """Parse a request's body; raises RequestError that names the first field at fault."""
-    data = read_object(body)
+def parse_request(body: bytes, roles: Mapping[str, str] = MappingProxyType({})) -> Question:
+    """Read the body of a request to `agenttrain serve`; raises RequestError as `read_served`."""
+    return read_served(read_object(body), roles)
+
+
+def read_served(data: Mapping[str, Any], roles: Mapping[str, str]) -> Question:
+    """Return a request's body as a Question of which each field is followed, for `serve`.
+
+    `roles` are those of `chat_template.roles`. Raises RequestError for the first field at fault.
+    """
     for name, value in unfollowed(data, ChatRequest.model_fields, OPENAI).items():
         raise _refused(name, value)  # the first of them
     if data.get("tool_choice") not in (None, "auto", "none"):
-        raise RequestError(
-            f"tool_choice={quote(data['tool_choice'])}: only auto and none are supported, because "
-            "calls are not forced; leave it out",
-            param="tool_choice",
-            code="unsupported_value",
-        )
-    return validated(ChatRequest, data)
+        raise not_forced("tool_choice", data["tool_choice"])
+    request = validated(ChatRequest, data)
+    sampling = {name: value for name in SAMPLING if (value := getattr(request, name)) is not None}
+    return _question(request, read_messages(request, roles), ANY_FORM, sampling)
+
+
+def not_forced(param: str, value: object) -> RequestError:
+    """Return `serve`'s error for a demand on the form of the answer."""
+    return RequestError(
+        f"{param}={quote(value)}: only auto and none are supported, because calls are not forced; "
+        "leave it out",
+        param=param,
+        code="unsupported_value",
+    )
 
 
 def read_question(
     data: Mapping[str, Any], roles: Mapping[str, str] = MappingProxyType({})
 ) -> Question:
-    """Return a request's body as a Question; raises RequestError as `parse_request` does.
+    """Return a request's body as a Question; raises RequestError.
 
     `roles` are those of `chat_template.roles`. The question's `sampling` has the sampling
     parameters and the fields that are not read here.
@@ -160,20 +182,28 @@ def read_question(
     if data.get("tool_choice") == "none":
         fields["tool_choice"] = "none"
     request = validated(ChatRequest, fields)
-    schemas = request.schemas
-    check_form(form, schemas)
+    messages = read_messages(request, roles, text_arguments=True)
     sampling = {name: data[name] for name in SAMPLING if data.get(name) is not None}
-    if request.stops:
-        sampling["stop"] = request.stops
+    question = _question(request, messages, form, sampling | not_read)
+    check_form(form, question.schemas)
+    return question
+
+
+def _question(
+    request: ChatRequest, messages: list[Message], form: AnswerForm, sampling: dict[str, Any]
+) -> Question:
+    """Return a request with its messages, which were read, as a Question."""
     return Question(
-        messages=read_messages(request, roles, text_arguments=True),
-        schemas=schemas,
+        messages=messages,
+        schemas=request.schemas,
         form=form,
         model=request.model,
         max_tokens=request.max_completion_tokens or request.max_tokens,
-        sampling=sampling | not_read,
+        sampling=sampling,
+        stops=request.stops,
         stream=request.stream,
         include_usage=bool((request.stream_options or {}).get("include_usage")),
+        return_token_ids=request.return_token_ids,
     )
 
 
@@ -186,7 +216,7 @@ def _refused(name: str, value: object) -> RequestError:
 def _form(data: Mapping[str, Any]) -> AnswerForm:
     """Return the form that a request demands of the answer; raises RequestError."""
     tool = _chosen_tool(data.get("tool_choice"))
-    schema = _demanded_schema(data.get("response_format"))
+    schema = demanded_schema(data.get("response_format"), "response_format")
     return AnswerForm(
         call=data.get("tool_choice") == "required" or tool is not None,
         tool=tool,
@@ -210,8 +240,8 @@ def _chosen_tool(choice: Any) -> str | None:
     return tool
 
 
-def _demanded_schema(response_format: Any) -> Mapping[str, Any] | None:
-    """Return the JSON schema that `response_format` demands, or None; raises RequestError."""
+def demanded_schema(response_format: Any, param: str) -> Mapping[str, Any] | None:
+    """Return the JSON schema that a request demands, or None; raises RequestError."""
     schema: Any = None
     kind = response_format
     if isinstance(response_format, Mapping):
@@ -223,9 +253,9 @@ def _demanded_schema(response_format: Any) -> Mapping[str, Any] | None:
             schema = named_schema.get("schema") if isinstance(named_schema, Mapping) else None
     if kind not in (None, "text") and not isinstance(schema, Mapping):
         raise RequestError(
-            f"response_format={quote(response_format)}: expected the type text, json_object, or "
-            'json_schema with {"json_schema": {"schema": …}}',
-            param="response_format",
+            f"{param}={quote(response_format)}: expected the type text, json_object, or "
+            "json_schema with a schema",
+            param=param,
             code="unsupported_value",
         )
     return cast(Mapping[str, Any] | None, schema)
@@ -269,7 +299,7 @@ def read_messages(
     tool_names: dict[str, str] = {}  # by the id of the call
     for index, item in enumerate(request.messages):
         where = f"messages[{index}]"
-        role = _role(str(item.get("role")), roles)
+        role = read_role(str(item.get("role")), roles)
         if role is None:
             expected = ", ".join(dict.fromkeys((*ROLES, *roles, *ALIASES)))
             raise RequestError(
@@ -307,7 +337,7 @@ def read_messages(
     return messages
 
 
-def _role(name: str, roles: Mapping[str, str]) -> str | None:
+def read_role(name: str, roles: Mapping[str, str]) -> str | None:
     """Return the usual role that a name stands for; None if it is unknown.
 
     A name that `roles` maps to an unusual role stays as it is: rendering maps it.
@@ -330,7 +360,9 @@ def _assistant_fields(
     if item.get("tool_calls"):
         if not isinstance(item["tool_calls"], list):
             raise RequestError(f"{where}.tool_calls: expected a list", param=f"{where}.tool_calls")
-        fields["tool_calls"] = [_call(call, where, text_arguments) for call in item["tool_calls"]]
+        fields["tool_calls"] = [
+            read_call(call, where, text_arguments) for call in item["tool_calls"]
+        ]
     return fields
 
 
@@ -349,7 +381,7 @@ def _text(content: Any, where: str) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def _call(call: Any, where: str, text_arguments: bool) -> dict[str, Any]:
+def read_call(call: Any, where: str, text_arguments: bool) -> dict[str, Any]:
     """Return a call of an assistant message with its arguments decoded. Raises RequestError.
 
     With `text_arguments`, arguments that are no JSON object are kept as text.
@@ -389,30 +421,41 @@ def completion_body(answer: Answer) -> dict[str, Any]:
     return _with_ids(body, answer)
 
 
-def completion_chunks(
-    answer: Answer, *, include_usage: bool, sent: Mapping[str, str] | None = None
-) -> Iterator[dict[str, Any]]:
-    """Yield an answer as `chat.completion.chunk` objects.
+class CompletionWriter:
+    """Writes an answer as `chat.completion.chunk` objects, and ``[DONE]``."""
 
-    `sent` holds the content and the reasoning of earlier chunks, of which the first was `OPENING`.
-    Only the rest of them is yielded.
-    """
-    if sent is None:
-        yield chunk(answer, OPENING)
-    message = _openai_message(answer.message)
-    for key in ("reasoning_content", "content"):
-        text, earlier = message.get(key) or "", (sent or {}).get(key, "")
-        if text.startswith(earlier):
-            text = text[len(earlier) :]  # the part that was not sent
-        elif earlier.startswith(text):
-            text = ""  # more was sent, such as blanks at the end
-        if text:  # all of it, if it differs from what was sent
-            yield chunk(answer, {key: text})
-    for index, call in enumerate(message.get("tool_calls", ())):
-        yield chunk(answer, {"tool_calls": [{"index": index, **call}]})
-    yield _with_ids(chunk(answer, {}, finish_reason(answer.finish, message)), answer)
-    if include_usage:
-        yield {**_head(answer, CHUNK), "choices": [], "usage": _usage(answer)}
+    def __init__(self, head: AnswerHead, include_usage: bool) -> None:
+        self.head, self.include_usage = head, include_usage
+        self._sent = {"reasoning_content": "", "content": ""}
+
+    def begin(self) -> Iterator[str]:
+        """Yield the chunk with the role."""
+        yield event_text(chunk(self.head, {"role": "assistant", "content": ""}))
+
+    def add(self, delta: Mapping[str, str]) -> Iterator[str]:
+        """Yield a chunk with more text."""
+        for key, text in delta.items():
+            self._sent[key] += text
+        yield event_text(chunk(self.head, delta))
+
+    def end(self, answer: Answer) -> Iterator[str]:
+        """Yield the rest of the text, the calls, the reason of the end, and the usage."""
+        message = _openai_message(answer.message)
+        for key, earlier in self._sent.items():
+            if text := unsent(message.get(key) or "", earlier):
+                yield event_text(chunk(answer, {key: text}))
+        for index, call in enumerate(message.get("tool_calls", ())):
+            yield event_text(chunk(answer, {"tool_calls": [{"index": index, **call}]}))
+        reason = finish_reason(answer.finish, message)
+        yield event_text(_with_ids(chunk(answer, {}, reason), answer))
+        if self.include_usage:
+            yield event_text({**_head(answer, CHUNK), "choices": [], "usage": _usage(answer)})
+        yield DONE
+
+    def fail(self, error: RequestError) -> Iterator[str]:
+        """Yield an error, and the end of the stream."""
+        yield event_text(error.body())
+        yield DONE
 
 
 def chunk(head: AnswerHead, delta: Mapping[str, Any], reason: str | None = None) -> dict[str, Any]:
@@ -439,12 +482,16 @@ def _openai_message(issued: Message) -> dict[str, Any]:
         message["content"] = issued["content"] or None
         message["tool_calls"] = []
         for call in issued["tool_calls"]:
-            text = call["function"].get("text")
-            if text is None:
-                text = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+            text = argument_text(call["function"])
             function = {"name": call["function"]["name"], "arguments": text}
             message["tool_calls"].append({**call, "function": function})
     return message
+
+
+def argument_text(function: Mapping[str, Any]) -> str:
+    """Return a call's arguments as the client gets them: JSON, or the text of a malformed call."""
+    text: str | None = function.get("text")
+    return json.dumps(function["arguments"], ensure_ascii=False) if text is None else text
 
 
 def _head(head: AnswerHead, kind: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agenttrain.chat.chat import Chat
+from agenttrain.commands.rehearse.harbor import rehearse_tasks
 from agenttrain.commands.rehearse.stub import Stub
 from agenttrain.commands.verb import refusing, write_report
 from agenttrain.data.build import check_needed_columns
@@ -30,6 +31,7 @@ from agenttrain.rollout.collector import Collected, Collector, collect
 from agenttrain.rollout.request import BatchRequest
 from agenttrain.rollout.row_tools import RowTools
 from agenttrain.runs.setup import Components, context_of
+from agenttrain.settings.checks import HARBOR
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.types import AgenttrainError, Rollout, StopReason, ToolError, ToolResult
 from agenttrain.utils.redaction import shell_command
@@ -122,6 +124,8 @@ def rehearse(config: RunConfig, args: Namespace, overrides: Sequence[str]) -> in
     """
     with refusing():
         components = Components(config)
+        if config.data.train.get("_target_") == HARBOR:
+            return rehearse_tasks(components, args)
         components.certificate.raise_if_refused()
         for key, source in components.tasks.by_key.items():
             check_needed_columns(source, components.needed_columns, key)

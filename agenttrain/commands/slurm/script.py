@@ -19,6 +19,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from agenttrain.commands.slurm.config import SlurmConfig
 from agenttrain.engines.config import ServersConfig
+from agenttrain.runtimes.reaper import LABEL
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.types import ConfigError
 from agenttrain.utils.model_path import BUNDLED, model_folder
@@ -183,6 +184,19 @@ def _sbatch(arguments: list[str], script: str | None) -> subprocess.CompletedPro
 
 LOCAL_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 """Folders that are not shared between machines."""
+
+
+def note_containers(configs: Sequence[RunConfig]) -> Iterator[str]:
+    """Yield a note for each client of containers that the job's runs use."""
+    runtimes = [config.runtime for config in configs if config.runtime.is_client]
+    for client in dict.fromkeys(runtime.client for runtime in runtimes):
+        yield (
+            f"runtime.client={client}: each node needs {client}, storage on a disk of its own "
+            f"(`{client} info`), and the images: those of this machine are not the nodes', so "
+            "build or load them there, e.g. in slurm.setup. Where nodes are not shared, an epilog "
+            f"`{client} ps -aq --filter label={LABEL} | xargs -r {client} rm -f` removes what a "
+            "killed job left"
+        )
 
 
 def note_local_paths(script: JobScript, configs: Sequence[RunConfig]) -> Iterator[str]:

@@ -23,7 +23,14 @@ from agenttrain.commands.check import certify
 from agenttrain.commands.running import compose_all
 from agenttrain.commands.slurm import script as sbatch
 from agenttrain.commands.slurm.config import SlurmConfig, check_submission
-from agenttrain.commands.slurm.script import NAME, OFFLINE, JobScript, note_local_paths, render
+from agenttrain.commands.slurm.script import (
+    NAME,
+    OFFLINE,
+    JobScript,
+    note_containers,
+    note_local_paths,
+    render,
+)
 from agenttrain.commands.sweep.command import new_sweep
 from agenttrain.commands.sweep.config import OnFailedJob, Sampler, SweepConfig
 from agenttrain.commands.sweep.expand import expand
@@ -87,7 +94,8 @@ def submit(args: Namespace, overrides: Sequence[str]) -> int:
     with _offline(plan.settings.offline), redirect_stdout(output):
         if not args.no_check and not certify(plan.runs):
             return 1
-    for note in note_local_paths(plan.script, [run.config for run in plan.runs]):
+    configs = [run.config for run in plan.runs]
+    for note in (*note_local_paths(plan.script, configs), *note_containers(configs)):
         print(f"note: {note}", file=sys.stderr)
     _print_script(text)
     if not sbatch.present():  # only a dry run comes this far without it

@@ -66,7 +66,7 @@ class SweepConfig:
     """Effect of a failed job on those that have not started."""
 
 
-LOWER_IS_BETTER = ("eval/loss", "loss", "kl", "seconds", "training_seconds")
+LOWER_IS_BETTER = ("eval/loss", "loss", "kl", "seconds", "training_seconds", "usage/cost")
 METRICS = {
     "train": (
         *("reward", "reward_std", "frac_reward_zero_std", "success", "loss", "grad_norm"),
@@ -80,11 +80,13 @@ OPEN_SECTIONS = {
     "train": (
         *("rewards", "tools", "completions", "stop", "clip_ratio", "sampling", "mask", "train"),
         *("rollout", "time", "data", "resample", "vespo"),
+        *("tokens", "idle", "perf", "cost", "usage"),
     ),
-    "sft": ("train", "sft", "data", "time"),
+    "sft": ("train", "sft", "data", "time", "tokens", "perf", "cost", "usage"),
     "eval": (),
 }
-"""Sections of metrics.jsonl whose names depend on tools, rewards or the algorithm."""
+"""Sections of metrics.jsonl whose names depend on tools, rewards, the algorithm or the machine, and
+of `usage` in summary.json."""
 SUMMARY = ("seconds", "training_seconds", "steps")
 """Figures of summary.json beside `eval`."""
 

@@ -30,9 +30,11 @@ from agenttrain.types import ConfigError
 from agenttrain.utils.json_lines import read_rows
 from agenttrain.utils.names import did_you_mean
 
+COST_AND_SPEED = ("usage/mfu", "usage/cost")
+"""Figures of `usage` in summary.json that are shown where the jobs have them."""
 DEFAULT = {
-    "train": ("eval/reward", "eval/pass@1", "seconds"),
-    "sft": ("eval/loss", "seconds"),
+    "train": ("eval/reward", "eval/pass@1", "seconds", *COST_AND_SPEED),
+    "sft": ("eval/loss", "seconds", *COST_AND_SPEED),
     "eval": ("eval/reward", "eval/pass@1", "seconds"),
 }
 """Figures by verb that are shown after the objective if none is named."""
@@ -192,7 +194,7 @@ def as_json(comparison: Comparison, resume: str | None) -> dict[str, Any]:
 
 
 def results(folder: Path) -> dict[str, float]:
-    """Return all figures of a run: `eval/<name>`, those of SUMMARY, and metrics.jsonl's last row.
+    """Return all figures of a run: `eval/<name>`, SUMMARY's, `usage/<name>`, and the last metrics.
 
     Example: ``{"eval/pass@1": 0.5, "eval/reward": 0.5, "seconds": 93.0, "reward": 0.41, …}``
     """
@@ -202,6 +204,7 @@ def results(folder: Path) -> dict[str, float]:
     return {
         **{f"eval/{name}": value for name, value in _numbers(after).items()},
         **{name: value for name, value in _numbers(summary).items() if name in SUMMARY},
+        **{f"usage/{name}": value for name, value in _numbers(summary.get("usage", {})).items()},
         **{name: value for name, value in _numbers(last[0]).items() if name != "step"},
     }
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from agenttrain.engines.base import EngineError
 from agenttrain.engines.mixers import has_mixers, layout_keywords
+from agenttrain.engines.soft_cap import keep_soft_cap
 from agenttrain.engines.transformers.cache import RowCache
 from agenttrain.engines.transformers.layers import LayerKind, layer_kinds
 from agenttrain.engines.transformers.masks import make_masks, mask_names
@@ -42,6 +43,7 @@ class Decoder:
         vision: Vision | None = None,
         autocast: torch.dtype | None = None,
     ) -> None:
+        keep_soft_cap(model)
         kinds = known_kinds(model)
         self.autocast = autocast
         self.vision = vision

@@ -59,6 +59,8 @@ class Generation:
         self.versions.append((version, count + 1))
         if token in self.sampling.stop_token_ids:
             return Finish.stop
+        if self.sampling.ends is not None and self.sampling.ends(token):
+            return Finish.abort
         return Finish.length if len(self.sampled) == self.budget else None
 
     def completion(self, finish: Finish) -> Completion:

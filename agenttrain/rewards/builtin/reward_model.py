@@ -100,6 +100,8 @@ class RewardModel:
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+        from agenttrain.engines.soft_cap import keep_soft_cap
+
         folder = weights_folder(self._path, revision=self._revision, key="path")
         tokenizer = AutoTokenizer.from_pretrained(folder)
         if tokenizer.chat_template is None:
@@ -110,6 +112,7 @@ class RewardModel:
             model, info = AutoModelForSequenceClassification.from_pretrained(
                 folder, dtype=getattr(torch, self._dtype), output_loading_info=True
             )
+        keep_soft_cap(model)
         if info["missing_keys"]:
             raise ValueError(
                 f"path={self._path}: has no weights for {', '.join(sorted(info['missing_keys']))}: "

@@ -15,7 +15,9 @@ from agenttrain.utils.names import did_you_mean
 INTERPRETER = "agenttrain.tools.sandbox.tool.interpreter"
 LANGUAGES = ("python", "bash")
 BACKENDS = ("bwrap", "unshare")
-CHOICES = ("required", *BACKENDS, "none")
+RUNTIME = "runtime"
+"""The rollout's container: a run with `runtime=podman` sets it in place of `required`."""
+CHOICES = ("required", *BACKENDS, RUNTIME, "none")
 MINIMUM = {
     **{"memory_mb": 64, "disk_mb": 1, "file_mb": 1},
     **{"cpu_s": 1, "processes": 4, "max_chars": 1},
@@ -32,7 +34,8 @@ class SandboxSettings:
 
     sandbox: str = "required"
     """`required`: Linux namespaces, by bubblewrap where it is installed, else by unshare(2);
-    `bwrap` or `unshare`: this one; `none`: no sandbox, only limits per process."""
+    `bwrap` or `unshare`: this one; `none`: no sandbox, only limits per process; `runtime`: the
+    rollout's container, whose limits are those of `runtime`."""
     memory_mb: int = 512
     """Memory of each process, and of all together with what they wrote to their folders; an
     interpreter alone needs 64."""
@@ -84,7 +87,7 @@ class SandboxSettings:
 
 def is_sandbox(choice: object) -> bool:
     """Return True for a sandbox; False for ``none``, where the model's code runs as the user."""
-    return choice in ("required", *BACKENDS)
+    return choice in ("required", *BACKENDS, RUNTIME)
 
 
 def check_language(language: object) -> None:

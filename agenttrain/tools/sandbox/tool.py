@@ -7,7 +7,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any
 
 from agenttrain.tools.config import Isolation, ToolSettings
-from agenttrain.tools.sandbox.config import SandboxSettings, check_language, is_sandbox
+from agenttrain.tools.machine import machine_of, run_bash, run_python
+from agenttrain.tools.sandbox.config import (
+    RUNTIME,
+    SandboxSettings,
+    check_language,
+    is_sandbox,
+)
 from agenttrain.tools.sandbox.pool import Pool
 from agenttrain.types import ToolContext
 from agenttrain.utils.data_fields import Data, DataWhere
@@ -18,15 +24,25 @@ class _Interpreter:
 
     def __init__(self, settings: SandboxSettings) -> None:
         """Raises ValueError if this machine cannot make such a sandbox."""
-        self._pool, self._settings = Pool.of(settings), settings
+        self._settings = settings
+        self._pool = None if settings.sandbox == RUNTIME else Pool.of(settings)
 
     async def release(self, rollout_id: str) -> None:
         """End the sandbox of a finished rollout."""
-        await self._pool.release(rollout_id)
+        if self._pool is not None:
+            await self._pool.release(rollout_id)
 
     async def close(self) -> None:
         """End all sandboxes at the end of the run."""
-        await self._pool.close()
+        if self._pool is not None:
+            await self._pool.close()
+
+    async def _call(self, kind: str, code: str, context: ToolContext) -> str:
+        """Run code in the rollout's sandbox, or in its container."""
+        if self._pool is not None:
+            return await self._pool.call(context.rollout_id, kind, code, self._settings)
+        run = run_python if kind == "python" else run_bash
+        return await run(machine_of(context), code, self._settings)
 
 
 class Python(_Interpreter):
@@ -38,7 +54,7 @@ class Python(_Interpreter):
         Args:
             code: The Python code.
         """  # noqa: E501 (a description is one line in the schema)
-        return await self._pool.call(context.rollout_id, "python", code, self._settings)
+        return await self._call("python", code, context)
 
 
 class Bash(_Interpreter):
@@ -50,7 +66,7 @@ class Bash(_Interpreter):
         Args:
             command: The command.
         """
-        return await self._pool.call(context.rollout_id, "bash", command, self._settings)
+        return await self._call("bash", command, context)
 
 
 DEFAULTS = SandboxSettings()

@@ -1,0 +1,537 @@
+"""OpenAI's responses: requests in the form of all APIs, answers in the API's shape.
+
+A conversation is a list of items. Reasoning, text and calls of one turn are items of their own::
+
+    message (user)  reasoning  function_call  function_call  function_call_output  …_output
+                    `---------- one assistant message -----'  `------ two tool messages ----'
+
+The id of an item names the turn that it belongs to: ``rs_`` and ``msg_`` stand before the turn's
+handle, ``fc_`` before the id of a call. A client may send the id alone (`item_reference`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from agenttrain.chat.grammar import ANY_FORM, AnswerForm
+from agenttrain.chat.wire.events import event_text, unsent
+from agenttrain.chat.wire.fields import RESPONSES, field_problem, quote, unfollowed
+from agenttrain.chat.wire.normal import (
+    HANDLE,
+    Answer,
+    AnswerHead,
+    FindIssued,
+    Namespaces,
+    Question,
+)
+from agenttrain.chat.wire.openai import (
+    RequestError,
+    SampledFrom,
+    argument_text,
+    check_form,
+    demanded_schema,
+    not_forced,
+    read_call,
+    read_role,
+    tool_schema,
+    validated,
+)
+from agenttrain.types import Finish, Message
+
+SAMPLING = ("temperature", "top_p")
+"""Fields that change the distribution sampled from."""
+IGNORED = ("reasoning", "stream_options", "max_tool_calls")
+"""Fields that change nothing here: the template says whether the model reasons, and the tools that
+`max_tool_calls` counts are left out."""
+STATE = ("previous_response_id", "conversation", "prompt", "background")
+"""Fields that ask for what the provider keeps."""
+TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
+
+
+class ResponsesRequest(BaseModel):
+    """The supported fields of a request, except those of sampling."""
+
+    input: str | list[dict[str, Any]] = Field(min_length=1)
+    model: str | None = None
+    instructions: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    text: dict[str, Any] | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    stream: bool = False
+
+
+def read_question(
+    data: Mapping[str, Any], roles: Mapping[str, str], find_issued: FindIssued
+) -> Question:
+    """Return a request's body as a Question; raises RequestError.
+
+    `roles` are those of `chat_template.roles`. The question's `sampling` has the sampling
+    parameters and the fields that are not read here.
+    """
+    sampling = unfollowed(data, {*ResponsesRequest.model_fields, *SAMPLING, *IGNORED}, RESPONSES)
+    for name in STATE:
+        if name in sampling:
+            raise RequestError(
+                f"{name}={quote(sampling[name])}: nothing is kept here between requests; send the "
+                "whole conversation as `input`, with store=false",
+                param=name,
+                code="unsupported_value",
+            )
+    if "top_logprobs" in sampling:
+        raise _refused("top_logprobs", sampling["top_logprobs"])
+    request = validated(ResponsesRequest, data)
+    sampling |= {name: data[name] for name in SAMPLING if data.get(name) is not None}
+    tools = _Tools()
+    tools.read(request.tools or (), "tools")
+    form = _form(request, tools)
+    schemas = [] if request.tool_choice == "none" else tools.schemas
+    check_form(form, schemas)
+    return Question(
+        messages=_ItemReader(roles, find_issued, tools.namespaces).read(request),
+        schemas=schemas,
+        form=form,
+        model=request.model,
+        max_tokens=request.max_output_tokens,
+        sampling=sampling,
+        stream=request.stream,
+        namespaces=tools.namespaces,
+        left_out=tools.left_out,
+    )
+
+
+def read_served(
+    data: Mapping[str, Any], roles: Mapping[str, str], find_issued: FindIssued
+) -> Question:
+    """Return a request's body as a Question of which each field is followed, for `serve`."""
+    question = read_question(data, roles, find_issued)
+    for name, value in question.sampling.items():
+        if name not in SAMPLING:
+            raise _refused(name, value)
+    if question.form.call:
+        raise not_forced("tool_choice", data["tool_choice"])
+    if question.form != ANY_FORM:
+        raise _refused("text.format", (data.get("text") or {}).get("format"))
+    sampling = validated(SampledFrom, question.sampling).model_dump(exclude_none=True)
+    return replace(question, sampling=sampling)
+
+
+def _refused(name: str, value: object) -> RequestError:
+    names = {*RESPONSES, *ResponsesRequest.model_fields, *SAMPLING, *IGNORED}
+    return RequestError(field_problem(name, value, names), param=name, code="unsupported_value")
+
+
+@dataclass(slots=True)
+class _Tools:
+    """The tools of a request that the model is shown."""
+
+    schemas: list[dict[str, Any]] = field(default_factory=list)
+    namespaces: dict[str, tuple[str, str]] = field(default_factory=dict)
+    left_out: int = 0
+
+    def read(self, tools: Sequence[Any], where: str, namespace: str | None = None) -> None:
+        """Add functions, and those inside namespaces; count the others. Raises RequestError."""
+        for index, tool in enumerate(tools):
+            place = f"{where}[{index}]"
+            kind = tool.get("type") if isinstance(tool, Mapping) else None
+            if not isinstance(kind, str):
+                raise RequestError(f"{place}: needs a type", param=place)
+            if kind == "function":
+                schema = tool_schema(tool, place)
+                if namespace is not None:
+                    schema = self._in_namespace(schema, namespace)
+                self.schemas.append(schema)
+            elif kind == "namespace" and namespace is None:
+                nested, name = tool.get("tools"), tool.get("name")
+                if not isinstance(nested, list) or not isinstance(name, str):
+                    raise RequestError(f"{place}: needs a name and a list of tools", param=place)
+                self.read(nested, f"{place}.tools", name)
+            else:
+                self.left_out += 1
+
+    def _in_namespace(self, schema: dict[str, Any], namespace: str) -> dict[str, Any]:
+        """Return the schema of a tool in a namespace, under a name that no other tool has."""
+        function = schema["function"]
+        name = shown = function["name"]
+        if name in {other["function"]["name"] for other in self.schemas}:
+            shown = f"{namespace}__{name}"
+        self.namespaces[shown] = (namespace, name)
+        return {**schema, "function": {**function, "name": shown}}
+
+
+def _form(request: ResponsesRequest, tools: _Tools) -> AnswerForm:
+    """Return the form that a request demands of the answer; raises RequestError."""
+    choice, tool = request.tool_choice, None
+    if isinstance(choice, Mapping) and choice.get("type") == "function":
+        tool = choice.get("name")
+    if choice not in (None, "auto", "none", "required") and not isinstance(tool, str):
+        raise RequestError(
+            f"tool_choice={quote(choice)}: expected auto, none, required, or "
+            '{"type": "function", "name": …}',
+            param="tool_choice",
+            code="unsupported_value",
+        )
+    wanted = (request.text or {}).get("format")
+    if isinstance(wanted, Mapping) and wanted.get("type") == "json_schema":
+        wanted = {"type": "json_schema", "json_schema": wanted}
+    schema = demanded_schema(wanted, "text.format")
+    return AnswerForm(
+        call=choice == "required" or tool is not None,
+        tool=tool,
+        schema=None if schema is None else json.dumps(schema),
+    )
+
+
+class _ItemReader:
+    """Reads the items of a request as messages."""
+
+    def __init__(
+        self, roles: Mapping[str, str], find_issued: FindIssued, namespaces: Namespaces
+    ) -> None:
+        self.roles, self.find_issued = roles, find_issued
+        self.shown = {tool: name for name, tool in namespaces.items()}
+        self.messages: list[Message] = []
+        self.tool_names: dict[str, str] = {}
+        """Id of a call -> name of its tool."""
+        self.turn: Message | None = None
+        """The last assistant message. Behind it are at most replies to its calls."""
+        self.issued: Message | None = None
+        """The answer that was issued as that turn."""
+
+    def read(self, request: ResponsesRequest) -> list[Message]:
+        """Return the messages. Raises RequestError."""
+        if request.instructions:
+            self.messages.append({"role": "system", "content": request.instructions})
+        items = request.input
+        if isinstance(items, str):
+            items = [{"role": "user", "content": items}]
+        for index, item in enumerate(items):
+            self._read_item(self._resolved(item, f"input[{index}]"), f"input[{index}]")
+        if self.messages[-1]["role"] == "assistant":
+            raise RequestError(
+                "input: the last item is the assistant's, and answers are not continued; end with "
+                "a message of the user or an output of a call",
+                param="input",
+            )
+        return self.messages
+
+    def _resolved(self, item: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+        """Return an item, or the issued one that an `item_reference` names."""
+        # Some clients leave the type of a reference out.
+        if item.get("type") != "item_reference" and item.keys() - {"type"} != {"id"}:
+            return item
+        name = str(item.get("id"))
+        issued = self.find_issued(_key(name))
+        for candidate in output_items(issued, {}) if issued is not None else ():
+            if candidate["id"] == name:
+                return candidate
+        raise RequestError(
+            f"{where}.id={quote(name)}: no such item was issued in this conversation; send the "
+            "items themselves, with store=false",
+            param=f"{where}.id",
+            code="unsupported_value",
+        )
+
+    def _read_item(self, item: Mapping[str, Any], where: str) -> None:
+        kind = item.get("type", "message")
+        if kind == "reasoning":
+            turn = self._turn_of(item.get("encrypted_content") or _key(item.get("id")), kind)
+            handle = item.get("encrypted_content")
+            texts = item.get("content") or item.get("summary")
+            if isinstance(handle, str) and handle:
+                turn[HANDLE] = handle
+            if texts:
+                turn["reasoning_content"] = _text(texts, where)
+            elif self.issued is not None and "reasoning_content" in self.issued:
+                turn["reasoning_content"] = self.issued["reasoning_content"]
+        elif kind == "function_call":
+            self._read_call(item, where)
+        elif kind == "function_call_output":
+            call_id = item.get("call_id")
+            if not isinstance(call_id, str) or call_id not in self.tool_names:
+                raise RequestError(
+                    f"{where}.call_id={call_id}: no item before it is that call",
+                    param=f"{where}.call_id",
+                )
+            self.messages.append(
+                {
+                    "role": "tool",
+                    "content": _text(item.get("output"), where),
+                    "tool_call_id": call_id,
+                    "name": self.tool_names[call_id],
+                }
+            )
+        elif kind == "message":
+            self._read_message(item, where)
+        else:
+            raise RequestError(
+                f"{where}: items of the type {kind} are not supported here; functions are the only "
+                "tools",
+                param=f"{where}.type",
+                code="unsupported_value",
+            )
+
+    def _read_message(self, item: Mapping[str, Any], where: str) -> None:
+        role = read_role(str(item.get("role")), self.roles)
+        if role is None or role == "tool":
+            raise RequestError(
+                f"{where}.role={item.get('role')}: expected user, assistant, system or developer",
+                param=f"{where}.role",
+            )
+        text = _text(item.get("content"), where)
+        if role == "assistant":
+            turn = self._turn_of(_key(item.get("id")), "message")
+            turn["content"] += text
+        else:
+            self.messages.append({"role": role, "content": text})
+            self.turn = self.issued = None
+
+    def _read_call(self, item: Mapping[str, Any], where: str) -> None:
+        call_id, name = item.get("call_id"), item.get("name")
+        if not isinstance(call_id, str) or not isinstance(name, str):
+            raise RequestError(f"{where}: a function_call needs a call_id and a name", param=where)
+        name = self.shown.get((str(item.get("namespace")), name), name)
+        function = {"name": name, "arguments": item.get("arguments")}
+        call = read_call({"id": call_id, "function": function}, where, text_arguments=True)
+        self._turn_of(call_id, "function_call").setdefault("tool_calls", []).append(call)
+        self.tool_names[call_id] = name
+
+    def _turn_of(self, key: object, kind: str) -> Message:
+        """Return the assistant message that an item belongs to, which may be a new one.
+
+        Behind replies to calls it is the last one only if it was issued with that item, because
+        some clients put each reply right behind its call.
+        """
+        issued = self.find_issued(key) if isinstance(key, str) and key else None
+        turn = self.turn
+        is_open = turn is not None and turn is self.messages[-1]
+        if turn is not None and issued is not None and self.issued is not None:
+            begins = issued is not self.issued
+        elif turn is None or not is_open:
+            begins = True
+        else:
+            begins = kind == "reasoning" and bool(turn["content"] or len(turn) > 2)
+        if begins:
+            turn = {"role": "assistant", "content": ""}
+            self.messages.append(turn)
+            self.issued = None
+        self.turn, self.issued = turn, issued or self.issued
+        assert turn is not None
+        return turn
+
+
+def _key(item_id: object) -> str:
+    """Return the handle, or the id of the call, in the id of an item: ``"7f"`` of ``"msg_7f"``."""
+    return item_id.partition("_")[2] if isinstance(item_id, str) else ""
+
+
+def _text(content: Any, where: str) -> str:
+    """Return the joined text of a content. Raises RequestError for a part that is no text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, list) else [content]
+    texts = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        text = part.get("refusal" if kind == "refusal" else "text") if kind in TEXT_PARTS else None
+        if not isinstance(text, str):
+            raise RequestError(
+                f"{where}: holds a part of type {kind}; only text is supported here", param=where
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def output_items(
+    message: Message, namespaces: Namespaces, status: str = "completed"
+) -> list[dict[str, Any]]:
+    """Return an issued message as items: reasoning, text, calls."""
+    handle, items = message[HANDLE], []
+    if "reasoning_content" in message:
+        text = {"type": "reasoning_text", "text": message["reasoning_content"]}
+        items.append(_reasoning_item(handle, [text], handle))
+    calls = message.get("tool_calls", ())
+    if message["content"] or not calls:
+        items.append(_message_item(handle, [_output_text(message["content"])], status))
+    items += [_call_item(call, namespaces) for call in calls]
+    return items
+
+
+def _reasoning_item(
+    handle: str, content: list[dict[str, Any]], encrypted: str | None
+) -> dict[str, Any]:
+    return {
+        "id": f"rs_{handle}",
+        "type": "reasoning",
+        "summary": [],
+        "content": content,
+        "encrypted_content": encrypted,
+    }
+
+
+def _message_item(handle: str, content: list[dict[str, Any]], status: str) -> dict[str, Any]:
+    head = {"id": f"msg_{handle}", "type": "message", "role": "assistant"}
+    return {**head, "status": status, "content": content}
+
+
+def _output_text(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _call_item(call: Mapping[str, Any], namespaces: Namespaces) -> dict[str, Any]:
+    function = call["function"]
+    namespace, name = namespaces.get(function["name"], (None, function["name"]))
+    item = {
+        "id": f"fc_{call['id']}",
+        "type": "function_call",
+        "call_id": call["id"],
+        "name": name,
+        "arguments": argument_text(function),
+        "status": "completed",
+    }
+    return item if namespace is None else {**item, "namespace": namespace}
+
+
+def response_body(answer: Answer) -> dict[str, Any]:
+    """Return an answer as a `response`."""
+    is_cut = answer.finish is Finish.length
+    status = "incomplete" if is_cut else "completed"
+    return {
+        **_response(answer, status),
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "output": output_items(answer.message, answer.namespaces, status),
+        "usage": {
+            "input_tokens": answer.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": answer.cached_tokens or 0},
+            "output_tokens": answer.sampled_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": answer.prompt_tokens + answer.sampled_tokens,
+        },
+    }
+
+
+def _response(head: AnswerHead, status: str) -> dict[str, Any]:
+    """Return a `response` without output."""
+    return {
+        "id": f"resp_{head.id}",
+        "object": "response",
+        "created_at": head.created,
+        "status": status,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": None,
+        "metadata": {},
+        "model": head.model,
+        "output": [],
+        "parallel_tool_calls": True,
+        "previous_response_id": None,
+        "store": False,
+        "temperature": None,
+        "tool_choice": "auto",
+        "tools": [],
+        "top_p": None,
+        "usage": None,
+    }
+
+
+class ResponseWriter:
+    """Writes an answer as the events of a response."""
+
+    def __init__(self, head: AnswerHead, include_usage: bool) -> None:
+        """`include_usage` has no effect: a response always ends with its usage."""
+        self.head = head
+        self._number = 0
+        self._sent: dict[str, str] = {}
+        """Text of each item that has begun, by its id; their order is that of the output."""
+
+    def begin(self) -> Iterator[str]:
+        """Yield the events of a response without output."""
+        response = _response(self.head, "in_progress")
+        yield self._event("response.created", response=response)
+        yield self._event("response.in_progress", response=response)
+
+    def add(self, delta: Mapping[str, str]) -> Iterator[str]:
+        """Yield the events of more text, in an item that has begun or in a new one."""
+        handle = self.head.id
+        for key, text in delta.items():
+            if key == "reasoning_content":
+                yield from self._text(_reasoning_item(handle, [], None), text)
+            else:
+                yield from self._text(_message_item(handle, [], "in_progress"), text)
+
+    def end(self, answer: Answer) -> Iterator[str]:
+        """Yield the rest of the items, and the complete response."""
+        body = response_body(answer)
+        begun = list(self._sent)
+        body["output"].sort(key=lambda item: begun.index(item["id"]) if item["id"] in begun else 9)
+        for index, item in enumerate(body["output"]):
+            if item["type"] == "function_call":
+                yield from self._call(item, index)
+            else:
+                text = item["content"][0]["text"]
+                yield from self._text(item, unsent(text, self._sent.get(item["id"], "")))
+                yield from self._text_done(item)
+            yield self._event("response.output_item.done", output_index=index, item=item)
+        is_cut = body["status"] == "incomplete"
+        yield self._event(f"response.{'incomplete' if is_cut else 'completed'}", response=body)
+
+    def fail(self, error: RequestError) -> Iterator[str]:
+        """Yield the events of a response that failed, which may not have begun."""
+        if not self._number:
+            yield from self.begin()
+        failure = {"code": error.code or "server_error", "message": str(error)}
+        response = {**_response(self.head, "failed"), "error": failure}
+        yield self._event("response.failed", response=response)
+
+    def _text(self, item: Mapping[str, Any], text: str) -> Iterator[str]:
+        """Yield a piece of an item's text, behind the beginning of the item if it is new."""
+        is_new = item["id"] not in self._sent
+        earlier = self._sent.setdefault(item["id"], "")
+        place = self._place(item)
+        is_message = item["type"] == "message"
+        if is_new:
+            empty = {**item, "content": [], **({"status": "in_progress"} if is_message else {})}
+            yield self._event(
+                "response.output_item.added", output_index=place["output_index"], item=empty
+            )
+            if is_message:
+                yield self._event("response.content_part.added", **place, part=_output_text(""))
+        if text:
+            self._sent[item["id"]] = earlier + text
+            kind = "output_text" if is_message else "reasoning_text"
+            more: dict[str, Any] = {"logprobs": []} if is_message else {}
+            yield self._event(f"response.{kind}.delta", **place, delta=text, **more)
+
+    def _text_done(self, item: Mapping[str, Any]) -> Iterator[str]:
+        place, part = self._place(item), item["content"][0]
+        if item["type"] == "message":
+            yield self._event("response.output_text.done", **place, text=part["text"], logprobs=[])
+            yield self._event("response.content_part.done", **place, part=part)
+        else:
+            yield self._event("response.reasoning_text.done", **place, text=part["text"])
+
+    def _call(self, item: Mapping[str, Any], index: int) -> Iterator[str]:
+        place = {"item_id": item["id"], "output_index": index}
+        empty = {**item, "arguments": "", "status": "in_progress"}
+        arguments = item["arguments"]
+        yield self._event("response.output_item.added", output_index=index, item=empty)
+        yield self._event("response.function_call_arguments.delta", **place, delta=arguments)
+        yield self._event(
+            "response.function_call_arguments.done",
+            **place,
+            arguments=arguments,
+            name=item["name"],
+        )
+
+    def _place(self, item: Mapping[str, Any]) -> dict[str, Any]:
+        index = list(self._sent).index(item["id"])
+        return {"item_id": item["id"], "output_index": index, "content_index": 0}
+
+    def _event(self, kind: str, /, **fields: Any) -> str:
+        number, self._number = self._number, self._number + 1
+        return event_text({"type": kind, "sequence_number": number, **fields}, kind)

@@ -1,0 +1,109 @@
+"""`agenttrain rehearse data=harbor`: the oracle and no attempt at all, on every task.
+
+A task whose solution fails, or that passes untouched, teaches nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from agenttrain.commands.verb import refusing, write_report
+from agenttrain.runs.setup import Components, prepare_images
+from agenttrain.runtimes.base import MachineLost
+from agenttrain.runtimes.machines import Machines, harbor_task
+from agenttrain.types import Task
+
+PASSED = 1.0
+"""Reward from which an attempt counts as passed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One task, attempted by its solution or not at all."""
+
+    task: str
+    oracle: dict[str, float] | None
+    """Rewards by name; None: they could not be had."""
+    untouched: dict[str, float] | None
+    problems: list[str]
+
+
+def rehearse_tasks(components: Components, args: Namespace) -> int:
+    """Attempt every task of data.train twice, print the list; return 1 if a task has a problem."""
+    with refusing():
+        prepare_images(components)
+        tasks = components.tasks.train.tasks(0, len(components.tasks.train))
+    attempts = asyncio.run(_attempt_all(components, tasks))
+    bad = [attempt for attempt in attempts if attempt.problems]
+    report = {"tasks": len(attempts), "bad": len(bad), "attempts": [asdict(a) for a in attempts]}
+    if write_report(report, args.json):
+        _show(attempts)
+    return int(bool(bad))
+
+
+async def _attempt_all(components: Components, tasks: Sequence[Task]) -> list[Attempt]:
+    machines = components.machines
+    assert machines is not None
+    limit = asyncio.Semaphore(machines.settings.max_starting)
+
+    async def attempt(task: Task) -> Attempt:
+        async with limit:
+            return await _attempt(machines, task)
+
+    try:
+        return await asyncio.gather(*(attempt(task) for task in tasks))
+    finally:
+        await components.aclose()
+
+
+async def _attempt(machines: Machines, task: Task) -> Attempt:
+    problems: list[str] = []
+    oracle = await _grades(machines, task, problems, solved=True)
+    untouched = await _grades(machines, task, problems, solved=False)
+    if oracle is not None and not _passes(oracle):
+        problems.append("the solution does not pass the tests")
+    if untouched is not None and _passes(untouched):
+        problems.append("the tests pass without any attempt")
+    return Attempt(task=task.task_id, oracle=oracle, untouched=untouched, problems=problems)
+
+
+async def _grades(
+    machines: Machines, task: Task, problems: list[str], *, solved: bool
+) -> dict[str, float] | None:
+    """Return a task's rewards, with or without its solution; None if they cannot be had."""
+    harbor, name = harbor_task(task), f"{task.task_id}-{'oracle' if solved else 'untouched'}"
+    assert harbor is not None
+    try:
+        machine = await machines.start(name, task)
+        if solved and (problem := await machines.solve(harbor, machine)):
+            problems.append(problem)
+        return await machines.grade_task(harbor, machine)
+    except MachineLost as error:
+        problems.append(f"{'oracle' if solved else 'untouched'}: {error}")
+        return None
+    finally:
+        await machines.release(name)
+
+
+def _passes(grades: dict[str, float]) -> bool:
+    return grades.get("reward", min(grades.values(), default=0.0)) >= PASSED
+
+
+def _show(attempts: Sequence[Attempt]) -> None:
+    table = Table("task", "oracle", "untouched", "problem", box=None, header_style="bold")
+    for attempt in attempts:
+        rewards = [
+            "-" if grades is None else " ".join(f"{n}={v:g}" for n, v in grades.items())
+            for grades in (attempt.oracle, attempt.untouched)
+        ]
+        table.add_row(attempt.task, *rewards, "; ".join(attempt.problems))
+    console = Console()
+    console.print(table)
+    bad = sum(bool(attempt.problems) for attempt in attempts)
+    console.print(f"{len(attempts)} tasks, {bad} with a problem", highlight=False)

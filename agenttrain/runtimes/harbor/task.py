@@ -1,0 +1,356 @@
+"""A task in Harbor's format, read from its folder::
+
+fix-script/
+  task.toml         limits, times, users, network, health check, variables, artifacts
+  instruction.md    the prompt
+  environment/      a Dockerfile and what it copies
+  tests/test.sh     writes /logs/verifier/reward.txt (a number) or reward.json (named numbers)
+  solution/solve.sh optional: the oracle
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from agenttrain.runtimes.config import HOST
+from agenttrain.runtimes.harbor.keys import HARMLESS, KEYS, REASONS, VERIFIER_ENVIRONMENT, Use
+from agenttrain.utils.names import did_you_mean
+
+COLUMN = "harbor"
+"""Column of a row with the path of its task's folder."""
+TASK_FILE, INSTRUCTION = "task.toml", "instruction.md"
+COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "singularity-compose.yaml")
+LARGEST_FILE = 1 << 20
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+"""Name of an environment variable."""
+VARIABLE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
+UNITS = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
+FREE_FORM = (
+    *("metadata", "task.authors", "environment.env", "verifier.env", "solution.env"),
+    f"{VERIFIER_ENVIRONMENT}.env",
+)
+"""Tables whose keys are the task's own."""
+
+
+class BadTask(ValueError):
+    """A folder is no task that can be run; the message names it, the key and the reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Healthcheck:
+    """A command that has to succeed before the agent begins."""
+
+    command: str
+    interval_sec: float = 5.0
+    timeout_sec: float = 30.0
+    start_period_sec: float = 0.0
+    start_interval_sec: float = 5.0
+    retries: int = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskPlace:
+    """A container that the task describes."""
+
+    docker_image: str | None = None
+    folder: Path
+    """Folder of the Dockerfile, where there is no image."""
+    build_timeout_s: float = 600.0
+    cpus: float | None = None
+    memory_mb: int | None = None
+    disk_mb: int | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    workdir: str | None = None
+    wants_network: bool = True
+    hosts: tuple[str, ...] | None = None
+    """The only hosts of the network; None: all."""
+    healthcheck: Healthcheck | None = None
+
+    @property
+    def image(self) -> str:
+        """Name of the image, or the folder of which it is made."""
+        return self.docker_image or str(self.folder)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collect:
+    """A command that runs once the agent has ended, before artifacts are copied."""
+
+    command: str
+    timeout_s: float = 60.0
+    user: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HarborTask:
+    """A task in Harbor's format."""
+
+    folder: Path
+    name: str
+    instruction: str
+    place: TaskPlace
+    agent_timeout_s: float | None = None
+    agent_user: str | None = None
+    verifier_timeout_s: float = 600.0
+    verifier_user: str | None = None
+    verifier_env: Mapping[str, str] = field(default_factory=dict)
+    verifier_place: TaskPlace | None = None
+    """Container of the tests; None: the agent's own."""
+    bundled_tests: bool = False
+    """The image of `verifier_place` holds the tests already."""
+    collect: tuple[Collect, ...] = ()
+    solution_env: Mapping[str, str] = field(default_factory=dict)
+    artifacts: tuple[str, ...] = ()
+    """Paths in the container that a fresh one gets for the tests."""
+
+    @property
+    def tests(self) -> Path:
+        """Folder of the tests."""
+        return self.folder / "tests"
+
+    @property
+    def solution(self) -> Path | None:
+        """Folder of the solution; None if the task has none."""
+        folder = self.folder / "solution"
+        return folder if (folder / "solve.sh").is_file() else None
+
+
+@lru_cache(maxsize=4096)
+def read_task(folder: Path) -> HarborTask:
+    """Read and check a task's folder. Raises BadTask."""
+    settings = _settings(folder)
+    if problems := list(_problems(settings, "")):
+        raise BadTask("\n".join(f"{folder / TASK_FILE}: {problem}" for problem in problems))
+    try:
+        return _task(folder, settings)
+    except KeyError as error:
+        raise BadTask(f"{folder / TASK_FILE}: {error.args[0]}: is missing") from error
+    except (TypeError, ValueError, AttributeError, OverflowError, OSError) as error:
+        raise BadTask(f"{folder / TASK_FILE}: {error}") from error
+
+
+def task_folders(path: str | Sequence[str]) -> list[Path]:
+    """Return the task folders of a folder of tasks, of a single task, or of a list of both."""
+    paths = [path] if isinstance(path, str) else list(path)
+    folders: list[Path] = []
+    for text in paths:
+        folder = Path(text).expanduser()
+        if not folder.is_dir():
+            raise ValueError(f"path={text}: there is no such folder")
+        if (folder / TASK_FILE).is_file():
+            folders.append(folder.resolve())
+            continue
+        inside = sorted(file.parent.resolve() for file in folder.glob(f"*/{TASK_FILE}"))
+        if not inside:
+            raise ValueError(f"path={text}: neither it nor a folder in it has a {TASK_FILE}")
+        folders += inside
+    return folders
+
+
+def resolve_variables(env: Mapping[str, str], allowed: Mapping[str, str]) -> dict[str, str]:
+    """Fill in ``${NAME}`` and ``${NAME:-default}``. Raises ValueError for a name not `allowed`."""
+    resolved = {}
+    for key, text in env.items():
+        match = VARIABLE.fullmatch(text)
+        if match is None:
+            resolved[key] = text
+            continue
+        name, default = match[1], match[2]
+        if name not in allowed and default is None:
+            raise ValueError(
+                f"{key}=${{{name}}}: reads a variable of this machine, which the task may not; "
+                f"set it, and allow it with runtime.env=[{name}]"
+            )
+        resolved[key] = allowed.get(name, default or "")
+    return resolved
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    try:
+        file = folder / TASK_FILE
+        if file.stat().st_size > LARGEST_FILE:
+            raise BadTask(f"{file}: is larger than {LARGEST_FILE >> 20} MiB")
+        settings = tomllib.loads(file.read_text(encoding="utf-8"))
+        if "\\u0000" in json.dumps(settings, default=str):
+            raise BadTask(f"{file}: holds a NUL character, which no command can")
+        return settings
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, BadTask):
+            raise
+        raise BadTask(f"{folder / TASK_FILE}: cannot be read: {error}") from error
+
+
+def _problems(section: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    """Yield keys that are unknown or refused, with the reason."""
+    for name, value in section.items():
+        key = f"{prefix}{name}"
+        use = KEYS.get(key)
+        if use is Use.refused and value not in HARMLESS.get(name, ()) and value not in ([], {}):
+            yield f"{key}: {REASONS.get(name, 'is not supported')}; the task is refused"
+        elif key in FREE_FORM or use is Use.ignored or use is Use.refused:
+            continue
+        elif isinstance(value, Mapping) and any(k.startswith(f"{key}.") for k in KEYS):
+            yield from _problems(value, f"{key}.")
+        elif isinstance(value, list) and any(k.startswith(f"{key}.") for k in KEYS):
+            for item in value:
+                if isinstance(item, Mapping):
+                    yield from _problems(item, f"{key}.")
+        elif use is None:
+            yield f"{key}: is no key of Harbor's schema{did_you_mean(key, KEYS)}"
+
+
+def _task(folder: Path, settings: Mapping[str, Any]) -> HarborTask:
+    environment = settings.get("environment", {})
+    verifier, agent = settings.get("verifier", {}), settings.get("agent", {})
+    place = _place(environment, folder / "environment")
+    mode = verifier.get("environment_mode")
+    separate = mode == "separate" or (mode is None and "environment" in verifier)
+    if mode not in (None, "shared", "separate"):
+        raise ValueError(f"verifier.environment_mode={mode}: expected shared or separate")
+    if mode == "shared" and "environment" in verifier:
+        raise ValueError("verifier.environment: contradicts verifier.environment_mode=shared")
+    verifier_place, bundled = None, False
+    if separate:
+        tests_place = _place(verifier.get("environment", {}), folder / "tests", required=False)
+        bundled = (
+            tests_place.docker_image is not None or (tests_place.folder / "Dockerfile").is_file()
+        )
+        verifier_place = tests_place if bundled else place
+    instruction = folder / INSTRUCTION
+    if not instruction.is_file():
+        raise ValueError(f"{INSTRUCTION}: is missing in the folder")
+    if not (folder / "tests" / "test.sh").is_file() and not bundled:
+        raise ValueError("tests/test.sh: is missing in the folder")
+    return HarborTask(
+        folder=folder,
+        name=str(settings.get("task", {}).get("name", folder.name)),
+        instruction=instruction.read_text(encoding="utf-8").strip(),
+        place=place,
+        agent_timeout_s=_number("agent.timeout_sec", agent.get("timeout_sec")),
+        agent_user=_text(agent.get("user")),
+        verifier_timeout_s=_number("verifier.timeout_sec", verifier.get("timeout_sec")) or 600.0,
+        verifier_user=_text(verifier.get("user")),
+        verifier_env=_texts("verifier.env", verifier.get("env")),
+        verifier_place=verifier_place,
+        bundled_tests=bundled,
+        collect=tuple(
+            Collect(
+                command=str(item["command"]),
+                timeout_s=_number("verifier.collect.timeout_sec", item.get("timeout_sec")) or 60.0,
+                user=_text(item.get("user")),
+            )
+            for item in verifier.get("collect", [])
+        ),
+        solution_env=_texts("solution.env", settings.get("solution", {}).get("env")),
+        artifacts=tuple(_artifact(item) for item in settings.get("artifacts", [])),
+    )
+
+
+def _place(section: Mapping[str, Any], folder: Path, *, required: bool = True) -> TaskPlace:
+    image = _text(section.get("docker_image"))
+    if image is not None and image.startswith("-"):
+        raise ValueError(f"environment.docker_image={image}: names no image")
+    compose = next((name for name in COMPOSE if (folder / name).is_file()), None)
+    if compose is not None:
+        raise ValueError(f"{folder.name}/{compose}: containers of several services are not made")
+    if required and image is None and not (folder / "Dockerfile").is_file():
+        raise ValueError(
+            f"{folder.name}/Dockerfile: is missing, and environment.docker_image names no image"
+        )
+    if str(section.get("os", "linux")).lower() != "linux":
+        raise ValueError(f"environment.os={section['os']}: only linux is run")
+    network = section.get("network_mode")
+    if network is None and section.get("allow_internet") is not None:
+        network = "public" if section["allow_internet"] else "no-network"
+    if network not in (None, "public", "no-network", "allowlist"):
+        raise ValueError(
+            f"environment.network_mode={network}: expected public, no-network or allowlist"
+        )
+    hosts = [str(host).lower().rstrip(".") for host in section.get("allowed_hosts") or ()]
+    if hosts and network != "allowlist":
+        raise ValueError("environment.allowed_hosts: are those of network_mode='allowlist'")
+    if bad := [host for host in hosts if not HOST.fullmatch(host)]:
+        raise ValueError(
+            f"environment.allowed_hosts={bad[0]}: expected a name like pypi.org or *.pypi.org"
+        )
+    return TaskPlace(
+        docker_image=image,
+        folder=folder,
+        build_timeout_s=_number("build_timeout_sec", section.get("build_timeout_sec")) or 600.0,
+        cpus=_number("environment.cpus", section.get("cpus")),
+        memory_mb=_megabytes("memory", section),
+        disk_mb=_megabytes("storage", section),
+        env=_texts("environment.env", section.get("env")),
+        workdir=_text(section.get("workdir")),
+        wants_network=network != "no-network",
+        hosts=tuple(hosts) if network == "allowlist" else None,
+        healthcheck=_healthcheck(section.get("healthcheck")),
+    )
+
+
+def _healthcheck(table: Mapping[str, Any] | None) -> Healthcheck | None:
+    """Return a health check whose values have the types that it declares."""
+    if table is None:
+        return None
+    check = Healthcheck(**table)
+    key = "environment.healthcheck"
+    if not isinstance(check.command, str):
+        raise ValueError(f"{key}.command={check.command}: expected a text")
+    _number(f"{key}.timeout_sec", check.timeout_sec)
+    for name in ("interval_sec", "start_period_sec", "start_interval_sec"):
+        if getattr(check, name) != 0:
+            _number(f"{key}.{name}", getattr(check, name))
+    retries = check.retries
+    if isinstance(retries, bool) or not isinstance(retries, int) or retries < 1:
+        raise ValueError(f"{key}.retries={retries}: expected a whole number above 0")
+    return check
+
+
+def _megabytes(name: str, section: Mapping[str, Any]) -> int | None:
+    """Return ``memory_mb``, or the older ``memory = "2G"``."""
+    value = section.get(f"{name}_mb")
+    if value is None and (text := section.get(name)) is not None:
+        unit = UNITS.get(str(text).strip().upper()[-1:])
+        if unit is None:
+            raise ValueError(f'environment.{name}="{text}": expected a size like "2G" or "512M"')
+        value = int(float(str(text).strip()[:-1]) * unit)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError(f"environment.{name}_mb={value}: expected a whole number above 0")
+    return value
+
+
+def _number(key: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+        raise ValueError(f"{key}={value}: expected a number")
+    if value <= 0:
+        raise ValueError(f"{key}={value}: must be more than 0")
+    return float(value)
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)
+
+
+def _texts(key: str, value: Any) -> dict[str, str]:
+    if not isinstance(value, Mapping | None):
+        raise ValueError(f"{key}: expected a table of texts")
+    if bad := [name for name in value or {} if not NAME.fullmatch(name)]:
+        raise ValueError(f"{key}.{bad[0]}: is no name of a variable")
+    return {name: str(text) for name, text in (value or {}).items()}
+
+
+def _artifact(item: Any) -> str:
+    source = item.get("source") if isinstance(item, Mapping) else item
+    if not isinstance(source, str) or not source.startswith("/") or ".." in source.split("/"):
+        raise ValueError(f"artifacts={source}: expected an absolute path in the container")
+    return source

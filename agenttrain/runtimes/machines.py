@@ -1,0 +1,443 @@
+"""A machine for each rollout: started, lent to tools and agents, graded, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import getpass
+import os
+import shutil
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+from agenttrain.runtimes import images
+from agenttrain.runtimes.allowlist import common_hosts
+from agenttrain.runtimes.base import EndsProcesses, MachineLost, MachineSpec, Runtime
+from agenttrain.runtimes.config import Client, Grade, Network, RuntimeConfig
+from agenttrain.runtimes.containers import Containers
+from agenttrain.runtimes.harbor import grading
+from agenttrain.runtimes.harbor.task import (
+    COLUMN,
+    TASK_FILE,
+    HarborTask,
+    Healthcheck,
+    TaskPlace,
+    read_task,
+    resolve_variables,
+)
+from agenttrain.types import ConfigError, Rollout, RolloutMachine, Task, ToolUnavailable
+from agenttrain.utils.locate import locate
+from agenttrain.utils.redaction import hide_secrets
+
+IMAGE = "image"
+"""Column of a row with its image's name, or a folder with a Dockerfile."""
+CLIENT_S = 20.0
+RETRY_S = 0.5
+"""Seconds before a start is tried again, doubled each time."""
+SHOWN = 5
+"""Files of strangers that a refusal lists."""
+
+
+class Machines:
+    """The machines of a run's rollouts.
+
+    Example::
+
+        machines = Machines(RuntimeConfig(name="podman", image="debian:12"))
+        machine = await machines.start("train-3-0-1", task)
+        await machine.exec(["ls"], timeout_s=5.0)
+        await machines.grade(rollout)             # a Harbor task's own tests
+        await machines.release("train-3-0-1")
+    """
+
+    def __init__(
+        self, settings: RuntimeConfig, runtime: Runtime | None = None, install: str | None = None
+    ) -> None:
+        """`runtime` replaces the one that the settings name. Raises ConfigError.
+
+        `install` is a script that runs once in every image for rollouts, but not in those for the
+        tests of Harbor's tasks.
+        """
+        self.settings = settings
+        self._runtime = runtime or make_runtime(settings)
+        self._own = settings._target_ is not None or runtime is not None
+        self._machines: dict[str, RolloutMachine] = {}
+        self._waiting_for: dict[str, asyncio.Semaphore] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._running = self._starting = asyncio.Semaphore()
+        self._env = {name: os.environ[name] for name in settings.env if name in os.environ}
+        self._images: dict[tuple[str, bool], str] = {}
+        """Name or folder of an image, and True for a rollout's -> name of the image to start."""
+        self._install = None if install is None else Path(install).expanduser()
+        if self._install is not None and not self._install.is_file():
+            raise ConfigError(f"agent.install={install}: there is no such file")
+
+    def machine_of(self, rollout_id: str) -> RolloutMachine | None:
+        """Return a rollout's machine; None before it is started and after its end."""
+        return self._machines.get(rollout_id)
+
+    def limit_s(self, task: Task) -> float | None:
+        """Return the seconds that the task itself gives its agent; None if it gives no limit."""
+        harbor = harbor_task(task)
+        return None if harbor is None else harbor.agent_timeout_s
+
+    async def start(self, rollout_id: str, task: Task) -> RolloutMachine:
+        """Start a rollout's machine, and again if that fails. Raises MachineLost."""
+        self._bind_to_loop()
+        await self._running.acquire()
+        try:
+            machine = await self._start_again(rollout_id, task)
+        except BaseException:
+            self._running.release()
+            raise
+        self._machines[rollout_id] = machine
+        return machine
+
+    async def grade(self, rollout: Rollout) -> None:
+        """Set the `grades` of a rollout whose task has tests of its own. Raises MachineLost."""
+        task, machine = harbor_task(rollout.task), self._machines.get(rollout.rollout_id)
+        if task is None or machine is None:
+            return
+        rollout.grades = await self.grade_task(task, machine)
+
+    async def grade_task(self, task: HarborTask, machine: RolloutMachine) -> dict[str, float]:
+        """Return the rewards of a task's tests, in the container that settings or task ask for."""
+        self._check_trust([task.tests / "test.sh"])
+        try:
+            env = resolve_variables(task.verifier_env, self._env)
+        except ValueError as error:
+            raise MachineLost(f"{task.name}: verifier.env: {error}") from error
+        await grading.collect(machine, task)
+        place = task.verifier_place
+        if self.settings.grade is Grade.fresh and place is None:
+            place = task.place
+        if place is None or self.settings.grade is Grade.shared:
+            if isinstance(machine, EndsProcesses) and not self.settings.keep_processes:
+                await machine.end_processes()
+            user = task.agent_user or self.settings.user
+            shared = replace(task, agent_user=user, bundled_tests=False)
+            return await grading.grade(machine, shared, env)
+        fresh = await self._start_place(task, place, user=task.verifier_user)
+        try:
+            alone = replace(task, agent_user=None, verifier_user=None)
+            await grading.make_folders(fresh)
+            await grading.move_artifacts(machine, fresh, alone)
+            return await grading.grade(fresh, alone, env)
+        finally:
+            await self._end(fresh)
+
+    async def solve(self, task: HarborTask, machine: RolloutMachine) -> str | None:
+        """Run a task's solution; return its problem, or None. Raises MachineLost."""
+        if task.solution is None:
+            return "it has no solution/solve.sh"
+        self._check_trust([task.solution / "solve.sh"])
+        try:
+            env = resolve_variables(task.solution_env, self._env)
+        except ValueError as error:
+            return f"solution.env: {error}"
+        result = await grading.solve(machine, task, env)
+        if result.timed_out:
+            return f"its solution took longer than {task.agent_timeout_s or 0:g} s"
+        return None if result.code == 0 else f"its solution ended with exit code {result.code}"
+
+    async def release(self, rollout_id: str) -> None:
+        """End a rollout's machine. A client that fails leaves it to the end of the run."""
+        machine = self._machines.pop(rollout_id, None)
+        if machine is None:
+            return
+        try:
+            await self._end(machine)
+        finally:  # also where this is cancelled: the end goes on by itself
+            self._running.release()
+
+    async def aclose(self) -> None:
+        """End all machines."""
+        try:
+            for rollout_id in list(self._machines):
+                await self.release(rollout_id)
+        finally:
+            await self._runtime.aclose()
+
+    async def prepare(self, tasks: Sequence[Task]) -> None:
+        """Build or look for the images of tasks before anything is sampled; raises MachineLost."""
+        harbor_tasks = [task for task in map(harbor_task, tasks) if task is not None]
+        for_tests = {t.verifier_place.image for t in harbor_tasks if t.verifier_place is not None}
+        for_tests -= {task.place.image for task in harbor_tasks}
+        for image, timeout_s in self.images_of(tasks).items():
+            await self._image(image, timeout_s, for_rollout=image not in for_tests)
+
+    def images_of(self, tasks: Sequence[Task]) -> dict[str, float]:
+        """Return the images that tasks need, with the seconds that the build of each may take.
+
+        Raises ConfigError for tasks without an image, tasks that cannot be run, and folders that
+        are not trusted.
+        """
+        found: dict[str, float] = {}
+        for task in tasks:
+            harbor = harbor_task(task)
+            places = [] if harbor is None else [harbor.place, harbor.verifier_place]
+            for place in filter(None, places):
+                found[place.image] = min(place.build_timeout_s, self.settings.build_timeout_s)
+            if harbor is None:
+                found[self._image_name(task)] = self.settings.build_timeout_s
+        self._check_trust(_strangers_files(tasks, found))
+        return found
+
+    def _check_trust(self, files: Iterable[Path]) -> None:
+        """Raise ConfigError if files of task folders would run, and are not trusted."""
+        if self.settings.trust or not (listed := list(files)):
+            return
+        more = "" if len(listed) <= SHOWN else f"\n  … and {len(listed) - SHOWN} more"
+        shown = "\n".join(f"  {file}" for file in listed[:SHOWN])
+        raise ConfigError(
+            "runtime.trust=false: these files of task folders would run in containers, and "
+            f"they are code of whoever made them:\n{shown}{more}\nread them, and add "
+            "runtime.trust=true"
+        )
+
+    def _bind_to_loop(self) -> None:
+        """Make the limits anew for another event loop."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._loop = loop
+            self._running = asyncio.Semaphore(self.settings.max_running)
+            self._starting = asyncio.Semaphore(self.settings.max_starting)
+
+    async def _start_again(self, rollout_id: str, task: Task) -> RolloutMachine:
+        """Start a machine, at most `retries` times more if it fails."""
+        pause = RETRY_S
+        for attempt in range(self.settings.retries + 1):
+            try:
+                return await self._start(rollout_id, task)
+            except MachineLost as error:
+                if attempt == self.settings.retries:
+                    text = hide_secrets(str(error))
+                    raise MachineLost(f"{self.settings.label}: {text}") from error
+                await asyncio.sleep(pause)
+                pause *= 2
+        raise AssertionError
+
+    async def _start(self, rollout_id: str, task: Task) -> RolloutMachine:
+        harbor = harbor_task(task)
+        labels = {"agenttrain.rollout": rollout_id}
+        if harbor is not None:
+            user = harbor.agent_user or self.settings.user
+            machine = await self._start_place(
+                harbor, harbor.place, user=user, labels=labels, for_rollout=True
+            )
+            try:
+                await grading.make_folders(machine)
+                if harbor.place.healthcheck is not None:
+                    await wait_until_healthy(machine, harbor.place.healthcheck)
+            except BaseException:
+                await self._end(machine)
+                raise
+            return machine
+        name, timeout_s = self._image_name(task), self.settings.build_timeout_s
+        image = await self._image(name, timeout_s, for_rollout=True)
+        async with self._starting:
+            return await self._runtime.start(self._spec(image, labels))
+
+    async def _start_place(
+        self,
+        task: HarborTask,
+        place: TaskPlace,
+        *,
+        user: str | None,
+        labels: Mapping[str, str] | None = None,
+        for_rollout: bool = False,
+    ) -> RolloutMachine:
+        """Start a container that a Harbor task describes, within the run's own limits."""
+        self._check_trust([task.folder / TASK_FILE])
+        try:
+            env = resolve_variables(place.env, self._env)
+        except ValueError as error:
+            raise MachineLost(f"{task.name}: environment.env: {error}") from error
+        timeout_s = min(place.build_timeout_s, self.settings.build_timeout_s)
+        image = await self._image(place.image, timeout_s, for_rollout=for_rollout)
+        spec = self._spec(image, labels or {})
+        is_open, hosts = self._reach_of(place)
+        spec = replace(
+            spec,
+            cpus=min(place.cpus or spec.cpus, spec.cpus),
+            memory_mb=min(place.memory_mb or spec.memory_mb, spec.memory_mb),
+            disk_mb=min(place.disk_mb or spec.disk_mb, spec.disk_mb),
+            is_open=is_open,
+            hosts=hosts,
+            user=user,
+            workdir=place.workdir or spec.workdir,
+            env={**spec.env, **env},
+        )
+        async with self._starting:
+            return await self._runtime.start(spec)
+
+    def _reach_of(self, place: TaskPlace) -> tuple[bool, tuple[str, ...]]:
+        """Return True for a network, and the hosts without one: what both task and run allow."""
+        is_open, hosts = self.settings.network is Network.open, tuple(self.settings.hosts)
+        if not place.wants_network:
+            return False, ()
+        if place.hosts is None:
+            return is_open, hosts
+        return False, place.hosts if is_open else common_hosts(place.hosts, hosts)
+
+    def _spec(self, image: str, labels: Mapping[str, str]) -> MachineSpec:
+        settings = self.settings
+        return MachineSpec(
+            image=image,
+            cpus=settings.cpus,
+            memory_mb=settings.memory_mb,
+            disk_mb=settings.disk_mb,
+            processes=settings.processes,
+            open_files=settings.open_files,
+            is_open=settings.network is Network.open,
+            hosts=tuple(settings.hosts),
+            user=settings.user,
+            workdir=settings.workdir,
+            env=self._env,
+            capabilities=tuple(settings.capabilities),
+            labels=labels,
+        )
+
+    def _image_name(self, task: Task) -> str:
+        """Return the image of a task's row. Raises ConfigError if it has none."""
+        image = task.columns.get(IMAGE) or self.settings.image
+        if not isinstance(image, str) or image.startswith("-"):
+            raise ConfigError(
+                f"task {task.task_id}: {IMAGE}={image!r}: names no image; set runtime.image=…, or "
+                f"a column {IMAGE!r}"
+            )
+        return image
+
+    async def _image(self, image: str, timeout_s: float, *, for_rollout: bool) -> str:
+        """Return the name of an image, which is built if it is a folder. Raises MachineLost."""
+        if images.is_folder(image):  # rows that no check has seen come here too
+            self._check_trust([images.folder_of(image) / images.DOCKERFILE])
+        if self._own:
+            return image
+        key = (image, for_rollout)
+        if key not in self._images:
+            client, is_open = self.settings.client, self.settings.network is Network.open
+            if images.is_folder(image):
+                folder = images.folder_of(image)
+                name = await images.build(client, folder, timeout_s=timeout_s, is_open=is_open)
+            elif self.settings.pull or await images.exists(client, image):
+                name = image
+            else:
+                raise MachineLost(
+                    f"image {image}: this machine does not have it; build or load it first "
+                    f"({client} load -i …), or pull it with runtime.pull=true"
+                )
+            if for_rollout and self._install is not None:
+                name = await images.install(
+                    client, name, self._install, timeout_s=timeout_s, is_open=is_open
+                )
+            self._images[key] = name
+        return self._images[key]
+
+    async def _end(self, machine: RolloutMachine) -> None:
+        with suppress(ToolUnavailable):
+            await asyncio.shield(asyncio.ensure_future(machine.stop()))
+
+
+async def wait_until_healthy(machine: RolloutMachine, check: Healthcheck) -> None:
+    """Run a health check until it succeeds. Raises MachineLost once all its tries are used up."""
+    loop = asyncio.get_running_loop()
+    grace_ends, failures = loop.time() + check.start_period_sec, 0
+    while True:
+        command = ["sh", "-c", check.command]
+        result = await machine.exec(command, timeout_s=check.timeout_sec)
+        if result.code == 0:
+            return
+        in_grace = loop.time() < grace_ends
+        failures += not in_grace
+        if failures >= check.retries:
+            raise MachineLost(
+                f"environment.healthcheck: `{check.command}` failed {failures} times, last with: "
+                f"{result.text.strip()[-200:]}"
+            )
+        await asyncio.sleep(check.start_interval_sec if in_grace else check.interval_sec)
+
+
+def harbor_task(task: Task) -> HarborTask | None:
+    """Return the Harbor task of a row; None for a row without one. Raises BadTask."""
+    folder = task.columns.get(COLUMN)
+    return None if folder is None else read_task(Path(str(folder)))
+
+
+def make_runtime(settings: RuntimeConfig) -> Runtime:
+    """Return the runtime that the settings name. Raises ConfigError."""
+    if settings._target_ is not None:
+        target = locate(settings._target_, key="runtime._target_")
+        try:
+            runtime: Runtime = target(**settings.options)
+        except TypeError as error:
+            raise ConfigError(f"runtime._target_={settings._target_}: {error}") from error
+        return runtime
+    return Containers(settings.client, start_timeout_s=settings.start_timeout_s, pull=settings.pull)
+
+
+def runtime_problems(settings: RuntimeConfig) -> Iterator[str]:
+    """Yield reasons why no container can be started on this machine, without starting one."""
+    if not settings.is_client:
+        return
+    key = f"runtime.client={settings.client}"
+    if shutil.which(settings.client) is None:
+        yield (
+            f"{key}: the program is not installed; apt-get install {package_of(settings.client)}, "
+            "or set runtime=bwrap"
+        )
+    elif (problem := client_problem(settings.client)) is not None:
+        yield f"{key}: {problem[0]}; {problem[1]}"
+    if settings.network is Network.allowlist and os.geteuid():
+        yield (
+            "runtime.network=allowlist: only root can open a proxy in a container; run as root, or "
+            "set runtime.network=endpoint"
+        )
+
+
+@cache
+def client_problem(client: str) -> tuple[str, str] | None:
+    """Return why a client can make no containers, and the remedy; None if it answers."""
+    try:
+        asked = subprocess.run(
+            [client, "info"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=CLIENT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"does not answer within {CLIENT_S:g} s", "restart its daemon"
+    except OSError as error:
+        return str(error.strerror), "install it again"
+    if asked.returncode:
+        lines = asked.stderr.strip().splitlines() or ["it fails"]
+        return lines[-1], "start its daemon, or repair it, until `info` works"
+    if os.geteuid() and client == "podman":
+        user = getpass.getuser()
+        names = Path("/etc/subuid")
+        listed = names.read_text().splitlines() if names.is_file() else []
+        if not any(line.startswith((f"{user}:", f"{os.getuid()}:")) for line in listed):
+            remedy = f"usermod --add-subuids 100000-165535 --add-subgids 100000-165535 {user}"
+            return f"/etc/subuid has no ids for {user}", remedy
+    return None
+
+
+def package_of(client: Client) -> str:
+    """Return Debian's package of a client."""
+    return "podman runc" if client is Client.podman else "docker.io"
+
+
+def _strangers_files(tasks: Sequence[Task], found: Mapping[str, float]) -> Iterator[Path]:
+    """Yield the files of task folders that would run."""
+    for image in found:
+        if images.is_folder(image):
+            yield images.folder_of(image) / images.DOCKERFILE
+    for task in tasks:
+        harbor = harbor_task(task)
+        if harbor is not None:
+            yield harbor.tests / "test.sh"

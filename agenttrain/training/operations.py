@@ -1,0 +1,202 @@
+"""Floating-point operations of a model, and the work that a process did in a step.
+
+Operations are those that the model needs, as for "model FLOPs utilization" (Chowdhery et al. 2022,
+https://arxiv.org/abs/2204.02311 , appendix B). What gradient checkpointing computes a second time
+does not count. Per token:
+
+    forward                        2 N + 4 sum over layers of (heads x head size) x keys attended to
+    backward, trained weights      4 N
+    backward, frozen weights       2 N      (the gradient goes through them, but none is theirs)
+    backward, attention            2.5 times forward, as FlashAttention counts it
+
+N are the weights that multiply a token: all of the language model, the head included. Of experts
+only those that a token is routed to count. Embeddings that are no head, and an image's encoder, do
+not. A shared prefix counts once, and keys are counted causally and within a sliding window.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from agenttrain.tracking.cards import peak_tflops
+from agenttrain.tracking.machine import GB
+from agenttrain.training.batch import Microbatch, Segment
+
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""Names of the number of experts in configs of transformers."""
+WITHOUT_KEYS = ("linear_attention", "conv", "moe")
+"""Types of layers that attend to no earlier key."""
+TERA = 1e12
+SLIDING = ("sliding_attention", "hybrid_sliding")
+"""Types of layers that attend to a window."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operations:
+    """Counts a model's operations over packed tokens."""
+
+    trained: float
+    """Weights with a gradient that multiply each token."""
+    frozen: float
+    """Weights without a gradient that do."""
+    width: int
+    """Heads x head size of a layer."""
+    layers: Mapping[int | None, int]
+    """Number of attention layers by the length of their window; None: the whole sequence."""
+
+    def forward(self, tokens: int, segments: Sequence[Segment]) -> float:
+        """Return the operations of a forward pass over `tokens`, which lie in `segments`.
+
+        `tokens` may be more than those of the segments: padding is multiplied too.
+        """
+        return 2 * (self.trained + self.frozen) * tokens + self._attention(segments)
+
+    def training(self, tokens: int, segments: Sequence[Segment]) -> float:
+        """Return the operations of a forward and a backward pass.
+
+        Example: 2 tokens of one segment, 100 trained weights, one layer of width 4 have
+        6 x 100 x 2 + 3.5 x 4 x 4 x (1 + 2 keys) = 1368.
+        """
+        weights = (6 * self.trained + 4 * self.frozen) * tokens
+        return weights + 3.5 * self._attention(segments)
+
+    def _attention(self, segments: Sequence[Segment]) -> float:
+        """Return the operations of attention, forward: queries x keys and weights x values."""
+        keys = sum(
+            count * sum(_keys(segment, window) for segment in segments)
+            for window, count in self.layers.items()
+        )
+        return 4.0 * self.width * keys
+
+
+def _keys(segment: Segment, window: int | None) -> int:
+    """Return the number of (query, key) pairs of a segment whose tokens see its prefix."""
+    before = segment.prefix_length
+    return _keys_until(before + segment.length, window) - _keys_until(before, window)
+
+
+def _keys_until(length: int, window: int | None) -> int:
+    """Return the (query, key) pairs of a sequence: 1 + 2 + … + length, each at most the window."""
+    ramp = length if window is None else min(length, window)
+    return ramp * (ramp + 1) // 2 + (length - ramp) * ramp
+
+
+def count_operations(model: PreTrainedModel) -> Operations:
+    """Return the counter of a model, from its weights' sizes and its config."""
+    config: Any = model.config.get_text_config()
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    lookup = embeddings.weight if head is None or head.weight is not embeddings.weight else None
+    used = _share_of_experts(config)
+    totals = {True: 0.0, False: 0.0}
+    for name, weight in model.named_parameters():  # a tied weight comes once
+        if weight is lookup or ".visual." in name:
+            continue
+        share = used if ".experts." in name else 1.0
+        totals[weight.requires_grad] += weight.numel() * share
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):  # a model without attention, or with other heads in each layer
+        return Operations(trained=totals[True], frozen=totals[False], width=0, layers={})
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return Operations(
+        trained=totals[True], frozen=totals[False], width=heads * size, layers=_windows(config)
+    )
+
+
+def _share_of_experts(config: Any) -> float:
+    """Return the share of a layer's experts that a token is routed to; 1 without experts."""
+    count = next((n for name in EXPERTS if (n := getattr(config, name, None))), None)
+    used = getattr(config, "num_experts_per_tok", None)
+    return used / count if count and used else 1.0
+
+
+def _windows(config: Any) -> dict[int | None, int]:
+    """Return the number of attention layers by window. Example: ``{None: 4, 1024: 20}``."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        in_use = window if getattr(config, "use_sliding_window", True) else None
+        return {in_use: config.num_hidden_layers}
+    with_keys = [kind for kind in kinds if kind not in WITHOUT_KEYS]
+    return dict(Counter(window if kind in SLIDING else None for kind in with_keys))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWork:
+    """Work of one training process in a step."""
+
+    computed_tokens: int = 0
+    """Tokens of its forward passes, shared prefixes once; those without a backward pass too."""
+    trained_tokens: int = 0
+    """Sampled tokens of its updates that had a gradient; each epoch counts."""
+    operations: float = 0.0
+    """Floating-point operations that the model needed for them."""
+    peak_tflops: float | None = None
+    """Dense bf16 peak of its card; None: not known."""
+    peak_gb: float | None = None
+    """Most memory that torch's allocator has handed out so far; None without a GPU."""
+
+
+def card_name(device: torch.device) -> str:
+    """Return the driver's name of a GPU."""
+    return torch.cuda.get_device_name(device)
+
+
+@dataclass(slots=True)
+class WorkCounter:
+    """Adds up the work of a step."""
+
+    operations: Operations
+    device: torch.device
+    _computed: int = 0
+    _trained: int = 0
+    _done: float = 0.0
+
+    def add(self, microbatch: Microbatch, *, backward: bool) -> None:
+        """Count a forward pass, and a backward pass with `backward`."""
+        tokens = microbatch.token_ids_T.numel()
+        count = self.operations.training if backward else self.operations.forward
+        self._done += count(tokens, microbatch.segments)
+        self._computed += tokens
+        self._trained += microbatch.targets_S.numel() if backward else 0
+
+    def take(self, peak: float | None = None) -> StepWork:
+        """Return the work since the last call; `peak` is the card's in TFLOP/s, if it is given."""
+        peak_gb = None
+        if self.device.type == "cuda":
+            peak_gb = torch.cuda.max_memory_allocated(self.device) / GB
+            peak = peak or peak_tflops(card_name(self.device))
+        work = StepWork(
+            computed_tokens=self._computed,
+            trained_tokens=self._trained,
+            operations=self._done,
+            peak_tflops=peak,
+            peak_gb=peak_gb,
+        )
+        self._computed, self._trained, self._done = 0, 0, 0.0
+        return work
+
+
+def work_metrics(works: Sequence[StepWork], train_s: float) -> dict[str, float]:
+    """Return the metrics of the work of all training processes in `train_s` seconds.
+
+    Example: two processes that did 30e12 operations each in 1 second, on cards of 100 TFLOP/s:
+    ``perf/mfu`` is 0.3.
+    """
+    metrics = {
+        "tokens/trained": float(sum(work.trained_tokens for work in works)),
+        "tokens/computed": float(sum(work.computed_tokens for work in works)),
+    }
+    rates = [work.peak_tflops for work in works if work.peak_tflops is not None]
+    if len(rates) == len(works) and train_s > 0:
+        done = sum(work.operations for work in works)
+        metrics["perf/mfu"] = done / (train_s * sum(rates) * TERA)
+    peaks = [work.peak_gb for work in works if work.peak_gb is not None]
+    if peaks:
+        metrics["perf/peak_gb"] = max(peaks)
+    return metrics

@@ -1,0 +1,7 @@
+#!/bin/bash
+mkdir -p /logs/verifier
+if [ "$(tr -d "[:space:]" < /app/answer.txt)" = 11 ]; then
+  echo 1 > /logs/verifier/reward.txt
+else
+  echo 0 > /logs/verifier/reward.txt
+fi

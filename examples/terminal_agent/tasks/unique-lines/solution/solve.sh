@@ -1,0 +1,2 @@
+#!/bin/bash
+LC_ALL=C sort -u /app/words.txt > /app/unique.txt

@@ -1,0 +1,51 @@
+"""A shop agent with openai-agents; it knows nothing of training. In this folder::
+
+    pip install openai-agents
+    agenttrain agent=endpoint 'agent.command=[python,with_openai_agents.py]' tools=[] stop_tools=[]
+
+The task is a line of JSON on standard input; the model is where OPENAI_BASE_URL points.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from agents import Agent, Runner, StopAtTools, function_tool, set_tracing_disabled
+
+from agenttrain.data.bundled.shop import connect
+
+TASK = json.loads(sys.stdin.readline())
+DATABASE = connect(TASK["columns"])
+set_tracing_disabled(True)  # traces go to OpenAI, with the rollout's key
+
+
+@function_tool
+def sql(query: str) -> str:
+    """Run a read-only SQL query.
+
+    Args:
+        query: One SELECT statement.
+    """
+    rows = DATABASE.execute(query).fetchall()
+    return "; ".join(", ".join(map(str, row)) for row in rows) or "no rows"
+
+
+@function_tool
+def final_answer(answer: str) -> str:
+    """Give the answer and stop.
+
+    Args:
+        answer: The answer.
+    """
+    return answer
+
+
+if __name__ == "__main__":
+    agent = Agent(
+        name="shop",
+        model=TASK["model"],
+        tools=[sql, final_answer],
+        tool_use_behavior=StopAtTools(stop_at_tool_names=["final_answer"]),
+    )
+    print(Runner.run_sync(agent, TASK["messages"], max_turns=6).final_output)
