@@ -92,6 +92,13 @@ class ModelSizes(Protocol):
     def token_cache(self) -> int:
         """Bytes of one token in the KV cache of all layers, in the policy's number format."""
 
+    def key_cache(self, tokens: int) -> int:
+        """Bytes of a sequence in the KV cache of all layers, where windows hold no more tokens."""
+
+    @property
+    def states(self) -> int:
+        """Bytes of a sequence's states in convolutions and recurrent layers."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:

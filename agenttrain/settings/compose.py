@@ -33,7 +33,7 @@ from agenttrain.settings.overrides import as_typed
 from agenttrain.settings.run_config import CHOICES, RunConfig
 from agenttrain.types import ConfigError
 from agenttrain.utils.files import conf_folder, list_groups
-from agenttrain.utils.model_path import is_foreign
+from agenttrain.utils.model_path import bundled_models, is_foreign
 from agenttrain.utils.redaction import hide_secrets
 from agenttrain.utils.sections import plain, raise_config_error, sections_below, validated
 
@@ -187,13 +187,16 @@ def compose_run(overrides: Sequence[str], source: Source, *, with_hydra: bool = 
 def compose_new(overrides: Sequence[str], source: Source, *, starts: bool) -> Composed:
     """Return the settings of a new run, as `compose_run`.
 
-    The default experiment, with its learning rate and limits, is for the bundled agent. For another
-    model, a run that `starts` has to name an experiment (ConfigError), and a command that only
-    shows settings uses experiment=none.
+    The default experiment, with its learning rate and limits, is for the bundled agent. Another
+    bundled model brings the experiment of its name. For a model of the user's, a run that `starts`
+    has to name an experiment (ConfigError), and a command that only shows settings uses
+    experiment=none.
     """
     names_experiment = source.name != "train" or any(
         text.startswith("experiment=") for text in overrides
     )
+    if not names_experiment:
+        overrides = [*overrides, *_bundled_experiment(overrides)]
     neutral_overrides = [*overrides, "experiment=none"]
     paths = [
         text.removeprefix("model.path=") for text in overrides if text.startswith("model.path=")
@@ -213,6 +216,15 @@ def compose_new(overrides: Sequence[str], source: Source, *, starts: bool) -> Co
             "or experiment=shop to train it on these"
         )
     return replace(compose_run(neutral_overrides, source), neutral=True)
+
+
+def _bundled_experiment(overrides: Sequence[str]) -> list[str]:
+    """Return `experiment=<name>` if the last `model=` is a bundled model with an experiment."""
+    choices = [text.removeprefix("model=") for text in overrides if text.startswith("model=")]
+    if not choices or choices[-1] not in bundled_models():
+        return []
+    file = conf_folder() / "experiment" / f"{choices[-1]}.yaml"
+    return [f"experiment={choices[-1]}"] if file.is_file() else []
 
 
 def _check_emptied(overrides: Sequence[str], composed: Composed) -> None:

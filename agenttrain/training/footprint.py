@@ -191,10 +191,24 @@ def _traceable_experts() -> Iterator[None]:
         moe._can_use_grouped_mm = usable
 
 
-def cached_shapes(model: PreTrainedModel) -> list[tuple[int, int]]:
-    """Return how many numbers of a token each layer's KV cache holds, as (key, value).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedLayer:
+    """Numbers that a layer's cache holds of a sequence."""
 
-    Example: 2 heads of size 64 in 3 layers: ``[(128, 128)] * 3``.
+    token: int = 0
+    """Of each token: its keys and values."""
+    window: int | None = None
+    """Most tokens whose keys and values are held. None: all."""
+    convolution: int = 0
+    """Last inputs of convolutions, in the model's number format."""
+    recurrence: int = 0
+    """Recurrent states, in float32."""
+
+
+def cached_layers(model: PreTrainedModel) -> list[CachedLayer]:
+    """Return what each layer's cache holds of a sequence.
+
+    Example: 2 heads of size 64 in 3 layers: ``[CachedLayer(token=256)] * 3``.
     """
     net = backbone(model)
     repeated = equal_layers_run_twice(layers(model))
@@ -207,16 +221,25 @@ def cached_shapes(model: PreTrainedModel) -> list[tuple[int, int]]:
         keywords = {"past_key_values": cache, "use_cache": True}
         functional_call(net, dict(state), (ids,), keywords)
         # A skipped layer has an empty cache: take that of the equal layer that ran.
-        caches = [cache.layers[skipped.twins.get(n, n)] for n in range(len(cache.layers))]
-        # Layers of convolutions have a state of one size, and no keys.
-        key_layers = [layer for layer in caches if getattr(layer, "keys", None) is not None]
         return [
-            (
-                layer.keys.shape[1] * layer.keys.shape[3],
-                layer.values.shape[1] * layer.values.shape[3],
-            )
-            for layer in key_layers
+            _cached(layer, cache.layers[skipped.twins.get(n, n)])
+            for n, layer in enumerate(cache.layers)
         ]
+
+
+def _cached(layer: Any, ran: Any) -> CachedLayer:
+    """Return what a layer's cache holds. `ran` is that of the equal layer that ran."""
+    keys, values = (getattr(ran, name, None) for name in ("keys", "values"))
+    states: list[list[Tensor | None]] = [
+        [*getattr(ran, name, {}).values()] for name in ("conv_states", "recurrent_states")
+    ]
+    convolution, recurrence = (sum(t.numel() for t in held if t is not None) for held in states)
+    return CachedLayer(
+        token=sum(t.shape[1] * t.shape[3] for t in (keys, values) if t is not None),
+        window=layer.sliding_window if getattr(layer, "is_sliding", False) else None,
+        convolution=convolution,
+        recurrence=recurrence,
+    )
 
 
 def head_bytes(

@@ -174,6 +174,11 @@ def why_not_sent(folder: Path) -> str | None:
     return None
 
 
+def bundled_models() -> list[str]:
+    """Return the names of the models that come with the package, sorted."""
+    return sorted(file.parent.name for file in MODELS.glob("*/config.json"))
+
+
 def is_foreign(path: str) -> bool:
     """Return True for a model that is neither bundled nor a checkpoint of a bundled one.
 
@@ -222,7 +227,7 @@ def template_file(path: str, revision: str | None = None) -> Path:
 
 def _bundled(path: str, key: str) -> Path:
     """Return the folder of ``bundled:<name>``; raises ConfigError for an unknown name."""
-    names = sorted(file.parent.name for file in MODELS.glob("*/config.json"))
+    names = bundled_models()
     name = path.removeprefix(BUNDLED)
     if name not in names:
         hint = did_you_mean(name, names)

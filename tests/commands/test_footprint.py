@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 import tiny
 import torch
 from allocated import Allocated
 from packing_families import tiny_family
+from recurrent_families import tiny_recurrent
 from training_cases import random_groups
 from transformers import Lfm2Config, Qwen3_5TextConfig
 
+from agenttrain.commands.plan.estimate import Sizes
 from agenttrain.engines.config import Sampling
+from agenttrain.engines.memory import EngineLoad
 from agenttrain.engines.transformers.cache import final_capacity
 from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.engine import TransformersEngine
+from agenttrain.engines.transformers.spec import SPEC
 from agenttrain.training import equal_layers, recurrent, sharding
 from agenttrain.training.batch import make_sequences
-from agenttrain.training.config import OPTIMIZERS, LoraSettings
+from agenttrain.training.config import OPTIMIZERS, LoraSettings, ModelConfig
 from agenttrain.training.footprint import (
     LAYER_GRADIENTS,
+    CachedLayer,
     Saved,
-    cached_shapes,
+    cached_layers,
     empty_model,
     head_bytes,
     updating,
@@ -87,11 +93,15 @@ def test_an_optimizer_holds_what_was_told(dtype, name, rank):
 
 
 @pytest.mark.parametrize("first, longest", [(10, 40), (40, 200)])
-def test_an_engines_cache_is_as_large_as_was_told(first, longest):
-    model, limit = tiny.model(), 512
+@pytest.mark.parametrize("name", ["tiny", "Qwen3_5", "Zamba2", "Gemma3"])
+def test_an_engines_cache_is_as_large_as_was_told(tmp_path, name, first, longest):
+    """Of full attention, a delta rule, Mamba2 beside attention, and windows of 8 tokens."""
+    kinds = {"tiny": tiny.model, "Gemma3": partial(tiny_family, name)}
+    model, limit = kinds.get(name, partial(tiny_recurrent, name))(), 256
+    settings = TransformersSettings(max_context=limit, max_rows=3)
 
     async def rollouts() -> TransformersEngine:
-        engine = TransformersEngine(model, TransformersSettings(max_context=limit, max_rows=3))
+        engine = TransformersEngine(model, settings)
         await asyncio.gather(
             *(
                 engine.generate(
@@ -104,14 +114,25 @@ def test_an_engines_cache_is_as_large_as_was_told(first, longest):
         return engine
 
     cache = asyncio.run(rollouts())._worker.decoder.cache
-    token = sum(key + value for key, value in cached_shapes(empty(model))) * 4
-    # 2 layers x (keys + values) x 2 heads of 8 numbers x 4 bytes
-    assert token == 2 * 2 * 2 * 8 * 4
-    held = storage_bytes([t for layer in cache.layers for t in (layer.keys, layer.values)])
-    assert held == (3 * final_capacity(first, longest, limit) + 1) * token
+    held = storage_bytes([tensor for layer in cache.layers for tensor in layer.by_row(longest)])
+    model.config.save_pretrained(tmp_path)
+    sizes = Sizes(ModelConfig(path=str(tmp_path), dtype="float32"))
+    load = EngineLoad(
+        rows=3, prompt=first, sampled=longest, limit=limit, on_gpu=False, memory=None, taken=0,
+        sharded=False, adapters=False,
+    )  # fmt: skip
+    items = {item.name: item.bytes for item in SPEC.memory(settings, load, sizes).items}
+    assert sum(items.values()) == held
+    if name == "tiny":
+        # 2 layers x (keys + values) x 2 heads of 8 numbers x 4 bytes
+        assert sizes.token_cache == 2 * 2 * 2 * 8 * 4
+        assert items == {"keys and values": (3 * final_capacity(first, longest, limit) + 1) * 256}
+    if name == "Qwen3_5":
+        # one layer: 4 inputs of 64 channels, and 4 heads of 8 x 8 numbers
+        assert items["recurrent states"] == 3 * (4 * 64 + 4 * 8 * 8) * 4
 
 
-def test_convolutions_hold_no_keys():
+def test_convolutions_hold_their_last_inputs_and_no_keys():
     config = Lfm2Config(
         hidden_size=64,
         num_hidden_layers=4,
@@ -121,8 +142,10 @@ def test_convolutions_hold_no_keys():
         vocab_size=256,
         layer_types=["conv", "conv", "full_attention", "conv"],
     )
-    # 2 heads of 16 numbers
-    assert cached_shapes(empty_model(config, torch.float32, LoraSettings())) == [(32, 32)]
+    convolution = CachedLayer(convolution=64 * 3)  # 3 inputs of 64 channels
+    attention = CachedLayer(token=2 * 2 * 16)  # keys and values of 2 heads of 16 numbers
+    layers = cached_layers(empty_model(config, torch.float32, LoraSettings()))
+    assert layers == [convolution, convolution, attention, convolution]
 
 
 @pytest.mark.parametrize(
@@ -242,15 +265,16 @@ def test_equal_layers_are_traced_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(mixer, "forward", counted)
 
-    def sizes(limit: int) -> tuple[int, list[tuple[int, int]], int]:
+    def sizes(limit: int) -> tuple[int, list[CachedLayer], int]:
         monkeypatch.setattr(equal_layers, "RUNS", limit)
         runs[0] = 0
-        return Saved(model, torch.bfloat16)(100), cached_shapes(model), runs[0]
+        return Saved(model, torch.bfloat16)(100), cached_layers(model), runs[0]
 
     # Two of nine recurrent layers, in each of two traces; keys in every fourth layer.
     assert sizes(equal_layers.RUNS)[2] == 2 * 2
     short, full = sizes(2), sizes(12)
-    assert short[:2] == full[:2] and full[1:] == ([(16, 16)] * 3, 2 * 9)
+    assert short[:2] == full[:2] and full[2] == 2 * 9
+    assert [layer.token for layer in full[1]] == [0, 0, 0, 32] * 3
 
 
 def test_a_recurrent_layer_keeps_the_inputs_of_its_scan_alone(monkeypatch) -> None:
@@ -281,6 +305,6 @@ def test_a_trace_of_some_layers_gives_the_bytes_of_all(
         if getattr(config, "layer_types", None):
             config.layer_types = list(config.layer_types) * 4
     model = empty_model(config, torch.bfloat16, LoraSettings())
-    few = Saved(model, torch.bfloat16)(60), cached_shapes(model)
+    few = Saved(model, torch.bfloat16)(60), cached_layers(model)
     monkeypatch.setattr(equal_layers, "RUNS", 8)
-    assert few == (Saved(model, torch.bfloat16)(60), cached_shapes(model))
+    assert few == (Saved(model, torch.bfloat16)(60), cached_layers(model))

@@ -229,20 +229,33 @@ def test_demonstrations_are_rows_whose_first_ones_rarely_give_up():
         demonstrations.row("chess", "train", 0, 0)
 
 
-@pytest.mark.parametrize("task", ["shop", pytest.param("sight", marks=pytest.mark.slow)])
-def test_a_new_model_is_a_folder_like_the_shipped_ones(tmp_path, task):
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("shop", ["--task", "shop"]),
+        pytest.param("shop_hybrid", ["--task", "shop", "--hybrid"], marks=pytest.mark.slow),
+        pytest.param("sight", ["--task", "sight"], marks=pytest.mark.slow),
+    ],
+)
+def test_a_new_model_is_a_folder_like_the_shipped_ones(tmp_path, model, words):
     command = [sys.executable, ROOT / "scripts/new_model.py", "--out", tmp_path / "blank"]
-    subprocess.run([*command, "--task", task, "--count", "200"], check=True, cwd=tmp_path)
-    shipped = {path.name for path in (ROOT / "agenttrain/data/models" / task).iterdir()}
-    assert {path.name for path in (tmp_path / "blank").iterdir()} == shipped - {"recipe.json"}
+    subprocess.run([*command, *words, "--count", "200"], check=True, cwd=tmp_path)
+    shipped = ROOT / "agenttrain/data/models" / model
+    made = {path.name for path in (tmp_path / "blank").iterdir()}
+    assert made == {path.name for path in shipped.iterdir()} - {"recipe.json"}
     template = "chat_template.jinja"
-    made = (tmp_path / "blank" / template).read_text()
-    assert made == (ROOT / "agenttrain/data/models" / task / template).read_text()
+    assert (tmp_path / "blank" / template).read_text() == (shipped / template).read_text()
+    sizes, shipped_sizes = (
+        json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "blank", shipped)
+    )
+    keys = ("model_type", "hidden_size", "layer_types", "intermediate_size", "head_dim")
+    assert [sizes.get(key) for key in keys] == [shipped_sizes.get(key) for key in keys]
 
 
 def test_the_shipped_model_is_whole_and_small():
     shipped = ROOT / "agenttrain/data/models"
-    for task in ("shop", "sight"):
-        recipe = json.loads((shipped / task / "recipe.json").read_text())
-        assert recipe["parameters"] < 2_000_000
-    assert sum(path.stat().st_size for path in shipped.rglob("*.safetensors")) <= 4 * 2**20
+    models = sorted(path.parent for path in shipped.glob("*/model.safetensors"))
+    assert [model.name for model in models] == ["calculator", "shop", "shop_hybrid", "sight"]
+    for model in models:
+        assert json.loads((model / "recipe.json").read_text())["parameters"] < 700_000
+        assert (model / "model.safetensors").stat().st_size < 1.31e6

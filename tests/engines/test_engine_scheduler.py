@@ -33,8 +33,8 @@ def step(scheduler, *finished):
     return batch
 
 
-def expecting(*sessions, max_rows=8, rejoin_steps=2):
-    scheduler = Scheduler(max_rows, rejoin_steps)
+def expecting(*sessions, max_rows=8, rejoin_steps=2, copies_exactly=False):
+    scheduler = Scheduler(max_rows, rejoin_steps, copies_exactly=copies_exactly)
     scheduler.expect(sessions)
     return scheduler
 
@@ -206,6 +206,55 @@ def test_a_later_session_shares_with_a_row_that_is_cached():
     assert scheduler.ready()
     shares = {seat.session: (seat.wave, seat.shared) for seat in scheduler.active}
     assert shares == {"same": (0, 20), "begun": (0, 20), "short": (0, 0)}
+
+
+def test_rows_that_cannot_be_cut_pause_where_others_copy_them():
+    scheduler = expecting("a0", "a1", "b0", "b1", "c0", copies_exactly=True)
+    a, b = (*SYSTEM, 1, 2, 3), (*SYSTEM, 1, 5)
+    for session, ids in (("b1", b), ("a0", a), ("c0", (7, 8)), ("a1", a), ("b0", b)):
+        scheduler.add(request(session, *ids))
+    assert scheduler.ready()
+    shares = {
+        seat.session: (seat.wave, seat.source and seat.source.session, seat.shared, seat.stops)
+        for seat in scheduler.active
+    }
+    assert shares == {
+        "a0": (0, None, 0, [21, 22]),  # after SYSTEM and the 1, and before its last id
+        "c0": (0, None, 0, []),
+        "a1": (1, "a0", 22, []),
+        "b0": (1, "a0", 21, []),  # it has 22 ids: b1 copies it before it is fed
+        "b1": (2, "b0", 21, []),
+    }
+    # Rows that pause come first in their wave.
+    assert [seat.session for seat in scheduler.active] == ["a0", "c0", "a1", "b0", "b1"]
+    a0 = scheduler.active[0]
+    parts = []
+    while a0.pending:
+        parts.append(len(a0.next_ids()))
+        a0.cached += parts[-1]
+    assert parts == [21, 1, 1]
+
+
+def test_rows_that_cannot_be_cut_are_copied_by_ids_that_extend_them():
+    scheduler = Scheduler(6, 2, copies_exactly=True)
+    for session, ids in (("a", (*SYSTEM, 1)), ("b", (*SYSTEM, 1, 2, 3))):
+        scheduler.add(request(session, *ids))
+    step(scheduler, "a", "b")  # both idle, with 21 and 23 ids cached
+    scheduler.add(request("same", *SYSTEM, 1))
+    scheduler.add(request("longer", *SYSTEM, 1, 2, 3, 4))
+    scheduler.add(request("between", *SYSTEM, 1, 2, 4))
+    scheduler.add(request("shorter", *SYSTEM, 5))
+    assert scheduler.ready()
+    sources = {
+        seat.session: (seat.source and seat.source.session, seat.shared)
+        for seat in scheduler.active
+    }
+    assert sources == {
+        "same": (None, 0),  # no id would be left to feed
+        "longer": ("b", 23),
+        "between": ("a", 21),
+        "shorter": ("same", 20),  # which pauses after SYSTEM
+    }
 
 
 @pytest.mark.parametrize("released", ["before", "after"])

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 import transformers
 from packing_families import EXPERTS, SMALL
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+from agenttrain.utils.model_path import model_folder
 
 LINEAR, FULL = "linear_attention", "full_attention"
 DELTA = {
@@ -150,3 +154,29 @@ def enlarge(model: PreTrainedModel) -> None:
                 parameter.normal_(0, 0.5)
             elif parameter.ndim >= 2:
                 parameter.normal_(0, 0.15)
+
+
+def hybrid_folder(folder: Path) -> Path:
+    """A folder with a tiny random Qwen3.5 and the bundled agent's tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(model_folder("bundled:shop"))
+    config = Qwen3_5TextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=1024,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(0)
+    Qwen3_5ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

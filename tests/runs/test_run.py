@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from recurrent_families import hybrid_folder
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -37,6 +38,11 @@ def lookup(country: str) -> str:
 def found(rollout, answer, **columns) -> float:
     return float(answer in rollout.trajectories[0].messages[-1]["content"])
 '''
+ODD = """
+def odd(rollout, **columns) -> float:
+    ids = rollout.trajectories[0].token_ids
+    return sum(token % 2 for token in ids) / len(ids)
+"""
 TINY = [
     "debug=tiny",
     "steps=6",
@@ -127,6 +133,25 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(uninterrupted, tmp
     resumed, whole = weights(folder), weights(uninterrupted)
     assert resumed.keys() == whole.keys()
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+
+
+def test_a_run_with_recurrent_layers_repeats_and_resumes_to_the_bit(tmp_path, monkeypatch):
+    """Sampled with their states by the engine, and scored packed by the trainer."""
+    start = hybrid_folder(tmp_path / "hybrid")
+    monkeypatch.chdir(tmp_path)
+    Path("odd.py").write_text(ODD)  # a random model earns nothing in the shop
+    words = [*TINY, "experiment=shop", f"model.path={start}", "training.share_prefix=always"]
+    words += ["checkpoint.every=1", "reward=[]", "reward.odd._target_=odd.odd"]
+    here(tmp_path / "whole", *words, "steps=2")
+    here(tmp_path / "resumed", *words, "steps=1")
+    assert main([f"resume={tmp_path / 'resumed'}", "steps=2"]) == 0
+    assert metrics(tmp_path / "resumed") == metrics(tmp_path / "whole")
+    resumed, whole = weights(tmp_path / "resumed"), weights(tmp_path / "whole")
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+    before = load_file(start / "model.safetensors")
+    assert all((before[name] != whole[name]).any() for name in whole if "linear_attn" in name)
+    for row in metrics(tmp_path / "whole"):
+        assert row["sampling/logprob_gap"] < 1e-5
 
 
 def test_resuming_a_finished_run_says_so_and_changes_nothing(uninterrupted, capsys):

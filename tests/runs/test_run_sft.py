@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from process_runs import agenttrain
+from recurrent_families import hybrid_folder
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from agenttrain.cli import main
 from agenttrain.tracking.names import depends_on_clock
@@ -95,29 +95,7 @@ def test_a_finished_run_says_so_and_how_to_go_on(
 
 @pytest.fixture
 def hybrid(tmp_path: Path) -> Path:
-    """A folder with a tiny random Qwen3.5 and the bundled agent's tokenizer."""
-    tokenizer = AutoTokenizer.from_pretrained(model_folder("bundled:shop"))
-    config = Qwen3_5TextConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        layer_types=["linear_attention", "full_attention"],
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=1024,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    torch.manual_seed(0)
-    Qwen3_5ForCausalLM(config).save_pretrained(tmp_path / "hybrid")
-    tokenizer.save_pretrained(tmp_path / "hybrid")
-    return tmp_path / "hybrid"
+    return hybrid_folder(tmp_path / "hybrid")
 
 
 @pytest.mark.slow

@@ -37,6 +37,18 @@ def test_the_shop_agent_learns_to_chain_queries(tmp_path, algorithm):
     assert chained["2"]["mean"] < 0.15
 
 
+@pytest.mark.parametrize("algorithm", ["grpo", pytest.param("rloo", marks=pytest.mark.long)])
+def test_the_agent_with_recurrent_layers_learns_to_chain_queries(tmp_path, algorithm):
+    curve, summary = rewards(tmp_path, "model=shop_hybrid", f"algorithm={algorithm}")
+    assert mean(curve[:3]) < 0.45
+    assert mean(curve[-5:]) > 0.80
+    before, after = summary["eval"]["before"], summary["eval"]["after"]
+    assert before["reward"] < 0.40
+    assert after["reward"] > 0.90
+    chained = {s["label"]: s["by_group"] for s in before["scores"]}["sampled"]
+    assert chained["2"]["mean"] < 0.15
+
+
 @pytest.mark.long
 def test_the_calculator_agent_learns(tmp_path):
     curve, summary = rewards(tmp_path, "experiment=calculator", "steps=30", "eval.questions=150")

@@ -19,6 +19,7 @@ from agenttrain.settings.checks import validate
 from agenttrain.settings.compose import (
     Composed,
     Source,
+    compose_new,
     compose_raw,
     compose_run,
     convert,
@@ -129,6 +130,24 @@ def test_the_groups_are_those_that_users_know() -> None:
         *("model", "chat_template", "response_schema", "tools", "algorithm", "data", "reward"),
         *("engine", "optimizer", "tracker", "experiment", "debug"),
     }
+
+
+@pytest.mark.parametrize(
+    ("overrides", "experiment"),
+    [
+        (["model=shop_hybrid"], "shop_hybrid"),
+        (["model=shop", "model=sight"], "sight"),
+        (["model=calculator", "optimizer.lr=1e-3"], "calculator"),
+        (["model=shop_hybrid", "experiment=shop"], "shop"),
+        (["model=shop"], "shop"),
+    ],
+)
+def test_a_bundled_model_brings_its_experiment(overrides: list[str], experiment: str) -> None:
+    source = Source()
+    with hydra_session(source):
+        composed = compose_new(overrides, source, starts=True)
+        expected = compose_run([*overrides, f"experiment={experiment}"], source)
+    assert composed.plain == expected.plain
 
 
 def test_no_arguments_are_the_shop_experiment() -> None:

@@ -28,9 +28,11 @@ from agenttrain.settings.sizes import Arithmetic, arithmetic
 from agenttrain.training import sharding
 from agenttrain.training.config import Init, LoraSettings, ModelConfig, Transport
 from agenttrain.training.footprint import (
+    FLOAT32,
     LAYER_GRADIENTS,
+    CachedLayer,
     Saved,
-    cached_shapes,
+    cached_layers,
     empty_model,
     head_bytes,
     updating,
@@ -578,10 +580,25 @@ class Sizes:
         return len(sharding.layers(self.model))
 
     @cached_property
+    def _cache(self) -> list[CachedLayer]:
+        return self._traced(lambda: cached_layers(self.model))
+
+    @property
     def token_cache(self) -> int:
         """Bytes of one token's keys and values in all layers."""
-        numbers = self._traced(lambda: cached_shapes(self.model))
-        return sum(key + value for key, value in numbers) * self.model.dtype.itemsize
+        return sum(layer.token for layer in self._cache) * self.itemsize
+
+    def key_cache(self, tokens: int) -> int:
+        """Bytes of the keys and values of one sequence, of windows no more than they hold."""
+        held = (layer.token * min(tokens, layer.window or tokens) for layer in self._cache)
+        return sum(held) * self.itemsize
+
+    @property
+    def states(self) -> int:
+        """Bytes of the states of one sequence in convolutions and recurrent layers."""
+        return sum(
+            layer.convolution * self.itemsize + layer.recurrence * FLOAT32 for layer in self._cache
+        )
 
     def saved(self, tokens: int, mixed_precision: str) -> int:
         """Bytes that a forward pass over `tokens` keeps for its backward pass."""

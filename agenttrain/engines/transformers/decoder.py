@@ -6,7 +6,7 @@ V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,11 @@ import torch
 from torch import Tensor
 
 from agenttrain.engines.base import EngineError
+from agenttrain.engines.mixers import has_mixers, layout_keywords
+from agenttrain.engines.soft_cap import keep_soft_cap
 from agenttrain.engines.transformers.cache import RowCache
+from agenttrain.engines.transformers.layers import LayerKind, layer_kinds
+from agenttrain.engines.transformers.masks import make_masks, mask_names
 from agenttrain.engines.vision import Layout, Piece, Vision, embed
 
 Ids = np.ndarray
@@ -39,14 +43,19 @@ class Decoder:
         vision: Vision | None = None,
         autocast: torch.dtype | None = None,
     ) -> None:
-        refuse_unknown_caches(model)
+        keep_soft_cap(model)
+        kinds = known_kinds(model)
         self.autocast = autocast
         self.vision = vision
         self.model = model
         self.device: torch.device = next(model.parameters()).device
-        layers = model.config.get_text_config().num_hidden_layers
-        self.cache = RowCache(layers, max_rows, max_context)
-        _compare_with_plain_forward(self)
+        self.cache = RowCache(kinds, max_rows, max_context)
+        self._window = next((kind.window for kind in kinds if kind.window is not None), None)
+        self._mask_names = mask_names(model.config.get_text_config())
+        self._layout = layout_keywords(model, self.cache.next_pass) if self.cache.has_states else {}
+        """Keywords of a pass with padding, which would otherwise change states."""
+        _compare_with_plain_forward(self, _checked_lengths(kinds, max_context))
+        self.cache.free()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -116,50 +125,42 @@ class Decoder:
             ids_NT       0 a    column_NT  1 2    the first id of the first row is padding, whose
                          b c               3 4    keys and values go to the spare slot
         """
-        width = max(len(ids) for ids in new)
-        ids_NT = np.zeros((len(new), width), dtype=np.int64)
+        lengths = np.array([len(ids) for ids in new])
+        self.cache.reserve(first + len(new), int((np.array(starts) + lengths).max()))
+        next_pass = self.cache.next_pass
+        next_pass.begin(first, starts, lengths, self.device)
+        self.cache.clear_fresh_rows()
+        ids_NT = np.zeros((len(new), next_pass.width), dtype=np.int64)
         for row, ids in zip(ids_NT, new, strict=True):
-            row[width - len(ids) :] = ids
-        pad_N = width - np.array([len(ids) for ids in new])
-        length = int((np.array(starts) + width - pad_N).max())
-        self.cache.reserve(first + len(new), length)
-        column_NT = np.array(starts)[:, None] + np.arange(width) - pad_N[:, None]
-        padding_NT = np.arange(width) < pad_N[:, None]
-        window = self.cache.window
-        rows_N1 = np.arange(first, first + len(new))[:, None]
-        spare_slot = window.rows * window.capacity
-        slots_NT = np.where(padding_NT, spare_slot, rows_N1 * window.capacity + column_NT)
-        window.first, window.count, window.length = first, len(new), length
-        window.slots = self._tensor(slots_NT.reshape(-1))
-        positions_NT = self._tensor(np.maximum(column_NT, 0))
-        # [N, 1, T, L], added to attention scores: both sdpa and eager attention take this form.
+            row[next_pass.width - len(ids) :] = ids
         dtype = self.autocast or self.model.dtype
-        is_later = torch.arange(length, device=self.device) > positions_NT[:, None, :, None]
-        mask = torch.zeros(is_later.shape, dtype=dtype, device=self.device)
-        mask.masked_fill_(is_later, torch.finfo(dtype).min)
+        keywords = {
+            "attention_mask": make_masks(next_pass, self._window, self._mask_names, dtype),
+            "past_key_values": self.cache,
+            "use_cache": True,
+            **(self._layout if next_pass.is_padded else {}),
+        }
         if any(layout is not None for layout in layouts):
-            return self._forward_with_images(ids_NT, mask, starts, pad_N, layouts)
+            return self._forward_with_images(ids_NT, starts, layouts, keywords)
         output = self.model(
             input_ids=self._tensor(ids_NT),
-            attention_mask=mask,
-            position_ids=positions_NT,
-            past_key_values=self.cache,
-            use_cache=True,
+            position_ids=self._tensor(np.maximum(next_pass.column_NT, 0)),
             logits_to_keep=1,
+            **keywords,
         )
         return output.logits[:, -1]
 
     def _forward_with_images(
         self,
         ids_NT: Ids,
-        mask: Tensor,
         starts: Sequence[int],
-        pad_N: Ids,
         layouts: Sequence[Layout | None],
+        keywords: Mapping[str, Any],
     ) -> Tensor:
         """Feed rows to the language model, with image features at their placeholders."""
         assert self.vision is not None
         width = ids_NT.shape[1]
+        pad_N = self.cache.next_pass.padding_NT.sum(1)
         positions_3NT = np.zeros((3, *ids_NT.shape), dtype=np.int64)
         pieces: list[Piece] = []
         for row, (start, pad, layout) in enumerate(zip(starts, pad_N, layouts, strict=True)):
@@ -170,10 +171,8 @@ class Decoder:
         features = {p.image.sha256: self.vision.features(self.model, p.image) for p in pieces}
         output = self.model.model.language_model(
             **embed(self.model, self._tensor(ids_NT), pieces, features),
-            attention_mask=mask,
             position_ids=self._tensor(positions_3NT),
-            past_key_values=self.cache,
-            use_cache=True,
+            **keywords,
         )
         logits: Tensor = self.model.get_output_embeddings()(output.last_hidden_state[:, -1])
         return logits
@@ -182,44 +181,75 @@ class Decoder:
         return torch.from_numpy(values).to(self.device)
 
 
-def refuse_unknown_caches(model: Any) -> None:
-    """Raise EngineError for a model that needs another cache than that of full attention."""
+def known_kinds(model: Any) -> list[LayerKind]:
+    """Return what each layer keeps. Raises EngineError for a model that needs another cache."""
     config = model.config.get_text_config()
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is not None:
-        unsupported = sorted(set(layer_types) - {"full_attention"})
-    else:
-        unsupported = ["sliding_attention"] if getattr(config, "sliding_window", None) else []
-    if getattr(model, "_is_stateful", False):
-        unsupported.append("recurrent state")
+    kinds, unknown = layer_kinds(config)
+    windows = {kind.window for kind in kinds if kind.window is not None}
+    is_recurrent = any(kind.states for kind in kinds)
     attention = config._attn_implementation
-    if attention not in ("sdpa", "eager"):
-        unsupported.append(f"attn_implementation={attention}")
-    if unsupported:
+    problem = None
+    if unknown:
+        problem = f"layers of {', '.join(unknown)}, for which this engine has no cache"
+    elif len(windows) > 1:
+        problem = f"windows of several lengths, {sorted(windows)}"
+    elif getattr(model, "_is_stateful", False) and not is_recurrent:
+        problem = "a recurrent state that its config does not name"
+    elif is_recurrent and not has_mixers(model):
+        problem = "recurrent layers whose scan takes no layout of rows"
+    elif attention not in ("sdpa", "eager"):
+        problem = f"attn_implementation={attention}, and neither sdpa nor eager"
+    if problem:
         raise EngineError(
-            f"engine=transformers: {type(model).__name__} has {', '.join(unsupported)}; "
-            "this engine keeps full-attention caches under sdpa or eager attention. Choose such a "
-            "model, or another engine."
+            f"engine=transformers: {type(model).__name__} has {problem}. Choose another model, or "
+            "another engine."
         )
+    return kinds
 
 
-def _compare_with_plain_forward(decoder: Decoder) -> None:
+CHUNK_OF_SCAN = 64
+"""Most tokens that a mixer's torch code scans at once, in most families."""
+LONGEST_CHECKED = 1024
+"""Longest window that the check crosses, in tokens."""
+
+
+def _checked_lengths(kinds: Sequence[LayerKind], max_context: int) -> list[tuple[int, int]]:
+    """Return the tokens of the check's two rows after each of its passes.
+
+    Rows that can be cut: a ragged prefill and a ragged continuation. Others cross a window and a
+    chunk in the first pass, and decode a token in a third one.
+    """
+    windows = [kind.window for kind in kinds if kind.window and kind.window < max_context]
+    crossed = [window for window in windows if window <= LONGEST_CHECKED]
+    if any(kind.states for kind in kinds):
+        crossed.append(CHUNK_OF_SCAN)
+    if not crossed:
+        return [(3, 1), (7, 4)]
+    longest = max(crossed) + 2
+    return [(longest, 1), (longest + 4, 3), (longest + 5, 4)]
+
+
+def _compare_with_plain_forward(decoder: Decoder, lengths: Sequence[tuple[int, int]]) -> None:
     """Raise EngineError for a model that computes something else with this cache, e.g. with ALiBi.
 
-    Compares log-probabilities of two short rows of different lengths, with and without the cache.
+    Compares log-probabilities of two rows of different lengths, with and without the cache.
     """
     name = type(decoder.model).__name__
     dtype = decoder.autocast or decoder.model.dtype
     tolerance = 1e-3 if dtype is torch.float32 else 0.5
     try:
         vocabulary = decoder.model.get_input_embeddings().num_embeddings
-        long, short = (np.arange(1, n + 1) % vocabulary for n in (7, 4))
+        rows = [np.arange(1, n + 1) % vocabulary for n in lengths[-1]]
+        starts = (0, 0)
         gaps = []
         with decoder.evaluating():
-            decoder.forward(0, [long[:3], short[:1]], [0, 0])
-            cached = decoder.forward(0, [long[3:], short[1:]], [3, 1]).float().log_softmax(-1)
-            for row, ids in zip(cached, (long, short), strict=True):
-                plain = decoder.model(input_ids=torch.from_numpy(ids)[None].to(decoder.device))
+            for ends in lengths:
+                new = [ids[a:b] for ids, a, b in zip(rows, starts, ends, strict=True)]
+                cached = decoder.forward(0, new, starts).float().log_softmax(-1)
+                starts = ends
+            for row, ids in zip(cached, rows, strict=True):
+                ids_1T = torch.from_numpy(ids)[None].to(decoder.device)
+                plain = decoder.model(input_ids=ids_1T, use_cache=False)
                 gaps.append((row - plain.logits[0, -1].float().log_softmax(-1)).abs().max())
         gap = torch.stack(gaps).max().item()
     except Exception as error:

@@ -67,7 +67,9 @@ class TransformersEngine:
         self._vision = vision
         autocast = AUTOCAST[mixed_precision]
         decoder = Decoder(model, config.max_rows, self.max_context, vision, autocast)
-        scheduler = Scheduler(config.max_rows, config.rejoin_steps, config.share_prefix)
+        scheduler = Scheduler(
+            config.max_rows, config.rejoin_steps, config.share_prefix, decoder.cache.is_exact
+        )
         self._worker = EngineWorker(decoder, scheduler)
         self.stats: EngineStats = self._worker.stats
         self._thread: threading.Thread | None = None

@@ -93,11 +93,14 @@ class Seat:
     prompt: bytes = b""
     """Ids with which its cache began."""
     source: Seat | None = None
-    """Seat from whose row the KV cache of the first `shared` ids is copied, before the prefill
-    pass of the next step."""
+    """Seat from whose row the cache of the first `shared` ids is copied, before the prefill pass
+    of the next step."""
     shared: int = 0
     wave: int = 0
     """Number of the prefill pass in that step. Passes before it complete the source's row."""
+    stops: list[int] = field(default_factory=list)
+    """Numbers of ids at which its prefill pauses, in order: others copy the row there. Empty if
+    they can copy it later, because rows can be cut."""
 
     @property
     def pending(self) -> int:
@@ -106,11 +109,14 @@ class Seat:
         return len(self.history) + sampled - self.cached
 
     def next_ids(self) -> np.ndarray:
-        """Return the pending ids, [pending]."""
+        """Return the pending ids up to the next stop, [pending or less]."""
         assert self.request is not None
         sampled = self.request.sampled
         if self.cached >= len(self.history):
             return np.array(sampled[self.cached - len(self.history) :])
+        stop = next((stop for stop in self.stops if stop > self.cached), None)
+        if stop is not None:
+            return self.history[self.cached : stop]
         return np.concatenate([self.history[self.cached :], np.array(sampled, dtype=np.int64)])
 
 
@@ -129,10 +135,33 @@ MAX_LEADERS = 4
 """Most rows with which a new prompt is compared: the prompts of a run have few beginnings."""
 
 
+def _longest_beginning(seat: Seat, cached: Iterable[Seat]) -> Seat | None:
+    """Return the idle seat with the most cached ids, of those whose ids all begin a new seat's."""
+    fitting = (
+        other
+        for other in cached
+        if other.request is None
+        and other.cached < len(seat.history)
+        and np.array_equal(other.history[: other.cached], seat.history[: other.cached])
+    )
+    return max(fitting, key=lambda other: other.cached, default=None)
+
+
 class Scheduler:
     """Forms the batch of each decode step by `add`, `ready`, `finish` and `release`."""
 
-    def __init__(self, max_rows: int, rejoin_steps: int, share_prefix: bool = True) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        rejoin_steps: int,
+        share_prefix: bool = True,
+        copies_exactly: bool = False,
+    ) -> None:
+        """With `copies_exactly` a row can be copied only with all of its ids.
+
+        So it is where rows hold the states of recurrent layers, or a window.
+        """
+        self.copies_exactly = copies_exactly
         self.max_rows = max_rows
         self.rejoin_steps = rejoin_steps
         self.share_prefix = share_prefix
@@ -308,8 +337,15 @@ class Scheduler:
         if self._joining and self.share_prefix:
             self._share_prefixes()
         # Sorted by length: neighbours share a prefill pass with little padding.
+        # Rows that pause come first: the rest of a wave are consecutive rows again.
         self.active += sorted(
-            self._joining, key=lambda seat: (seat.wave, seat.pending - seat.shared, seat.order)
+            self._joining,
+            key=lambda seat: (
+                seat.wave,
+                -len(seat.stops),
+                seat.pending - seat.shared,
+                seat.order,
+            ),
         )
         self._joining.clear()
         return True
@@ -328,12 +364,15 @@ class Scheduler:
             for seat in self.seats.values()
             if seat.cached and not seat.mixed and (may_be_idle or seat.request is not None)
         ]
-        # `seats` is in the order of use. For each prompt, the seat that was used least recently:
-        # the last that a reversed dict keeps. Leaders have different prompts.
-        firsts = {seat.prompt: seat for seat in reversed(cached)}
+        firsts: dict[bytes, Seat] = {}
+        if not self.copies_exactly:
+            # `seats` is in the order of use. For each prompt, the seat that was used least
+            # recently: the last that a reversed dict keeps. Leaders have different prompts.
+            firsts = {seat.prompt: seat for seat in reversed(cached)}
         leaders = [*reversed(firsts.values())][:MAX_LEADERS]
+        for seat in self._joining:
+            seat.source, seat.shared, seat.wave, seat.stops = None, 0, 0, []
         for seat in sorted(self._joining, key=lambda seat: seat.order):
-            seat.source, seat.shared, seat.wave = None, 0, 0
             if seat.cached:
                 continue
             seat.mixed = False
@@ -342,6 +381,9 @@ class Scheduler:
             if first is not seat:
                 seat.source, seat.shared = first, len(seat.history) - 1
             else:
+                if self.copies_exactly:
+                    seat.source = _longest_beginning(seat, cached)
+                    seat.shared = seat.source.cached if seat.source else 0
                 for leader in leaders:
                     # A leader that joins in this step has nothing cached yet, but will have.
                     cached_ids = leader.history[: leader.cached or None]
@@ -354,6 +396,15 @@ class Scheduler:
                     leaders.append(seat)
             elif seat.source is not None and not seat.source.cached:  # it joins in this step too
                 seat.wave = seat.source.wave + 1
+        if self.copies_exactly:
+            self._add_stops()
+
+    def _add_stops(self) -> None:
+        """Let seats that are fed in this step pause where others copy their rows."""
+        for seat in self._joining:
+            source = seat.source
+            if source is not None and source.cached == 0 and seat.shared > source.shared:
+                source.stops = sorted({*source.stops, seat.shared})
 
     def _admit_expected(self) -> bool:
         """Admit expected sessions. Return False if one that is due has not called yet."""

@@ -36,15 +36,15 @@ def build_apart(settings: TransformersSettings, inputs: EngineInputs) -> Engine:
 
 def check_model(settings: TransformersSettings, model: Any) -> None:
     """Raise EngineError for too long a context, and for a model with another cache."""
-    from agenttrain.engines.transformers.decoder import refuse_unknown_caches
+    from agenttrain.engines.transformers.decoder import known_kinds
     from agenttrain.engines.transformers.engine import max_context
 
     max_context(model, settings)
-    refuse_unknown_caches(model)
+    known_kinds(model)
 
 
 def memory(settings: TransformersSettings, load: EngineLoad, sizes: ModelSizes) -> EngineMemory:
-    """Estimate the KV cache, and the engine's whole weights if the policy's are sharded."""
+    """Estimate the cache's rows, and the engine's whole weights if the policy's are sharded."""
     items = []
     if load.sharded:
         items.append(
@@ -57,7 +57,7 @@ def memory(settings: TransformersSettings, load: EngineLoad, sizes: ModelSizes) 
         )
         why = "engine=transformers samples from weights that are whole"
         items.append(MemoryItem(name="engine's weights", bytes=sizes.weights, why=why))
-    items.append(_kv_cache(load, sizes))
+    items += _cache(load, sizes)
     rows = min(settings.max_rows, load.rows)
     fewer_rows = []
     while rows // 2 >= FEWEST_ROWS:
@@ -83,21 +83,34 @@ def copy_memory(
         when=(When.sync,),
         on_host=load.on_gpu,
     )
-    return EngineMemory(items=(copy, _kv_cache(load, sizes), new_weights))
+    return EngineMemory(items=(copy, *_cache(load, sizes), new_weights))
 
 
-def _kv_cache(load: EngineLoad, sizes: ModelSizes) -> MemoryItem:
-    """Return the memory of the KV cache with all rollouts at their longest."""
+def _cache(load: EngineLoad, sizes: ModelSizes) -> list[MemoryItem]:
+    """Return the memory of the rows with all rollouts at their longest."""
     from agenttrain.engines.transformers.cache import final_capacity
 
     tokens = final_capacity(load.prompt, load.sampled, load.limit)
     growth = f", in rows that grew to {tokens:,}" if tokens > load.sampled else ""
-    return MemoryItem(
-        name="keys and values",
-        bytes=(load.rows * tokens + 1) * sizes.token_cache,  # one slot takes the padding
-        why=f"{load.rows:,} rollouts of {load.sampled:,} tokens{growth}, "
-        f"{sizes.token_cache:,} bytes each",
-    )
+    row_bytes = sizes.key_cache(tokens)
+    is_windowed = row_bytes < tokens * sizes.token_cache
+    each = f"at most {sizes.token_cache:,} bytes" if is_windowed else f"{sizes.token_cache:,} bytes"
+    items = [
+        MemoryItem(
+            name="keys and values",
+            bytes=load.rows * row_bytes + sizes.token_cache,  # one slot takes the padding
+            why=f"{load.rows:,} rollouts of {load.sampled:,} tokens{growth}, {each} each",
+        )
+    ]
+    if sizes.states:
+        items.append(
+            MemoryItem(
+                name="recurrent states",
+                bytes=load.rows * sizes.states,
+                why=f"{load.rows:,} rollouts, {sizes.states:,} bytes each whatever their length",
+            )
+        )
+    return items
 
 
 SPEC = EngineSpec(

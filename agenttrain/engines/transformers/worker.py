@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from queue import Empty, SimpleQueue
 
+import numpy as np
 import torch
 
 from agenttrain.engines.base import EngineError
@@ -18,6 +19,7 @@ from agenttrain.engines.config import LEAST_TEMPERATURE
 from agenttrain.engines.transformers import sampler
 from agenttrain.engines.transformers.decoder import Decoder
 from agenttrain.engines.transformers.scheduler import Generation, Scheduler, Seat
+from agenttrain.engines.vision import Layout
 from agenttrain.utils.threads import use_gpu
 
 
@@ -178,20 +180,49 @@ class EngineWorker:
         for rows in (seats[:split], *waves):
             if not rows:
                 continue
-            if first >= split:
-                self.stats.copied_tokens += self.decoder.cache.copy_prefixes(rows)
-            new = [seat.next_ids() for seat in rows]
-            starts = [seat.cached for seat in rows]
-            layouts = [_request(seat).layout for seat in rows] if self._has_images else ()
             if first < split:
-                logits_NV.append(self.decoder.forward(first, new, starts, layouts))
+                logits_NV.append(self._feed_rows(first, rows, self.decoder.forward))
             else:
-                logits_NV.append(self.decoder.prefill(first, new, starts, layouts))
-                self.stats.prefilled_tokens += sum(map(len, new))
-            for seat, ids in zip(rows, new, strict=True):
-                seat.cached += len(ids)
+                logits_NV.append(self._prefill(first, rows, seats[first:]))
             first += len(rows)
         return torch.cat(logits_NV) if len(logits_NV) > 1 else logits_NV[0]
+
+    def _prefill(self, first: int, rows: Sequence[Seat], waiting: Sequence[Seat]) -> torch.Tensor:
+        """Feed the pending ids of a wave, which begins at row `first`. Return the last logits.
+
+        It pauses at its stops. Then the seats that wait for it, of later waves too, copy rows.
+        """
+        self._copy_prefixes(waiting)
+        for seat in rows:
+            seat.source, seat.wave = None, 0  # a copy that was not possible now comes too late
+        self.stats.prefilled_tokens += sum(seat.pending for seat in rows)
+        logits_NV: torch.Tensor | None = None
+        while rows:
+            part_NV = self._feed_rows(first, rows, self.decoder.prefill)
+            if logits_NV is None:
+                logits_NV = part_NV
+            else:
+                logits_NV[: len(rows)] = part_NV
+            self._copy_prefixes(waiting)
+            # Those with more stops come first, so that these rows are consecutive too.
+            fed, rows = rows, [seat for seat in rows if seat.pending]
+            for seat in fed[len(rows) :]:
+                seat.stops = []
+        assert logits_NV is not None
+        return logits_NV
+
+    def _copy_prefixes(self, seats: Sequence[Seat]) -> None:
+        self.stats.copied_tokens += self.decoder.cache.copy_prefixes(seats)
+
+    def _feed_rows(self, first: int, seats: Sequence[Seat], feed: Feed) -> torch.Tensor:
+        """Feed the next ids of consecutive rows, and return the logits after the last one."""
+        new = [seat.next_ids() for seat in seats]
+        starts = [seat.cached for seat in seats]
+        layouts = [_request(seat).layout for seat in seats] if self._has_images else ()
+        logits_NV = feed(first, new, starts, layouts)
+        for seat, ids in zip(seats, new, strict=True):
+            seat.cached += len(ids)
+        return logits_NV
 
     def _fail_seat(self, seat: Seat, logprob: float) -> None:
         """End a session whose logprob is not finite. The error names the likely cause."""
@@ -210,6 +241,10 @@ class EngineWorker:
                 f"finite ({logprob}) at temperature {temperature:g}: {cause}"
             )
         )
+
+
+Feed = Callable[[int, Sequence[np.ndarray], Sequence[int], Sequence[Layout | None]], torch.Tensor]
+"""`Decoder.forward` or `Decoder.prefill`."""
 
 
 def _request(seat: Seat) -> Generation:

@@ -1,0 +1,409 @@
+"""Layers of a row cache: keys and values of attention, and states of recurrent mixers.
+
+Every tensor has a part for each row. Keys and values of full attention grow with the longest row.
+Those of a sliding window grow up to the window, and are a ring from then on: the token at position
+p is at slot p % window. States have one size: the last inputs of a convolution, and the recurrent
+state, in float32 whatever the model's number format. A row without tokens has states of zeros.
+
+R rows, C capacity (slots of a row), N rows of a forward pass, T its tokens (padded on the left), L
+the longest row's tokens after it, W window, K key/value heads, D head dimension, M channels of a
+convolution, Q its taps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    LinearAttentionCacheLayerMixin,
+    get_layer_types_and_kwargs,
+)
+
+from agenttrain.engines.mixers import Convolution, Scan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerKind:
+    """What a layer keeps of a sequence. Nothing: it has experts alone, or uses others' keys."""
+
+    keys: bool = False
+    window: int | None = None
+    """Most tokens, counted back from a query, whose keys it reads. None: all."""
+    states: int = 0
+    """Convolutions, each with a recurrent state if the mixer has one."""
+
+
+def layer_kinds(config: Any) -> tuple[list[LayerKind], list[str]]:
+    """Return what each layer of a text model keeps, and the types of layers that are not known."""
+    names, settings = get_layer_types_and_kwargs(config)
+    if isinstance(settings, dict):  # of all layers, in transformers 5.16
+        settings = [settings] * len(names)
+    if unknown := sorted(set(names) - KINDS.keys()):
+        return [], unknown
+    kinds = [
+        LayerKind(
+            keys=KINDS[name].keys,
+            window=own["sliding_window"] if KINDS[name].window else None,
+            states=own.get("number_of_states", 1) if KINDS[name].states else 0,
+        )
+        for name, own in zip(names, settings, strict=True)
+    ]
+    return kinds, []
+
+
+KINDS = {
+    "full_attention": LayerKind(keys=True),
+    "sliding_attention": LayerKind(keys=True, window=1),
+    "linear_attention": LayerKind(states=1),
+    "conv": LayerKind(states=1),
+    "hybrid": LayerKind(keys=True, states=1),
+    "hybrid_sliding": LayerKind(keys=True, window=1, states=1),
+    **dict.fromkeys(("dummy", "moe", "mlp"), LayerKind()),
+}
+"""By `layer_types` of a config. A window or a number of states is that of the config."""
+
+
+@dataclass(slots=True)
+class Pass:
+    """Rows and tokens of the next forward pass. Its layout of recurrent mixers (`MixerLayout`)."""
+
+    rows: int = 0
+    """Allocated rows, R."""
+    capacity: int = 0
+    """Allocated slots of a row in full attention."""
+    first: int = 0
+    """First row of the pass."""
+    count: int = 0
+    """Rows of the pass, N: first … first + N - 1."""
+    width: int = 0
+    """Tokens of each row, padding included, T."""
+    length: int = 0
+    """Tokens of the longest row after the pass, L."""
+    starts: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    """[N] Tokens of each row before the pass."""
+    padding_NT: np.ndarray = field(default_factory=lambda: np.empty((0, 0), dtype=bool))
+    column_NT: np.ndarray = field(default_factory=lambda: np.empty((0, 0), dtype=np.int64))
+    """Position of each token; any number at padding."""
+    device: torch.device | None = None
+    _on_device: dict[object, Tensor] = field(default_factory=dict)
+    """Tensors that several layers use."""
+
+    def begin(
+        self, first: int, starts: Sequence[int], lengths: np.ndarray, device: torch.device
+    ) -> None:
+        """Set the rows, and how many tokens each one has and gets."""
+        self._on_device.clear()
+        self.first, self.count, self.width = first, len(starts), int(lengths.max())
+        self.starts, self.device = np.array(starts), device
+        self.length = int((self.starts + lengths).max())
+        pad_N1 = (self.width - lengths)[:, None]
+        self.column_NT = self.starts[:, None] + np.arange(self.width) - pad_N1
+        self.padding_NT = np.arange(self.width) < pad_N1
+
+    @property
+    def is_padded(self) -> bool:
+        """True if some row gets fewer tokens than another one."""
+        return bool(self.padding_NT.any())
+
+    @property
+    def fresh_rows(self) -> list[int]:
+        """Rows that have no tokens yet."""
+        return [self.first + int(row) for row in np.flatnonzero(self.starts == 0)]
+
+    def slots(self, capacity: int, window: int | None) -> Tensor:
+        """[N x T] Slots of the new keys in rows of this capacity: row * C + position.
+
+        R * C for padding, and for tokens that the same pass moves out of the window.
+        """
+        key = ("slots", capacity, window)
+        if key not in self._on_device:
+            is_kept = ~self.padding_NT
+            position = self.column_NT
+            if window is not None:
+                is_kept = is_kept & (position > position[:, -1:] - window)
+                position = position % window
+            row_N1 = np.arange(self.first, self.first + self.count)[:, None]
+            slots_NT = np.where(is_kept, row_N1 * capacity + position, self.rows * capacity)
+            self._on_device[key] = self.tensor(slots_NT.reshape(-1))
+        return self._on_device[key]
+
+    def behind_padding(self, taps: int) -> Tensor | None:
+        """[N, 1, Q + T] Columns of ``[state | tokens]`` with each state before its first token.
+
+        Example: a row of one token and one of padding, whose state has Q = 2 inputs s t. Columns
+        ``s t . a`` become ``0 s t a``, with -1 for the 0. None: no row is padded.
+        """
+        key = ("behind padding", taps)
+        if key not in self._on_device:
+            if not self.is_padded:
+                return None
+            pad_N1 = self.padding_NT.sum(1, keepdims=True)
+            column = np.arange(taps + self.width)
+            source = np.where(column >= taps + pad_N1, column, column - pad_N1)
+            self._on_device[key] = self.tensor(np.maximum(source, -1))[:, None]
+        return self._on_device[key]
+
+    def convolve(self, convolution: Convolution) -> Tensor:
+        """Return the convolved states, [N, M, Q + T]: `StateLayer` has put them in order."""
+        return convolution(convolution.states)
+
+    def scan(self, scan: Scan) -> tuple[Tensor, Tensor | None]:
+        """Scan the rows. Padding has inputs of zero, which leave a state as it is."""
+        key = "padding"
+        if key not in self._on_device:
+            self._on_device[key] = self.tensor(self.padding_NT)
+        padding_NT = self._on_device[key]
+        inputs = [
+            tensor.masked_fill(padding_NT.view(*padding_NT.shape, *[1] * (tensor.ndim - 2)), 0)
+            for tensor in scan.inputs
+        ]
+        return scan(inputs, scan.state, scan.keeps)
+
+    def tensor(self, values: np.ndarray) -> Tensor:
+        """Return an array on the device of the pass."""
+        return torch.from_numpy(values).to(self.device)
+
+
+class KeyLayer(CacheLayerMixin):
+    """Keys and values of one layer, [R*C + 1, K, D] each. Padding writes to the last slot.
+
+    Allocated as zeros: a masked slot gets weight 0, and 0 times NaN would still be NaN.
+    """
+
+    def __init__(self, next_pass: Pass, window: int | None = None) -> None:
+        super().__init__()
+        self.next_pass = next_pass
+        self.window = window
+
+    @property
+    def is_sliding(self) -> bool:
+        """True if the layer has a window."""
+        return self.window is not None
+
+    def _capacity(self, capacity: int) -> int:
+        """Return the slots of a row of this layer, if rows of full attention have `capacity`."""
+        return capacity if self.window is None else min(capacity, self.window)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate for states shaped [N, K, T, D]."""
+        size = self.next_pass.rows * self._capacity(self.next_pass.capacity) + 1
+        self.keys, self.values = (
+            states.new_zeros(size, states.shape[1], states.shape[3])
+            for states in (key_states, value_states)
+        )
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write the new states [N, K, T, D]; return what the queries read, [N, K, L, D].
+
+        A window that the longest row exceeds is returned as its slots, [N, K, W, D]; before the new
+        states, [N, K, W + T, D], if these are several of a row and so would overwrite keys that the
+        first queries still read.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        return self._write(self.keys, key_states), self._write(self.values, value_states)
+
+    def _write(self, buffer: Tensor, states: Tensor) -> Tensor:
+        """Write states [N, K, T, D]; return what the queries read."""
+        next_pass, window = self.next_pass, self.window
+        rows = self._rows(buffer)[next_pass.first : next_pass.first + next_pass.count]
+        capacity = rows.shape[1]
+        before = None
+        if is_ring(window, next_pass) and next_pass.width > 1:
+            before = torch.cat([rows.transpose(1, 2), states], 2)
+        flat = states.transpose(1, 2).reshape(-1, *buffer.shape[1:])
+        buffer.index_copy_(0, next_pass.slots(capacity, window), flat)
+        return rows[:, : next_pass.length].transpose(1, 2) if before is None else before
+
+    def _rows(self, buffer: Tensor) -> Tensor:
+        """Return the buffer as [R, C, K, D]."""
+        capacity = self._capacity(self.next_pass.capacity)
+        return buffer[:-1].view(self.next_pass.rows, capacity, *buffer.shape[1:])
+
+    def by_row(self, length: int) -> list[Tensor]:
+        """Return what rows of up to `length` tokens hold, with rows as the first dimension."""
+        if not self.is_initialized:
+            return []
+        return [self._rows(buffer)[:, :length] for buffer in (self.keys, self.values)]
+
+    def resize(self, rows: int, capacity: int) -> None:
+        """Make room for `rows` rows of `capacity` tokens. What is held stays."""
+        if not self.is_initialized:
+            return
+        capacity = self._capacity(capacity)
+        for name in ("keys", "values"):
+            old = self._rows(getattr(self, name))
+            new = old.new_zeros(rows * capacity + 1, *old.shape[2:])
+            new[:-1].view(rows, capacity, *old.shape[2:])[: old.shape[0], : old.shape[1]] = old
+            setattr(self, name, new)
+
+    def clear(self, rows: Sequence[int]) -> None:
+        """Do nothing: keys are read up to a row's length, and a row without tokens has none."""
+
+    def wipe(self) -> None:
+        """Zero everything, after numbers that are not finite were written."""
+        if self.is_initialized:
+            self.keys.zero_()
+            self.values.zero_()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return length L and offset 0."""
+        return self.next_pass.length, 0
+
+    def get_seq_length(self) -> int:
+        """Return L."""
+        return self.next_pass.length
+
+    def get_max_length(self) -> int:
+        """Return -1: no limit, the cache grows."""
+        return -1
+
+
+def is_ring(window: int | None, next_pass: Pass) -> bool:
+    """Return True if slots of a window are not in the order of positions in this pass."""
+    return window is not None and next_pass.length > window
+
+
+class StateLayer(LinearAttentionCacheLayerMixin):
+    """Convolution states [R, M, Q] and recurrent states [R, …] of one layer.
+
+    Mixers read and write the rows of the pass: methods that give states return views of them.
+    """
+
+    record_past = False
+
+    def __init__(self, next_pass: Pass, states: int) -> None:
+        self.next_pass = next_pass
+        self._convolutions: list[Tensor | None] = [None] * states
+        self._recurrences: list[Tensor | None] = [None] * states
+
+    @property
+    def conv_states(self) -> list[Tensor | None]:
+        """Inputs of each convolution's last taps, [N, M, Q]."""
+        return [self._of_pass(tensor) for tensor in self._convolutions]
+
+    @property
+    def recurrent_states(self) -> list[Tensor | None]:
+        """Recurrent states, [N, …]."""
+        return [self._of_pass(tensor) for tensor in self._recurrences]
+
+    @property
+    def has_previous_state(self) -> dict[int, bool]:
+        """True for states that are allocated: a row without tokens continues from zeros."""
+        return {
+            index: pair != (None, None)
+            for index, pair in enumerate(zip(self._convolutions, self._recurrences, strict=True))
+        }
+
+    def _of_pass(self, tensor: Tensor | None) -> Tensor | None:
+        first = self.next_pass.first
+        return None if tensor is None else tensor[first : first + self.next_pass.count]
+
+    def lazy_initialization(self, *args: object, **kwargs: object) -> None:
+        """Do nothing: states are allocated by the first update."""
+
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, *, conv_kernel_size: int, **kwargs: object
+    ) -> Tensor:
+        """Return [N, M, Q + T] states before the new ones, [N, M, T], and keep the last Q."""
+        if self._convolutions[state_idx] is None:
+            shape = self.next_pass.rows, conv_states.shape[1], conv_kernel_size
+            self._convolutions[state_idx] = conv_states.new_zeros(shape)
+        kept = self.conv_states[state_idx]
+        assert kept is not None
+        extended = torch.cat([kept, conv_states], -1)
+        source = self.next_pass.behind_padding(kept.shape[2])
+        if source is not None:
+            extended = extended.gather(2, source.clamp(min=0).expand_as(extended))
+            extended = extended.masked_fill(source < 0, 0)
+        kept.copy_(extended[:, :, -kept.shape[2] :])
+        return extended
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: object
+    ) -> Tensor:
+        """Keep the states after the pass, [N, …]."""
+        if self._recurrences[state_idx] is None:
+            shape = self.next_pass.rows, *recurrent_states.shape[1:]
+            self._recurrences[state_idx] = recurrent_states.new_zeros(shape, dtype=torch.float32)
+        kept = self.recurrent_states[state_idx]
+        assert kept is not None
+        return kept.copy_(recurrent_states)
+
+    def by_row(self, length: int) -> list[Tensor]:
+        """Return all states, with rows as the first dimension."""
+        return [t for t in (*self._convolutions, *self._recurrences) if t is not None]
+
+    def resize(self, rows: int, capacity: int) -> None:
+        """Make room for `rows` rows. What is held stays."""
+        for tensors in (self._convolutions, self._recurrences):
+            for index, old in enumerate(tensors):
+                if old is not None and len(old) < rows:
+                    new = old.new_zeros(rows, *old.shape[1:])
+                    new[: len(old)] = old
+                    tensors[index] = new
+
+    def clear(self, rows: Sequence[int]) -> None:
+        """Zero the states of rows."""
+        for tensor in self.by_row(0):
+            tensor[rows] = 0
+
+    def wipe(self) -> None:
+        """Zero everything, after numbers that are not finite were written."""
+        for tensor in self.by_row(0):
+            tensor.zero_()
+
+
+class HybridLayer(StateLayer, KeyLayer):
+    """States and keys of a layer that has a recurrent mixer beside attention."""
+
+    def __init__(self, next_pass: Pass, window: int | None, states: int) -> None:
+        KeyLayer.__init__(self, next_pass, window)
+        StateLayer.__init__(self, next_pass, states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: object) -> None:
+        """Allocate keys and values."""
+        KeyLayer.lazy_initialization(self, *args)
+
+    def by_row(self, length: int) -> list[Tensor]:
+        """Return what rows of up to `length` tokens hold, with rows as the first dimension."""
+        return KeyLayer.by_row(self, length) + StateLayer.by_row(self, length)
+
+    def resize(self, rows: int, capacity: int) -> None:
+        """Make room for `rows` rows of `capacity` tokens. What is held stays."""
+        KeyLayer.resize(self, rows, capacity)
+        StateLayer.resize(self, rows, capacity)
+
+    def wipe(self) -> None:
+        """Zero everything, after numbers that are not finite were written."""
+        KeyLayer.wipe(self)
+        StateLayer.wipe(self)
+
+
+class EmptyLayer(KeyLayer):
+    """A layer that keeps nothing of a sequence."""
+
+    def update(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        """Raise TypeError: nothing may be written."""
+        raise TypeError("a layer without keys of its own was given keys")
+
+
+Layer = KeyLayer | StateLayer
+
+
+def make_layer(kind: LayerKind, next_pass: Pass) -> Layer:
+    """Return a layer of a kind, still without memory."""
+    if kind.keys and kind.states:
+        return HybridLayer(next_pass, kind.window, kind.states)
+    if kind.states:
+        return StateLayer(next_pass, kind.states)
+    return KeyLayer(next_pass, kind.window) if kind.keys else EmptyLayer(next_pass)

@@ -1,0 +1,86 @@
+"""Attention masks of a forward pass over rows of a cache.
+
+N rows of the pass, T its tokens (padded on the left), L the longest row's tokens after it, W
+window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agenttrain.engines.transformers.layers import Pass, is_ring
+
+FULL = ("full_attention", "attention", "hybrid")
+SLIDING = ("sliding_attention", "hybrid_sliding")
+OTHER = ("linear_attention", "conv", "mamba", "moe", "mlp")
+"""Names of layer types by which models look up masks. Those of `OTHER` have none."""
+
+
+def mask_names(config: Any) -> set[str]:
+    """Return the layer types of a text model. Empty: it takes one mask for all of its layers.
+
+    Models with layers of one type do, and some of them take nothing else.
+    """
+    names = {*(getattr(config, "layer_types", None) or ())}
+    if names <= {"full_attention"} or names <= {"sliding_attention"}:
+        return set()
+    names |= {*(getattr(config, "layers_block_type", None) or ())}
+    return names | {"full_attention", "linear_attention"}
+
+
+def make_masks(
+    next_pass: Pass, window: int | None, names: Collection[str], dtype: torch.dtype
+) -> Tensor | dict[str, Tensor | None]:
+    """Return what a model takes as `attention_mask`: a mask for each of `names`, or one for all."""
+    only_window = window is not None and not names
+    full = None if only_window and is_ring(window, next_pass) else full_mask(next_pass, dtype)
+    sliding = full
+    if window is not None and is_ring(window, next_pass):
+        sliding = ring_mask(next_pass, window, dtype)
+    if not names:
+        mask = sliding if window is not None else full
+        assert mask is not None
+        return mask
+    by_kind = {**dict.fromkeys(FULL, full), **dict.fromkeys(SLIDING, sliding)}
+    return {name: by_kind.get(name) for name in names}
+
+
+def full_mask(next_pass: Pass, dtype: torch.dtype) -> Tensor:
+    """[N, 1, T, L] Zero where a query reads a key, else the smallest number of the format."""
+    device = next_pass.device
+    position_NT = next_pass.tensor(np.maximum(next_pass.column_NT, 0))
+    is_later = torch.arange(next_pass.length, device=device) > position_NT[:, None, :, None]
+    return additive(is_later, dtype)
+
+
+def ring_mask(next_pass: Pass, window: int, dtype: torch.dtype) -> Tensor:
+    """[N, 1, T, W] Mask over the slots of a ring; with new tokens behind it if T > 1, W + T.
+
+    Example: window 4, a row of 6 tokens gets one. It is written to slot 6 % 4 = 2, so the slots
+    hold positions 4 5 6 3, and the query at position 6 reads all of them.
+    """
+    start_N1, query_NT1 = next_pass.starts[:, None], next_pass.column_NT[:, :, None]
+    last_N1 = start_N1 if next_pass.width == 1 else start_N1 - 1
+    # Position that each slot holds when the queries read it. Negative: the slot is empty.
+    key_NL = last_N1 - (last_N1 - np.arange(window)) % window
+    if next_pass.width > 1:
+        own_NT = np.where(next_pass.padding_NT, -1, next_pass.column_NT)
+        key_NL = np.concatenate([key_NL, own_NT], 1)
+    key_N1L = key_NL[:, None]
+    is_hidden = (key_N1L < 0) | (key_N1L > query_NT1) | (key_N1L <= query_NT1 - window)
+    if next_pass.width > 1:
+        # Padding reads itself: a query that reads nothing would give NaN.
+        own = np.eye(next_pass.width, dtype=bool) & next_pass.padding_NT[:, :, None]
+        is_hidden[:, :, window:] &= ~own
+    return additive(next_pass.tensor(is_hidden)[:, None], dtype)
+
+
+def additive(is_hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a mask that is added to attention scores: sdpa and eager attention take this form."""
+    mask = torch.zeros(is_hidden.shape, dtype=dtype, device=is_hidden.device)
+    return mask.masked_fill_(is_hidden, torch.finfo(dtype).min)
