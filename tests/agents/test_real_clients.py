@@ -49,6 +49,7 @@ PROGRAMS = {
     "codex": (CLIENTS / "npm/node_modules/.bin/codex", "exec_command", "cmd"),
     "opencode": (CLIENTS / "npm/node_modules/.bin/opencode", "bash", "command"),
     "qwen": (CLIENTS / "npm/node_modules/.bin/qwen", "run_shell_command", "command"),
+    "mini": (CLIENTS / "python/bin/mini", "bash", "command"),
 }
 """Path of each program, name of its shell for the model, and of the shell's argument."""
 EXAMPLE_OF = {"claude": ("CLAUDE", "claude_code"), "codex": ("CODEX", "codex")}
@@ -198,6 +199,8 @@ def test_other_programs_do_the_work(program: str, tmp_path: Path) -> None:
         shell(program, "cat note.py"),
         shell(program, "printf 'x = 7\\n' > note.py; printf 'y = 1\\n' > more.py"),
     ]
+    if program == "mini":  # it ends by a call
+        turns.append(shell(program, "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"))
     (done,) = attempt(program, Policy(turns), tmp_path)
     assert done.environment_reward == 1
     assert [(t.role, t.turns) for t in done.trajectories] == [("main", 3)]
@@ -219,6 +222,9 @@ LIBRARIES: dict[str, tuple[Sequence[object], dict[str, Any]]] = {
     "smolagents": ([BIN / "python", EXAMPLES / "with_smolagents.py"], {"on_form": "ask"}),
     "LangGraph": ([BIN / "python", HERE / "with_langgraph.py"], {}),
     "strands": ([BIN / "python", HERE / "with_strands.py"], {}),
+    "inspect-ai": ([BIN / "python", HERE / "with_inspect.py"], {}),
+    "LiteLLM": ([BIN / "python", HERE / "with_litellm.py"], {}),
+    "LiteLLM's proxy": ([BIN / "python", HERE / "with_litellm_proxy.py"], {}),
     "AI SDK, openai": (["node", CLIENTS / "npm" / "with_ai_sdk.mjs", "openai"], {}),
     "AI SDK, anthropic": (["node", CLIENTS / "npm" / "with_ai_sdk.mjs", "anthropic"], {}),
 }
@@ -247,8 +253,13 @@ def test_libraries_converse_in_one_trajectory(
         **settings,
     )
     # smolagents replaces calls by a text, so that each turn begins a trajectory.
-    turns = [1, 1, 1] if library == "smolagents" else [3]
-    assert [(t.role, t.turns) for t in done.trajectories] == [("main", count) for count in turns]
+    trajectories = {
+        "smolagents": [("main", 1), ("main", 1), ("main", 1)],
+        "LiteLLM's proxy": [("main", 3), ("agent", 3)],
+    }
+    assert [(t.role, t.turns) for t in done.trajectories] == trajectories.get(
+        library, [("main", 3)]
+    )
     assert len([result for result in done.tool_results if result.error is None]) >= 3
     (output,) = tmp_path.rglob("*.stdout")
     assert output.read_text().strip().endswith("It is 7.")
