@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -49,6 +50,7 @@ PROGRAMS = {
     "codex": (CLIENTS / "npm/node_modules/.bin/codex", "exec_command", "cmd"),
     "opencode": (CLIENTS / "npm/node_modules/.bin/opencode", "bash", "command"),
     "qwen": (CLIENTS / "npm/node_modules/.bin/qwen", "run_shell_command", "command"),
+    "mini": (CLIENTS / "python/bin/mini", "bash", "command"),
 }
 """Path of each program, name of its shell for the model, and of the shell's argument."""
 EXAMPLE_OF = {"claude": ("CLAUDE", "claude_code"), "codex": ("CODEX", "codex")}
@@ -198,6 +200,8 @@ def test_other_programs_do_the_work(program: str, tmp_path: Path) -> None:
         shell(program, "cat note.py"),
         shell(program, "printf 'x = 7\\n' > note.py; printf 'y = 1\\n' > more.py"),
     ]
+    if program == "mini":  # it ends by a call
+        turns.append(shell(program, "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"))
     (done,) = attempt(program, Policy(turns), tmp_path)
     assert done.environment_reward == 1
     assert [(t.role, t.turns) for t in done.trajectories] == [("main", 3)]
@@ -219,6 +223,9 @@ LIBRARIES: dict[str, tuple[Sequence[object], dict[str, Any]]] = {
     "smolagents": ([BIN / "python", EXAMPLES / "with_smolagents.py"], {"on_form": "ask"}),
     "LangGraph": ([BIN / "python", HERE / "with_langgraph.py"], {}),
     "strands": ([BIN / "python", HERE / "with_strands.py"], {}),
+    "inspect-ai": ([BIN / "python", HERE / "with_inspect.py"], {}),
+    "LiteLLM": ([BIN / "python", HERE / "with_litellm.py"], {}),
+    "LiteLLM's proxy": ([BIN / "python", HERE / "with_litellm_proxy.py"], {}),
     "AI SDK, openai": (["node", CLIENTS / "npm" / "with_ai_sdk.mjs", "openai"], {}),
     "AI SDK, anthropic": (["node", CLIENTS / "npm" / "with_ai_sdk.mjs", "anthropic"], {}),
 }
@@ -247,11 +254,45 @@ def test_libraries_converse_in_one_trajectory(
         **settings,
     )
     # smolagents replaces calls by a text, so that each turn begins a trajectory.
-    turns = [1, 1, 1] if library == "smolagents" else [3]
-    assert [(t.role, t.turns) for t in done.trajectories] == [("main", count) for count in turns]
+    trajectories = {
+        "smolagents": [("main", 1), ("main", 1), ("main", 1)],
+        "LiteLLM's proxy": [("main", 3), ("agent", 3)],
+    }
+    assert [(t.role, t.turns) for t in done.trajectories] == trajectories.get(
+        library, [("main", 3)]
+    )
     assert len([result for result in done.tool_results if result.error is None]) >= 3
     (output,) = tmp_path.rglob("*.stdout")
     assert output.read_text().strip().endswith("It is 7.")
+
+
+def write_demonstrations(path: Path, program: str) -> None:
+    """Conversations that call the program's shell, behind system messages of 100 to 22,000 letters.
+
+    The lengths make a model that learns them call it behind the program's own long prompt too.
+    """
+    _, tool, argument = PROGRAMS[program]
+    arguments = {argument: "ls"}
+    properties = {name: {"type": "string"} for name in arguments}
+    schema = {"name": tool, "parameters": {"type": "object", "properties": properties}}
+    pages = sorted((EXAMPLES.parent / "docs").rglob("*.md"))
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    lines = text.splitlines()
+    draw = random.Random(0)
+    rows = []
+    for _ in range(152):
+        size = int(100 * 2 ** draw.uniform(0, 7.8))
+        start = draw.randrange(len(text) - size)
+        function = {"name": tool, "arguments": arguments}
+        messages = [
+            {"role": "system", "content": text[start : start + size]},
+            {"role": "user", "content": draw.choice(lines)},
+            {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "function": function}]},
+            {"role": "tool", "tool_call_id": "a", "content": draw.choice(lines)},
+            {"role": "assistant", "content": "It is done."},
+        ]
+        rows.append({"messages": messages, "tools": [{"type": "function", "function": schema}]})
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
 @pytest.mark.long
@@ -259,19 +300,27 @@ def test_libraries_converse_in_one_trajectory(
 def test_four_steps_of_training(
     program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a random model, which makes no calls: Claude Code asks it to go on, Codex ends."""
+    """With a tiny model that has learnt nothing but to call the program's shell."""
     variable, example = EXAMPLE_OF[program]
     folder = shutil.copytree(EXAMPLES / example, tmp_path / example)
     new_model = [sys.executable, str(EXAMPLES.parent / "scripts" / "new_model.py")]
-    subprocess.run([*new_model, "--task", "programs", "--out", folder / "my_model"], check=True)
+    subprocess.run([*new_model, "--task", "programs", "--out", folder / "blank"], check=True)
+    write_demonstrations(folder / "demonstrations.jsonl", program)
     monkeypatch.chdir(folder)
     monkeypatch.setenv(variable, str(PROGRAMS[program][0]))
-    words = ["--config-dir", "conf", f"experiment={example}", f"agent.read=[{CLIENTS / 'npm'}]"]
-    words += ["debug=tiny", "steps=4", "eval.questions=0", "tracker=none", "hydra.run.dir=run"]
+    words = ["sft", "experiment=none", "model=folder", "model.path=blank", "tools=[]"]
+    words += ["stop_tools=[]", "data=file", "data.train.path=demonstrations.jsonl"]
+    words += ["data.test.path=demonstrations.jsonl", "steps=38", "sft.batch_size=4"]
+    words += ["sft.max_tokens=9000", "optimizer=muon_warmstart", "optimizer.warmup_steps=3"]
+    words += ["eval.questions=0", "checkpoint.every=null", "tracker=none", "hydra.run.dir=warm"]
     assert cli.main(words) == 0
+    words = ["--config-dir", "conf", f"experiment={example}", f"agent.read=[{CLIENTS / 'npm'}]"]
+    words += ["model.path=warm/checkpoints/latest", "debug=tiny", "steps=4", "eval.questions=0"]
+    words += ["reward=[length_penalty]"]  # that of the task would be 0 throughout
+    assert cli.main([*words, "tracker=none", "hydra.run.dir=run"]) == 0
     rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 4
     for metrics in rows:
-        assert metrics["agent/requests"] >= 4
+        assert metrics["turns/mean"] > 1
+        assert metrics["agent/merged_share"] == 1.0
         assert not any(metrics.get(f"agent/restarts/{kind}") for kind in Restart)
-        assert program == "codex" or metrics["agent/merged_share"] == 1.0

@@ -32,6 +32,11 @@ if program == "opencode":
     settings |= {"OPENCODE_CONFIG": str(home / "opencode.json")}
     settings |= {"OPENCODE_DISABLE_MODELS_FETCH": "1", "OPENCODE_DISABLE_LSP_DOWNLOAD": "1"}
     arguments = ["run", "-m", f"agenttrain/{task['model']}", prompt]
+elif program == "mini":
+    # No prices of the model are known, and no questions are asked at the first start.
+    settings |= {"MSWEA_COST_TRACKING": "ignore_errors", "MSWEA_CONFIGURED": "true"}
+    settings |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    arguments = ["-m", f"openai/{task['model']}", "--yolo", "--exit-immediately", "-t", prompt]
 else:
     (home / ".qwen").mkdir()
     quiet = {"privacy": {"usageStatisticsEnabled": False}, "general": {"enableAutoUpdate": False}}
