@@ -18,6 +18,7 @@ from typing import Any
 
 import container_kit
 import parts
+import psutil
 import pytest
 from container_kit import IMAGE, make_image, needs_containers, ours, task
 
@@ -417,6 +418,7 @@ echo "$@" >> {log}
 case "$fault $1" in
   "start run") echo "cannot start" >&2; exit 125;;
   "hang run") sleep 60;;
+  "late run") sleep 1; {podman} "$@"; echo "started $?" >> {log}; exit;;
   "gone "*) echo "cannot connect to the daemon" >&2; exit 125;;
 esac
 exec {podman} "$@"
@@ -494,35 +496,55 @@ def test_nothing_is_left_of_killed_processes(kills: tuple[int, ...]) -> None:
     """Kill processes at random instants, every second one together with its reaper."""
     stranger = container_kit.start_stranger()
     chance = random.Random(7)
+    pids = []
     try:
         for number, count in enumerate(kills):
-            script = Path(container_kit.__file__).with_name("container_process.py")
-            process = subprocess.Popen(
-                [sys.executable, str(script), str(count)], stdout=subprocess.PIPE
-            )
+            process = _busy_process(count)
             assert process.stdout is not None
             process.stdout.readline()  # one has started; the others may be anywhere
             time.sleep(chance.uniform(0.0, 3.0))
-            if number % 2:
-                for pid in _reapers(process.pid):
-                    os.kill(pid, signal.SIGKILL)
-            process.kill()
-            process.wait()
-        deadline = time.monotonic() + 90
-        while ours() and time.monotonic() < deadline:
-            time.sleep(1.0)
-        assert ours() == []
+            _kill(process, with_reaper=bool(number % 2))
+            pids.append(process.pid)
+        _wait_until_nothing_is_left(*pids)
         assert container_kit.is_running(stranger)
     finally:
         container_kit.remove(stranger)
 
 
-def _reapers(pid: int) -> list[int]:
-    """The reaper processes of a process of ours."""
-    found = subprocess.run(
-        ["pgrep", "-P", str(pid), "-f", "reaper.py"], capture_output=True, text=True, check=False
-    )
-    return [int(word) for word in found.stdout.split()]
+def test_a_container_that_starts_after_its_run_has_died_ends_by_itself(fault: Path) -> None:
+    """The client goes on when the run and its reaper are killed; no later run helps here."""
+    fault.write_text("late")
+    log = fault.with_name("log")
+    process = _busy_process(1)
+    while not (log.exists() and "run --detach" in log.read_text()):
+        time.sleep(0.02)
+    _kill(process, with_reaper=True)
+    assert "started" not in log.read_text()
+    while "started 0" not in log.read_text():
+        time.sleep(0.1)
+    _wait_until_nothing_is_left(process.pid)
+
+
+def _busy_process(count: int) -> subprocess.Popen[bytes]:
+    """Start a process with `count` containers at once, which says when one has started."""
+    script = Path(container_kit.__file__).with_name("container_process.py")
+    return subprocess.Popen([sys.executable, str(script), str(count)], stdout=subprocess.PIPE)
+
+
+def _kill(process: subprocess.Popen[bytes], *, with_reaper: bool) -> None:
+    if with_reaper:
+        for child in psutil.Process(process.pid).children():
+            if any("reaper.py" in word for word in child.cmdline()):
+                child.kill()
+    process.kill()
+    process.wait()
+
+
+def _wait_until_nothing_is_left(*processes: int) -> None:
+    deadline = time.monotonic() + 90
+    while ours(*processes) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert ours(*processes) == []
 
 
 def test_the_next_start_removes_what_a_dead_process_left(tmp_path: Path) -> None:
@@ -540,8 +562,8 @@ def test_the_next_start_removes_what_a_dead_process_left(tmp_path: Path) -> None
 
     async def work() -> None:
         async with machine():
-            assert left not in ours()
-            assert alien in ours()
+            assert left not in container_kit.labelled()
+            assert alien in container_kit.labelled()
 
     try:
         asyncio.run(work())

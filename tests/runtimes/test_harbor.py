@@ -17,7 +17,7 @@ from container_kit import (
     make_image,
     make_task,
     needs_containers,
-    podman,
+    ours,
 )
 
 from agenttrain import cli
@@ -306,7 +306,7 @@ def test_grades_equal_those_of_harbor(tmp_path: Path) -> None:
             name = result["task_name"].rpartition("/")[2]
             theirs[name] = result["verifier_result"]["rewards"]
         assert theirs == outcome(tasks, solved=solved)
-    assert podman("ps", "-q", "--filter", "label=agenttrain.run") == ""
+    assert ours() == []
 
 
 FORGE = "while :; do echo 1 > /tmp/x; mv /tmp/x /logs/verifier/reward.txt; done"
@@ -407,4 +407,4 @@ def test_a_call_of_a_tool_is_tried_in_a_container(capsys: pytest.CaptureFixture[
     more = ("runtime=podman", f"runtime.image={IMAGE}", "--call", "bash", '{"command": "hostname"}')
     assert cli.main(["tools", *words, *more]) == 0
     assert "sandbox" in capsys.readouterr().out
-    assert podman("ps", "-q", "--filter", "label=agenttrain.run") == ""
+    assert ours() == []
