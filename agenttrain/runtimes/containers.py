@@ -269,7 +269,8 @@ class Containers:
         self._pull = "missing" if pull else "never"
         self._live: dict[str, Container] = {}
         self._prefix = own_prefix()
-        self._maps_ids = os.path.basename(client) == "podman" and os.geteuid() == 0
+        self._is_podman = os.path.basename(client) == "podman"
+        self._maps_ids = self._is_podman and os.geteuid() == 0
         self._folder: TemporaryFolder | None = None
         self._has_reaper = False
         self._warned_of_disk = False
@@ -307,7 +308,7 @@ class Containers:
             await container.channel.ready(timeout_s=self._start_timeout_s)
             container.pid = await self._pid_of(name)
             container.is_root = runs_as_root(container.pid)
-            if self._maps_ids:
+            if self._is_podman:  # then its user namespace is its own, without root too
                 await self._forbid_namespaces(container.pid)
             if spec.hosts:
                 listener = container.listener(allowlist.PORT)
@@ -346,7 +347,7 @@ class Containers:
             *("--volume", f"{folder}:{INSIDE}:ro", "--label", f"{LABEL}={self._prefix}"),
             *("--entrypoint", "/bin/sh"),
         ]
-        if os.path.basename(self.client) == "podman":
+        if self._is_podman:
             options += ["--http-proxy=false"]  # a proxy's address may hold a password
             if self._maps_ids:
                 ids = f"0:{FIRST_ID}:{IDS}"

@@ -7,6 +7,8 @@ import getpass
 import os
 import shutil
 import subprocess
+import sys
+import tarfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -35,6 +37,7 @@ from agenttrain.utils.redaction import hide_secrets
 
 IMAGE = "image"
 """Column of a row with its image's name, or a folder with a Dockerfile."""
+CGROUPS = Path("/sys/fs/cgroup")
 CLIENT_S = 20.0
 RETRY_S = 0.5
 """Seconds before a start is tried again, doubled each time."""
@@ -444,11 +447,29 @@ def runtime_problems(settings: RuntimeConfig) -> Iterator[str]:
         )
     elif (problem := client_problem(settings.client)) is not None:
         yield f"{key}: {problem[0]}; {problem[1]}"
+    is_podman = settings.client is Client.podman  # docker's daemon is root
+    if is_podman and (missing := limits_problem(is_root=os.geteuid() == 0)) is not None:
+        yield f"{key}: {missing}"
+    if not hasattr(tarfile, "data_filter"):
+        yield (
+            f"{key}: Python {sys.version.split()[0]} cannot unpack a container's files safely; "
+            "use Python 3.11.4 or newer"
+        )
     if settings.network is Network.allowlist and os.geteuid():
         yield (
             "runtime.network=allowlist: only root can open a proxy in a container; run as root, or "
             "set runtime.network=endpoint"
         )
+
+
+def limits_problem(*, is_root: bool, cgroups: Path = CGROUPS) -> str | None:
+    """Return why podman would not limit memory and processes; None if it does."""
+    if is_root or (cgroups / "cgroup.controllers").is_file():
+        return None
+    return (
+        "without root it limits neither memory nor processes under cgroup v1; run as root, or boot "
+        "this machine with systemd.unified_cgroup_hierarchy=1"
+    )
 
 
 @cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,7 @@ from agenttrain.runtimes.client import call_client
 from agenttrain.runtimes.config import RuntimeConfig
 from agenttrain.runtimes.containers import Containers
 from agenttrain.runtimes.local import LocalMachine, LocalRuntime
-from agenttrain.runtimes.machines import Machines
+from agenttrain.runtimes.machines import Machines, limits_problem
 from agenttrain.types import CommandResult, Rollout, StopReason, Task
 
 
@@ -46,23 +47,35 @@ class Graders(LocalRuntime):
         return Grader(spec)
 
 
+ASK = """
+import json, os, time, urllib.request
+body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+head = {**key, "Content-Type": "application/json"}
+urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), head)).read()
+time.sleep(100)
+"""
+
+
 def test_the_task_s_time_for_its_agent_ends_a_program_too(tmp_path: Path) -> None:
-    folder = container_kit.make_task(tmp_path / "task", "[agent]\ntimeout_sec = 0.5")
+    folder = container_kit.make_task(tmp_path / "task", "[agent]\ntimeout_sec = 4.0")
     row = Task(task_id="t", messages=(), columns={"harbor": str(folder)})
 
     async def work() -> Rollout:
         pool = Machines(RuntimeConfig(name="podman", trust=True), Graders())
-        settings = AgentConfig(name="endpoint", command=["sleep", "100"], timeout_s=90.0)
+        settings = AgentConfig(name="endpoint", command=[sys.executable, "-c", ASK], timeout_s=90.0)
         agents = Agents(settings, parts.chat(), tmp_path, machines=pool)
         request = RolloutRequest(task=row, sampling=Sampling(), rollout_id="r")
         try:
-            return await agents.attempt(request, ScriptedEngine([]), parts.LIMITS)
+            engine = ScriptedEngine([parts.ids("It is 7.<|im_end|>")])
+            return await agents.attempt(request, engine, parts.LIMITS)
         finally:
             await agents.aclose()
             await pool.aclose()
 
     done = asyncio.run(work())
-    assert (done.stop_reason, done.grades) == (StopReason.timeout, {"reward": 0.5})
+    assert (done.stop_reason, done.grades) == (StopReason.timeout, {"reward": 0.5}), done.error
 
 
 @pytest.mark.parametrize("setting", [{"name": "podman"}, {"_target_": "my_cloud.Cloud"}])
@@ -107,6 +120,13 @@ def test_a_process_without_free_descriptors_loses_machines_and_not_the_run() -> 
         await containers.aclose()
 
     asyncio.run(work())
+
+
+def test_limits_without_root_need_the_second_version_of_cgroups(tmp_path: Path) -> None:
+    assert limits_problem(is_root=True, cgroups=tmp_path) is None
+    assert "cgroup v1" in str(limits_problem(is_root=False, cgroups=tmp_path))
+    (tmp_path / "cgroup.controllers").write_text("cpu memory pids\n")
+    assert limits_problem(is_root=False, cgroups=tmp_path) is None
 
 
 def descriptors() -> int:
