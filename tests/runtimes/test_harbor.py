@@ -346,15 +346,17 @@ def outcome(tasks: list[Task], *, solved: bool) -> dict[str, dict[str, float]]:
     async def work() -> dict[str, dict[str, float]]:
         pool = Machines(RuntimeConfig(name="podman", trust=True, memory_mb=512))
         grades = {}
-        for task in tasks:
-            harbor_of = harbor_task(task)
-            assert harbor_of is not None
-            machine = await pool.start(task.task_id, task)
-            if solved:
-                assert await pool.solve(harbor_of, machine) is None
-            grades[task.task_id] = await pool.grade_task(harbor_of, machine)
-            await pool.release(task.task_id)
-        await pool.aclose()
+        try:
+            for task in tasks:
+                harbor_of = harbor_task(task)
+                assert harbor_of is not None
+                machine = await pool.start(task.task_id, task)
+                if solved:
+                    assert await pool.solve(harbor_of, machine) is None
+                grades[task.task_id] = await pool.grade_task(harbor_of, machine)
+                await pool.release(task.task_id)
+        finally:
+            await pool.aclose()
         return grades
 
     return asyncio.run(work())
