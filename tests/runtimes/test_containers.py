@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -552,8 +552,9 @@ def _busy_process(count: int) -> subprocess.Popen[bytes]:
 def _kill(process: subprocess.Popen[bytes], *, with_reaper: bool) -> None:
     if with_reaper:
         for child in psutil.Process(process.pid).children():
-            if any("reaper.py" in word for word in child.cmdline()):
-                child.kill()
+            with suppress(psutil.NoSuchProcess):  # a client that has just ended
+                if any("reaper.py" in word for word in child.cmdline()):
+                    child.kill()
     process.kill()
     process.wait()
 
