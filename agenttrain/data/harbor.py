@@ -20,5 +20,9 @@ def harbor_rows(path: Data[Paths], limit: Data[int | None] = None) -> list[dict[
     rows = []
     for folder in task_folders(path)[:limit]:
         task = read_task(folder)
-        rows.append({"task_id": folder.name, "prompt": task.instruction, COLUMN: str(folder)})
+        prompt, name = task.instruction, folder.name
+        row: dict[str, Any] = {"task_id": name, "prompt": prompt, COLUMN: str(folder)}
+        if task.steps:  # their instructions are the later turns of the user
+            row["user_turns"] = [step.instruction for step in task.steps[1:]]
+        rows.append(row)
     return rows

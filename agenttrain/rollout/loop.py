@@ -523,6 +523,10 @@ class _Loop:
         if self.user is not None:
             return await self.user(answer)
         if said < len(scripted):
+            machines, rollout_id = self.context.machines, self.rollout.rollout_id
+            if machines is not None and machines.current_step(rollout_id) is not None:
+                # Each later turn is a step of a Harbor task, which tests come before.
+                return scripted[said] if await machines.next_step(rollout_id) else None
             return scripted[said]
         if self.episode is not None:
             reply = await self.episode.user(answer)

@@ -39,7 +39,7 @@ from agenttrain.rollout.row_tools import RowTools, check_collisions, tool_sets
 from agenttrain.runs.row_checks import RENDERED_TASKS, certify_tool_sets, check_rows, prompt_length
 from agenttrain.runs.sampling import architecture_folder, placeholders_of, verify_model
 from agenttrain.runtimes.base import MachineLost
-from agenttrain.runtimes.machines import Machines, runtime_problems
+from agenttrain.runtimes.machines import Machines, harbor_task, runtime_problems
 from agenttrain.settings.components import REWARD, REWARD_TARGET, reward_sections
 from agenttrain.settings.role_checks import used_roles
 from agenttrain.settings.run_config import RunConfig
@@ -109,6 +109,8 @@ def complete(components: Components) -> None:
     if config.agent.outside:
         make_agent(config.agent, Path(), machines=components.machines)  # raises for bad settings
     if components.machines is not None:
+        if config.agent.outside:
+            _check_single_steps(components)
         prepare_images(components)
     needed = components.needed_columns  # builds the rubric, which checks the rows' own tools
     _check_prompts_fit(components, training=verb == "train")
@@ -118,6 +120,17 @@ def complete(components: Components) -> None:
         from agenttrain.runs.teacher import check_teacher
 
         check_teacher(config, components.tokenizer, tasks.train)
+
+
+def _check_single_steps(components: Components) -> None:
+    """Raise ConfigError for tasks of several steps, of which a program would get the first."""
+    for task in tasks_to_prepare(components):
+        harbor = harbor_task(task)
+        if harbor is not None and len(harbor.steps) > 1:
+            raise ConfigError(
+                f"agent={components.config.agent.name}: a program gets one instruction, and task "
+                f"{task.task_id} has {len(harbor.steps)} steps; set agent=none, or leave it out"
+            )
 
 
 class Components:

@@ -29,10 +29,15 @@ from agenttrain.types import CommandResult
 
 INSIDE = "/.agenttrain"
 """Where the container sees the folder."""
-START = f"chmod u+w / 2>/dev/null; exec /bin/sh -s <{INSIDE}/in"
-"""podman makes "/" read-only even for its owner, who lacks the capability to write nevertheless."""
+START = (
+    # podman makes "/" read-only even for its owner, who lacks the capability to write nevertheless.
+    "chmod u+w / 2>/dev/null; "
+    # An open for both never waits, and with it the open of one end does not: a host that died while
+    # the container started opens the other end no more. Then the shell reads an end of file.
+    f"exec 8<>{INSIDE}/in; exec /bin/sh -s <{INSIDE}/in 8>&-"
+)
 INIT = (
-    f"exec 9>{INSIDE}/status\n"
+    f"exec 8<>{INSIDE}/status 9>{INSIDE}/status 8>&-\n"
     # Ends process $1 with its descendants. No command is started: there may be no room for one.
     'k() { t=$1; f=1; while [ -n "$f" ]; do f=; for s in /proc/[0-9]*/stat; do l=; '
     "{ read -r l <$s; } 2>/dev/null; p=${s#/proc/}; p=${p%/stat}; set -- ${l##*) }; "

@@ -133,6 +133,8 @@ class Container:
             # The client was killed; what it started goes on in the container.
             await self.stop()
             return output.result(KILLED, timed_out=True)
+        except OSError as error:
+            raise MachineLost(f"{self.name}: a command cannot be started: {error}") from error
         if not output.is_marked:  # the exit code is the client's own
             raise MachineLost(f"{self.name}: a command cannot be started: {output.problem}")
         return output.result(result.code)
@@ -267,17 +269,27 @@ class Containers:
         self._pull = "missing" if pull else "never"
         self._live: dict[str, Container] = {}
         self._prefix = own_prefix()
-        self._maps_ids = os.path.basename(client) == "podman" and os.geteuid() == 0
+        self._is_podman = os.path.basename(client) == "podman"
+        self._maps_ids = self._is_podman and os.geteuid() == 0
         self._folder: TemporaryFolder | None = None
+        self._has_reaper = False
         self._warned_of_disk = False
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self, spec: MachineSpec) -> Container:
         """Start a container; raises MachineLost."""
+        try:
+            return await self._start(spec)
+        except OSError as error:  # a full disk, or no file can be opened any more
+            raise MachineLost(f"image {spec.image}: no container starts: {error}") from error
+
+    async def _start(self, spec: MachineSpec) -> Container:
         if self._folder is None:
             self._folder = TemporaryFolder()
-            await asyncio.to_thread(remove_leftovers, self.client)
+        if not self._has_reaper:
             start_reaper(self.client)
+            self._has_reaper = True
+            await asyncio.to_thread(remove_leftovers, self.client)
         number = next(_numbers)
         name, folder = f"{self._prefix}{number}", self._folder.path / str(number)
         folder.mkdir()
@@ -296,7 +308,7 @@ class Containers:
             await container.channel.ready(timeout_s=self._start_timeout_s)
             container.pid = await self._pid_of(name)
             container.is_root = runs_as_root(container.pid)
-            if self._maps_ids:
+            if self._is_podman:  # then its user namespace is its own, without root too
                 await self._forbid_namespaces(container.pid)
             if spec.hosts:
                 listener = container.listener(allowlist.PORT)
@@ -335,7 +347,7 @@ class Containers:
             *("--volume", f"{folder}:{INSIDE}:ro", "--label", f"{LABEL}={self._prefix}"),
             *("--entrypoint", "/bin/sh"),
         ]
-        if os.path.basename(self.client) == "podman":
+        if self._is_podman:
             options += ["--http-proxy=false"]  # a proxy's address may hold a password
             if self._maps_ids:
                 ids = f"0:{FIRST_ID}:{IDS}"

@@ -7,6 +7,8 @@ import getpass
 import os
 import shutil
 import subprocess
+import sys
+import tarfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -19,6 +21,7 @@ from agenttrain.runtimes.base import EndsProcesses, MachineLost, MachineSpec, Ru
 from agenttrain.runtimes.config import Client, Grade, Network, RuntimeConfig
 from agenttrain.runtimes.containers import Containers
 from agenttrain.runtimes.harbor import grading
+from agenttrain.runtimes.harbor.steps import Progress
 from agenttrain.runtimes.harbor.task import (
     COLUMN,
     TASK_FILE,
@@ -34,6 +37,7 @@ from agenttrain.utils.redaction import hide_secrets
 
 IMAGE = "image"
 """Column of a row with its image's name, or a folder with a Dockerfile."""
+CGROUPS = Path("/sys/fs/cgroup")
 CLIENT_S = 20.0
 RETRY_S = 0.5
 """Seconds before a start is tried again, doubled each time."""
@@ -65,7 +69,8 @@ class Machines:
         self._runtime = runtime or make_runtime(settings)
         self._own = settings._target_ is not None or runtime is not None
         self._machines: dict[str, RolloutMachine] = {}
-        self._waiting_for: dict[str, asyncio.Semaphore] = {}
+        self._progress: dict[str, Progress] = {}
+        """Of rollouts whose task has several steps."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running = self._starting = asyncio.Semaphore()
         self._env = {name: os.environ[name] for name in settings.env if name in os.environ}
@@ -94,18 +99,61 @@ class Machines:
             self._running.release()
             raise
         self._machines[rollout_id] = machine
+        if (harbor := harbor_task(task)) is not None and harbor.steps:
+            self._progress[rollout_id] = Progress(task=harbor, begun=1)
         return machine
 
+    def current_step(self, rollout_id: str) -> HarborTask | None:
+        """Return the step that a rollout has not ended; None if its task has no steps."""
+        progress = self._progress.get(rollout_id)
+        return None if progress is None or progress.is_over else progress.current
+
+    async def next_step(self, rollout_id: str) -> bool:
+        """Grade the current step and begin the next. Raises MachineLost.
+
+        Returns False if none follows: it was the last, or its rewards are below its `min_reward`.
+        """
+        progress, machine = self._progress[rollout_id], self._machines[rollout_id]
+        await self._begin_step(progress, machine)
+        progress.grades.append(await self.grade_task(progress.current, machine))
+        if progress.is_over:
+            return False
+        await self._begin_step(progress, machine)
+        return True
+
+    async def _begin_step(self, progress: Progress, machine: RolloutMachine) -> None:
+        """Prepare the current step, unless that is done."""
+        if progress.begun > len(progress.grades):
+            return
+        await self._prepare_step(progress.current, machine)
+        progress.begun = len(progress.grades) + 1
+
+    async def _prepare_step(self, task: HarborTask, machine: RolloutMachine) -> None:
+        assert task.step is not None
+        self._check_trust(_setup_files(task))
+        await grading.begin_step(machine, task.step)
+        if task.step.healthcheck is not None:
+            await wait_until_healthy(machine, task.step.healthcheck)
+
     async def grade(self, rollout: Rollout) -> None:
-        """Set the `grades` of a rollout whose task has tests of its own. Raises MachineLost."""
+        """Set the `grades` of a rollout whose task has tests of its own. Raises MachineLost.
+
+        Steps that the rollout has not reached are begun and graded as it leaves them.
+        """
         task, machine = harbor_task(rollout.task), self._machines.get(rollout.rollout_id)
         if task is None or machine is None:
             return
-        rollout.grades = await self.grade_task(task, machine)
+        progress = self._progress.get(rollout.rollout_id)
+        if progress is None:
+            rollout.grades = await self.grade_task(task, machine)
+            return
+        while not progress.is_over:
+            await self.next_step(rollout.rollout_id)
+        rollout.grades = progress.rewards()
 
     async def grade_task(self, task: HarborTask, machine: RolloutMachine) -> dict[str, float]:
         """Return the rewards of a task's tests, in the container that settings or task ask for."""
-        self._check_trust([task.tests / "test.sh"])
+        self._check_trust(tests / "test.sh" for tests in task.tests)
         try:
             env = resolve_variables(task.verifier_env, self._env)
         except ValueError as error:
@@ -119,7 +167,10 @@ class Machines:
                 await machine.end_processes()
             user = task.agent_user or self.settings.user
             shared = replace(task, agent_user=user, bundled_tests=False)
-            return await grading.grade(machine, shared, env)
+            grades = await grading.grade(machine, shared, env)
+            if task.step is not None:
+                await grading.remove_tests(machine)
+            return grades
         fresh = await self._start_place(task, place, user=task.verifier_user)
         try:
             alone = replace(task, agent_user=None, verifier_user=None)
@@ -146,6 +197,7 @@ class Machines:
     async def release(self, rollout_id: str) -> None:
         """End a rollout's machine. A client that fails leaves it to the end of the run."""
         machine = self._machines.pop(rollout_id, None)
+        self._progress.pop(rollout_id, None)
         if machine is None:
             return
         try:
@@ -164,7 +216,8 @@ class Machines:
     async def prepare(self, tasks: Sequence[Task]) -> None:
         """Build or look for the images of tasks before anything is sampled; raises MachineLost."""
         harbor_tasks = [task for task in map(harbor_task, tasks) if task is not None]
-        for_tests = {t.verifier_place.image for t in harbor_tasks if t.verifier_place is not None}
+        parts = [part for task in harbor_tasks for part in (task, *task.steps)]
+        for_tests = {t.verifier_place.image for t in parts if t.verifier_place is not None}
         for_tests -= {task.place.image for task in harbor_tasks}
         for image, timeout_s in self.images_of(tasks).items():
             await self._image(image, timeout_s, for_rollout=image not in for_tests)
@@ -178,7 +231,8 @@ class Machines:
         found: dict[str, float] = {}
         for task in tasks:
             harbor = harbor_task(task)
-            places = [] if harbor is None else [harbor.place, harbor.verifier_place]
+            parts = [] if harbor is None else [harbor, *harbor.steps]
+            places = [place for part in parts for place in (part.place, part.verifier_place)]
             for place in filter(None, places):
                 found[place.image] = min(place.build_timeout_s, self.settings.build_timeout_s)
             if harbor is None:
@@ -232,6 +286,8 @@ class Machines:
                 await grading.make_folders(machine)
                 if harbor.place.healthcheck is not None:
                     await wait_until_healthy(machine, harbor.place.healthcheck)
+                if harbor.steps:
+                    await self._prepare_step(harbor.steps[0], machine)
             except BaseException:
                 await self._end(machine)
                 raise
@@ -391,11 +447,29 @@ def runtime_problems(settings: RuntimeConfig) -> Iterator[str]:
         )
     elif (problem := client_problem(settings.client)) is not None:
         yield f"{key}: {problem[0]}; {problem[1]}"
+    is_podman = settings.client is Client.podman  # docker's daemon is root
+    if is_podman and (missing := limits_problem(is_root=os.geteuid() == 0)) is not None:
+        yield f"{key}: {missing}"
+    if not hasattr(tarfile, "data_filter"):
+        yield (
+            f"{key}: Python {sys.version.split()[0]} cannot unpack a container's files safely; "
+            "use Python 3.11.4 or newer"
+        )
     if settings.network is Network.allowlist and os.geteuid():
         yield (
             "runtime.network=allowlist: only root can open a proxy in a container; run as root, or "
             "set runtime.network=endpoint"
         )
+
+
+def limits_problem(*, is_root: bool, cgroups: Path = CGROUPS) -> str | None:
+    """Return why podman would not limit memory and processes; None if it does."""
+    if is_root or (cgroups / "cgroup.controllers").is_file():
+        return None
+    return (
+        "without root it limits neither memory nor processes under cgroup v1; run as root, or boot "
+        "this machine with systemd.unified_cgroup_hierarchy=1"
+    )
 
 
 @cache
@@ -439,5 +513,14 @@ def _strangers_files(tasks: Sequence[Task], found: Mapping[str, float]) -> Itera
             yield images.folder_of(image) / images.DOCKERFILE
     for task in tasks:
         harbor = harbor_task(task)
-        if harbor is not None:
-            yield harbor.tests / "test.sh"
+        for part in [] if harbor is None else harbor.steps or (harbor,):
+            yield from (tests / "test.sh" for tests in part.tests)
+            yield from _setup_files(part)
+
+
+def _setup_files(task: HarborTask) -> list[Path]:
+    """Return the script that prepares a step, if there is one."""
+    if task.step is None:
+        return []
+    script = task.step.workdir / grading.SETUP
+    return [script] if script.is_file() else []

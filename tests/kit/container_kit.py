@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from agenttrain.runtimes.config import RuntimeConfig
+from agenttrain.runtimes.leftovers import PREFIX, machine_id
 from agenttrain.runtimes.machines import Machines
 from agenttrain.types import Task
 
@@ -33,8 +34,14 @@ def podman(*arguments: str) -> str:
     return done.stdout.strip()
 
 
-def ours() -> list[str]:
-    """Return the names of all containers with our label, running or not."""
+def ours(*processes: int) -> list[str]:
+    """Return the names of containers of this process, or of these processes, running or not."""
+    begins = tuple(f"{PREFIX}{machine_id()}-{pid}-" for pid in processes or (os.getpid(),))
+    return [name for name in labelled() if name.startswith(begins)]
+
+
+def labelled() -> list[str]:
+    """Return the names of all containers with our label, also those of other processes."""
     return podman("ps", "-a", "--filter", "label=agenttrain.run", "--format", "{{.Names}}").split()
 
 

@@ -176,6 +176,11 @@ class Notebook:
             log.write(f"close {len(self.notes)}\n")
 
 
+def has_machine(context: ToolContext) -> bool:
+    """Say whether the call's context has a machine."""
+    return context.machine is not None
+
+
 def own_kind() -> Tool:
     """A tool that is no function."""
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import parts
 import pytest
 from container_kit import (
     BASE,
@@ -17,25 +18,37 @@ from container_kit import (
     make_image,
     make_task,
     needs_containers,
-    podman,
+    ours,
 )
 
 from agenttrain import cli
 from agenttrain.data.harbor import harbor_rows
 from agenttrain.data.tasks import to_task
+from agenttrain.engines.config import Sampling
+from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.rewards.builtin.harbor import harbor
+from agenttrain.rollout.config import RolloutRequest
+from agenttrain.rollout.loop import run_rollout
+from agenttrain.rollout.request import RolloutContext
 from agenttrain.runtimes.base import MachineLost, MachineSpec
 from agenttrain.runtimes.config import RuntimeConfig
 from agenttrain.runtimes.containers import size_of
 from agenttrain.runtimes.harbor import grading
 from agenttrain.runtimes.harbor.keys import KEYS, Use
+from agenttrain.runtimes.harbor.steps import Progress
 from agenttrain.runtimes.harbor.task import BadTask, read_task, resolve_variables
 from agenttrain.runtimes.local import LocalMachine, LocalRuntime
 from agenttrain.runtimes.machines import Machines, harbor_task
-from agenttrain.types import ConfigError, Rollout, Task
+from agenttrain.tools.build import build_toolbox
+from agenttrain.types import ConfigError, Rollout, StopReason, Task
 
 TASKS = Path(__file__).parents[2] / "examples" / "terminal_agent" / "tasks"
 SWE = TASKS.parents[1] / "swe_mini" / "tasks"
+BASH = {
+    "_target_": "agenttrain.tools.sandbox.tool.interpreter",
+    "language": "bash",
+    "sandbox": "runtime",
+}
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "harbor.md"
 
 
@@ -54,7 +67,10 @@ def test_the_example_tasks_are_rows() -> None:
 
 HEALTH = "[environment]\ndocker_image='x'\n[environment.healthcheck]\ncommand = 'true'\n"
 REFUSED = {
-    'steps = [{ name = "a" }]': "steps: tasks of several steps are not run",
+    'steps = [{ name = "a" }]': "instruction.md: is missing in steps/a",
+    "steps = [{ name = '../a' }]": "steps.name=../a: expected the name of a folder",
+    "steps = [{ name = 'a', agent = { user = 'x' } }]": "steps.agent.user: one user holds for",
+    "steps = [{ name = 'a', min_reward = 'x' }]": "steps.min_reward=x: expected a number",
     "[environment]\ndocker_image='x'\ngpus = 1": "environment.gpus: containers here have no GPU",
     "[environment]\ndocker_image='x'\nprivileged = true": "environment.privileged: is no key",
     "[environment]\ndocker_image='x'\ndevices = ['/dev/kvm']": "environment.devices: is no key",
@@ -84,6 +100,139 @@ def test_tasks_that_ask_for_more_are_refused_by_the_key(toml: str, tmp_path: Pat
     with pytest.raises(BadTask) as caught:
         read_task(make_task(tmp_path / "task", toml))
     assert REFUSED[toml] in str(caught.value)
+
+
+STEPS = """
+artifacts = ["/all"]
+multi_step_reward_strategy = "{strategy}"
+[agent]
+timeout_sec = 30.0
+[verifier]
+timeout_sec = 40.0
+[verifier.env]
+A = "1"
+[environment]
+docker_image = "{image}"
+[[steps]]
+name = "write"
+min_reward = {least}
+artifacts = ["/one"]
+[[steps]]
+name = "copy"
+[steps.agent]
+timeout_sec = 5.0
+[steps.verifier.env]
+B = "2"
+"""
+
+
+def make_steps(folder: Path, *, strategy: str = "mean", least: float = 0.0) -> Path:
+    """A task of two steps: write 1 to /tmp/a, then copy /tmp/seed, which the setup makes."""
+    toml = STEPS.format(strategy=strategy, least=least, image=IMAGE)
+    make_task(folder, toml, ". /tests/check.sh", IMAGE)
+    check = 'if grep -q "$2" "$1"; then echo 1; else echo 0; fi > /logs/verifier/reward.txt'
+    (folder / "tests" / "lib.sh").write_text(f"check() {{ {check}; }}\n")
+    for name, path, instruction in (
+        ("write", "/tmp/a", "Write 1 to /tmp/a."),
+        ("copy", "/tmp/b", "Copy /tmp/seed to /tmp/b."),
+    ):
+        step = folder / "steps" / name
+        (step / "tests").mkdir(parents=True)
+        (step / "instruction.md").write_text(f"{instruction}\n")
+        (step / "tests" / "check.sh").write_text(f". /tests/lib.sh; check {path} 1\n")
+        (step / "solution").mkdir()
+        (step / "solution" / "solve.sh").write_text(
+            "#!/bin/sh\n" + ("echo 1 > /tmp/a" if name == "write" else "cp /tmp/seed /tmp/b") + "\n"
+        )
+    (folder / "steps" / "copy" / "workdir").mkdir()
+    (folder / "steps" / "copy" / "workdir" / "seed.txt").write_text("1\n")
+    (folder / "steps" / "copy" / "workdir" / "setup.sh").write_text("cp seed.txt /tmp/seed\n")
+    return folder
+
+
+def test_steps_have_what_their_task_has_and_their_own(tmp_path: Path) -> None:
+    (row,) = harbor_rows(str(make_steps(tmp_path / "task")))
+    task = to_task(row, 0)
+    assert task.messages[0]["content"] == "Write 1 to /tmp/a."
+    assert task.user_turns == ("Copy /tmp/seed to /tmp/b.",)
+    whole = read_task(tmp_path / "task")
+    write, copy = whole.steps
+    assert (whole.agent_timeout_s, write.agent_timeout_s, copy.agent_timeout_s) == (35.0, 30.0, 5.0)
+    assert (write.verifier_timeout_s, write.artifacts) == (40.0, ("/all", "/one"))
+    assert (write.verifier_env, copy.verifier_env) == ({"A": "1"}, {"A": "1", "B": "2"})
+    assert copy.tests == [tmp_path / "task" / "tests", tmp_path / "task" / "steps/copy/tests"]
+    assert copy.solution == tmp_path / "task" / "steps/copy/solution"
+
+
+def test_a_task_s_rewards_are_those_of_its_steps(tmp_path: Path) -> None:
+    progress = Progress(task=read_task(make_steps(tmp_path / "mean", least=0.5)))
+    assert not progress.is_over
+    progress.grades.append({"reward": 0.5})
+    assert not progress.is_over
+    progress.grades.append({"reward": 0.0, "style": 1.0})
+    assert progress.is_over
+    assert progress.rewards() == {"reward": 0.25, "style": 0.5}  # 0.5 / 2 and 1 / 2
+    low = Progress(task=progress.task, grades=[{"reward": 0.25}])
+    assert low.is_over
+    assert low.rewards() == {"reward": 0.25}
+    last = Progress(
+        task=read_task(make_steps(tmp_path / "final", strategy="final")), grades=progress.grades
+    )
+    assert last.rewards() == {"reward": 0.0, "style": 1.0}
+
+
+WRITE = parts.call("bash", '{"command": "echo 1 > /tmp/a"}')
+COPY = parts.call("bash", '{"command": "cp /tmp/seed /tmp/b; ls /tests; ls /logs/verifier"}')
+ATTEMPTS = {
+    "both": ([WRITE, "Done.<|im_end|>", COPY, "Done.<|im_end|>"], 1.0, 2),
+    "the first": ([WRITE, "Done.<|im_end|>", "Done.<|im_end|>"], 0.5, 2),  # (1 + 0) / 2
+    "none, which ends it": (["Done.<|im_end|>"], 0.0, 1),  # the second is not begun
+}
+"""Name -> answers, reward, and number of instructions that the model gets."""
+
+
+@needs_containers
+@pytest.mark.parametrize("attempt", ATTEMPTS)
+def test_steps_are_turns_with_tests_after_each(tmp_path: Path, attempt: str) -> None:
+    make_image()
+    answers, reward, instructions = ATTEMPTS[attempt]
+    (row,) = harbor_rows(str(make_steps(tmp_path / "task", least=0.5)))
+
+    async def work() -> Rollout:
+        pool, toolbox = machines(trust=True), build_toolbox({"bash": BASH})
+        context = RolloutContext(
+            engine=ScriptedEngine([parts.ids(answer) for answer in answers]),
+            chat=parts.chat(),
+            toolbox=toolbox,
+            limits=parts.LIMITS,
+            machines=pool,
+        )
+        try:
+            request = RolloutRequest(task=to_task(row, 0), sampling=Sampling(), rollout_id="r")
+            return await run_rollout(request, context)
+        finally:
+            await toolbox.aclose()
+            await pool.aclose()
+
+    done = asyncio.run(work())
+    assert (done.stop_reason, done.grades) == (StopReason.completed, {"reward": reward}), done.error
+    messages = done.trajectories[0].messages
+    assert len([m for m in messages if m["role"] == "user"]) == instructions
+    if attempt == "both":  # no tests, and no outputs of theirs
+        assert "ls: /tests: No such file" in [m["content"] for m in messages][-2]
+        assert "test-stdout" not in [m["content"] for m in messages][-2]
+
+
+@needs_containers
+def test_rehearse_solves_each_step(tmp_path: Path) -> None:
+    make_image()
+    make_steps(tmp_path / "tasks" / "two", least=0.5)
+    words = ("experiment=none", "data=harbor", "reward=[harbor]", "runtime=podman")
+    report = tmp_path / "report.json"
+    more = ("runtime.trust=true", f"data.path={tmp_path / 'tasks'}", "--json", str(report))
+    assert cli.main(["rehearse", *words, "runtime.memory_mb=64", *more]) == 0
+    (found,) = json.loads(report.read_text())["attempts"]
+    assert (found["oracle"], found["untouched"]) == ({"reward": 1.0}, {"reward": 0.0})
 
 
 def test_older_keys_are_read(tmp_path: Path) -> None:
@@ -197,22 +346,30 @@ def outcome(tasks: list[Task], *, solved: bool) -> dict[str, dict[str, float]]:
     async def work() -> dict[str, dict[str, float]]:
         pool = Machines(RuntimeConfig(name="podman", trust=True, memory_mb=512))
         grades = {}
-        for task in tasks:
-            harbor_of = harbor_task(task)
-            assert harbor_of is not None
-            machine = await pool.start(task.task_id, task)
-            if solved:
-                assert await pool.solve(harbor_of, machine) is None
-            grades[task.task_id] = await pool.grade_task(harbor_of, machine)
-            await pool.release(task.task_id)
-        await pool.aclose()
+        try:
+            for task in tasks:
+                harbor_of = harbor_task(task)
+                assert harbor_of is not None
+                machine = await pool.start(task.task_id, task)
+                if solved:
+                    assert await pool.solve(harbor_of, machine) is None
+                grades[task.task_id] = await pool.grade_task(harbor_of, machine)
+                await pool.release(task.task_id)
+        finally:
+            await pool.aclose()
         return grades
 
     return asyncio.run(work())
 
 
 @needs_containers
-def test_rehearse_lists_tasks_whose_solution_fails_or_that_pass_untouched(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("examples", "number"),
+    [([TASKS / "csv-total"], 1), pytest.param([TASKS, SWE], 13, marks=pytest.mark.long)],
+)
+def test_rehearse_lists_tasks_whose_solution_fails_or_that_pass_untouched(
+    tmp_path: Path, examples: list[Path], number: int
+) -> None:
     """The example tasks are good, and two more are not."""
     give = "echo {} > /logs/verifier/reward.txt"
     for name, reward in (("impossible", 0), ("free", 1)):
@@ -221,7 +378,8 @@ def test_rehearse_lists_tasks_whose_solution_fails_or_that_pass_untouched(tmp_pa
         (folder / "solution" / "solve.sh").write_text("#!/bin/sh\ntrue\n")
     report = tmp_path / "report.json"
     words = ("experiment=none", "data=harbor", "reward=[harbor]", "runtime=podman")
-    more = ("runtime.trust=true", f"data.path=[{TASKS},{SWE},{tmp_path}]", "--json", str(report))
+    paths = ",".join(map(str, [*examples, tmp_path]))
+    more = ("runtime.trust=true", f"data.path=[{paths}]", "--json", str(report))
     assert cli.main(["rehearse", *words, *more]) == 1
     found = json.loads(report.read_text())
     attempts = {attempt["task"]: attempt for attempt in found["attempts"]}
@@ -231,7 +389,7 @@ def test_rehearse_lists_tasks_whose_solution_fails_or_that_pass_untouched(tmp_pa
         "impossible": ["the solution does not pass the tests"],
         "free": ["the tests pass without any attempt"],
     }
-    assert (found["tasks"], found["bad"]) == (15, 2)
+    assert (found["tasks"], found["bad"]) == (number + 2, 2)
     good = [attempt for attempt in attempts.values() if not attempt["problems"]]
     assert {(a["oracle"]["reward"], a["untouched"]["reward"]) for a in good} == {(1.0, 0.0)}
     assert attempts["csv-total"]["oracle"] == {"total": 1.0, "best": 1.0, "reward": 1.0}
@@ -270,6 +428,7 @@ def test_tests_that_fail_are_trouble_of_the_infrastructure(tmp_path: Path) -> No
 @pytest.mark.skipif(
     "HARBOR_PYTHON" not in os.environ, reason="needs HARBOR_PYTHON, a Python with harbor 0.26"
 )
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_grades_equal_those_of_harbor(tmp_path: Path) -> None:
     """Harbor's podman back end knows no `no-network`: it gets the tasks without this line."""
@@ -306,7 +465,7 @@ def test_grades_equal_those_of_harbor(tmp_path: Path) -> None:
             name = result["task_name"].rpartition("/")[2]
             theirs[name] = result["verifier_result"]["rewards"]
         assert theirs == outcome(tasks, solved=solved)
-    assert podman("ps", "-q", "--filter", "label=agenttrain.run") == ""
+    assert ours() == []
 
 
 FORGE = "while :; do echo 1 > /tmp/x; mv /tmp/x /logs/verifier/reward.txt; done"
@@ -334,6 +493,31 @@ def test_a_process_that_the_agent_left_does_not_grade(tmp_path: Path, user: str 
             await pool.aclose()
 
     assert asyncio.run(work()) == {"reward": 0.25}
+
+
+@needs_containers
+@pytest.mark.parametrize(("keep", "reward"), [(False, 0.0), (True, 1.0)])
+def test_a_service_lasts_for_the_tests_if_the_user_asks(
+    tmp_path: Path, keep: bool, reward: float
+) -> None:
+    make_image()
+    served = "wget -q -O- http://127.0.0.1:8000/page | grep -c ready > /logs/verifier/reward.txt"
+    folder = make_task(tmp_path / "task", test=served, image=IMAGE)
+    row = Task(task_id="t", messages=(), columns={"harbor": str(folder)})
+    serve = "mkdir /tmp/www; echo ready > /tmp/www/page; httpd -p 127.0.0.1:8000 -h /tmp/www"
+
+    async def work() -> dict[str, float]:
+        pool = machines(trust=True, keep_processes=keep)
+        try:
+            box = await pool.start("r", row)
+            await box.exec(["sh", "-c", serve], timeout_s=10)
+            rollout = Rollout(task=row, rollout_id="r")
+            await pool.grade(rollout)
+            return rollout.grades
+        finally:
+            await pool.aclose()
+
+    assert asyncio.run(work()) == {"reward": reward}
 
 
 def test_nothing_of_a_task_folder_runs_without_trust(tmp_path: Path) -> None:
@@ -407,4 +591,4 @@ def test_a_call_of_a_tool_is_tried_in_a_container(capsys: pytest.CaptureFixture[
     more = ("runtime=podman", f"runtime.image={IMAGE}", "--call", "bash", '{"command": "hostname"}')
     assert cli.main(["tools", *words, *more]) == 0
     assert "sandbox" in capsys.readouterr().out
-    assert podman("ps", "-q", "--filter", "label=agenttrain.run") == ""
+    assert ours() == []

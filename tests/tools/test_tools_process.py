@@ -19,6 +19,8 @@ import process_tools
 import psutil
 import pytest
 
+from agenttrain.runtimes.base import MachineSpec
+from agenttrain.runtimes.local import LocalRuntime
 from agenttrain.tools.build import build_toolbox
 from agenttrain.tools.config import Isolation, ToolLimits
 from agenttrain.tools.isolation import ProcessTool
@@ -230,6 +232,23 @@ def test_cancelling_a_call_kills_its_worker():
     mine = set(psutil.Process().children(recursive=True))
     asyncio.run(main())
     wait_for(lambda: set(psutil.Process().children(recursive=True)) <= mine)
+
+
+def test_a_worker_process_gets_no_machine():
+    """A container's connection belongs to the run's event loop, and cannot be sent."""
+
+    async def main() -> None:
+        toolbox = box("has_machine", retries=0)
+        machine = await LocalRuntime().start(MachineSpec(image="x"))
+        machine.lock = threading.Lock()  # as a container's, it cannot be pickled
+        call = ToolCall(id="c", name="has_machine", arguments={})
+        context = ToolContext(rollout_id="r", task=PLAIN, turn=0, call_id="c", machine=machine)
+        (result,) = await toolbox.execute([call], lambda _: context)
+        await toolbox.aclose()
+        await machine.stop()
+        assert (result.error, result.content) == (None, "false")
+
+    asyncio.run(main())
 
 
 WAYS_OUT = ["start_new_session", "setpgid", "setsid", "double fork", "orphans of orphans"]

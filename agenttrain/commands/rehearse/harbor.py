@@ -17,7 +17,7 @@ from agenttrain.commands.verb import refusing, write_report
 from agenttrain.runs.setup import Components, prepare_images
 from agenttrain.runtimes.base import MachineLost
 from agenttrain.runtimes.machines import Machines, harbor_task
-from agenttrain.types import Task
+from agenttrain.types import Rollout, Task
 
 PASSED = 1.0
 """Reward from which an attempt counts as passed."""
@@ -84,11 +84,16 @@ async def _grades(
     """Return a task's rewards, with or without its solution; None if they cannot be had."""
     harbor, name = harbor_task(task), f"{task.task_id}-{'oracle' if solved else 'untouched'}"
     assert harbor is not None
+    rollout = Rollout(task=task, rollout_id=name)
     try:
         machine = await machines.start(name, task)
-        if solved and (problem := await machines.solve(harbor, machine)):
-            problems.append(problem)
-        return await machines.grade_task(harbor, machine)
+        for part in (harbor.steps or (harbor,)) if solved else ():
+            if problem := await machines.solve(part, machine):
+                problems.append(problem)
+            if harbor.steps and not await machines.next_step(name):
+                break
+        await machines.grade(rollout)
+        return rollout.grades
     except MachineLost as error:
         problems.append(f"{'oracle' if solved else 'untouched'}: {error}")
         return None

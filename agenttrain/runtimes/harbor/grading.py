@@ -8,7 +8,7 @@ from math import isfinite
 from pathlib import Path
 
 from agenttrain.runtimes.base import MachineLost
-from agenttrain.runtimes.harbor.task import HarborTask
+from agenttrain.runtimes.harbor.task import HarborTask, Step
 from agenttrain.types import CommandResult, RolloutMachine
 
 TESTS, SOLUTION, VERIFIER_LOGS = "/tests", "/solution", "/logs/verifier"
@@ -19,6 +19,8 @@ LARGEST_REWARD = 1 << 16
 ROOT = "0"
 """User of the grader's own steps, whoever the machine's user is."""
 STEP_S = 60.0
+SETUP, SETUP_S = "setup.sh", 600.0
+IN_BASH = 'if command -v bash >/dev/null 2>&1; then exec bash "$1"; else exec sh "$1"; fi'
 LAST_CHARS = 500
 """Characters of the tests' output that an error quotes."""
 
@@ -28,6 +30,27 @@ async def make_folders(machine: RolloutMachine) -> None:
     folders = " ".join(LOGS)
     script = f"chmod u+w / 2>/dev/null; mkdir -p {folders} && chmod 777 {folders}"
     await _run(machine, script)
+
+
+async def begin_step(machine: RolloutMachine, step: Step) -> None:
+    """Copy a step's files to the working folder, and run its setup. Raises MachineLost."""
+    if not step.workdir.is_dir():
+        return
+    folder = (await machine.exec(["pwd"], timeout_s=STEP_S)).text.strip()
+    await machine.copy_in(step.workdir, folder)
+    if not (step.workdir / SETUP).is_file():
+        return
+    result = await machine.exec(
+        ["sh", "-c", IN_BASH, "sh", f"{folder.rstrip('/')}/{SETUP}"], timeout_s=SETUP_S
+    )
+    if result.code:
+        raise MachineLost(f"steps/{step.folder.name}/workdir/{SETUP} failed: {_end_of(result)}")
+
+
+async def remove_tests(machine: RolloutMachine) -> None:
+    """Remove tests and their outputs, for tests that follow or an agent that must not see them."""
+    await _run(machine, f"rm -rf {TESTS} {VERIFIER_LOGS}")
+    await make_folders(machine)
 
 
 async def solve(machine: RolloutMachine, task: HarborTask, env: dict[str, str]) -> CommandResult:
@@ -66,10 +89,9 @@ async def grade(machine: RolloutMachine, task: HarborTask, env: dict[str, str]) 
 
     Whatever keeps them from writing one is trouble of the infrastructure: MachineLost, never 0.
     """
-    await _run(machine, f"rm -rf {TESTS} {VERIFIER_LOGS}")
-    await make_folders(machine)  # its files may be anything that the agent has prepared
-    if not task.bundled_tests:
-        await machine.copy_in(task.tests, TESTS)
+    await remove_tests(machine)  # the agent may have prepared anything there
+    for tests in [] if task.bundled_tests else task.tests:
+        await machine.copy_in(tests, TESTS)
     script = f"({TESTS}/test.sh) > {VERIFIER_LOGS}/test-stdout.txt 2>&1"
     await _run(machine, f"chmod +x {TESTS}/test.sh")
     user = task.verifier_user

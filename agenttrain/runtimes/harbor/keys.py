@@ -59,7 +59,19 @@ _VERIFIER = {
     "allowed_hosts": Use.refused,
 }
 _HEALTHCHECK = ("command", "interval_sec", "timeout_sec", "start_period_sec", "start_interval_sec")
-_STEP = ("name", "agent", "verifier", "min_reward", "healthcheck", "artifacts")
+_HEALTH = dict.fromkeys((*_HEALTHCHECK, "retries"), Use.used)
+_COLLECT = {
+    "command": Use.used,
+    "timeout_sec": Use.used,
+    "user": Use.used,
+    "service": Use.refused,
+}
+_ARTIFACT = {
+    "source": Use.used,
+    "destination": Use.ignored,
+    "exclude": Use.refused,
+    "service": Use.refused,
+}
 
 
 def _below(section: str, keys: dict[str, Use]) -> dict[str, Use]:
@@ -75,19 +87,23 @@ KEYS: dict[str, Use] = {
     "task.keywords": Use.ignored,
     "metadata": Use.ignored,
     **_below(ENVIRONMENT, _PLACE),
-    **_below(f"{ENVIRONMENT}.healthcheck", dict.fromkeys((*_HEALTHCHECK, "retries"), Use.used)),
+    **_below(f"{ENVIRONMENT}.healthcheck", _HEALTH),
     **_below("agent", _AGENT),
     **_below("verifier", _VERIFIER),
     **_below(VERIFIER_ENVIRONMENT, {**_PLACE, "healthcheck": Use.refused}),
-    **_below("verifier.collect", {"command": Use.used, "timeout_sec": Use.used, "user": Use.used}),
-    "verifier.collect.service": Use.refused,
+    **_below("verifier.collect", _COLLECT),
     "solution.env": Use.used,
     "artifacts": Use.used,
-    **_below("artifacts", {"source": Use.used, "destination": Use.ignored}),
-    **_below("artifacts", {"exclude": Use.refused, "service": Use.refused}),
-    "steps": Use.refused,
-    **_below("steps", dict.fromkeys(_STEP, Use.refused)),
-    "multi_step_reward_strategy": Use.refused,
+    **_below("artifacts", _ARTIFACT),
+    "steps": Use.used,
+    **_below("steps", dict.fromkeys(("name", "min_reward", "artifacts"), Use.used)),
+    **_below("steps.artifacts", _ARTIFACT),
+    **_below("steps.agent", {**_AGENT, "user": Use.refused}),
+    **_below("steps.verifier", _VERIFIER),
+    **_below(f"steps.{VERIFIER_ENVIRONMENT}", {**_PLACE, "healthcheck": Use.refused}),
+    **_below("steps.verifier.collect", _COLLECT),
+    **_below("steps.healthcheck", _HEALTH),
+    "multi_step_reward_strategy": Use.used,
 }
 """Dotted key -> what becomes of it. Keys of tables in a list have the list's name."""
 REASONS = {
@@ -100,8 +116,7 @@ REASONS = {
     "network_mode": "one network holds for the whole task: [environment].network_mode",
     "service": "containers of several services are not made",
     "exclude": "leave it out: the whole folder is copied",
-    "steps": "tasks of several steps are not run",
-    "multi_step_reward_strategy": "tasks of several steps are not run",
+    "user": "one user holds for the whole task: [agent].user",
     "healthcheck": "the container of the tests starts without one",
 }
 """Last word of a refused key -> why, and what to do."""

@@ -6,6 +6,8 @@ fix-script/
   environment/      a Dockerfile and what it copies
   tests/test.sh     writes /logs/verifier/reward.txt (a number) or reward.json (named numbers)
   solution/solve.sh optional: the oracle
+  steps/<name>/     of a task of several steps: instruction.md, tests/, solution/, and workdir/ with
+                    files and a setup.sh that come before the step
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import isfinite
 from pathlib import Path
@@ -35,7 +37,8 @@ VARIABLE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
 UNITS = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
 FREE_FORM = (
     *("metadata", "task.authors", "environment.env", "verifier.env", "solution.env"),
-    f"{VERIFIER_ENVIRONMENT}.env",
+    *(f"{VERIFIER_ENVIRONMENT}.env", "steps.verifier.env", f"steps.{VERIFIER_ENVIRONMENT}.env"),
+    "steps.min_reward",
 )
 """Tables whose keys are the task's own."""
 
@@ -90,8 +93,23 @@ class Collect:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What a step has besides its instruction and tests."""
+
+    folder: Path
+    min_rewards: Mapping[str, float] = field(default_factory=dict)
+    """Least rewards by name with which the next step begins."""
+    healthcheck: Healthcheck | None = None
+
+    @property
+    def workdir(self) -> Path:
+        """Folder of files for the container's working folder; it may be missing."""
+        return self.folder / "workdir"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HarborTask:
-    """A task in Harbor's format."""
+    """A task in Harbor's format, or one step of it."""
 
     folder: Path
     name: str
@@ -110,16 +128,25 @@ class HarborTask:
     solution_env: Mapping[str, str] = field(default_factory=dict)
     artifacts: tuple[str, ...] = ()
     """Paths in the container that a fresh one gets for the tests."""
+    step: Step | None = None
+    """The step that this describes; None for a whole task."""
+    steps: tuple[HarborTask, ...] = ()
+    """The steps of a whole task, in order; empty for a task of a single instruction."""
+    takes_last_step: bool = False
+    """The rewards are those of the last step; False: the means over all."""
 
     @property
-    def tests(self) -> Path:
-        """Folder of the tests."""
-        return self.folder / "tests"
+    def tests(self) -> list[Path]:
+        """Folders of the tests, each laid over the one before it: the task's, then the step's."""
+        folders = [self.folder, *([] if self.step is None else [self.step.folder])]
+        return [folder / "tests" for folder in folders if (folder / "tests").is_dir()]
 
     @property
     def solution(self) -> Path | None:
-        """Folder of the solution; None if the task has none."""
+        """Folder of the solution, the step's before the task's; None if there is none."""
         folder = self.folder / "solution"
+        if self.step is not None and (self.step.folder / "solution").is_dir():
+            folder = self.step.folder / "solution"
         return folder if (folder / "solve.sh").is_file() else None
 
 
@@ -208,28 +235,80 @@ def _problems(section: Mapping[str, Any], prefix: str) -> Iterator[str]:
 
 
 def _task(folder: Path, settings: Mapping[str, Any]) -> HarborTask:
-    environment = settings.get("environment", {})
-    verifier, agent = settings.get("verifier", {}), settings.get("agent", {})
-    place = _place(environment, folder / "environment")
-    mode = verifier.get("environment_mode")
-    separate = mode == "separate" or (mode is None and "environment" in verifier)
-    if mode not in (None, "shared", "separate"):
-        raise ValueError(f"verifier.environment_mode={mode}: expected shared or separate")
-    if mode == "shared" and "environment" in verifier:
-        raise ValueError("verifier.environment: contradicts verifier.environment_mode=shared")
-    verifier_place, bundled = None, False
-    if separate:
-        tests_place = _place(verifier.get("environment", {}), folder / "tests", required=False)
-        bundled = (
-            tests_place.docker_image is not None or (tests_place.folder / "Dockerfile").is_file()
-        )
-        verifier_place = tests_place if bundled else place
-    instruction = folder / INSTRUCTION
+    """Return a whole task: of one instruction, or of several steps."""
+    tables = settings.get("steps") or []
+    if not tables:
+        return _part(folder, settings, settings.get("agent", {}), settings.get("verifier", {}))
+    steps = tuple(_step(folder, settings, table) for table in tables)
+    names = [step.step.folder.name.casefold() for step in steps if step.step is not None]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"steps.name={twice[0]}: names two steps")
+    strategy = settings.get("multi_step_reward_strategy") or "mean"
+    if strategy not in ("mean", "final"):
+        raise ValueError(f"multi_step_reward_strategy={strategy}: expected mean or final")
+    limits = [step.agent_timeout_s for step in steps]
+    seconds = [limit for limit in limits if limit is not None]
+    return replace(
+        steps[0],
+        step=None,
+        steps=steps,
+        takes_last_step=strategy == "final",
+        agent_timeout_s=sum(seconds) if len(seconds) == len(limits) else None,
+    )
+
+
+def _step(folder: Path, settings: Mapping[str, Any], table: Mapping[str, Any]) -> HarborTask:
+    """Return a step, which has the task's settings where it has none of its own."""
+    name = table["name"]
+    if not isinstance(name, str) or name in ("", ".", "..") or "/" in name:
+        raise ValueError(f"steps.name={name}: expected the name of a folder in steps/")
+    least = table.get("min_reward")
+    if least is None:
+        least = {}
+    elif not isinstance(least, Mapping):
+        least = {"reward": least}
+    for reward in least.values():
+        if isinstance(reward, bool) or not isinstance(reward, int | float):
+            raise ValueError(f"steps.min_reward={reward}: expected a number")
+    step = Step(
+        folder=folder / "steps" / name,
+        min_rewards={key: float(reward) for key, reward in least.items()},
+        healthcheck=_healthcheck(table.get("healthcheck"), "steps.healthcheck"),
+    )
+    agent = {**settings.get("agent", {}), **table.get("agent", {})}
+    verifier = _verifier_of_step(settings.get("verifier", {}), table.get("verifier", {}))
+    artifacts = [*settings.get("artifacts", []), *table.get("artifacts", [])]
+    return _part(folder, {**settings, "artifacts": artifacts}, agent, verifier, step)
+
+
+def _verifier_of_step(task: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section [verifier] of a step: its own keys before the task's."""
+    merged = {**task, **own}
+    if "environment" in own and "environment_mode" not in own:
+        merged["environment_mode"] = "separate"
+    if own.get("environment_mode") == "shared" and "environment" not in own:
+        merged.pop("environment", None)
+    merged["env"] = {**_texts("verifier.env", task.get("env")), **_texts("env", own.get("env"))}
+    merged["collect"] = [*task.get("collect", []), *own.get("collect", [])]
+    return merged
+
+
+def _part(
+    folder: Path,
+    settings: Mapping[str, Any],
+    agent: Mapping[str, Any],
+    verifier: Mapping[str, Any],
+    step: Step | None = None,
+) -> HarborTask:
+    """Return a task of one instruction, or one step."""
+    place = _place(settings.get("environment", {}), folder / "environment")
+    files = folder if step is None else step.folder
+    instruction = files / INSTRUCTION
     if not instruction.is_file():
-        raise ValueError(f"{INSTRUCTION}: is missing in the folder")
-    if not (folder / "tests" / "test.sh").is_file() and not bundled:
-        raise ValueError("tests/test.sh: is missing in the folder")
-    return HarborTask(
+        where = "the folder" if step is None else f"steps/{files.name}"
+        raise ValueError(f"{INSTRUCTION}: is missing in {where}")
+    verifier_place, bundled = _verifier_place(folder, files, verifier, place)
+    task = HarborTask(
         folder=folder,
         name=str(settings.get("task", {}).get("name", folder.name)),
         instruction=instruction.read_text(encoding="utf-8").strip(),
@@ -251,7 +330,29 @@ def _task(folder: Path, settings: Mapping[str, Any]) -> HarborTask:
         ),
         solution_env=_texts("solution.env", settings.get("solution", {}).get("env")),
         artifacts=tuple(_artifact(item) for item in settings.get("artifacts", [])),
+        step=step,
     )
+    if not bundled and not any((tests / "test.sh").is_file() for tests in task.tests):
+        raise ValueError("tests/test.sh: is missing in the folder")
+    return task
+
+
+def _verifier_place(
+    folder: Path, files: Path, verifier: Mapping[str, Any], place: TaskPlace
+) -> tuple[TaskPlace | None, bool]:
+    """Return the container of the tests, None for the agent's own; True if it holds them."""
+    mode = verifier.get("environment_mode")
+    if mode not in (None, "shared", "separate"):
+        raise ValueError(f"verifier.environment_mode={mode}: expected shared or separate")
+    if mode == "shared" and "environment" in verifier:
+        raise ValueError("verifier.environment: contradicts verifier.environment_mode=shared")
+    if mode == "shared" or (mode is None and "environment" not in verifier):
+        return None, False
+    for tests in dict.fromkeys((files / "tests", folder / "tests")):
+        own = _place(verifier.get("environment", {}), tests, required=False)
+        if own.docker_image is not None or (own.folder / "Dockerfile").is_file():
+            return own, True
+    return place, False
 
 
 def _place(section: Mapping[str, Any], folder: Path, *, required: bool = True) -> TaskPlace:
@@ -296,12 +397,13 @@ def _place(section: Mapping[str, Any], folder: Path, *, required: bool = True) -
     )
 
 
-def _healthcheck(table: Mapping[str, Any] | None) -> Healthcheck | None:
+def _healthcheck(
+    table: Mapping[str, Any] | None, key: str = "environment.healthcheck"
+) -> Healthcheck | None:
     """Return a health check whose values have the types that it declares."""
     if table is None:
         return None
     check = Healthcheck(**table)
-    key = "environment.healthcheck"
     if not isinstance(check.command, str):
         raise ValueError(f"{key}.command={check.command}: expected a text")
     _number(f"{key}.timeout_sec", check.timeout_sec)

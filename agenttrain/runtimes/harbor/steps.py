@@ -1,0 +1,52 @@
+"""The steps of a Harbor task: one container, an instruction for each, and tests after each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from agenttrain.runtimes.harbor.task import HarborTask
+
+
+@dataclass(slots=True, kw_only=True)
+class Progress:
+    """A rollout's way through the steps of its task."""
+
+    task: HarborTask
+    begun: int = 0
+    """Steps whose files, setup and health check are done."""
+    grades: list[dict[str, float]] = field(default_factory=list)
+    """Rewards of the steps that have ended."""
+
+    @property
+    def current(self) -> HarborTask:
+        """The first step that has not ended."""
+        return self.task.steps[len(self.grades)]
+
+    @property
+    def is_over(self) -> bool:
+        """True if no step follows: the last has ended, or one had less than its `min_reward`."""
+        ended = len(self.grades)
+        if ended in (0, len(self.task.steps)):
+            return ended > 0
+        step = self.task.steps[ended - 1].step
+        return step is not None and is_below(self.grades[-1], step.min_rewards)
+
+    def rewards(self) -> dict[str, float]:
+        """Return the task's rewards, as Harbor derives them: means over the steps, or the last.
+
+        Example: ``{"reward": 1.0}`` and ``{"reward": 0.0, "style": 1.0}`` have the means
+        ``{"reward": 0.5, "style": 0.5}``. Steps that were never reached do not count.
+        """
+        if self.task.takes_last_step:
+            return dict(self.grades[-1])
+        names = dict.fromkeys(name for grades in self.grades for name in grades)
+        count = len(self.grades)
+        return {
+            name: sum(grades.get(name, 0.0) for grades in self.grades) / count for name in names
+        }
+
+
+def is_below(grades: Mapping[str, float], least: Mapping[str, float]) -> bool:
+    """Return True if a reward is missing or less than it has to be."""
+    return any(grades.get(name, float("-inf")) < reward for name, reward in least.items())
