@@ -340,8 +340,8 @@ def _problem(
         broken = next((c for c in reversed(causes) if isinstance(c, HTTPError)), causes[-1])
         return (
             f"is no folder, and {hub} cannot be reached, or the connection broke off "
-            f"({str(broken) or type(broken).__name__}); files that are complete stay in the cache. Try again, "
-            f"or {offline}"
+            f"({str(broken) or type(broken).__name__}); files that are complete stay in the cache. "
+            f"Try again, or {offline}"
         )
     if isinstance(error, OSError):  # a file of the wrong length, for one
         return f"the download failed: {' '.join(str(error).split())}; try again"
