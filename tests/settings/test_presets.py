@@ -19,9 +19,17 @@ MODELS = [name for name in GROUPS["model"] if name != "folder"]
 REAL = (
     *("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-32b", "qwen3-30b-a3b"),
     *("llama3.1-8b", "llama3.2-1b", "llama3.2-3b", "gemma3-1b", "smollm3", "lfm2-1.2b"),
-    "gpt-oss-20b",
+    *("qwen3.5-0.8b", "qwen3.5-2b", "qwen3.5-4b", "qwen3.5-9b", "qwen3.6-35b-a3b", "qwen3.8-27b"),
+    *("lfm2.5-1.2b", "nemotron3-nano-4b", "gpt-oss-20b"),
 )
-ADAPTERS_ON_ATTENTION = ("qwen3-30b-a3b", "gpt-oss-20b")
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+TARGETS = {
+    "qwen3-30b-a3b": ATTENTION,
+    "gpt-oss-20b": ATTENTION,
+    "qwen3.6-35b-a3b": [*ATTENTION, "in_proj_qkv", "in_proj_z", "out_proj"],
+    "nemotron3-nano-4b": ["in_proj", *ATTENTION, "up_proj", "down_proj"],
+}
+"""Targets of presets whose adapters are not on all linear layers."""
 MACHINES = {
     "laptop": ["--cpu", "--host-memory-gb", "16"],
     "gpu24": ["--gpu-memory-gb", "24"],
@@ -64,9 +72,7 @@ def test_a_preset_names_a_model_of_the_hub(model: str) -> None:
     assert config.model.dtype == "bfloat16"
     adapted = config.model.lora.rank > 0
     assert config.optimizer.lr == (1e-5 if adapted else 1e-6)
-    attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
-    targets = attention if model in ADAPTERS_ON_ATTENTION else ["all-linear"]
-    assert config.model.lora.targets == targets
+    assert config.model.lora.targets == TARGETS.get(model, ["all-linear"])
     assert config.chat_template.name == ("hermes" if model == "gemma3-1b" else "auto")
 
 
