@@ -13,7 +13,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,8 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 LIMITS = replace(parts.LIMITS, max_turns=50, max_completion_tokens=10**6, max_turn_tokens=10**5)
-FILES = {"note.py": "x = 3\n"}
-CHECK = "grep -qx 'x = 7' note.py && grep -qx 'y = 1' more.py"
+AT_ONCE = 3
+"""Rollouts that are attempted at the same time: programs wait more than they compute."""
 HERE = Path(__file__).parent / "clients"
 BIN = CLIENTS / "python" / "bin"
 PROGRAMS = {
@@ -76,9 +76,15 @@ def shell(program: str, command: str) -> str:
 class Policy:
     """Works through its turns: one for each turn of a conversation with tools."""
 
-    def __init__(self, turns: Sequence[str], helper: Sequence[str] = ()) -> None:
-        """`helper` are the turns of a sub-agent: of a conversation that begins with HELP."""
-        self.turns, self.helper = turns, helper
+    def __init__(
+        self, turns: Sequence[str] | Mapping[str, Sequence[str]], helper: Sequence[str] = ()
+    ) -> None:
+        """`turns` by the text of the task that the user's messages hold, or of all tasks.
+
+        `helper` are the turns of a sub-agent: of a conversation that begins with HELP.
+        """
+        self.turns = turns if isinstance(turns, Mapping) else {"": turns}
+        self.helper = helper
         self.questions: dict[str, Question] = {}
 
     def __call__(self, ids: Sequence[int], session: str, turn: int) -> tuple[int, ...]:
@@ -88,8 +94,9 @@ class Policy:
             for message in question.messages
             if message["role"] == "assistant"
         )
-        is_helper = any(HELP in str(m["content"]) for m in question.messages if m["role"] == "user")
-        turns = self.helper if is_helper else self.turns
+        asked = "".join(str(m["content"]) for m in question.messages if m["role"] == "user")
+        of_task = (turns for text, turns in self.turns.items() if text in asked)
+        turns = self.helper if HELP in asked else next(of_task, ())
         if not question.schemas:
             text = "A title"
         else:
@@ -100,10 +107,26 @@ class Policy:
 HELP = "Count the lines."
 
 
+def note_task(x: int = 7) -> Task:
+    """A task that ends with two files: `x` is changed in one, the other is new."""
+    return Task(
+        task_id=f"note/{x}",
+        messages=({"role": "user", "content": f"Make x {x} in note.py, and y 1 in more.py."},),
+        columns={
+            "files": {"note.py": "x = 3\n"},
+            "check": f"grep -qx 'x = {x}' note.py && grep -qx 'y = 1' more.py",
+        },
+    )
+
+
 def attempt(
-    program: str, policy: Policy, folder: Path, *, count: int = 1, **settings: Any
+    program: str,
+    policy: Policy,
+    folder: Path,
+    tasks: Sequence[Task] = (note_task(),),
+    **settings: Any,
 ) -> list[Rollout]:
-    """Let a program attempt the task, and check the ledger of each rollout."""
+    """Let a program attempt the tasks, and check the ledger of each rollout."""
     if program in EXAMPLE_OF:
         variable, example = EXAMPLE_OF[program]
         command = [sys.executable, str(EXAMPLES / example / "agent.py")]
@@ -111,25 +134,19 @@ def attempt(
     else:
         variable, path = "PROGRAM", PROGRAMS[program][0]
         command = [sys.executable, str(HERE / "with_program.py"), program]
-    task = Task(
-        task_id="note",
-        messages=({"role": "user", "content": "Make x 7 in note.py, and y 1 in more.py."},),
-        columns={"files": FILES, "check": CHECK},
-    )
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv(variable, str(path))
-        return attempt_task(task, command, policy, folder, count, env=[variable], **settings)
+        return attempt_tasks(tasks, command, policy, folder, env=[variable], **settings)
 
 
-def attempt_task(
-    task: Task,
+def attempt_tasks(
+    tasks: Sequence[Task],
     command: Sequence[str],
     policy: Policy,
     folder: Path,
-    count: int = 1,
     **settings: Any,
 ) -> list[Rollout]:
-    """Let a command attempt a task in a sandbox, and check the ledger of each rollout."""
+    """Let a command attempt tasks in a sandbox, and check the ledger of each rollout."""
     config = AgentConfig(
         name="endpoint",
         command=list(command),
@@ -144,15 +161,15 @@ def attempt_task(
     async def run() -> list[Rollout]:
         agents = Agents(config, chat, folder, on_request=policy.questions.__setitem__)
         engine = ScriptedEngine(policy, max_context=400_000, keeps_sent=False)
+        places = asyncio.Semaphore(AT_ONCE)
+
+        async def attempt_one(number: int, task: Task) -> Rollout:
+            request = RolloutRequest(task=task, sampling=Sampling(), rollout_id=f"r-{number}")
+            async with places:
+                return await agents.attempt(request, engine, LIMITS)
+
         try:
-            return [
-                await agents.attempt(
-                    RolloutRequest(task=task, sampling=Sampling(), rollout_id=f"r-{n}"),
-                    engine,
-                    LIMITS,
-                )
-                for n in range(count)
-            ]
+            return await asyncio.gather(*map(attempt_one, range(len(tasks)), tasks))
         finally:
             await agents.aclose()
 
@@ -165,19 +182,22 @@ def attempt_task(
 
 
 @pytest.mark.parametrize("program", EXAMPLE_OF)
-def test_the_work_is_done_and_is_one_trajectory(program: str, tmp_path: Path) -> None:
-    turns = [
-        shell(program, "cat note.py"),
-        shell(program, "printf 'x = 7\\n' > note.py"),
-        # Two calls at once.
-        shell(program, "printf 'y = 1\\n' > more.py") + "\n" + shell(program, "ls"),
-    ]
-    if program == "codex":  # Anthropic's messages have no place for a malformed call
-        turns.insert(1, shell(program, "false").replace('"arguments": {', '"arguments": {"'))
-    done = attempt(program, Policy(turns), tmp_path, count=10)
-    for rollout in done:
+def test_ten_tasks_are_done_and_are_a_trajectory_each(program: str, tmp_path: Path) -> None:
+    turns: dict[str, list[str]] = {}
+    tasks = [note_task(x) for x in range(10, 20)]
+    for number, task in enumerate(tasks):
+        words = turns[task.messages[0]["content"]] = [
+            *(shell(program, f"cat note.py; echo {look}") for look in range(1 + number % 3)),
+            shell(program, f"printf 'x = {10 + number}\\n' > note.py"),
+            # Two calls at once.
+            shell(program, "printf 'y = 1\\n' > more.py") + "\n" + shell(program, "ls"),
+        ]
+        if program == "codex":  # Anthropic's messages have no place for a malformed call
+            words.insert(1, shell(program, "false").replace('"arguments": {', '"arguments": {"'))
+    done = attempt(program, Policy(turns), tmp_path, tasks)
+    for rollout, words in zip(done, turns.values(), strict=True):
         assert rollout.environment_reward == 1
-        assert [(t.role, t.turns) for t in rollout.trajectories] == [("main", len(turns) + 1)]
+        assert [(t.role, t.turns) for t in rollout.trajectories] == [("main", len(words) + 1)]
         assert not rollout.untrained
     assert agent_metrics(done)["agent/merged_share"] == 1.0
 
@@ -246,8 +266,8 @@ def test_libraries_converse_in_one_trajectory(
         messages=({"role": "user", "content": "What is 3 + 4?"},),
         columns=row("test", 0, 0) if is_example else {},
     )
-    (done,) = attempt_task(
-        task,
+    (done,) = attempt_tasks(
+        [task],
         [str(word) for word in command],
         Policy(SELECTING if is_example else ADDING),
         tmp_path,
