@@ -26,7 +26,7 @@ def started_at(pid: int) -> int | None:
             except ProcessLookupError:
                 return None
         return 0
-    return None if fields[0] in "ZX" else int(fields[19])
+    return None if fields[0] in "ZX" else int(fields[19])  # Z, X: a zombie, or dead
 
 
 def process_exists(pid: int, started: int = 0) -> bool:
