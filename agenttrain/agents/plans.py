@@ -62,6 +62,7 @@ class RequestPlanner:
     ) -> Plan:
         """Plan to continue the matched turn, or else to render a prompt. Raises RequestError."""
         turn = match.turn
+        # The kind of the restart and the first difference, for a request that continues no turn.
         _, restart, difference = find_relation(messages, transcript.issued.turns, match)
         if turn is not None:
             with suppress(ChatError):  # a role that the template refuses behind an answer
