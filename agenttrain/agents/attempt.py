@@ -75,7 +75,7 @@ class EndReason(NamedTuple):
 
 
 class _Ending(NamedTuple):
-    """The messages that end a conversation, behind its last turn."""
+    """The messages that end a conversation, after its last turn. `/finish` sends them."""
 
     turn: AgentTurn
     replies: list[Message]
@@ -178,7 +178,7 @@ class EndpointRollout:
         return len(ids)
 
     async def finish(self, messages: Sequence[Message] = (), *, size: int = 0) -> None:
-        """Append the messages behind the last turn, if any fit, and end the rollout.
+        """Append the messages after the last turn, if they fit, and end the rollout.
 
         `messages` is the whole conversation, `size` its bytes. Raises RequestError.
         """
@@ -202,7 +202,7 @@ class EndpointRollout:
         self.end(StopReason.completed, "the agent has finished")
 
     def _read_ending(self, messages: Sequence[Message]) -> _Ending:
-        """Find the last turn of a trajectory, and the messages behind it. Raises RequestError."""
+        """Find the last turn of a trajectory, and the messages after it. Raises RequestError."""
         transcript = self.trained
         match = _match_any_tools(transcript, in_call_order(messages))
         turn = match.turn
@@ -425,7 +425,7 @@ class EndpointRollout:
             for key in ("content", "reasoning_content"):
                 if text := client_message.get(key):  # it may only appear once parts are joined
                     client_message[key] = before_stop(text, question.stops)
-            # Calls behind the stop text, which the client does not see, have no id.
+            # Calls after the stop text, which the client does not see, have no id.
             hidden = len(turn.calls) - len(call_ids)
             call_ids = (*call_ids, *("",) * hidden)
         planned.transcript.issued.add(

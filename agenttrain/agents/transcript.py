@@ -24,7 +24,7 @@ class AgentTurn(IssuedTurn):
     trajectory: int
     """Index of its trajectory."""
     end: int
-    """Position behind its last sampled token in the trajectory."""
+    """Position after its last sampled token in the trajectory."""
     message_count: int
     """Messages of the trajectory up to and with it."""
 

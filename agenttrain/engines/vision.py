@@ -90,7 +90,7 @@ class Layout:
 
     def positions(self, first: int, last: int) -> np.ndarray:
         """Return the positions of tokens `first` to `last` - 1, [3, T]."""
-        # Decoding: behind the last image every position differs from the token's by one constant.
+        # Decoding: after the last image every position differs from the token's by one constant.
         if self.images and first >= self.images[-1].end:
             offset = sum(max(placed.grid) - placed.tokens for placed in self.images)
             return _text_positions(first + offset, last - first)

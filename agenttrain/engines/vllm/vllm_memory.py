@@ -103,7 +103,7 @@ def memory(settings: VllmSettings, load: EngineLoad, sizes: ModelSizes) -> Engin
         parts = "workspaces" if settings.enforce_eager else "CUDA graphs and workspaces"
         why = f"{parts}, asleep too: assumed"
         items.append(MemoryItem(name="engine's graphs", bytes=graphs, why=why))
-    # With adapters only they are sent, unless the engine sleeps and drops its base weights.
+    # An engine with adapters gets only these, unless it sleeps, which drops its base weights.
     if not load.adapters or settings.merge_adapters or settings.sleep:
         synced, why = SYNCED * sizes.largest_weight, "the largest weight: gathered, cast"
         if load.sharded:  # a whole layer is gathered at once, not the largest weight alone

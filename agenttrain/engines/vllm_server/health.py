@@ -230,7 +230,7 @@ class Heartbeat:
 
 
 async def watch(member: Member, fleet: Members, folder: Path, servers: StartedServers) -> None:
-    """Keep a member up to date with its server's record and health, for ever."""
+    """Keep a member up to date with its server's record and health, until it is cancelled."""
     heartbeat = Heartbeat()
     while True:
         record = read_record(folder, member.number)

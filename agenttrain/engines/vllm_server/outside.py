@@ -161,7 +161,7 @@ async def inspect(client: ServerClient, url: str, run: Outside) -> tuple[ServerF
 async def watch_outside(
     member: Member, fleet: Members, run: Outside, servers: ServersConfig
 ) -> None:
-    """Examine a server that somebody else started, for ever."""
+    """Examine a server that somebody else started, until it is cancelled."""
     # A client for this task alone: the member's is closed whenever the server joins again.
     async with aclosing(ServerClient(member.url, run.token, timeout_s=servers.request_s)) as client:
         await _watch_with(client, member, fleet, run, servers)

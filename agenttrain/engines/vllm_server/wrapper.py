@@ -73,7 +73,9 @@ class Wrapper:
     """None: a new one at each start."""
     _owner_started: int = 0
     _stopping: bool = False
+    """The server has to end, and is not started again."""
     _next_beat: float = 0.0
+    """Time of the next heartbeat."""
     _record: ServerRecord = field(init=False)
 
     def run(self) -> int:
