@@ -101,7 +101,8 @@ class AnswerResponse(Response):
         disconnect = asyncio.ensure_future(wait_until_disconnected(receive))
         try:
             self._written = await self._write(send, disconnect)
-            delivery.written += self._written
+            if self._written:
+                delivery.written += 1
         finally:
             delivery.readers -= 1
             disconnect.cancel()
@@ -158,6 +159,7 @@ def build_app(find_open: Callable[[str], OpenRollout | None]) -> Starlette:
     """Return the application. `find_open` returns the open rollout of a name, or None."""
 
     async def complete(request: Request, dialect: WireDialect) -> Response:
+        """Answer a request for a completion, in the form of the API that `dialect` speaks."""
         entry = _authorize(request, find_open)
         try:
             body = await read_body(request, entry.rollout.max_context)
@@ -167,18 +169,21 @@ def build_app(find_open: Callable[[str], OpenRollout | None]) -> Starlette:
         except (RequestError, RecursionError) as error:
             entry.rollout.refuse(request_error(error))
             raise
-        # OpenAI's and Anthropic's clients count their retries in this header.
+        # OpenAI's and Anthropic's clients count their retries in this header. Any client may send
+        # it, with text or a number of any length.
         retries = request.headers.get("x-stainless-retry-count", "0")
+        is_retry = retries.isdecimal() and bool(retries.strip("0"))
         delivery = entry.replays.deliver(
             request.url.path,
             body,
             key=request.headers.get("idempotency-key"),
-            retry=retries.isdecimal() and bool(retries.strip("0")),
+            retry=is_retry,
             sample=lambda: entry.rollout.answer(question, text_arguments=dialect.text_arguments),
         )
         return AnswerResponse(entry, delivery, dialect, question)
 
     async def count_tokens(request: Request) -> Response:
+        """Answer Anthropic's question for the length of a prompt, without sampling."""
         entry = _authorize(request, find_open)
         body = await read_body(request, entry.rollout.max_context)
         question = await read(
@@ -188,6 +193,7 @@ def build_app(find_open: Callable[[str], OpenRollout | None]) -> Starlette:
         return JSONResponse({"input_tokens": count})
 
     async def models(request: Request) -> Response:
+        """List the models of `agent.models`, in which "*" stands for any other name."""
         entry = _authorize(request, find_open)
         names = [name for name in entry.rollout.settings.models if name != "*"] or ["policy"]
         data = [
@@ -204,6 +210,7 @@ def build_app(find_open: Callable[[str], OpenRollout | None]) -> Starlette:
         return JSONResponse({"reward": entry.rollout.reward})
 
     async def finish(request: Request) -> Response:
+        """End the rollout, with the last messages and the reward in the body, if any."""
         entry = _authorize(request, find_open)
         body = await read_body(request, entry.rollout.max_context)
         data = await read(len(body), read_object, body) if body.strip() else {}
@@ -215,6 +222,7 @@ def build_app(find_open: Callable[[str], OpenRollout | None]) -> Starlette:
         return JSONResponse({"finished": True})
 
     async def refuse(request: Request, error: Exception) -> Response:
+        """Return the response to an error, in the form of the API that was asked."""
         problem = request_error(error)
         if problem.status in (404, 405) and isinstance(error, HTTPException):
             problem = unknown_route(request, problem.status)

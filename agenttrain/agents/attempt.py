@@ -54,8 +54,8 @@ class ServedPolicy:
     chat: Chat
     limits: RolloutConfig
     lockstep: bool = False
-    """The engine waits for each rollout at a fixed step, so that requests at once are answered one
-    after the other."""
+    """The engine repeats a run bit for bit (`Lockstep`): requests that a rollout sends at once are
+    answered one after the other."""
     check: Callable[[Question], Awaitable[RequestError | None]]
     """Returns the error if the template cannot show a request's tools, or no grammar can enforce
     its output format, else None."""
@@ -75,7 +75,7 @@ class EndReason(NamedTuple):
 
 
 class _Ending(NamedTuple):
-    """The messages that end a conversation, behind its last turn."""
+    """The messages that end a conversation, after its last turn. `/finish` sends them."""
 
     turn: AgentTurn
     replies: list[Message]
@@ -150,7 +150,8 @@ class EndpointRollout:
         """
         self.counts["agent/requests"] += 1
         try:
-            async with self._turn if self.policy.lockstep else nullcontext():
+            one_at_a_time = self._turn if self.policy.lockstep else nullcontext()
+            async with one_at_a_time:
                 problem = await self.policy.check(question)
                 self._check_open()
                 transcript = self._admit(question, problem)
@@ -177,7 +178,7 @@ class EndpointRollout:
         return len(ids)
 
     async def finish(self, messages: Sequence[Message] = (), *, size: int = 0) -> None:
-        """Append the messages behind the last turn, if any fit, and end the rollout.
+        """Append the messages after the last turn, if they fit, and end the rollout.
 
         `messages` is the whole conversation, `size` its bytes. Raises RequestError.
         """
@@ -201,7 +202,7 @@ class EndpointRollout:
         self.end(StopReason.completed, "the agent has finished")
 
     def _read_ending(self, messages: Sequence[Message]) -> _Ending:
-        """Find the last turn of a trajectory, and the messages behind it. Raises RequestError."""
+        """Find the last turn of a trajectory, and the messages after it. Raises RequestError."""
         transcript = self.trained
         match = _match_any_tools(transcript, in_call_order(messages))
         turn = match.turn
@@ -272,6 +273,7 @@ class EndpointRollout:
         if self.ended is None and self.counts["agent/requests"] > self.settings.max_requests:
             text = f"agent.max_requests={self.settings.max_requests} requests were sent"
             self.end(StopReason.max_requests, text)
+        # Turns that are being sampled count too.
         if self.ended is None and turns + len(self._in_engine) >= limits.max_turns:
             text = f"rollout.max_turns={limits.max_turns} turns were sampled"
             self.end(StopReason.max_turns, text)
@@ -318,7 +320,7 @@ class EndpointRollout:
             "min_p": (ours.min_p, 0),
         }
         if is_frozen:
-            validated(SampledFrom, question.sampling)
+            validated(SampledFrom, question.sampling)  # raises for values out of bounds
         changing = {
             name: value
             for name, value in question.sampling.items()
@@ -415,13 +417,15 @@ class EndpointRollout:
         if shown_text is not None:
             schemas = question.schemas
             shown = self.policy.chat.parse_text(shown_text, schemas, turn=name, after=role)
-        # A call that a stop text cuts off is part of the content.
-        keeps_text = text_arguments and shown_text is None
-        client_message, call_ids = issue(shown, text_arguments=keeps_text, handle=head.id)
+        # Arguments that are no JSON object can be sent to the client as text. Not those of a call
+        # that a stop text cuts off: that call becomes part of the content.
+        may_send_text = text_arguments and shown_text is None
+        client_message, call_ids = issue(shown, text_arguments=may_send_text, handle=head.id)
         if shown_text is not None:
             for key in ("content", "reasoning_content"):
                 if text := client_message.get(key):  # it may only appear once parts are joined
                     client_message[key] = before_stop(text, question.stops)
+            # Calls after the stop text, which the client does not see, have no id.
             hidden = len(turn.calls) - len(call_ids)
             call_ids = (*call_ids, *("",) * hidden)
         planned.transcript.issued.add(
@@ -492,10 +496,12 @@ class EndpointRollout:
         Return it and the text before the stop text, if there is one. Raises RequestError, and ends
         the rollout, if the engine fails.
         """
-        request, chat, grammar = self.request, self.policy.chat, None
+        request, chat = self.request, self.policy.chat
+        grammar: str | None = None
         if self.policy.limits.structured_calls:
             role = plan.messages[-1]["role"]
             grammar = chat.grammar(question.schemas, after=role, form=question.form)
+        # Each trajectory has a seed, and each of its turns one that is derived from it.
         seed, turns = plan.seed, 0
         if plan.extends is not None:
             seed = transcript.seeds[plan.extends.index]
@@ -529,6 +535,7 @@ class EndpointRollout:
             raise RequestError(str(error), status=500) from error
         if not question.stops:
             return completion, None
+        # An engine that does not call `ends` has sampled on, past the stop text.
         for token_id in completion.token_ids[scan.count :]:
             scan.push(token_id)
         scan.finish()
@@ -586,7 +593,7 @@ class EndpointRollout:
 def _until(completion: Completion, end: int | None) -> Completion:
     """Return the first `end` tokens of a completion, as an engine that stops there gives them.
 
-    Which tokens come first does not depend on those behind them, so that nothing is biased.
+    This does not bias the sample: the first tokens do not depend on those that are cut off.
     """
     if end is None:
         return completion

@@ -40,15 +40,16 @@ class CertifiedTools:
     def problem(self, schemas: Sequence[dict[str, Any]]) -> str | None:
         """Return why the template cannot show these tools, or None if it can."""
         path = cache_folder() / f"{self._key(schemas)}.json"
+        # Without a file, or with a damaged one, the tools are certified below.
         with suppress(OSError, ValueError, KeyError, TypeError):
             problem: str | None = json.loads(path.read_text(encoding="utf-8"))["problem"]
             with suppress(OSError):
-                os.utime(path)
+                os.utime(path)  # `_prune` removes the results that were used longest ago
             return problem
         certificate = certify(self.chat, schemas)
         problem = None
         if not certificate.passed:
-            lines = [line.strip() for line in certificate.lines()[1:]]
+            lines = [line.strip() for line in certificate.lines()[1:]]  # without the heading
             problem = f"the chat template cannot show them: {'; '.join(lines)}"
         with suppress(OSError):  # a home that cannot be written
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,9 +76,13 @@ def _prune(folder: Path) -> None:
 def _digest_of(chat: Chat) -> str:
     """Return a digest of a chat's tokenizer, templates and response schema."""
     backend = getattr(chat.tokenizer, "backend_tokenizer", None)
-    tokenizer = repr(sorted(chat.tokenizer.get_vocab().items())) if backend is None else ""
+    # A tokenizer written in Python has no backend, and is known by its vocabulary.
+    if backend is None:
+        tokenizer = repr(sorted(chat.tokenizer.get_vocab().items()))
+    else:
+        tokenizer = backend.to_str()
     parts = [
-        backend.to_str() if backend is not None else tokenizer,
+        tokenizer,
         *(chat.template, chat.fix.stock, repr(chat.response), repr(sorted(chat.kwargs.items()))),
         *(repr(chat.roles), repr(chat.plain), repr(chat.stop_token_ids)),
     ]

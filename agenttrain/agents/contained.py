@@ -43,7 +43,7 @@ class ContainedAgent:
                 timeout_s=self._timeout_s,
                 stdin=assignment.line().encode() + b"\n",
                 env=assignment.environment(self._env),
-                max_bytes=1,
+                max_bytes=1,  # the result need not hold the output, which goes to `out`
                 on_output=out.write,
             )
         finally:

@@ -1,4 +1,4 @@
-"""Plan the ids that a request is sampled from: behind the turn that it continues, or rendered."""
+"""Plan the ids that a request is sampled from: after the turn that it continues, or rendered."""
 
 from __future__ import annotations
 
@@ -62,9 +62,10 @@ class RequestPlanner:
     ) -> Plan:
         """Plan to continue the matched turn, or else to render a prompt. Raises RequestError."""
         turn = match.turn
+        # The kind of the restart and the first difference, for a request that continues no turn.
         _, restart, difference = find_relation(messages, transcript.issued.turns, match)
         if turn is not None:
-            with suppress(ChatError):  # a role that the template refuses behind an answer
+            with suppress(ChatError):  # a role that the template refuses after an answer
                 return self._continue_turn(transcript, turn, match)
             restart, difference = Restart.edited, "the template refuses them behind a turn"
         shown, ids = self.render(messages, schemas)
@@ -91,7 +92,7 @@ class RequestPlanner:
     ) -> Plan:
         """Plan to extend a turn's trajectory, or to branch from it if the turn is not its last.
 
-        Raises ChatError if the template refuses the messages behind the turn.
+        Raises ChatError if the template refuses the messages after the turn.
         """
         trajectory = transcript.rollout.trajectories[turn.trajectory]
         replies, suffix = turn.continuation(self._chat, match.new_messages, generation_prompt=True)

@@ -70,7 +70,7 @@ class CommandAgent:
             program.stdin.close()
             code = await program.wait()
         finally:
-            await program.end()
+            await program.end()  # with all processes that it has started
             await asyncio.wait(copying, timeout=LAST_WORDS_S)
             for task in copying:
                 task.cancel()

@@ -136,9 +136,11 @@ class EndpointProtocol(BoundedHead):
     def connection_lost(self, exc: Exception | None) -> None:
         """Pass on a reset to the last request of the connection."""
         super().connection_lost(exc)
-        on_reset = self.cycle.scope.get(ON_RESET) if exc is not None and self.cycle else None
-        if on_reset is not None:
-            on_reset()
+        # `exc` is None for a connection that was closed in order, `cycle` before its first request.
+        if exc is not None and self.cycle:
+            on_reset = self.cycle.scope.get(ON_RESET)
+            if on_reset is not None:
+                on_reset()
 
 
 class LoopServer(uvicorn.Server):
@@ -284,8 +286,8 @@ class Agents:
         if self._folder is None:
             return command
         port = int(self.address.rpartition(":")[2])
-        socket = self._folder.path / "endpoint"
-        return [*sandbox_command(self.settings, socket=socket, port=port), *command]
+        socket_path = self._folder.path / "endpoint"
+        return [*sandbox_command(self.settings, socket=socket_path, port=port), *command]
 
     @asynccontextmanager
     async def _machine(self, request: RolloutRequest) -> AsyncIterator[RolloutMachine | None]:
@@ -339,6 +341,7 @@ class Agents:
                     rollout.end(StopReason.timeout, f"{key}={limit_s:g} passed")
                     return None, None
                 return f"{key}={limit_s:g} passed", None
+            # The rollout is over. An external agent is only a file, which nobody ends.
             if not agent.done() and not isinstance(self._agent, ExternalAgent):
                 await asyncio.wait((agent,), timeout=GRACE_S)
             if agent.done():
@@ -349,7 +352,7 @@ class Agents:
             for task in (agent, over):
                 task.cancel()
             await asyncio.wait((agent, over))
-        return None, None
+        return None, None  # the agent went on after its rollout, which is no failure
 
     def _set_stop_reason(self, attempt: EndpointRollout, failure: str | None) -> None:
         """Set why the rollout ended. `failure` is the agent's.
@@ -360,6 +363,7 @@ class Agents:
         rollout, end = attempt.rollout, attempt.ended
         if end is not None and end.stop_reason is not StopReason.completed:
             rollout.stop_reason, text = end
+            # Without a turn there is nothing to grade or to train.
             if rollout.stop_reason is StopReason.timeout and not rollout.turns:
                 rollout.stop_reason = StopReason.error
             rollout.error = text if rollout.stop_reason is StopReason.error else None
@@ -377,6 +381,7 @@ class Agents:
             rollout.error = self._no_turn(attempt)
         else:
             rollout.stop_reason = StopReason.max_tokens if attempt.is_cut else StopReason.completed
+        # Only for a failure of the agent itself: then nothing else has ended the rollout.
         gives_zero = self.settings.on_failure is OnFailure.zero and rollout.turns > 0
         if gives_zero and rollout.stop_reason is StopReason.error and end is None:
             rollout.stop_reason = StopReason.agent_failed
@@ -423,6 +428,7 @@ class Agents:
                 (self._folder.path / "endpoint").chmod(0o666)
                 listeners[-1].listen(2048)
             self._serving = asyncio.ensure_future(self._server.serve(sockets=listeners))
+            # It is done before it has started if it has failed to start.
             while not self._server.started and not self._serving.done():
                 await asyncio.sleep(0.001)
             reachable = ANY_ADDRESS.get(host, host)

@@ -54,6 +54,7 @@ def check_sandbox(settings: AgentConfig) -> None:
     if problem:
         raise ValueError(f"{key}: no sandbox can be made here: {problem}; leave agent.sandbox out")
     script = next(filter(os.path.isfile, settings.command), None)
+    # `user` is the other user that root's agents run as. 0o004: everybody may read the file.
     if script is not None and user is not None and not os.stat(script).st_mode & 0o004:
         raise ValueError(
             f"agent.command: {script}: only its owner can read it, and the agents of a run that "
@@ -91,6 +92,7 @@ def sandbox_command(
         "disk_mb": settings.disk_mb,
     }
     code = START.format(root=str(PACKAGE.parent))
+    # -I -S: the interpreter takes no code from the environment, the folder or site-packages.
     return [
         *(*bubblewrap(user), "--die-with-parent", "--", interpreter(), "-I", "-S", "-c", code),
         json.dumps(inside),

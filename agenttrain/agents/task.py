@@ -66,7 +66,8 @@ class AgentTask:
     machine: RolloutMachine | None = field(default=None, repr=False)
     """Container of the rollout, for a function that runs commands; None with runtime=bwrap."""
     transport: Callable[[], EndpointTransport] | None = field(default=None, repr=False)
-    """Makes the way to the endpoint within the run's process. None: over the network."""
+    """Makes the transport by which requests reach the endpoint within the run's process, without a
+    socket. None: they go over the network."""
 
     @property
     def base_url(self) -> str:

@@ -24,7 +24,7 @@ class AgentTurn(IssuedTurn):
     trajectory: int
     """Index of its trajectory."""
     end: int
-    """Position behind its last sampled token in the trajectory."""
+    """Position after its last sampled token in the trajectory."""
     message_count: int
     """Messages of the trajectory up to and with it."""
 
@@ -78,6 +78,7 @@ class Transcript:
         main = self.main_conversation()
         if trained is Trained.main:
             return {main}
+        # The main one has tools if any has. If none has, all are trained.
         return {number for number in numbers if self._has_tools(number) >= self._has_tools(main)}
 
     def main_conversation(self) -> int:
@@ -85,6 +86,7 @@ class Transcript:
 
         It is the first that has tools, if any has, and whose opening holds the task's prompt.
         """
+        # In the order of their beginnings, as `max` returns the first of those that are equal.
         return max(
             dict.fromkeys(self.conversations),
             key=lambda number: (self._has_tools(number), self._holds_prompt(number)),
@@ -99,7 +101,11 @@ class Transcript:
         first = self.rollout.trajectories[self.conversations.index(conversation)]
         wanted = [_text_of(m).strip() for m in self.rollout.task.messages if m["role"] == "user"]
         texts = [_text_of(message) for message in first.messages[: first.prompt_messages]]
-        return any(wanted[-1] in text for text in texts) if wanted else False
+        if not wanted:
+            return False
+        # The last message asks for the answer, and earlier ones may be examples. An agent may put
+        # texts of its own around it.
+        return any(wanted[-1] in text for text in texts)
 
 
 def _text_of(message: Message) -> str:

@@ -148,11 +148,15 @@ def visible_files(command: Sequence[str], read: Sequence[str]) -> Visible:
         visible.add_program(program)
     for path in _named_paths(command):
         if not is_within(os.path.realpath(path), *secrets):
-            visible.add(path) if os.path.isdir(path) else visible.add_beside(path)
+            if os.path.isdir(path):
+                visible.add(path)
+            else:  # a script may read the files beside it
+                visible.add_beside(path)
     for path in (work, *map(os.path.expanduser, read)):
         visible.add(path)
     visible.shown = {path for path in visible.shown if not is_within(path, *secrets)}
     visible.work = work if is_within(work, *visible.shown) else visible.home
+    # Files such as .env are secret at the top of each shown folder, as in a home.
     secrets |= _with_targets({f"{folder}/{name}" for folder in visible.shown for name in SECRETS})
     # A secret folder that holds a program or a shown folder cannot be hidden without them.
     readable = (*visible.programs, *visible.shown)

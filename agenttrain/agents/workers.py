@@ -49,7 +49,7 @@ class Worker:
             await program.send(line)
             return agent_reward((await result).get("reward"))
         except BaseException:
-            self.retired = True
+            self.retired = True  # cancelled, or failed: the process may still work on this rollout
             raise
         finally:
             del self.pending[assignment.rollout_id]

@@ -13,7 +13,11 @@ LARGEST_RANK = 512
 
 
 def adapter_config(tensors: Mapping[str, Tensor], alpha: float) -> dict[str, Any]:
-    """Return adapter_config.json for adapters by peft's names and shapes."""
+    """Return adapter_config.json for adapters by peft's names and shapes.
+
+    Example of a name: ``base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight``, whose
+    target module is ``q_proj``.
+    """
     lora_a = [name for name in tensors if ".lora_A." in name or name.endswith(".lora_embedding_A")]
     return {
         "peft_type": "LORA",

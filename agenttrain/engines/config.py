@@ -173,7 +173,8 @@ class ServersConfig(StartedServers):
                 f"servers.url={self.url}: weights and health go past a router; name its servers: "
                 f"servers.admin_urls=[{self.url}] if it is a server itself"
             )
-        for key, url in (("url", self.url), *(("admin_urls", url) for url in urls)):
+        addresses = [("url", self.url), *(("admin_urls", url) for url in urls)]
+        for key, url in addresses:
             if url is not None and not URL.fullmatch(url):
                 yield f"servers.{key}={shown(url)}: expected an address, e.g. http://10.0.0.5:8000"
         if len(set(urls)) < len(urls):
@@ -186,7 +187,7 @@ class ServersConfig(StartedServers):
                 "name more"
             )
         default = ServersConfig()
-        for key in STARTED:
+        for key in STARTED:  # the run does not start these servers: the keys have no effect
             if (value := getattr(self, key)) != getattr(default, key):
                 yield (
                     f"servers.{key}={shown(value)}: servers.admin_urls names servers that somebody "

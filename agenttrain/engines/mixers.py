@@ -140,7 +140,7 @@ def _convolve(
     activation: str | None = None,
     **_: Any,
 ) -> Tensor:
-    """Compute `causal_conv1d_fn`."""
+    """Compute `causal_conv1d_fn` by the layout. Other keywords of the mixer are not needed."""
     return layout.convolve(
         Convolution(
             function=function,
@@ -165,7 +165,7 @@ def _scan_delta_rule(
     output_final_state: bool = False,
     **keywords: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute `torch_chunk_gated_delta_rule` or `chunk_kimi_delta_attention`."""
+    """Compute `torch_chunk_gated_delta_rule` or `chunk_kimi_delta_attention` by the layout."""
 
     def apply(
         function: Function,
@@ -217,8 +217,11 @@ def _scan_mamba2(
     seq_idx: None = None,
     **keywords: Any,
 ) -> Any:
-    """Compute `mamba2_chunk_scan`, whose state stays as it is where the step size is 0."""
-    # Step sizes first: before the softplus, or below the limit, 0 could not be expressed.
+    """Compute `mamba2_chunk_scan` by the layout.
+
+    The layout pads with zeros, and a step size of 0 leaves the state as it is. So the scan gets
+    final step sizes: before the softplus and the limits no padding would stand for 0.
+    """
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = (softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
 
@@ -230,7 +233,8 @@ def _scan_mamba2(
         keeps: bool,
     ) -> tuple[Tensor, Tensor | None]:
         hidden_states, dt, B, C = inputs
-        A, *rest = weights
+        A = weights[0]
+        skip = weights[1] if len(weights) == 2 else None  # D
         output: Any = function(
             hidden_states,
             dt,
@@ -238,7 +242,7 @@ def _scan_mamba2(
             B,
             C,
             chunk_size=chunk_size,
-            D=rest[0] if rest else None,
+            D=skip,
             initial_states=state,
             return_final_states=keeps,
             **keywords,
@@ -286,6 +290,7 @@ class _WithLayout:
         self, *arguments: Any, recurrent: MixerLayout | None = None, **keywords: Any
     ) -> Any:
         layout = recurrent
+        # A mixer that hands on no unknown keyword gets the layout as `seq_idx`.
         if layout is None and isinstance(keywords.get("seq_idx"), MixerLayout):
             layout = keywords.pop("seq_idx")
         if layout is None:
@@ -323,6 +328,7 @@ def layout_keywords(model: nn.Module, layout: MixerLayout) -> dict[str, MixerLay
         if not isinstance(function, _WithLayout):
             setattr(module, name, _WithLayout(function, ADAPTERS[name]))
     keywords = {"recurrent": layout}
+    # Such a mixer drops `recurrent`: it gets the layout by a keyword that it hands on.
     if any(map(_takes_only_seq_idx, _modeling_classes(model))):
         keywords["seq_idx"] = layout
     return keywords

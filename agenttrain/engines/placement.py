@@ -79,7 +79,8 @@ def place(
     """
     size = servers.tensor_parallel_size
     if isinstance(servers, ServersConfig) and servers.nodes:
-        firsts = [number % servers.per_node * size for number in range(servers.count)]
+        # Each node numbers its GPUs from 0, and its servers take them in order.
+        firsts = [(number % servers.per_node) * size for number in range(servers.count)]
         return tuple(tuple(range(first, first + size)) for first in firsts)
     numbers = gpu_numbers(servers, trainers, taken)
     names: list[int | str] = list(numbers)

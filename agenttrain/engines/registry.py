@@ -88,13 +88,14 @@ def chosen(section: Any) -> EngineSettings:
         raise_problems([f"engine.{TARGET}={path}: expected a dotted path, e.g. my_pkg.engine.SPEC"])
     if TARGET in keys:
         path, name = keys.pop(TARGET), keys.pop("name")
-        if name != DEFAULT_ENGINE:
+        if name != DEFAULT_ENGINE:  # somebody has chosen a bundled engine too
             raise_problems(
                 [
                     f"engine.{TARGET}={path}: engine={name} is chosen beside it; leave engine="
                     f"{name} out, or where a file chooses it add engine={DEFAULT_ENGINE}"
                 ]
             )
+        # The keys that all engines have can be checked without the engine's module.
         shared = {key: keys[key] for key in field_names(EngineSettings) if key in keys}
         base = _validated(EngineSettings, shared, f"engine.{TARGET}={path}")
         return OutsideEngine(**{**asdict(base), "name": path}, own=keys)
@@ -124,7 +125,7 @@ def admit(settings: EngineSettings) -> EngineSettings:
         checked = _validated(spec.settings, settings.own, f"{key}={path}")
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    checked.name = path
+    checked.name = path  # `spec_of` finds the spec by it
     return checked
 
 

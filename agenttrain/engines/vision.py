@@ -90,7 +90,7 @@ class Layout:
 
     def positions(self, first: int, last: int) -> np.ndarray:
         """Return the positions of tokens `first` to `last` - 1, [3, T]."""
-        # Decoding: behind the last image every position differs from the token's by one constant.
+        # Decoding: after the last image every position differs from the token's by one constant.
         if self.images and first >= self.images[-1].end:
             offset = sum(max(placed.grid) - placed.tokens for placed in self.images)
             return _text_positions(first + offset, last - first)
@@ -108,7 +108,10 @@ class Layout:
         return np.concatenate(columns, axis=1)[:, first:last]
 
     def pieces(self, first: int, last: int, start: int) -> Iterator[Piece]:
-        """Yield the placeholders of tokens `first` to `last` - 1, which begin a pass at `start`."""
+        """Yield the placeholders among tokens `first` to `last` - 1, one piece per image.
+
+        The pass has token `first` at its position `start`.
+        """
         for placed in self.images:
             low, high = max(placed.start, first), min(placed.end, last)
             if low < high:
@@ -145,6 +148,7 @@ class Vision:
         self._processor = processor
         self._cache: OrderedDict[str, Features] = OrderedDict()
         self._cached = 0
+        """Placeholders whose features are cached."""
         self.computed = 0
         """Images whose features were computed."""
 
@@ -201,6 +205,7 @@ class Vision:
             output = model.model.get_image_features(
                 torch.cat(pixels).to(device), torch.tensor(grids, device=device), return_dict=True
             )
+        # One list per layer, with the images' features. Only some models have such layers.
         deep = getattr(output, "deepstack_features", None) or ()
         return [
             Features(rows_VH, tuple(layer[number] for layer in deep))

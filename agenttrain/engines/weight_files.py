@@ -116,7 +116,7 @@ class WeightWriter:
     def _check_forms(self, tensors: Mapping[str, Mapping[str, Any]]) -> None:
         """Raise BadWeights for weights that differ from the first version's in name or form."""
         forms = {name: f"{form['dtype']} {form['shape']}" for name, form in tensors.items()}
-        self._forms = self._forms or forms
+        self._forms = self._forms or forms  # at the first version there is nothing to compare with
         differing = sorted(
             name for name in {*forms, *self._forms} if forms.get(name) != self._forms.get(name)
         )
@@ -128,7 +128,10 @@ class WeightWriter:
             )
 
     def _remove_old(self, newest: int) -> None:
-        """Remove all versions but the `KEPT` highest and the newest, lower ones after a resume."""
+        """Remove all versions but the `KEPT` highest, and never the newest.
+
+        After a resume the newest may be lower than versions that the stopped run left.
+        """
         numbers = sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdigit())
         for number in numbers[:-KEPT]:
             if number != newest:

@@ -41,6 +41,7 @@ def remove_weights_folder(run: Path) -> None:
     """Remove a run's folder of weights and its note, unless another process uses the folder."""
     if (folder := _held.pop(run.resolve(), None)) is not None:
         folder.remove()
-    with suppress(OSError):
+    with suppress(OSError):  # there is no note
+        # Folders of processes that were killed, and could not remove them.
         remove_abandoned(Path((run / NOTE).read_text(encoding="utf-8")).parent)
         (run / NOTE).unlink()

@@ -114,7 +114,7 @@ class Driver:
     def fail_requests(self, error: EngineError) -> None:
         """Fail the requests of now, in vLLM or held back. Later ones are not affected."""
         waiters, self._waiting, self._held = self._waiting, {}, []
-        if not isinstance(error, EngineDead):
+        if not isinstance(error, EngineDead):  # a dead vLLM cannot abort anything
             self.llm.abort_request([*waiters])
         # A new exception for each caller: every raise adds to an exception's traceback.
         deliver([(waiter, type(error)(str(error))) for waiter in waiters.values()])
@@ -143,10 +143,11 @@ class Driver:
         """Drop a request that nobody waits for. It may have ended, or be held back."""
         if self._waiting.pop(request_id, None) is None:
             return
-        held = [request for request in self._held if request.id != request_id]
-        if len(held) == len(self._held):
+        is_held = any(request.id == request_id for request in self._held)
+        if is_held:
+            self._held = [request for request in self._held if request.id != request_id]
+        else:
             self.llm.abort_request([request_id])
-        self._held = held
 
     def pause(self) -> None:
         """Stop scheduling, and finish the batches that have started. Raises EngineDead.
@@ -156,8 +157,8 @@ class Driver:
         """
         core = self.llm.engine_core.engine_core
         try:
-            core.pause_scheduler("keep", clear_cache=False)
-            while core.batch_queue:
+            core.pause_scheduler("keep", clear_cache=False)  # requests stay, and go on later
+            while core.batch_queue:  # batches that have started
                 self.step()
         except Exception as error:
             self.fail(error)
@@ -261,7 +262,7 @@ class Stepper(Generic[Engine]):
         future: Future[Value] = Future()
 
         def run() -> None:
-            if not future.set_running_or_notify_cancel():
+            if not future.set_running_or_notify_cancel():  # the caller has cancelled it
                 return
             try:
                 future.set_result(function())

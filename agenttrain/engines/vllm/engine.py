@@ -93,6 +93,7 @@ class VllmEngine:
         self._adapters = adapters
         self.takes_adapters = adapters is not None
         self.lacks_base = False
+        """Implements `Forgetful`: `sleep` has dropped the base weights under the adapters."""
         self.max_context: int = llm.model_config.max_model_len
         self._mode = mode
         self._drain_s = drain_s
@@ -151,21 +152,22 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
 
         parameters = SamplingParams(
-            max_tokens=1,
+            max_tokens=1,  # the least that vLLM accepts
             temperature=1.0,
-            prompt_logprobs=0,
+            prompt_logprobs=0,  # of the prompt's own tokens alone
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         if self.takes_adapters:
-            # With other requests in the batch this kills vLLM 0.32: it applies the head's adapters
-            # to other rows than it has logits of.
+            # In a batch with other requests vLLM 0.32 applies the adapters of the language-model
+            # head to the wrong rows, and dies.
             await self._drain()
         try:
             output = await self._request("score", list(token_ids), parameters, may_hold=False)
         finally:
             if self.takes_adapters:
                 self._stepper.post(self._driver.release_held)
+        # The first token has no log-probability: nothing comes before it.
         pairs = zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)
         return [candidates[token].logprob for token, candidates in pairs]
 
@@ -251,7 +253,7 @@ class VllmEngine:
             if self._adapters is None:
                 self._manifest.load(llm, weights)
             else:
-                if self.lacks_base:
+                if self.lacks_base:  # after `sleep` the trainer sends them too
                     base, weights = split_adapters(weights)
                     self._manifest.load(llm, base)
                     self.lacks_base = False
@@ -268,8 +270,9 @@ class VllmEngine:
             driver.release_held()
             raise driver.failure from error
         driver.failure = None
-        restarts = self._mode is WeightSyncMode.abort_resume
-        llm.reset_prefix_cache(reset_running_requests=restarts)
+        # Cached prefixes are of the old weights. In this mode requests in flight lose theirs too.
+        restarts_requests = self._mode is WeightSyncMode.abort_resume
+        llm.reset_prefix_cache(reset_running_requests=restarts_requests)
         llm.set_weight_version(str(version))
         driver.version = version
         driver.resume()
@@ -302,9 +305,9 @@ def _parameters(sampling: Sampling, budget: int) -> Any:
             min_p=sampling.min_p,
             seed=sampling.seed,
             stop_token_ids=list(sampling.stop_token_ids),
-            structured_outputs=grammar and StructuredOutputsParams(structural_tag=grammar),
+            structured_outputs=StructuredOutputsParams(structural_tag=grammar) if grammar else None,
             ignore_eos=True,  # stop_token_ids names the end-of-turn tokens that count
-            logprobs=0,
+            logprobs=0,  # of the sampled token alone
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,

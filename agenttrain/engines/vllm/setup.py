@@ -80,8 +80,9 @@ def build_llm_engine(
     except Exception as error:
         text = str(error)
         # The text of a pydantic error dumps all settings: take its messages alone.
-        if callable(details := getattr(error, "errors", None)):
-            text = "; ".join(detail["msg"] for detail in details())
+        errors_of_pydantic = getattr(error, "errors", None)
+        if callable(errors_of_pydantic):
+            text = "; ".join(detail["msg"] for detail in errors_of_pydantic())
         keys = dict.fromkeys(key for word, key in SETTINGS_BY_WORD.items() if word in text)
         if keys:
             text += f" (settings: {', '.join(keys)})"
@@ -178,7 +179,7 @@ def check_device(llm: Any) -> None:
 def settings_restored() -> Iterator[None]:
     """Restore torch's settings that building vLLM changes: precision and threads."""
     precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
-    set_threads = torch.set_num_threads  # vLLM may put another function in its place
+    set_threads = torch.set_num_threads  # vLLM may replace this function
     try:
         yield
     finally:
@@ -255,7 +256,8 @@ def use_full_seeds(llm: Any) -> None:
     changes.
     """
     runner = llm.model_executor.driver_worker.worker.model_runner
-    sampler = getattr(runner.sampler, "topk_topp_sampler", None)  # its second runner has another
+    # vLLM's second model runner has another sampler, without this attribute.
+    sampler = getattr(runner.sampler, "topk_topp_sampler", None)
     if (
         sampler is not None
         and sampler.forward == sampler.forward_cpu
@@ -277,7 +279,7 @@ def _sample(
 
     logits = apply_top_k_top_p(logits, k, p).float()
     rows = len(logits)
-    # One seed per row, for the kernel's noise. Rows without a request's seed use torch's generator.
+    # One seed per row, for the kernel's noise. Rows without a request's seed get theirs from torch.
     seeds = [0] * rows if len(generators) == rows else torch.randint(2**31, (rows,)).tolist()
     for row, generator in generators.items():
         python_generator = python_generators.get(generator)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from importlib.metadata import distributions
 from importlib.util import find_spec
+from pathlib import Path
 
 from agenttrain.engines.adapters import LARGEST_RANK
 from agenttrain.engines.base import Engine
@@ -25,8 +26,11 @@ def build(settings: VllmSettings, inputs: EngineInputs) -> Engine:
     """Start vLLM. Its log goes to the run's folder."""
     from agenttrain.engines.vllm.engine import VllmEngine
 
-    is_first, folder = inputs.rank == 0, inputs.run_folder
-    log = folder and folder / ("vllm.log" if is_first else f"logs/vllm-{inputs.rank}.log")
+    is_first = inputs.rank == 0
+    log: Path | None = None
+    if inputs.run_folder is not None:
+        name = "vllm.log" if is_first else f"logs/vllm-{inputs.rank}.log"
+        log = inputs.run_folder / name
     if is_first:
         # vLLM prints nothing itself while it starts.
         activity = (

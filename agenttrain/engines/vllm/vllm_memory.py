@@ -54,22 +54,29 @@ def memory(settings: VllmSettings, load: EngineLoad, sizes: ModelSizes) -> Engin
         itemsize = BFLOAT16 if on_gpu else sizes.itemsize
     else:
         itemsize = ITEMSIZES[settings.dtype]
+    # `sizes` are in the policy's number format, which may be another than the engine's.
     weights = sizes.weights * itemsize // sizes.itemsize // gpus
     token_cache = sizes.token_cache * itemsize // sizes.itemsize
-    batch = max(BATCHED_TOKENS if on_gpu else max(BATCHED_ON_CPU, load.limit), settings.max_rows)
+    # vLLM measures its peak in a pass of this many tokens, at least one per row.
+    batch = BATCHED_TOKENS if on_gpu else max(BATCHED_ON_CPU, load.limit)
+    batch = max(batch, settings.max_rows)
     states = batch * (HIDDEN_STATES * sizes.width + INNER_STATES * sizes.inner_width) * itemsize
-    passes = (states + settings.max_rows * sizes.vocabulary * FLOAT32 * LOGITS) // gpus
-    graphs = (WORKSPACES + (0 if settings.enforce_eager else GRAPHS)) * on_gpu
+    logits = settings.max_rows * sizes.vocabulary * FLOAT32 * LOGITS
+    passes = (states + logits) // gpus
+    graphs = 0
+    if on_gpu:
+        graphs = WORKSPACES if settings.enforce_eager else WORKSPACES + GRAPHS
+    # The KV cache of all rollouts in flight, and the least with which vLLM starts.
     wanted_bytes = load.rows * load.sampled * token_cache // gpus
     least_bytes = load.limit * token_cache // gpus
     if settings.kv_cache_mb is not None:
         cache_bytes, cache_why = settings.kv_cache_mb * 2**20, "engine.kv_cache_mb"
     elif load.memory is not None:
         cache_bytes = int(load.memory * settings.memory_share) - weights - passes - graphs
-        # On a CPU vLLM subtracts the memory that the process has taken before it starts.
-        cache_bytes -= 0 if on_gpu else load.taken
+        if not on_gpu:  # vLLM subtracts the memory that the process has taken before it starts
+            cache_bytes -= load.taken
         cache_why = f"what engine.memory_share={settings.memory_share:g} leaves"
-    else:
+    else:  # the GPU is not known: what the run would use
         cache_bytes = max(wanted_bytes, least_bytes)
         cache_why = f"{load.rows:,} rollouts of {load.sampled:,} tokens"
     cached_rollouts = max(0, cache_bytes) * gpus // (load.sampled * token_cache)
@@ -96,10 +103,10 @@ def memory(settings: VllmSettings, load: EngineLoad, sizes: ModelSizes) -> Engin
         parts = "workspaces" if settings.enforce_eager else "CUDA graphs and workspaces"
         why = f"{parts}, asleep too: assumed"
         items.append(MemoryItem(name="engine's graphs", bytes=graphs, why=why))
-    # With adapters only they are sent, unless the engine sleeps and drops its base weights.
+    # An engine with adapters gets only these, unless it sleeps, which drops its base weights.
     if not load.adapters or settings.merge_adapters or settings.sleep:
         synced, why = SYNCED * sizes.largest_weight, "the largest weight: gathered, cast"
-        if load.sharded:
+        if load.sharded:  # a whole layer is gathered at once, not the largest weight alone
             synced += sizes.gathered - sizes.largest_weight
             why = "a layer, gathered, and its largest weight, cast"
         synced = synced * itemsize // sizes.itemsize
@@ -124,7 +131,7 @@ def memory(settings: VllmSettings, load: EngineLoad, sizes: ModelSizes) -> Engin
 def _savings(settings: VllmSettings, load: EngineLoad, room: Room) -> tuple[Saving, ...]:
     """Return settings to try: with more memory for the engine if it has too little, else less."""
     sleep: tuple[Saving, ...] = ()
-    if load.on_gpu and not settings.sleep:
+    if load.on_gpu and not settings.sleep:  # vLLM cannot sleep on a CPU
         sleep = (("sleep", [True]),)
     cache: tuple[Saving, ...] = ()
     share = settings.memory_share

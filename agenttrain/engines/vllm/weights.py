@@ -88,10 +88,10 @@ class Manifest:
         the old value of a weight that does not come.
         """
         forms: dict[str, str] = {}
-        # At the first load all weights are summed, to find out which parameters are comparable.
-        compared = (
-            None if self.comparable is None else set(chain.from_iterable(self.comparable.values()))
-        )
+        # None: all. At the first load it is not known yet which parameters are comparable.
+        compared: set[str] | None = None
+        if self.comparable is not None:
+            compared = set(chain.from_iterable(self.comparable.values()))
         for name, tensor in weights:
             forms[name] = f"{tensor.dtype} {list(tensor.shape)}"
             if self.forms and self.forms.get(name) != forms[name]:
@@ -133,7 +133,8 @@ def _find_equal_parameters(llm: Any, sums: dict[str, Tensor]) -> dict[str, list[
     made_of: dict[str, list[str]] = {}
     differences: list[Tensor] = []
     for name, parameter in model.named_parameters():
-        path, parts = name.split("."), [name]
+        path = name.split(".")
+        parts = [name]  # the names of the weights that it is made of
         for index, module in enumerate(path):
             if module in packed:
                 parts = [".".join((*path[:index], p, *path[index + 1 :])) for p in packed[module]]
@@ -174,8 +175,12 @@ def load_adapters(llm: Any, weights: Iterable[tuple[str, Tensor]], *, alpha: flo
 def split_adapters(
     weights: Iterable[tuple[str, Tensor]],
 ) -> tuple[Iterator[tuple[str, Tensor]], Iterator[tuple[str, Tensor]]]:
-    """Split weights into base weights, which come first, and adapters. Read them in this order."""
+    """Split weights into base weights, which come first, and adapters.
+
+    Exhaust the iterator of the base weights before the other: both read from `weights`.
+    """
     items = iter(weights)
+    # Reading it ends the base weights. It is kept for the second iterator.
     first_adapter: list[tuple[str, Tensor]] = []
 
     def base() -> Iterator[tuple[str, Tensor]]:

@@ -41,6 +41,7 @@ class BroadcastFleet(Fleet):
         """
         super().__init__(folder, servers, mode, outside)
         self._patience_s = servers.request_s if ahead else 0.0
+        """Seconds to wait for a weight sync when no server has the current weights."""
         # Without rollouts ahead no request is in flight during a sync: a pause takes no time.
         self._pause_s = servers.request_s if ahead else min(servers.request_s, BROADCAST_S)
         self._stranded_since: float | None = None
@@ -57,6 +58,7 @@ class BroadcastFleet(Fleet):
         # `Versions` takes files, but only their version counts here: nothing is read from disk.
         self._versions.add(WeightFiles(folder=self._folder, version=version, digest=""))
         while not (members := [member for member in self.members if member.state in ANSWERING]):
+            # Not `self._wait`, which raises if only a weight sync would help: this is one.
             await super()._wait()
         for member in members:
             member.state = MemberState.syncing
@@ -100,8 +102,10 @@ class BroadcastFleet(Fleet):
                 "servers reach each other? weight_sync.transport=files goes another way\n"
                 + "\n".join(texts)
             )
+        # If no server has the weights, the caller assembles another broadcast at once.
         self._stranded_since, self._is_broadcasting = None, not has_arrived
         self.changed()
+        # Outside servers are counted once, when they get their first weights.
         if has_arrived and self._outside is not None and not self._verified:
             self._check_count(MemberState.loaded)
         return has_arrived
@@ -113,7 +117,7 @@ class BroadcastFleet(Fleet):
     async def _wait(self) -> None:
         """Wait for a change. Raises FleetLost if only a weight sync would help, and none comes."""
         states = {member.state for member in self.members}
-        # Examined servers have the weights. If all servers are gone, `super` raises.
+        # Servers in a state of EXAMINED have the weights. If all servers are gone, `super` raises.
         is_stranded = not states & {*EXAMINED} and states != {MemberState.gone}
         if self._versions.newest is None or not is_stranded:
             self._stranded_since = None

@@ -75,12 +75,17 @@ class ServerClient:
     """Calls one server. Each method raises ServerFailed if the server is at fault."""
 
     def __init__(self, url: str, token: str, *, timeout_s: float, keep: bool = True) -> None:
-        """With `keep`, connections are kept between calls. vLLM closes one after a 500."""
+        """With `keep`, connections are used again.
+
+        Without it each call has a connection of its own: after an answer 500 vLLM closes the
+        connection, on which the next call would fail.
+        """
         self.prompt_tokens = self.cached_tokens = 0
         """Prompt tokens so far, and those of them that were in the server's prefix cache."""
         self.paused_s = 0.0
         """Seconds for which the last update paused the server."""
         self._paused_at = 0.0
+        """Time at which the last `pause` began."""
         self.url = url
         self.headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         """Headers of every request."""
@@ -117,7 +122,7 @@ class ServerClient:
             "seed": sampling.seed,
             "stop_token_ids": list(sampling.stop_token_ids),
             "ignore_eos": True,  # stop_token_ids names the end-of-turn tokens that count
-            "logprobs": 0,
+            "logprobs": 0,  # of the sampled token alone
             "detokenize": False,
         }
         if sampling.grammar is not None:
@@ -131,9 +136,11 @@ class ServerClient:
             adapter=adapter,
         )
         completion = completion_of(answer, adapter)
-        usage = answer.get("usage") or {}
         self.prompt_tokens += len(token_ids)
-        self.cached_tokens += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        # Any of these three keys may be missing or null.
+        usage = answer.get("usage") or {}
+        details = usage.get("prompt_tokens_details") or {}
+        self.cached_tokens += details.get("cached_tokens") or 0
         return completion
 
     async def score(
@@ -147,11 +154,15 @@ class ServerClient:
         """Return the log-probability of every id after the first, at temperature 1.
 
         All are NaN if the server's weights make any of them NaN. With an `adapter` no other request
-        may be in flight: vLLM 0.32 applies the head's adapters to other rows than it has logits of,
-        and dies.
+        may be in flight: in a batch with other requests vLLM 0.32 applies the adapters of the
+        language-model head to the wrong rows, and dies.
         """
-        parameters = {"max_tokens": 1, "temperature": 1.0, "detokenize": False}
-        parameters["prompt_logprobs"] = 0  # of the prompt's own tokens
+        parameters = {
+            "max_tokens": 1,  # the least that vLLM accepts
+            "temperature": 1.0,
+            "prompt_logprobs": 0,  # of the prompt's own tokens alone
+            "detokenize": False,
+        }
         try:
             answer = await self._generate(
                 token_ids,
@@ -162,9 +173,11 @@ class ServerClient:
                 adapter=adapter,
             )
         except EngineError as error:
+            # JSON has no NaN, so vLLM answers with an error in place of one.
             if NOT_FINITE not in str(error):
                 raise
             return [nan] * (len(token_ids) - 1)
+        # The first token has no log-probability: nothing comes before it.
         pairs = zip(token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
         return [float(candidates[str(token)]["logprob"]) for token, candidates in pairs]
 
@@ -205,6 +218,7 @@ class ServerClient:
         version = (await self._call("GET", "/version"))["version"]
         config: Mapping[str, Any] = {}
         world_size = 1
+        # A server that somebody else started may lack these two routes.
         if INFO in paths:
             config = (await self._call("GET", f"{INFO}?config_format=json"))["vllm_config"]
         if WORLD_SIZE in paths:
@@ -223,9 +237,9 @@ class ServerClient:
     ) -> None:
         """Replace the weights by those of a folder of files, and sample with them from now on.
 
-        `first`: these are the first weights since the server's start. The files are verified before
-        the server is paused. After ServerFailed it may be paused, or hold a mixture of weights:
-        kill it.
+        `digest` is that of the folder's manifest. `first`: these are the first weights since the
+        server's start. The files are verified before the server is paused. After ServerFailed the
+        server may be paused, or hold a mixture of weights: kill it.
         """
         await self._verify(folder, digest)
         await self.pause(mode)
@@ -237,9 +251,10 @@ class ServerClient:
 
     async def pause(self, mode: WeightSyncMode, *, close: bool = False) -> None:
         """Have requests in flight end or wait. With `close`, also end an unfinished update."""
-        pause, clear = PAUSES[mode]
+        pause_mode, clear_cache = PAUSES[mode]
         self._paused_at = time.monotonic()
-        await self._call("POST", f"/pause?mode={pause}&clear_cache={str(clear).lower()}")
+        flag = "true" if clear_cache else "false"
+        await self._call("POST", f"/pause?mode={pause_mode}&clear_cache={flag}")
         if close:
             try:
                 await self.end_update()
@@ -276,7 +291,10 @@ class ServerClient:
         self.paused_s = time.monotonic() - self._paused_at
 
     async def _verify(self, folder: str, digest: str) -> None:
-        """Have every worker verify files. Raises ServerFailed for damaged ones."""
+        """Have every worker verify files. Raises ServerFailed for damaged ones.
+
+        The first call starts the verification, and the same call again asks how far it is.
+        """
         body = {"method": VERIFY, "args": [folder, digest]}
         while True:
             results = (await self._call("POST", "/collective_rpc", body))["results"]
@@ -310,7 +328,10 @@ class ServerClient:
         is_json: bool = True,
         headers: Mapping[str, str] | None = None,
     ) -> Any:
-        """Return the JSON of a server's answer. Raises ServerFailed, or EngineError if refused."""
+        """Return the JSON of a server's answer: None if it is empty, or with `is_json=False`.
+
+        Raises EngineError if the request itself is at fault, else ServerFailed.
+        """
         import aiohttp  # takes a tenth of a second, which commands without servers need not wait
 
         route = path.partition("?")[0]
@@ -319,7 +340,8 @@ class ServerClient:
         if self._http is None:
             self._http = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(
-                    limit=0,
+                    limit=0,  # as many connections as there are requests
+                    # aiohttp refuses a timeout for connections that are closed at once.
                     keepalive_timeout=IDLE_S if self._keep else None,
                     force_close=not self._keep,
                 ),
@@ -335,13 +357,15 @@ class ServerClient:
             limit = f"request_s={self._timeout_s:g} s"
             raise ServerFailed(f"{route}: no answer within {limit}") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise ServerFailed(f"{route}: {str(error) or type(error).__name__}") from error
+            text = str(error) or type(error).__name__  # some errors have no text
+            raise ServerFailed(f"{route}: {text}") from error
         if answer.status == HTTPStatus.OK:
             try:
                 return json.loads(content) if content and is_json else None
             except ValueError as error:
                 raise ServerFailed(f"{path}: the answer is no JSON") from error
         message = f"{route}: {answer.status} {content.decode('utf-8', 'replace')[:SHOWN]}"
+        # On these routes such an answer means that any server would refuse the request.
         if path.startswith(REFUSABLE) and answer.status in (400, 422):
             raise EngineError(f"vLLM refuses a request: {message}")
         raise ServerFailed(message, status=answer.status)

@@ -29,6 +29,7 @@ class Verification(Thread):
     """Verifies a version of the weights while the worker goes on sampling."""
 
     latest: Verification | None = None
+    """The newest one of this worker process."""
 
     def __init__(self, folder: str, digest: str) -> None:
         super().__init__(daemon=True)
@@ -68,7 +69,7 @@ def register() -> None:
 
     from agenttrain.utils.child_process import end_with_parent
 
-    if BACKEND not in WeightTransferEngineFactory._registry:
+    if BACKEND not in WeightTransferEngineFactory._registry:  # the first call in this process
         WeightTransferEngineFactory.register_engine(BACKEND, _engine_class())
         if OWN_GROUP in os.environ:
             end_with_parent()
@@ -118,7 +119,7 @@ def _engine_class() -> Any:
             latest, version = Verification.latest, (info.folder, info.digest)
             verified = latest is not None and latest.version == version and latest.passed
             weights = read_verified(Path(info.folder), info.digest, verified=verified)
-            initialize_layerwise_reload(self.model)
+            initialize_layerwise_reload(self.model)  # opens the model
             self.model.load_weights(weights)
             self._loaded = True
             # The base class always synchronises, which raises without a GPU.
@@ -132,7 +133,7 @@ def _engine_class() -> Any:
             """Close the model. Raises RuntimeError without an update."""
             from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-            if not getattr(self, "_loaded", False):
+            if not getattr(self, "_loaded", False):  # `__init__`, which is vLLM's, does not set it
                 raise RuntimeError("finish_weight_update came without update_weights")
             finalize_layerwise_reload(self.model, self.model_config)
             self._loaded = False

@@ -53,6 +53,7 @@ class Fleet(WatchedServers):
         outside: Outside | None = None,
         adapters: int = ADAPTERS,
     ) -> None:
+        # The addresses of servers that the run starts come later, with their records.
         urls = outside.urls if outside is not None else ("",) * servers.count
         members = [
             Member(
@@ -77,6 +78,7 @@ class Fleet(WatchedServers):
         self._syncing = asyncio.Lock()
         """Held while weights are sent or verified."""
         self._numbers = itertools.count()
+        """Numbers of the requests."""
         self._salt = secrets.token_hex(4)
         """Separates this run's entries in an outside server's prefix cache from another run's."""
         self._servers_of: dict[str, int] = {}
@@ -119,8 +121,10 @@ class Fleet(WatchedServers):
             # Before the first `verify` only its probe is sampled, from weights not verified yet.
             state = MemberState.live if self._verified else MemberState.loaded
             has_weights = self._versions.newest is not None
+            # Later, between `load`, which removes the probe, and `verify` nothing is sampled.
             may_sample = has_weights and (self._probe is not None or not self._verified)
-            loads = {m.number: m.requests for m in self.members if m.state is state and may_sample}
+            candidates = [m for m in self.members if m.state is state] if may_sample else []
+            loads = {member.number: member.requests for member in candidates}
             if loads and self._router is None:
                 return self.members[choose(session, loads)]
             # A router may choose any server that answers: all of them have to be ready.
@@ -129,7 +133,11 @@ class Fleet(WatchedServers):
             await self._wait()
 
     def _unready_members(self, state: MemberState) -> list[Member]:
-        """Return the answering servers that are not in `state`. Raises FleetLost if one is lost."""
+        """Return the answering servers that are not in `state`.
+
+        Raises FleetLost for one that was given up and answers all the same: the router may choose
+        it, and it does not get the weights.
+        """
         members = [
             member for member in self.members if member.answers and member.state is not state
         ]
@@ -159,7 +167,7 @@ class Fleet(WatchedServers):
         try:
             completion = await member.until_lost(call)
         finally:
-            if not member.requests:
+            if not member.requests:  # `_score` may wait for that
                 self.changed()
         if any(version < files.version for version, _ in completion.versions):
             raise ServerFailed(f"it sampled with older weights than those of {files.version}")
@@ -176,8 +184,10 @@ class Fleet(WatchedServers):
             for old in unused:
                 await asyncio.gather(*(self._unload(member, old) for member in members))
                 await asyncio.to_thread(shutil.rmtree, old.folder, ignore_errors=True)
+        # Outside servers are counted once, when they get their first weights.
         if self._outside is not None and not self._verified:
             self._check_count(MemberState.loaded)
+        # If all have died, one that is started again gets the weights in `joined`.
         while not any(member.state is MemberState.loaded for member in self.members):
             await self._wait()
 
@@ -220,6 +230,7 @@ class Fleet(WatchedServers):
                     self._probe, self._verified = (token_ids, find_problem), True
                     self.changed()
                     return scores[passed[0]]
+            # No server has answered: wait for one that is started again, and score by it.
             while not any(member.state is MemberState.loaded for member in self.members):
                 await self._wait()
 
@@ -272,6 +283,7 @@ class Fleet(WatchedServers):
                     )
         except (ServerFailed, TimeoutError) as error:
             reason = f"weight update {files.version}: {error or 'took too long'}"
+            # An outside server may be on a machine that does not have the folder of the files.
             if self._outside is not None and not files.folder.is_relative_to(self._folder):
                 reason += f"; it has to see {files.folder.parent} (weight_sync.folder)"
             elif self._outside is not None:
@@ -356,7 +368,7 @@ class Fleet(WatchedServers):
             "fleet/deaths": float(sum(member.deaths for member in self.members)),
             "fleet/requests": float(sum(sent)),
             "fleet/resent": float(self.resent),
-            "fleet/load": max(sent) / max(sum(sent), 1),
+            "fleet/load": max(sent) / max(sum(sent), 1),  # share of the busiest server
             "fleet/cached": self._cached_share(members),
             "fleet/pause_s": max(m.client.paused_s if m.client else 0.0 for m in members),
         }

@@ -33,10 +33,11 @@ class TokenGuard:
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Pass a request with the token on to the server, and refuse any other."""
+        # A "lifespan" scope is no request: with it the server tells the app to start and to end.
         if scope["type"] == "lifespan" or self._is_allowed(scope):
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
+            await send({"type": "websocket.close", "code": 1008})  # "policy violation"
         else:
             headers = [(b"content-type", b"application/json")]
             await send({"type": "http.response.start", "status": 401, "headers": headers})

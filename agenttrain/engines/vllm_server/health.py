@@ -53,6 +53,7 @@ class MemberState(StrEnum):
     suspect = "suspect"
     """A request failed. It gets no further one until it has been examined."""
     restarting = "restarting"
+    """It has died, or was killed, and is started again. An outside one is asked again."""
     gone = "gone"
     """It has died, and is not started again."""
 
@@ -63,7 +64,10 @@ ANSWERING = (MemberState.syncing, MemberState.loaded, MemberState.live, MemberSt
 
 @dataclass(slots=True)
 class Member:
-    """One server of the fleet."""
+    """One server, as the process that sends it requests sees it.
+
+    A watcher (`watch`, or `watch_outside` for outside servers) keeps its state up to date.
+    """
 
     number: int
     outside: bool = False
@@ -81,6 +85,7 @@ class Member:
     boot: int = 0
     """Number of its start. Answers of an earlier start are dropped."""
     pid: int = 0
+    """Id of its process, and of the process group that ends with it."""
     record: ServerRecord | None = None
     """Record of this start."""
     client: ServerClient | None = None
@@ -150,7 +155,7 @@ class Member:
 
         An outside server is not killed. It gets no requests until it has got the weights again.
         """
-        if self.state not in ANSWERING:
+        if self.state not in ANSWERING:  # it is dead, or being killed, already
             return
         if self.outside:
             self.leave(MemberState.restarting, f"is not used: {reason}")
@@ -165,7 +170,7 @@ class Member:
 
     def leave(self, state: MemberState, reason: str) -> None:
         """Enter the state `restarting` or `gone`. Fail the requests, count and print the death."""
-        if self.state is not MemberState.restarting:
+        if self.state is not MemberState.restarting:  # else the death has been counted
             self.deaths += 1
         comes_back = state is MemberState.restarting
         if self.outside:
@@ -225,7 +230,7 @@ class Heartbeat:
 
 
 async def watch(member: Member, fleet: Members, folder: Path, servers: StartedServers) -> None:
-    """Keep a member up to date with its server's record and health, for ever."""
+    """Keep a member up to date with its server's record and health, until it is cancelled."""
     heartbeat = Heartbeat()
     while True:
         record = read_record(folder, member.number)
@@ -255,11 +260,11 @@ async def _follow(
         if member.state is not MemberState.gone:
             member.leave(MemberState.gone, _describe_end(member, record))
         return
-    has_restarted = record.boot > member.boot
+    is_new_start = record.boot > member.boot
     # A server may have died and answered again since its record was last read.
-    if member.state in ANSWERING and (has_restarted or record.condition is Condition.ended):
+    if member.state in ANSWERING and (is_new_start or record.condition is Condition.ended):
         member.leave(MemberState.restarting, record.end or "ended")
-    if record.condition is Condition.ready and has_restarted:
+    if record.condition is Condition.ready and is_new_start:
         await fleet.joined(member, record)
 
 
@@ -278,6 +283,7 @@ async def _examine(member: Member, dead_s: float) -> None:
     assert member.client is not None
     boot, call = member.boot, asyncio.create_task(member.client.weight_version())
     try:
+        # The second wait is for an answer that came in time, while this event loop was blocked.
         for limit_s in (dead_s, GRACE_S):
             await asyncio.wait((call,), timeout=limit_s)
     finally:

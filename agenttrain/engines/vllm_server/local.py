@@ -88,7 +88,10 @@ def end_node_servers(folder: Path) -> None:
 
 
 class KeptWrapper:
-    """A wrapper that an earlier process of the run started. No child of this one."""
+    """A wrapper that an earlier process of the run started, with the methods of `ChildProcess`.
+
+    It is no child of this process, which knows it by its record alone.
+    """
 
     def __init__(self, record: ServerRecord) -> None:
         self._record = record
@@ -128,7 +131,7 @@ class LocalServers:
         try:
             self._await_end_of_former([n for n in range(count) if n not in reused])
         except EngineError:
-            remove_weights_folder(folder)
+            remove_weights_folder(folder)  # made for these servers, which are not started now
             raise
         plan.write(folder)
         command = [sys.executable, "-m", WRAPPER, str(folder)]
@@ -156,6 +159,7 @@ class LocalServers:
         deadline = time.monotonic() + 2 * END_S
         for number in numbers:
             record = read_record(self._folder, number)
+            # Wrappers without a launcher end by themselves, with the process that started them.
             if record is not None and launcher_of(self._folder) is not None:
                 KeptWrapper(record).signal(signal.SIGTERM)
             while is_running(self._folder, number):
@@ -173,18 +177,25 @@ class LocalServers:
 
 
 def launcher_of(folder: Path) -> int | None:
-    """Return the process id of the launcher that owns a folder's servers, or None."""
-    number, _, run = os.environ.get(SERVERS_OWNER, "").partition(" ")
+    """Return the process id of the launcher that owns a folder's servers, or None.
+
+    The launcher sets the variable to ``<its process id> <run folder>``. It owns the servers of the
+    run, and those of its roles, whose folders are in the run's.
+    """
+    pid, _, run = os.environ.get(SERVERS_OWNER, "").partition(" ")
+    if not pid:
+        return None
     path = folder.resolve()
-    owns = bool(number) and Path(run) in (path, *path.parents) and process_exists(int(number))
-    return int(number) if owns else None
+    is_of_run = Path(run) in (path, *path.parents)
+    return int(pid) if is_of_run and process_exists(int(pid)) else None
 
 
 def reusable_servers(folder: Path, plan: ServerPlan) -> dict[int, ServerRecord]:
     """Return the records of a former process's servers that can be reused, by server number.
 
-    They still run, by the same plan, and no weight update of theirs was cut short. Broadcasts are
-    out: servers wait for the former sender. Adapters are out: some are of steps trained again.
+    They still run, by the same plan, and no weight update of theirs was cut short. None is reused
+    with weights by broadcast: the servers wait for the former sender. None is reused with adapters:
+    the servers have some of steps that are now trained again.
     """
     if launcher_of(folder) is None or plan.rank or plan.backend != BACKEND:
         return {}
@@ -192,13 +203,17 @@ def reusable_servers(folder: Path, plan: ServerPlan) -> dict[int, ServerRecord]:
         former_plan = ServerPlan.read(folder)
     except OSError:
         return {}
-    # Compared as JSON, from which the former plan was read: tuples became lists.
-    if len({json.dumps(asdict(replace(p, weights=None))) for p in (plan, former_plan)}) > 1:
+    # Compared as JSON, from which the former plan was read: tuples became lists. `weights` is left
+    # out: each process of the run makes a folder of its own.
+    plans = [json.dumps(asdict(replace(p, weights=None))) for p in (plan, former_plan)]
+    if plans[0] != plans[1]:
         return {}
     servers = {}
     for number in range(plan.servers["count"]):
         record = read_record(folder, number)
+        # Without its wrapper's start time another process may have taken the wrapper's id.
         if record is not None and record.wrapper_started and is_running(folder, number):
+            # The file with the start's number exists while its weights are replaced.
             update = update_path(folder, number)
             is_mixed = update.exists() and update.read_text(encoding="utf-8") == str(record.boot)
             if not is_mixed:
@@ -210,7 +225,7 @@ def server_records(run: Path) -> list[tuple[Path, ServerRecord]]:
     """Return the records of a run's servers on this machine, each with its folder."""
     records = []
     for folder in (run, *(run / OF_ROLES).glob("*")):
-        for path in (folder / FOLDER).glob("[0-9]*.json"):
+        for path in (folder / FOLDER).glob("[0-9]*.json"):  # plan.json and the like are no records
             record = read_record(folder, int(path.stem))
             if record is not None and record.host == socket.gethostname():
                 records.append((folder, record))
@@ -237,7 +252,7 @@ def _end(folder: Path, wrappers: Mapping[int, ChildProcess | KeptWrapper]) -> No
     for wrapper in wrappers.values():
         wrapper.signal(signal.SIGTERM)
     for wrapper in wrappers.values():
-        wrapper.ended(2 * END_S)
+        wrapper.ended(2 * END_S)  # waits: a wrapper gives its server END_S before it kills it
         wrapper.kill()
     remove_weights_folder(folder)
     for number in wrappers:

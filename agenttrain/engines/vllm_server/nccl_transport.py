@@ -89,7 +89,10 @@ class GaveUp(Exception):
 
 
 class OnePass:
-    """One pass over the weights, which another thread can finish: a `WeightSource`."""
+    """One pass over the weights, for vLLM's sender: a `WeightSource`.
+
+    If the sender's thread hangs or fails, another thread finishes the pass.
+    """
 
     def __init__(self, weights: Regathered) -> None:
         self._forms = weights.forms()
@@ -139,8 +142,10 @@ class FanOut:
     def __init__(self, audience: Audience) -> None:
         self.version = audience.version
         self.receivers = audience.receivers
+        """Servers that the next call goes to."""
         self.failures: dict[Receiver, ServerFailed] = {}
         self.failed = asyncio.Event()
+        """Set when a call of a server fails."""
         self._audience = audience
         self._loop = asyncio.get_running_loop()
         self._clients = {
@@ -150,14 +155,19 @@ class FanOut:
             for receiver in audience.receivers
         }
         self._calls: dict[asyncio.Task[None], Receiver] = {}
+        """Every call so far, and its server."""
         self._paused: tuple[Receiver, ...] = ()
+        """Servers that were paused, and are in the broadcast."""
         self._received: set[Receiver] = set()
         """Servers whose workers have received all weights."""
         self._loaded: set[Receiver] = set()
         """Servers that sample with them."""
 
     async def pause(self, unfinished: set[Receiver]) -> None:
-        """Pause the servers, leaving out those that fail. Close `unfinished` updates."""
+        """Pause the servers, and leave out those that fail.
+
+        An earlier update of the `unfinished` servers has failed, and is closed first.
+        """
         mode = self._audience.mode
         with suppress(ServerFailed):
             await self._call_all(
@@ -166,11 +176,13 @@ class FanOut:
         self.receivers = self._paused = tuple(
             receiver for receiver in self.receivers if receiver not in self.failures
         )
-        self.failed.clear()
+        self.failed.clear()  # servers that were left out do not fail the broadcast
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Have all workers join the group, those of each server from its rank offset on."""
+        # This process is rank 0. With 2, 1 and 4 workers the servers begin at ranks 1, 3 and 4.
         offsets = accumulate((receiver.workers for receiver in self.receivers), initial=1)
+        # Not strict: the last offset, the number of all ranks, has no server.
         offset_of = dict(zip(self.receivers, offsets, strict=False))
         self._run(
             lambda receiver, client: client.join({**init_info, "rank_offset": offset_of[receiver]})
@@ -247,8 +259,8 @@ class FanOut:
         receipts, retried = [], set()
         for receiver in self._audience.receivers:
             failure = self.failures.get(receiver)
-            has_status = failure is not None and failure.status is not None
-            may_retry = failure is None or (has_status and receiver not in unfinished)
+            has_answered = failure is not None and failure.status is not None
+            may_retry = failure is None or (has_answered and receiver not in unfinished)
             if receiver in self._paused and receiver not in self._loaded and may_retry:
                 retried.add(receiver)
                 continue
@@ -287,6 +299,7 @@ class NcclSender:
         self._unfinished: set[Receiver] = set()
         """Servers that answer, but whose last update has failed."""
         self._fan_out: FanOut | None = None
+        """The servers that `pause` has paused, until `send`."""
 
     async def pause(self, audience: Audience) -> None:
         self._fan_out = FanOut(audience)
@@ -379,7 +392,7 @@ def address_towards(urls: Sequence[str]) -> str:
     addresses = []
     for url in urls:
         host, kind = urlsplit(url).hostname, socket.SOCK_DGRAM
-        family, *_, target = socket.getaddrinfo(host, 9, type=kind)[0]
+        family, *_, target = socket.getaddrinfo(host, 9, type=kind)[0]  # any port does
         with socket.socket(family, kind) as probe:
             probe.connect(target)  # chooses a route, and sends nothing
             addresses.append(str(probe.getsockname()[0]))

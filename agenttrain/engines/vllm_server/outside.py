@@ -82,11 +82,11 @@ def problems(url: str, facts: ServerFacts, run: Outside) -> Iterator[str]:
             f"{WRITTEN_FOR}; install vllm=={WRITTEN_FOR}.*"
         )
     needs = {**NEEDS, **(ADAPTERS if plan.rank else {})}
-    for flag in dict.fromkeys(needs.values()):
+    for flag in dict.fromkeys(needs.values()):  # each flag once, with all routes that it adds
         missing = [path for path, adds in needs.items() if adds == flag and path not in facts.paths]
         if missing:
             yield f"{key}: it lacks {', '.join(missing)}; start it with {flag}"
-    if not facts.config:
+    if not facts.config:  # the server does not show its settings, so they cannot be checked
         return
     model: Mapping[str, Any] = facts.config["model_config"]
     dtype = str(model["dtype"]).removeprefix("torch.")
@@ -146,6 +146,7 @@ async def inspect(client: ServerClient, url: str, run: Outside) -> tuple[ServerF
     has_tokenizer = "/tokenize" in facts.paths and not (
         facts.config and facts.config["model_config"]["skip_tokenizer_init"]
     )
+    # With another tokenizer the ids of the run would mean other texts to the server.
     if run.token_ids and has_tokenizer:
         ids = await client.token_ids(run.text)
         if ids != list(run.token_ids):
@@ -160,7 +161,7 @@ async def inspect(client: ServerClient, url: str, run: Outside) -> tuple[ServerF
 async def watch_outside(
     member: Member, fleet: Members, run: Outside, servers: ServersConfig
 ) -> None:
-    """Examine a server that somebody else started, for ever."""
+    """Examine a server that somebody else started, until it is cancelled."""
     # A client for this task alone: the member's is closed whenever the server joins again.
     async with aclosing(ServerClient(member.url, run.token, timeout_s=servers.request_s)) as client:
         await _watch_with(client, member, fleet, run, servers)
@@ -174,8 +175,10 @@ async def _watch_with(
     A server that is starting, or away, joins the fleet once it answers and has what the run needs.
     """
     away_since = time.monotonic()
-    attempt_s, next_attempt, misses = servers.health_s, away_since, 0
+    attempt_s, next_attempt = servers.health_s, away_since  # of joining the fleet
+    misses = 0  # examinations in a row without an answer
     while True:
+        # As they are when the server is asked: it may join again while its answer is on the way.
         boot, version = member.boot, member.version
         label = await _label(client, run, servers.dead_s)
         failure = label if isinstance(label, ServerFailed) else None
@@ -183,11 +186,11 @@ async def _watch_with(
         now = time.monotonic()
         if member.state not in (MemberState.starting, *AWAY):
             away_since = now
-        # If the server has joined again meanwhile, the answer is not of this start.
         if member.state in EXAMINED and member.boot == boot:
             misses = 0 if failure is None else misses + 1
             if failure is not None:
                 _count_miss(member, str(failure), misses)
+            # The label is None for a server that has the run's adapters.
             elif member.version == version and label not in (None, str(version)):
                 member.leave(
                     MemberState.restarting,
@@ -258,13 +261,14 @@ async def _join_if_fit(member: Member, client: ServerClient, fleet: Members, run
     except ServerFailed as error:
         member.reason = str(error)
         return
-    member.unfit, member.reason = bool(reasons), "\n".join(reasons) or member.reason
+    member.unfit = bool(reasons)
     if reasons:
+        member.reason = "\n".join(reasons)
         return
     record = ServerRecord(
         number=member.number,
         condition=Condition.ready,
-        wrapper=0,
+        wrapper=0,  # it has none
         boot=member.boot + 1,
         url=member.url,
         token=run.token,

@@ -15,7 +15,7 @@ def started_at(pid: int) -> int | None:
     """
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-            # Behind the command, which may hold anything: the state first, the start as the 20th.
+            # After the command, which may hold anything, comes the state. The start is the 20th.
             fields = file.read().rpartition(")")[2].split()
     except OSError as error:
         if sys.platform == "linux" and isinstance(error, FileNotFoundError | ProcessLookupError):
@@ -26,7 +26,7 @@ def started_at(pid: int) -> int | None:
             except ProcessLookupError:
                 return None
         return 0
-    return None if fields[0] in "ZX" else int(fields[19])
+    return None if fields[0] in "ZX" else int(fields[19])  # Z, X: a zombie, or dead
 
 
 def process_exists(pid: int, started: int = 0) -> bool:

@@ -94,10 +94,11 @@ class RoleServers:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._fleet: FrozenFleet | None = None
         self._numbers = itertools.count()
+        """Numbers of the requests for scores."""
 
     def complete(self, body: Mapping[str, Any], *, timeout_s: float) -> Any:
         """Implement `ChatBackend.complete`. The timeout does not count waiting for a server."""
-        request = {**body, "model": self._role}
+        request = {**body, "model": self._role}  # the servers have the model under this name
 
         async def ask(client: ServerClient) -> Any:
             async with asyncio.timeout(timeout_s):
@@ -113,7 +114,10 @@ class RoleServers:
             raise ChatUnavailable(str(error)) from error
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return every id's log-probability but the first's. Raises EngineError, RoleLost."""
+        """Return the log-probability of every id after the first, for each sequence.
+
+        Raises EngineError and RoleLost.
+        """
         return self._run(lambda fleet: self._score(fleet, sequences))
 
     async def _score(
@@ -139,7 +143,7 @@ class RoleServers:
         async def run() -> T:
             """Make the fleet if this is the first request, and call it."""
             with self._lock:
-                if self._loop is not asyncio.get_running_loop():
+                if self._loop is not asyncio.get_running_loop():  # `close` has come in between
                     raise EngineError(f"{self.name}: was closed before a request")
                 if self._fleet is None:
                     self._fleet = FrozenFleet(self._folder, self._role, self._servers)

@@ -60,7 +60,8 @@ class ServerEngine(Generic[F]):
     ) -> Completion:
         """Implement `Engine.generate`. The turns of a session go to one server while it lives.
 
-        Raises EngineError, ImagesRefused, and FleetLost. A `parent` changes nothing.
+        Raises EngineError, ImagesRefused, and FleetLost. `parent` is not used: servers decode any
+        number of sessions together.
         """
         refuse_images(self, images, session)
         remaining_tokens = self.max_context - len(token_ids)
@@ -86,7 +87,7 @@ class ServerEngine(Generic[F]):
     async def verify(
         self, token_ids: Sequence[int], find_problem: Callable[[Sequence[float]], str | None]
     ) -> list[float]:
-        """Implement `Replicated.verify`."""
+        """Implement `Replicated.verify`: check every server's weights by its scores."""
         return await self.fleet.verify(token_ids, find_problem)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:

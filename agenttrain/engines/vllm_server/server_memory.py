@@ -20,6 +20,7 @@ def memory(settings: VllmServerSettings, load: EngineLoad, sizes: ModelSizes) ->
     if load.adapters:
         return EngineMemory()
     if load.broadcast:
+        # Two buffers of packed weights, and one of the weights that are being gathered.
         return EngineMemory(items=(_buffers(sizes, copies=3),))
     why = f"files of {VERSIONS - 1} versions and one being written, for the servers (/dev/shm)"
     files = MemoryItem(
@@ -44,7 +45,7 @@ def server_memory(
     # Weights reach a server's workers through the files, which are counted with the trainer.
     items = tuple(item for item in estimate.items if not item.on_host)
     if load.broadcast:
-        items += (_buffers(sizes, copies=2),)
+        items += (_buffers(sizes, copies=2),)  # two buffers of packed weights
     return replace(estimate, items=items, savings=())
 
 
@@ -58,7 +59,7 @@ def role_memory(role: RoleConfig, load: EngineLoad, sizes: ModelSizes, gpus: int
 
 
 def _buffers(sizes: ModelSizes, copies: int) -> MemoryItem:
-    """Return a broadcast's buffers: two of packed weights, and the trainer's of gathered ones."""
+    """Return a broadcast's buffers, `copies` of them. Each holds at least the largest weight."""
     return MemoryItem(
         name="broadcast buffers",
         bytes=copies * max(BUFFER_BYTES, sizes.largest_weight),

@@ -33,6 +33,7 @@ def main() -> None:
     plan = ServerPlan.read(Path(folder))
     if plan.gpus is None:
         # By default each server would use all cores, and bind its threads to the same first ones.
+        # This server gets an equal share: a machine has count / nodes servers.
         nodes = max(plan.nodes, 1)
         cores = len(os.sched_getaffinity(0)) * nodes // plan.servers["count"]
         os.environ.setdefault("OMP_NUM_THREADS", str(max(cores, 1)))
@@ -79,6 +80,7 @@ def server_flags(plan: ServerPlan, port: int) -> list[str]:
     else:
         # The model's own end-of-turn tokens and sampling defaults, as its callers expect.
         arguments["generation_config"] = "auto"
+    # The user's own flags, of which none is among those above: the settings were checked.
     arguments |= {name.replace("-", "_"): value for name, value in plan.servers["args"].items()}
     return as_flags(arguments)
 

@@ -205,6 +205,7 @@ def write_private(path: Path, value: Any, *, replace: bool = True) -> None:
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         json.dump(value, file)
     if not replace:
+        # A hard link is made atomically too, and fails if the file exists.
         with suppress(OSError):  # the file exists, or its file system has no links
             path.hardlink_to(unfinished)
         unfinished.unlink()

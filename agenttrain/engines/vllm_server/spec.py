@@ -77,8 +77,10 @@ def check(settings: VllmServerSettings, run: RunFacts) -> Iterator[str]:
                     "else starts; leave it out"
                 )
     for name in run.servers.args:
-        if (setting := OWNED.get(name.strip("-").replace("-", "_"))) is not None:
-            instead = setting and f", set {setting}"
+        setting = OWNED.get(name.strip("-").replace("-", "_"))
+        if setting is not None:
+            # OWNED maps flags that no setting changes to an empty text.
+            instead = f", set {setting}" if setting else ""
             yield f"servers.args.{name}: is set by agenttrain; leave it out{instead}"
 
 

@@ -74,6 +74,7 @@ def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = S
         size = sum(file.stat().st_size for file in inputs.model.glob("*.safetensors"))
         weights = weights_folder(folder, inputs.sync_folder, size, servers)
         plan = replace(plan, weights=str(weights))
+    # plan.rank is 0 if adapters are merged into the weights: then all weights are written.
     alpha = inputs.adapters.alpha if inputs.adapters and plan.rank else None
     end_servers: Callable[[], None]
     outside: Outside | None = None
@@ -103,7 +104,7 @@ def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = S
         grammars=inputs.tokenizer is not None,
     )
     mode = inputs.sync_mode
-    if weights is None:
+    if weights is None:  # there are no weight files: the trainer broadcasts the weights
         ahead = inputs.max_staleness > 0
         broadcast_fleet = BroadcastFleet(folder.resolve(), servers, mode, outside, ahead=ahead)
         return BroadcastEngine(broadcast_fleet, end_servers, form, NcclSender())
@@ -120,7 +121,7 @@ def server_plan(settings: VllmServerSettings, inputs: EngineInputs, module: str)
     if settings.dtype is EngineDtype.auto and inputs.on_gpu and torch.cuda.is_bf16_supported():
         dtype = "bfloat16"
     limit = AutoConfig.from_pretrained(inputs.model).get_text_config().max_position_embeddings
-    # By files the adapters are merged into the weights.
+    # With weight_sync.transport=files the adapters are merged into the weights.
     sends_adapters = inputs.transport is not Transport.files and inputs.adapters is not None
     gpus = None
     if inputs.on_gpu and not inputs.servers.outside:
@@ -135,6 +136,7 @@ def server_plan(settings: VllmServerSettings, inputs: EngineInputs, module: str)
         engine=plain(settings),
         servers=plain(inputs.servers),
         rank=inputs.adapters.rank if sends_adapters and inputs.adapters is not None else 0,
+        # Rollouts go on with the adapters that they began with, for as many updates.
         adapters=ADAPTERS + inputs.max_staleness,
         weights=None,
         backend=NCCL if inputs.transport is Transport.nccl else FILES,
@@ -156,7 +158,7 @@ def outside_servers(plan: ServerPlan, inputs: EngineInputs) -> Outside:
         text, ids = _sample_text(inputs.tokenizer or inputs.model)
     return Outside(
         urls=tuple(url.rstrip("/") for url in servers.admin_urls),
-        router=servers.url and servers.url.rstrip("/"),
+        router=None if servers.url is None else servers.url.rstrip("/"),
         token=token,
         plan=plan,
         text=text,

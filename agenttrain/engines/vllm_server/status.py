@@ -66,11 +66,11 @@ class StatusFile:
 
 
 def read_status(folder: Path, lines: int) -> dict[str, Any] | None:
-    """Return the state of a run's servers with the last `lines` of their logs, or None.
+    """Return the state of a run's servers, or None if the run has had no servers.
 
-    None: the run has had no servers. Role servers come last, with the counts of all processes that
-    use them added up. `running`: the process that wrote the newest status still runs, as far as
-    this machine can see.
+    Each server comes with the last `lines` lines of its log. Role servers come last. Several
+    processes may use them, and their counts are added up. `running`: the process that wrote the
+    newest status still runs, as far as this machine can see.
     """
     files_by_folder = {
         folder: [folder / FOLDER / STATUS],
@@ -89,7 +89,9 @@ def read_status(folder: Path, lines: int) -> dict[str, Any] | None:
             rows.append({**row, "log": log.splitlines()})
     if not statuses:
         return None
+    # A process that ended last may be one of several, so those that have not ended come first.
     candidates = [status for status in statuses if not status["ended"]] or statuses
+    # Among these a process that runs comes before one that was killed.
     newest = max(candidates, key=lambda status: (_is_running(status), float(status["time"])))
     return {
         "time": newest["time"],

@@ -23,6 +23,7 @@ class Versions:
     adapters: int = ADAPTERS
     """Most versions of adapters in use at once."""
     _held: dict[int, WeightFiles] = field(default_factory=dict)
+    """Versions that the servers have, by number."""
     _sessions: dict[str, int] = field(default_factory=dict)
     """Version of the adapters that each session began with."""
     _starts: dict[str, int] = field(default_factory=dict)
@@ -34,6 +35,7 @@ class Versions:
         Sessions with adapters older than the last `adapters` versions go on with the newest.
         """
         self.newest = files
+        # All weights replace the earlier ones. Adapters are added to earlier adapters.
         older = self._held if files.adapters else {}
         held = {**older, files.version: files}
         recent = sorted(held)[-self.adapters :]

@@ -25,7 +25,10 @@ T = TypeVar("T")
 
 
 class WatchedServers(ABC):
-    """The servers of the policy, or those of a role."""
+    """Base of `Fleet`, the policy's servers, and of `FrozenFleet`, the servers of a role.
+
+    Picks a server for each request, and sends the request to another one if the server fails.
+    """
 
     def __init__(self, members: list[Member], folder: Path, status: StatusFile) -> None:
         """`folder` has their records and logs."""
@@ -45,7 +48,7 @@ class WatchedServers(ABC):
     ) -> T:
         """Return the answer to a request, sent until a server answers. Raises EngineError.
 
-        `name` is the request's in messages. If no server is left, raises the error of `_lost`.
+        `name` describes the request in messages. If no server is left, raises the error of `_lost`.
         """
         failure: ServerFailed | None = None
         sends, first_failure = 0, 0.0
@@ -53,12 +56,15 @@ class WatchedServers(ABC):
             member = await self._pick(session)
             boot = member.boot
             member.sent += 1
-            self.resent += failure is not None
             sends += 1
+            if failure is not None:
+                self.resent += 1
             try:
                 answer = await send(member)
             except ServerFailed as error:
-                failure, first_failure = error, first_failure or time.monotonic()
+                failure = error
+                if not first_failure:
+                    first_failure = time.monotonic()
                 await self._failed(member, boot, error)
             else:
                 member.failures = 0

@@ -73,7 +73,9 @@ class Wrapper:
     """None: a new one at each start."""
     _owner_started: int = 0
     _stopping: bool = False
+    """The server has to end, and is not started again."""
     _next_beat: float = 0.0
+    """Time of the next heartbeat."""
     _record: ServerRecord = field(init=False)
 
     def run(self) -> int:
@@ -81,8 +83,9 @@ class Wrapper:
         plan = ServerPlan.read(self.folder)
         if self.owner is not None:
             owner_started = started_at(self.owner)
-            self._owner_started, self._stopping = owner_started or 0, owner_started is None
-        # SIGUSR1: srun passes it on, and answers SIGTERM by killing.
+            self._owner_started = owner_started or 0
+            self._stopping = owner_started is None  # the owner has ended already
+        # A job's script sends SIGUSR1, which srun passes on. On SIGTERM srun would kill.
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, self._stop)
         # SLURM sends SIGTERM to all steps of a job. The run saves then, and ends its servers later.
@@ -92,6 +95,7 @@ class Wrapper:
         former = read_record(self.folder, self.number)
         self._record = ServerRecord.of(self.number, os.getpid())
         if former is not None:
+            # Go on counting, so that no two starts of this server have the same number.
             self._record = replace(self._record, boot=former.boot)
             if former.host == self._record.host:  # its wrapper may have been killed
                 scratch.remove(former.scratch)
@@ -110,13 +114,17 @@ class Wrapper:
             if self._is_stopping():
                 record_path(self.folder, self.number).unlink(missing_ok=True)
                 order_path(self.folder, self.number).unlink(missing_ok=True)
-                with suppress(OSError):  # a later process of the run has given it another folder
+                # A later process of the run may have written a plan with another folder of weights.
+                with suppress(OSError):
                     plan = ServerPlan.read(self.folder)
                 if self.owner is not None and plan.weights is not None:
                     shutil.rmtree(plan.weights, ignore_errors=True)
 
     def _run_on_a_port(self, plan: ServerPlan) -> bool:
-        """Run the server to its end, on other ports if its port is taken. Return as `_run_once`."""
+        """Run the server to its end, on other ports if its port is taken.
+
+        Return True if it has answered.
+        """
         log = log_path(self.folder, self.number)
         for _ in range(PORTS):
             log_size = log.stat().st_size if log.exists() else 0
@@ -141,7 +149,7 @@ class Wrapper:
         environment = {**os.environ, TOKEN: token, HOST: self.host, "TMPDIR": sockets}
         if plan.gpus is not None:
             gpus = plan.gpus[self.number]
-            # The plan numbers a node's GPUs from 0. The job may have given them other names.
+            # The plan numbers a node's GPUs from 0. The node's job may have other names for them.
             if plan.nodes and (visible := os.environ.get("CUDA_VISIBLE_DEVICES")):
                 gpus = tuple(visible.split(",")[int(position)] for position in gpus)
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
