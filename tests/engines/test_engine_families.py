@@ -340,6 +340,13 @@ def test_recurrent_models_that_it_cannot_serve_are_refused(name: str, reason: st
         TransformersEngine(model_of(name))
 
 
+def test_a_soft_cap_is_not_left_to_attention_that_ignores_it() -> None:
+    model = tiny_family("Gemma2")
+    model.config._attn_implementation = "sdpa"  # as transformers before 5.21 loads it
+    TransformersEngine(model, TransformersSettings(max_context=128))
+    assert model.config._attn_implementation == "eager"
+
+
 def test_attention_in_chunks_is_refused() -> None:
     config = transformers.Llama4TextConfig(
         **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
