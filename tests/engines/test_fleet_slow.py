@@ -58,7 +58,8 @@ def test_a_request_that_is_never_answered_is_sent_again(tmp_path: Path) -> None:
     """Its server answers otherwise: it goes on."""
 
     async def main() -> None:
-        async with running(tmp_path, request_s=8.0) as engine:
+        # More than a server takes for its first weights on a busy machine.
+        async with running(tmp_path, request_s=20.0) as engine:
             for number in (0, 1):
                 await fault(tmp_path, number, "stall")
             await asyncio.gather(*(sample(engine, n) for n in range(20)))
