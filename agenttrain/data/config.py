@@ -170,8 +170,8 @@ class DataConfig:
                 "data.shuffle=true: rows without end have no shuffled order; leave it out"
             )
         if self.test_fraction is not None:
-            has_test_rows = names_test_rows(self) and self.train != self.test
-            if has_test_rows or is_endless():  # endless rows are made for each split
+            names_other_rows = names_test_rows(self) and self.train != self.test
+            if names_other_rows or is_endless():  # endless rows are made for each split
                 problems.append(
                     f"data.test_fraction={self.test_fraction}: data.test has rows of its own; "
                     "leave it out, or let both read the same: data=file data.path=…"

@@ -14,7 +14,7 @@ import torch
 import transformers
 from engine_kit import running
 from packing_families import FAMILIES, WINDOW, tiny_family
-from recurrent_families import RECURRENT, UNWRAPPED, is_installed, tiny_recurrent
+from recurrent_families import RECURRENT, UNWRAPPED, family_params, tiny_recurrent
 from transformers import DynamicCache
 
 from agenttrain.engines.base import EngineError
@@ -26,17 +26,8 @@ from agenttrain.engines.transformers.engine import TransformersEngine
 from agenttrain.training.config import WeightSyncMode
 from agenttrain.types import Completion
 
-OLDEST = transformers.__version__.startswith("5.16.")
-LACKING = {
-    # families that the installed transformers lacks, or whose layers drop keywords there
-    *(name for name in RECURRENT if not is_installed(name)),
-    *(("NemotronH", "FalconH1") if OLDEST else ()),
-}
-SLIDING = [name for name, own in FAMILIES.items() if "sliding_window" in own]
-NAMES = [
-    pytest.param(name, marks=pytest.mark.skipif(name in LACKING, reason="not in this transformers"))
-    for name in (*RECURRENT, *SLIDING)
-]
+SLIDING = [name for name, settings in FAMILIES.items() if "sliding_window" in settings]
+NAMES = family_params((*RECURRENT, *SLIDING))
 ONE_OF_EACH = ("Qwen3_5", "Lfm2", "Bamba", "Zamba2", "Gemma3")
 """A delta rule, a convolution, a Mamba2, one beside attention in a layer, and a window."""
 EXPERTS = {"Qwen3_5Moe", "Qwen3Next", "KimiLinear", "Lfm2Moe", "GraniteMoeHybrid", "NemotronH"}

@@ -16,7 +16,7 @@ from recurrent_families import (
     RECURRENT,
     UNWRAPPED,
     enlarge,
-    is_installed,
+    family_params,
     tiny_recurrent,
 )
 
@@ -36,16 +36,7 @@ from agenttrain.training.lora import add_lora
 from agenttrain.training.recurrent import RecurrentTree, make_halo, make_waves
 
 CPU = torch.device("cpu")
-OLDEST = transformers.__version__.startswith("5.16.")
-LACKING = {
-    # families that the installed transformers lacks, or whose layers drop keywords there
-    *(name for name in RECURRENT if not is_installed(name)),
-    *(("NemotronH", "FalconH1") if OLDEST else ()),
-}
-FAMILIES = [
-    pytest.param(name, marks=pytest.mark.skipif(name in LACKING, reason="not in this transformers"))
-    for name in RECURRENT
-]
+FAMILIES = family_params(RECURRENT)
 ONE_OF_EACH = ("Qwen3_5", "GraniteMoeHybrid", "Lfm2")
 """A delta rule, a Mamba2 and a short convolution."""
 

@@ -49,10 +49,10 @@ def layer_kinds(config: Any) -> tuple[list[LayerKind], list[str]]:
     kinds = [
         LayerKind(
             keys=KINDS[name].keys,
-            window=own["sliding_window"] if KINDS[name].window else None,
-            states=own.get("number_of_states", 1) if KINDS[name].states else 0,
+            window=layer["sliding_window"] if KINDS[name].window else None,
+            states=layer.get("number_of_states", 1) if KINDS[name].states else 0,
         )
-        for name, own in zip(names, settings, strict=True)
+        for name, layer in zip(names, settings, strict=True)
     ]
     return kinds, []
 

@@ -69,14 +69,14 @@ def ring_mask(next_pass: Pass, window: int, dtype: torch.dtype) -> Tensor:
     # Position that each slot holds when the queries read it. Negative: the slot is empty.
     key_NL = last_N1 - (last_N1 - np.arange(window)) % window
     if next_pass.width > 1:
-        own_NT = np.where(next_pass.padding_NT, -1, next_pass.column_NT)
-        key_NL = np.concatenate([key_NL, own_NT], 1)
+        new_NT = np.where(next_pass.padding_NT, -1, next_pass.column_NT)
+        key_NL = np.concatenate([key_NL, new_NT], 1)
     key_N1L = key_NL[:, None]
     is_hidden = (key_N1L < 0) | (key_N1L > query_NT1) | (key_N1L <= query_NT1 - window)
     if next_pass.width > 1:
         # Padding reads itself: a query that reads nothing would give NaN.
-        own = np.eye(next_pass.width, dtype=bool) & next_pass.padding_NT[:, :, None]
-        is_hidden[:, :, window:] &= ~own
+        is_itself = np.eye(next_pass.width, dtype=bool) & next_pass.padding_NT[:, :, None]
+        is_hidden[:, :, window:] &= ~is_itself
     return additive(next_pass.tensor(is_hidden)[:, None], dtype)
 
 

@@ -281,15 +281,15 @@ def _step(folder: Path, settings: Mapping[str, Any], table: Mapping[str, Any]) -
     return _part(folder, {**settings, "artifacts": artifacts}, agent, verifier, step)
 
 
-def _verifier_of_step(task: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def _verifier_of_step(task: Mapping[str, Any], step: Mapping[str, Any]) -> dict[str, Any]:
     """Return the section [verifier] of a step: its own keys before the task's."""
-    merged = {**task, **own}
-    if "environment" in own and "environment_mode" not in own:
+    merged = {**task, **step}
+    if "environment" in step and "environment_mode" not in step:
         merged["environment_mode"] = "separate"
-    if own.get("environment_mode") == "shared" and "environment" not in own:
+    if step.get("environment_mode") == "shared" and "environment" not in step:
         merged.pop("environment", None)
-    merged["env"] = {**_texts("verifier.env", task.get("env")), **_texts("env", own.get("env"))}
-    merged["collect"] = [*task.get("collect", []), *own.get("collect", [])]
+    merged["env"] = {**_texts("verifier.env", task.get("env")), **_texts("env", step.get("env"))}
+    merged["collect"] = [*task.get("collect", []), *step.get("collect", [])]
     return merged
 
 
@@ -349,9 +349,9 @@ def _verifier_place(
     if mode == "shared" or (mode is None and "environment" not in verifier):
         return None, False
     for tests in dict.fromkeys((files / "tests", folder / "tests")):
-        own = _place(verifier.get("environment", {}), tests, required=False)
-        if own.docker_image is not None or (own.folder / "Dockerfile").is_file():
-            return own, True
+        test_place = _place(verifier.get("environment", {}), tests, required=False)
+        if test_place.docker_image is not None or (test_place.folder / "Dockerfile").is_file():
+            return test_place, True
     return place, False
 
 
