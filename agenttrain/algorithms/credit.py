@@ -216,7 +216,11 @@ def _pad_turns(values: Sequence[Sequence[Sequence[float]]]) -> Tensor:
 
 
 def _advantages_by_turn(returns_PGK: Tensor, config: AlgorithmConfig) -> Tensor:
-    """Return advantages of turns over the turns of the same index, [P, G, K]."""
+    """Return advantages of turns over the group's turns of the same index, [P, G, K].
+
+    A rollout that ended before turn k is compared by its last turn, so that the last turns of long
+    rollouts still have the whole group as their baseline.
+    """
     turns_PG = (~returns_PGK.isnan()).sum(-1)
     result_PGK = torch.full_like(returns_PGK, torch.nan)
     for k in range(returns_PGK.shape[-1]):

@@ -383,7 +383,7 @@ def _warnings(chat: Chat, probes: Sequence[Probe]) -> Iterator[str]:
         last, earlier = ends
         yield (
             f"an answer is sampled with {last} at its end, where the template writes {earlier} "
-            f"once a user's message follows: after it the model is trained with {last} in view "
+            f"once a user's message follows: then the model is trained with {last} in view "
             f"and served with {earlier}, one token in place of the other"
         )
     if response_template(chat) is None:

@@ -236,9 +236,10 @@ def _alternatives(texts: Collection[str]) -> str:
 
 
 def _copy(core: Any, added: dict[int, AddedToken], hidden: Any) -> Any:
-    """Build a tokenizer over the same model that never makes a `hidden` added token of text.
+    """Return a tokenizer over the same model that does not recognise the `hidden` added tokens.
 
-    Raises ChatError for a token whose id would change.
+    Their texts are encoded like any other text. It adds no token at the beginning or end, as it
+    has no post-processor. Raises ChatError for a token whose id would change.
     """
     copy = Tokenizer(core.model)
     for part in ("normalizer", "pre_tokenizer", "decoder"):
@@ -249,8 +250,8 @@ def _copy(core: Any, added: dict[int, AddedToken], hidden: Any) -> Any:
         if token.content not in hidden:
             tokens.append(token)
         elif copy.token_to_id(token.content) is None:
-            # A stand-in takes the id, so that later tokens keep theirs. It never matches: cleaned
-            # text holds no mark.
+            # The model's vocabulary lacks the token, so its id would go to the next one. A
+            # stand-in takes the id. It never matches: cleaned text holds no mark.
             tokens.append(AddedToken(OPEN + token.content, special=True, normalized=False))
     copy.add_tokens(tokens)  # all at once: each call takes time for every token that exists
     for token_id, token in added.items():

@@ -427,7 +427,10 @@ def runs_as_root(pid: int) -> bool:
 
 
 def upper_folder(pid: int) -> str | None:
-    """Return the folder on the host that holds what a container wrote; None for another driver."""
+    """Return the folder on the host that holds what a container wrote: overlayfs' upper one.
+
+    The container's disk use is measured there. None if its storage driver is not overlayfs.
+    """
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/mountinfo").read_text().splitlines():
             words = line.split()

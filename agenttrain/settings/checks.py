@@ -314,9 +314,9 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
         )
     if not has_test_rows(data) and evaluation.every is not None:
         yield f"eval.every={evaluation.every}: data.test names no rows; {HOLD_OUT}"
-    # Without data.path the user has typed the same file for both splits, and wants this.
+    # Without data.path the user has typed the same file for both splits on purpose.
     has_same_rows = data.train == data.test and data.path is not None
-    # So does a user of Harbor's tasks, whose question is pass@k of the trained folder.
+    # Harbor's tasks are evaluated on the trained folder on purpose: the question is its pass@k.
     is_harbor = has_same_rows and data.train.get("_target_") == HARBOR
     if data.test_fraction is None and has_same_rows and not is_harbor and evaluation.questions:
         yield (
@@ -389,8 +389,8 @@ def check_for_verb(verb: str, config: RunConfig, overrides: Sequence[str] = ()) 
         )
 
 
-def _answers(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterator[str]:
-    """Check that tasks come without answers, and that an evaluation has rows."""
+def _task_rows(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterator[str]:
+    """Check that tasks are no recorded rollouts, and that an evaluation has rows."""
     needs_tasks = verb in ("train", "eval")
     for split in ("train", "test") if needs_tasks else ():
         if getattr(config.data, split).get("_target_") == ROLLOUT_ROWS:
@@ -461,13 +461,13 @@ def _stop_when(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterat
         return
     sections = SUPERVISED if verb == "sft" else tuple(METRICS)
     rows = [row for section in sections for row in METRICS[section]]
-    own_metrics = () if verb == "sft" or objective.is_own else objective.registered.metrics
-    is_metric = metric_row(name) in rows or name in own_metrics
+    of_objective = () if verb == "sft" or objective.is_own else objective.registered.metrics
+    is_metric = metric_row(name) in rows or name in of_objective
     # The metrics of an objective of the user's are unknown before its module is imported.
     may_be_metric = objective.is_own and verb != "sft"
     if is_metric or may_be_metric:
         return
-    problem = f"is no metric{did_you_mean(name, [*(row.pattern for row in rows), *own_metrics])}"
+    problem = f"is no metric{did_you_mean(name, [*(row.pattern for row in rows), *of_objective])}"
     if verb == "sft" and metric_row(name) is not None:
         problem = "supervised learning has no such metric; set stop_when.metric=loss, say"
     yield f"stop_when.metric={name}: {problem}; docs/reference/metrics.md lists them"
@@ -600,7 +600,7 @@ CHECKS: tuple[Check | VerbCheck, ...] = (
     Check(lambda config: tracker_problems(config.tracker), ("tracker",)),
     Check(_environments, ("algorithm", "reward", "environment")),
     VerbCheck(_unread, ()),
-    VerbCheck(_answers, ("data",)),
+    VerbCheck(_task_rows, ("data",)),
     VerbCheck(_structured, ("rollout", "algorithm", "guards"), skips=UNTRAINED),
     VerbCheck(_teacher_folder, ("algorithm",), skips=UNTRAINED),
     VerbCheck(_role_folders, ("roles", "reward", "user", "algorithm")),

@@ -87,7 +87,8 @@ def _build(located: Located, name: str) -> list[Tool]:
         raise ValueError(f"{where}: {target!r} is not a function or a class")
     if _makes_tool(target):
         try:
-            inspect.signature(target).bind(**bound)  # TypeError before any code of it runs
+            # Wrong arguments are found before the target has done anything, say opened a file.
+            inspect.signature(target).bind(**bound)
             result = target(**bound)
         except TypeError as error:
             raise ValueError(f"{where} with {hide_in_settings(bound)}: {error}") from error

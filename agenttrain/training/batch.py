@@ -376,8 +376,13 @@ def pad_rows(lengths: Sequence[int], device: torch.device) -> PaddedRows:
 
 
 def make_blocks(segments: Sequence[Segment], device: torch.device) -> tuple[Block, ...]:
-    """Divide segments that are packed one after the other from position 0 into blocks."""
-    # A run becomes a block. Siblings come with the longest first, so that is a run's first one.
+    """Divide segments that are packed one after the other from position 0 into blocks.
+
+    A block is computed by one call of the attention kernel: siblings, segments with the same parent
+    and so the same prefix, padded to the longest. They are similar in length, so that little is
+    padding: the shortest has at least the share SHORTEST of the longest.
+    """
+    # Each run of similar siblings becomes a block. Siblings are ordered by length, longest first.
     runs: list[list[Segment]] = []
     for segment in segments:
         longest = runs[-1][0] if runs else segment

@@ -90,7 +90,10 @@ def read_object(body: str, syntax: Syntax, schemas: Schemas) -> Read:
 def _object_call(
     value: Any, syntax: Syntax, schemas: Schemas, text: str = "", *, lenient: bool
 ) -> ParsedCall:
-    """Make a call of a JSON value, which should be an object with its name and arguments."""
+    """Make a call of a JSON value, which should be an object with its name and arguments.
+
+    `lenient` is passed on to the call. A problem of the value becomes the call's problem.
+    """
     if not isinstance(value, dict):
         return ParsedCall(text=text, problem=f"the call must be a JSON object, not {kind(value)}")
     name = value.get(syntax.name_key)

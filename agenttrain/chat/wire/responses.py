@@ -226,14 +226,16 @@ class _ItemReader:
 
     def _resolved(self, item: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         """Return an item, or the issued one that an `item_reference` names."""
-        # Some clients leave the type of a reference out.
-        if item.get("type") != "item_reference" and item.keys() - {"type"} != {"id"}:
+        # Some clients leave the type of a reference out: it is then an item with nothing but an id.
+        is_reference = item.get("type") == "item_reference" or item.keys() - {"type"} == {"id"}
+        if not is_reference:
             return item
         name = str(item.get("id"))
-        issued = self.find_issued(_key(name))
-        for candidate in output_items(issued, {}) if issued is not None else ():
-            if candidate["id"] == name:
-                return candidate
+        issued_turn = self.find_issued(_key(name))
+        if issued_turn is not None:
+            for candidate in output_items(issued_turn, {}):
+                if candidate["id"] == name:
+                    return candidate
         raise RequestError(
             f"{where}.id={quote(name)}: no such item was issued in this conversation; send the "
             "items themselves, with store=false",
