@@ -255,8 +255,12 @@ def test_a_dry_run_needs_no_cluster_though_there_is_an_sbatch(
     assert list(elsewhere.iterdir()) == []
 
 
-def test_what_the_compute_nodes_could_not_load_is_missed_at_submission(capsys, elsewhere):
-    """Template, tools and rows are read; with a network or without, the hub is not asked."""
+def test_what_the_compute_nodes_could_not_load_is_missed_at_submission(
+    capsys, elsewhere, monkeypatch
+):
+    """Template, tools and rows are read; with a network or without, rows come from the cache."""
+    monkeypatch.setattr("agenttrain.utils.hub.PAUSES_S", ())
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # none there
     rows = ["data=hub", "data.path=nobody/nothing", "data.test_fraction=0.5"]
     assert cli.main(["submit", "--dry-run", *rows]) == 2
     out, err = capsys.readouterr()
