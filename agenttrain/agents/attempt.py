@@ -132,7 +132,7 @@ class EndpointRollout:
         """The last trained turn was cut by its budget. Known once the rollout is closed."""
         self._closed = False
         self._in_engine: set[str] = set()
-        """Sessions with a request in flight."""
+        """Trained sessions with a request in flight."""
 
     @property
     def max_context(self) -> int:
@@ -367,7 +367,8 @@ class EndpointRollout:
                 self.counts[f"agent/restarts/{plan.restart}"] += 1
                 self.policy.on_restart(plan.restart, self.request.rollout_id, plan.difference)
             self.policy.on_request(plan.session, question)
-            self._in_engine.add(plan.session)
+            if transcript.trained:
+                self._in_engine.add(plan.session)
             if plan.extends is not None:
                 transcript.growing.add(plan.extends.index)
         try:

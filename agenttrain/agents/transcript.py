@@ -73,7 +73,7 @@ class Transcript:
     def trained_conversations(self, trained: Trained) -> set[int]:
         """Return the conversations that are trained, as far as it is known."""
         numbers = set(self.conversations)
-        if trained is Trained.all or not numbers:
+        if trained is Trained.all or len(numbers) < 2:
             return numbers
         main = self.main_conversation()
         if trained is Trained.main:

@@ -270,6 +270,21 @@ def test_a_frozen_model_keeps_what_its_request_leaves_open_and_gets_numbers() ->
     ]
 
 
+def test_a_frozen_model_s_request_in_flight_takes_no_turn_of_the_rollout() -> None:
+    async def drive(agent: AgentTask) -> None:
+        async with client(agent) as http:
+            title = asyncio.create_task(ask(http, ASK, tools=[], model="small"))
+            await asyncio.sleep(0.1)
+            await ask(http, ASK)
+            await title
+
+    engine = agent_kit.engine_of(SEVEN)
+    engine.delay = 0.3
+    models = {"small": "frozen", "*": "policy"}
+    done = rollout(drive, engine=engine, models=models, limits={"max_turns": 1})
+    assert (done.stop_reason, done.turns) == (StopReason.completed, 1)
+
+
 def test_two_first_requests_at_once_are_one_conversation() -> None:
     async def drive(agent: AgentTask) -> None:
         engine.delay = 0.1

@@ -183,13 +183,15 @@ class IssuedTurns(Generic[T]):
         for index, message in enumerate(messages):
             calls = message.get("tool_calls")
             turn = self._by_key.get(calls[0]["id"]) if calls else None
-            issued_calls = [] if turn is None else turn.message.get("tool_calls", [])
-            if [call["id"] for call in issued_calls] != [call["id"] for call in calls or ()]:
+            if calls is None or turn is None:
+                continue
+            issued_calls = turn.message.get("tool_calls", [])
+            if [call["id"] for call in issued_calls] != [call["id"] for call in calls]:
                 continue
             pairs = [
                 (sent, issued)
-                for sent, issued in zip(calls or (), issued_calls, strict=True)
-                if _call_key(sent) != _call_key(issued)
+                for sent, issued in zip(calls, issued_calls, strict=True)
+                if sent != issued and _call_key(sent) != _call_key(issued)
             ]
             if pairs and all(
                 is_respelled(sent["function"], issued["function"], schemas)
