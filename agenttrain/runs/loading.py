@@ -142,9 +142,10 @@ def make_policy(
         with stand_ins(model) if weights is not None else nullcontext():
             targets = add_lora(model, config.model.lora)
         if world.is_main:
-            merged = run_spec(config).own_weights and bool(adapted_experts(model))
-            note = "; the engine gets those of experts merged" if merged else ""
-            print(f"{describe_adapters(model, targets)}{note}", flush=True)
+            line = describe_adapters(model, targets)
+            if run_spec(config).own_weights and adapted_experts(model):
+                line += "; the engine gets them merged, because vLLM reads those of experts wrongly"
+            print(line, flush=True)
     policy = Policy(
         model,
         algorithm=algorithm,

@@ -118,9 +118,10 @@ def _routers(model: PreTrainedModel) -> Iterator[str]:
         experts = getattr(block, EXPERTS, None)
         if not isinstance(experts, nn.Module):
             continue
-        is_list = isinstance(experts, nn.ModuleList)
-        weights = [weight for weight in experts.parameters() if weight.ndim == 3]
-        count = len(experts) if is_list else max((len(w) for w in weights), default=0)
+        if isinstance(experts, nn.ModuleList):
+            count = len(experts)
+        else:  # a packed weight is [experts, …]
+            count = max((len(w) for w in experts.parameters() if w.ndim == 3), default=0)
         for name, module in block.named_modules():
             is_scorer = isinstance(module, nn.Linear) and module.out_features in (1, count)
             beside = name.split(".")[0]
