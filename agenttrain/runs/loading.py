@@ -144,7 +144,7 @@ def make_policy(
         if world.is_main:
             line = describe_adapters(model, targets)
             if run_spec(config).own_weights and adapted_experts(model):
-                line += "; the engine gets them merged, because vLLM reads those of experts wrongly"
+                line += "; the engine gets all weights, with them merged"
             print(line, flush=True)
     policy = Policy(
         model,

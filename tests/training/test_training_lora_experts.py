@@ -470,3 +470,26 @@ def test_adapters_of_experts_are_sent_merged(
 def test_the_settings_name_what_has_no_effect() -> None:
     with pytest.raises(ValueError, match=r"target_parameters=\[experts.down_proj\]: has no"):
         ModelConfig(path="m", lora={"target_parameters": ["experts.down_proj"]})
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Qwen3_5Moe"])
+def test_recomputed_layers_give_the_same_gradients(family: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path, family)
+    learned = []
+    for recomputed in (False, True):
+        trained = policy(
+            adapted(folder), lr=1e-2, training={"gradient_checkpointing": recomputed}
+        )
+        for seed in range(2):
+            train_policy(trained, groups(seed))
+        learned.append({n: t.clone() for n, t in trained.model.state_dict().items()})
+    assert any("experts" in name and "lora_B" in name and t.any() for name, t in learned[0].items())
+    for name, tensor in learned[0].items():
+        torch.testing.assert_close(learned[1][name], tensor, rtol=1e-4, atol=1e-6)
+
+
+def test_the_reference_is_the_model_without_adapters_of_experts(tmp_path: Path) -> None:
+    model = adapted(saved(tmp_path, "Qwen3Moe"))
+    trained = policy(model, algorithm={"kl": {"beta": 0.1}}, lr=1e-2)
+    assert train_policy(trained, groups(0))["kl"] == pytest.approx(0, abs=1e-6)
+    assert train_policy(trained, groups(1))["kl"] > 1e-6
