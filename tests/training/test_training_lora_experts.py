@@ -24,6 +24,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from agenttrain.commands.export import export
 from agenttrain.commands.plan.estimate import Sizes
+from agenttrain.engines.config import Sampling
+from agenttrain.engines.transformers.config import TransformersSettings
+from agenttrain.engines.transformers.engine import TransformersEngine
 from agenttrain.engines.vllm.config import VllmSettings
 from agenttrain.engines.vllm.setup import engine_arguments
 from agenttrain.runs.loading import check_model
@@ -37,6 +40,7 @@ from agenttrain.training.lora import (
     adapted_weights,
     adapter_weights,
     add_lora,
+    describe_adapters,
     load_saved_adapters,
     save_adapter_config,
     second_matrix,
@@ -137,6 +141,10 @@ def test_all_linear_means_what_works_in_the_family(family: str) -> None:
     expected, left_out = CHOICES[family]
     assert ends(model) == expected
     assert targets is not None and targets.left_out == left_out
+    named, *none = describe_adapters(model, targets).split("; none: ")
+    assert set(named.removeprefix("adapters of rank 4: ").split(", ")) == expected
+    reasons = {f"{name} ({reason})" for name, reason in left_out.items()}
+    assert {reason for text in none for reason in text.split(", ")} == reasons
     # One rank: a packed weight has a matrix of rank 4 for each of its 4 experts.
     ranks = {layer.lora_A["default"].weight.shape[0] for layer in adapted_weights(model).values()}
     assert ranks == ({4, 16} if any("experts" in name for name in expected) else {4})
@@ -407,6 +415,35 @@ def test_decay_rates_skips_and_step_sizes_stay_in_float32(family: str, tmp_path:
     assert (logits(model.eval()).float() - logits(build(family))).abs().mean() < 0.5
 
 
+@pytest.mark.parametrize("family", ["Qwen3_5", "GraniteMoeHybrid"])
+def test_a_model_in_two_formats_is_sampled_trained_and_resumed(family: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "m", family)
+
+    def saver() -> Checkpoints:
+        return Checkpoints(tmp_path / "c", tokenizer=tiny.tokenizer(), keep=1)
+
+    async def sample(model: PreTrainedModel) -> None:
+        engine = TransformersEngine(model, TransformersSettings(max_context=48, max_rows=2))
+        completion = await engine.generate(TEXT, Sampling(max_tokens=4, seed=0), session="s")
+        await engine.aclose()
+        assert len(completion.token_ids) >= 1
+
+    trained = policy(load_whole(folder, torch.bfloat16).eval(), lr=1e-2)
+    asyncio.run(sample(trained.model))
+    train_policy(trained, groups(0))
+    saver().save(trained, step=1)
+    resumed = policy(load_whole(folder, torch.bfloat16).eval(), lr=1e-2)
+    saver().load_latest(resumed)
+    for each in (trained, resumed):
+        train_policy(each, groups(2))
+    state = resumed.model.state_dict()
+    stored = load_file(folder / "model.safetensors")
+    for name, tensor in trained.model.state_dict().items():
+        assert torch.equal(tensor, state[name])
+        if IN_FLOAT32.search(name):
+            assert tensor.dtype is torch.float32 and not torch.equal(tensor, stored[name])
+
+
 def test_exports_keep_them_in_float32(tmp_path: Path) -> None:
     folder = saved(tmp_path / "m", "Qwen3_5Moe")
     for rank in (0, 4):
@@ -477,9 +514,7 @@ def test_recomputed_layers_give_the_same_gradients(family: str, tmp_path: Path) 
     folder = saved(tmp_path, family)
     learned = []
     for recomputed in (False, True):
-        trained = policy(
-            adapted(folder), lr=1e-2, training={"gradient_checkpointing": recomputed}
-        )
+        trained = policy(adapted(folder), lr=1e-2, training={"gradient_checkpointing": recomputed})
         for seed in range(2):
             train_policy(trained, groups(seed))
         learned.append({n: t.clone() for n, t in trained.model.state_dict().items()})
