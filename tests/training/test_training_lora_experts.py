@@ -313,6 +313,13 @@ def test_the_check_of_the_merge_leaves_the_policy_as_it_was(
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
+def test_merged_adapters_of_embedding_and_head_pass_the_check(tmp_path: Path) -> None:
+    targets = ["embed_tokens", "lm_head", "v_proj"]
+    model = adapted(saved(tmp_path / "m", "Qwen3"), targets=targets)
+    assert len(adapted_weights(model)) == 4
+    check_merging(model, lambda: policy_logprobs(model, TEXT))
+
+
 def test_an_adapter_without_effect_is_refused(tmp_path: Path) -> None:
     model = adapted(saved(tmp_path / "m", "Qwen3Moe"))
     # As a kernel does that reads the weight, without calling the module.
