@@ -214,11 +214,11 @@ def delta(layer: Any, weight: Tensor) -> Tensor:
     return like_part(weight, change)
 
 
-def second_matrix(layer: Any) -> Tensor:
-    """Return the second matrix of a layer's adapter, which is zero at first."""
-    if ADAPTER in layer.lora_embedding_B:
-        embedding_b: Tensor = layer.lora_embedding_B[ADAPTER]
-        return embedding_b
+def zero_matrix(layer: Any) -> Tensor:
+    """Return the matrix of a layer's adapter that is zero at first: B, of an embedding A."""
+    if ADAPTER in layer.lora_embedding_A:
+        embedding_a: Tensor = layer.lora_embedding_A[ADAPTER]
+        return embedding_a
     weight: Tensor = layer.lora_B[ADAPTER].weight
     return weight
 

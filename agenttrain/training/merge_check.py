@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agenttrain.training.lora import adapted_weights, base_name, delta, second_matrix
+from agenttrain.training.lora import adapted_weights, base_name, delta, zero_matrix
 from agenttrain.training.sharding import assign, full_tensor
 from agenttrain.types import AgenttrainError
 
@@ -74,7 +74,7 @@ def check_merging(model: PreTrainedModel, score: Callable[[], list[float]]) -> N
 @contextmanager
 def _random_adapter(layer: Any, weight: Tensor) -> Iterator[None]:
     """Give an adapter random values within the block, of a change as large as its weight."""
-    matrix = second_matrix(layer)
+    matrix = zero_matrix(layer)
     former = matrix.detach().clone()
     values = torch.randn(matrix.shape, generator=torch.Generator().manual_seed(0))
     values = values.to(matrix.device, matrix.dtype)

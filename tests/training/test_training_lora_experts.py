@@ -43,7 +43,7 @@ from agenttrain.training.lora import (
     describe_adapters,
     load_saved_adapters,
     save_adapter_config,
-    second_matrix,
+    zero_matrix,
 )
 from agenttrain.training.merge_check import WrongMerge, check_merging
 from agenttrain.training.sharding import Sharding
@@ -85,7 +85,7 @@ def draw(model: PreTrainedModel) -> None:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for layer in adapted_weights(model).values():
-            matrix = second_matrix(layer)
+            matrix = zero_matrix(layer)
             matrix.copy_(torch.randn(matrix.shape, generator=generator) * 0.1)
 
 
