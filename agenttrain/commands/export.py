@@ -103,6 +103,7 @@ def export(
     from agenttrain.engines.vision import PROCESSOR_FILE
     from agenttrain.training.checkpoint_files import auto_class, only_tensors, verify
     from agenttrain.training.lora import merged
+    from agenttrain.training.sliced_weights import recurrent_in_float32
 
     logging.disable_progress_bar()
     verify(checkpoint)
@@ -125,7 +126,8 @@ def export(
                     model = merged(checkpoint, wanted)
                     weights += ", adapters (LoRA) merged in float32"
                 else:
-                    model = auto_class(checkpoint).from_pretrained(checkpoint, dtype=wanted)
+                    with recurrent_in_float32():
+                        model = auto_class(checkpoint).from_pretrained(checkpoint, dtype=wanted)
             model.save_pretrained(part)
             weights += f", saved in {str(model.dtype).removeprefix('torch.')}"
         AutoTokenizer.from_pretrained(checkpoint).save_pretrained(part)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from agenttrain.algorithms.config import AlgorithmConfig
 from agenttrain.engines.base import Engine, Separate
@@ -26,7 +27,7 @@ from agenttrain.training.checkpoint import random_states, seed_random, set_rando
 from agenttrain.training.checkpoint_files import auto_class
 from agenttrain.training.config import Init, Transport
 from agenttrain.training.logprobs import checkpoint_layers
-from agenttrain.training.lora import add_lora, is_adapted
+from agenttrain.training.lora import adapted_experts, add_lora, describe_adapters, is_adapted
 from agenttrain.training.optimizers import build_optimizer
 from agenttrain.training.policy import Policy
 from agenttrain.training.sharding import Sharding
@@ -36,6 +37,9 @@ from agenttrain.types import ConfigError
 from agenttrain.utils.hub import is_hub_id
 from agenttrain.utils.model_path import ADAPTER_CONFIG, model_folder, why_merged, why_not_sent
 from agenttrain.utils.seeds import derive_seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def check_model(config: RunConfig, *, sampled: bool = True) -> None:
@@ -77,6 +81,8 @@ def check_model(config: RunConfig, *, sampled: bool = True) -> None:
         checkpoint_layers(model)
     if config.model.lora.rank:
         add_lora(model, config.model.lora)
+        if sampled and config.weight_sync.transport is Transport.lora:
+            _refuse_sent_experts(config, model)
     build_optimizer(model, config.optimizer)
 
 
@@ -93,6 +99,16 @@ def _check_adapters_are_sent(config: RunConfig, folder: Path) -> None:
         raise ConfigError(
             f"weight_sync.transport=lora: the adapters of model.path={path} are merged before "
             f"they are sent ({reason}); leave it out"
+        )
+
+
+def _refuse_sent_experts(config: RunConfig, model: PreTrainedModel) -> None:
+    """Raise ConfigError for adapters of experts, which servers are not sent as they are."""
+    if names := adapted_experts(model):
+        raise ConfigError(
+            f"weight_sync.transport=lora: the adapters of experts ({names[0]}, …) are merged "
+            "before they are sent, because vLLM 0.32 reads them wrongly in most families; leave it "
+            "out, or set model.lora.target_parameters=[]"
         )
 
 
@@ -124,7 +140,12 @@ def make_policy(
     if config.model.lora.rank or is_adapted(model):
         # peft draws no adapters on the meta device.
         with stand_ins(model) if weights is not None else nullcontext():
-            add_lora(model, config.model.lora)
+            targets = add_lora(model, config.model.lora)
+        if world.is_main:
+            line = describe_adapters(model, targets)
+            if run_spec(config).own_weights and adapted_experts(model):
+                line += "; the engine gets all weights, with them merged"
+            print(line, flush=True)
     policy = Policy(
         model,
         algorithm=algorithm,

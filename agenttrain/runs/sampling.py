@@ -138,7 +138,8 @@ def load_empty(config: RunConfig, rank: int) -> tuple[Any, Any] | None:
         return None
     disable_cudnn_attention()
     threads = _threads()
-    model: Any = empty_model(base or source, getattr(torch, config.model.dtype))
+    dtype = getattr(torch, config.model.dtype)
+    model: Any = empty_model(base or source, dtype, uniform=_is_uniform(config))
     weights = SlicedWeights(model, base or source, rank)
     if base is not None:
         with stand_ins(model), only_tensors(source):  # peft draws no adapters on the meta device
@@ -146,6 +147,11 @@ def load_empty(config: RunConfig, rank: int) -> tuple[Any, Any] | None:
         _record_revision(model, base)
     _set_threads(model, threads)
     return model, weights
+
+
+def _is_uniform(config: RunConfig) -> bool:
+    """Return True if FSDP2 trains the weights themselves: they then have one number format."""
+    return config.distributed.name is DistributedName.fsdp2 and not config.model.lora.rank
 
 
 def _set_threads(model: Any, threads: int) -> None:
@@ -178,24 +184,28 @@ def _load(config: RunConfig) -> Any:
     from transformers import AutoConfig
     from transformers.utils import logging
 
+    from agenttrain.engines.mixers import keep_float32
     from agenttrain.training.lora import load_saved_adapters
     from agenttrain.training.sliced_weights import load_whole
 
     logging.disable_progress_bar()  # bars for each checkpoint would tear up the live display
     path, revision = config.model.path, config.model.revision
-    dtype = getattr(torch, config.model.dtype)
+    dtype, uniform = getattr(torch, config.model.dtype), _is_uniform(config)
     if config.model.init is Init.random:
         folder = model_folder(path, revision=revision)
         architecture = AutoConfig.from_pretrained(folder)
-        return auto_class(folder).from_config(architecture, dtype=dtype)
+        model = auto_class(folder).from_config(architecture, dtype=dtype)
+        if not uniform:
+            keep_float32(model)
+        return model
     source = weights_folder(path, revision=revision)
     # The model that the adapters in `source` are for; None if `source` is a whole model.
     base = base_folder(path, revision, config.model.base_revision)
     with only_tensors(source):
         if base is None:
-            return load_whole(source, dtype)
+            return load_whole(source, dtype, uniform=uniform)
         # Loaded here: transformers would look up the base by its name, in any revision.
-        model = load_whole(base, dtype)
+        model = load_whole(base, dtype, uniform=uniform)
         load_saved_adapters(model, source)
     _record_revision(model, base)
     return model
@@ -242,7 +252,7 @@ def engine_inputs(
     # The model that the adapters in `source_folder` are for; None if it holds a whole model.
     base = base_folder(path, revision, config.model.base_revision)
     # Adapters that an engine cannot apply are merged into the weights that are sent to it.
-    is_merged = base is not None and why_merged(source_folder) is not None
+    is_merged = lora.rank > 0 and run_spec(config).own_weights and sends_merged(config)
     return EngineInputs(
         policy=policy,
         model=base or source_folder,
@@ -260,6 +270,27 @@ def engine_inputs(
         mixed_precision=config.training.mixed_precision,
         max_staleness=config.async_training.max_staleness,
     )
+
+
+def sends_merged(config: RunConfig) -> bool:
+    """Return True if engines get the adapters of `model.lora` merged into the weights.
+
+    vLLM 0.32 reads adapters of experts wrongly in most families, and adapters of several ranks or
+    scales in all of them.
+    """
+    import torch
+    from transformers import AutoConfig
+
+    from agenttrain.training.footprint import empty_model
+    from agenttrain.training.lora import adapted_experts
+
+    path, revision = config.model.path, config.model.revision
+    folder = model_folder(path, revision=revision)
+    if base_folder(path, revision, config.model.base_revision, weights=False) is not None:
+        return why_merged(folder) is not None
+    architecture = AutoConfig.from_pretrained(folder)
+    dtype = getattr(torch, config.model.dtype)
+    return bool(adapted_experts(empty_model(architecture, dtype, config.model.lora)))
 
 
 def server_inputs(config: RunConfig, folder: Path, *, on_gpu: bool) -> EngineInputs:

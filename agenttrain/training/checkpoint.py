@@ -54,7 +54,12 @@ from agenttrain.training.checkpoint_files import (
 from agenttrain.training.lora import is_adapted, load_adapter, save_adapter_config
 from agenttrain.training.policy import Policy
 from agenttrain.training.sharding import assign, is_sharded, read_state, read_tensors, shard_of
-from agenttrain.training.sliced_weights import SlicedWeights, WrongWeights, why_not_sliced
+from agenttrain.training.sliced_weights import (
+    SlicedWeights,
+    WrongWeights,
+    recurrent_in_float32,
+    why_not_sliced,
+)
 from agenttrain.training.snapshot import INDEX, Snapshot, take_snapshot, weights_index
 from agenttrain.training.world import World
 from agenttrain.utils.files import sync
@@ -404,7 +409,8 @@ def load_weights(model: PreTrainedModel, path: Path, world: World) -> None:
         elif is_sharded(model) and why_not_sliced(path) is None:
             SlicedWeights(model, path, world.rank).fill(model, world)
         else:
-            state = type(model).from_pretrained(path, dtype=model.dtype).state_dict()
+            with recurrent_in_float32():
+                state = type(model).from_pretrained(path, dtype=model.dtype).state_dict()
             for name, tensor in model.state_dict().items():
                 assign(tensor, state[name])
 

@@ -278,6 +278,10 @@ class VisionTower(StrEnum):
     """It is trained with the rest."""
 
 
+ALL_LINEAR = "all-linear"
+"""Value of model.lora.targets for everything that can have adapters."""
+
+
 @dataclass(config=SETTINGS)
 class LoraSettings:
     """Low-rank adapters (https://arxiv.org/abs/2106.09685) instead of training every weight."""
@@ -286,8 +290,12 @@ class LoraSettings:
     """Rank of each adapter's matrices; 0: no adapters, all weights are trained."""
     alpha: Number = 32.0
     """An adapter's output is scaled by alpha / rank."""
-    targets: Data[list[str]] = field(default_factory=lambda: ["all-linear"])
-    """Names of the modules with an adapter, e.g. [q_proj,v_proj]; all-linear: all but the head."""
+    targets: Data[list[str]] = field(default_factory=lambda: [ALL_LINEAR])
+    """Names of the modules with an adapter, e.g. [q_proj,v_proj]; all-linear: all linear layers
+    that can have one, and packed experts, but no head and no router."""
+    target_parameters: Data[list[str] | None] = None
+    """Packed weights of experts with an adapter, e.g. [experts.gate_up_proj,experts.down_proj];
+    None: all of them with targets=[all-linear], else none."""
 
     @model_validator(mode="after")
     def _check(self) -> LoraSettings:
@@ -296,13 +304,14 @@ class LoraSettings:
             problems.append(f"model.lora.rank={self.rank}: must be 0 (no adapters) or more")
         if self.rank > 0 and self.alpha <= 0:
             problems.append(f"model.lora.alpha={self.alpha}: must be more than 0")
-        if self.rank > 0 and not self.targets:
+        if self.rank > 0 and not self.targets and not self.target_parameters:
             problems.append(
                 "model.lora.targets=[]: name the modules to adapt, e.g. [q_proj,v_proj]"
             )
-        if "all-linear" in self.targets and len(self.targets) > 1:
+        if ALL_LINEAR in self.targets and len(self.targets) > 1:
             problems.append(f"model.lora.targets={shown(self.targets)}: all-linear stands alone")
-        for name, default in (("alpha", 32.0), ("targets", ["all-linear"])):
+        defaults = {"alpha": 32.0, "targets": [ALL_LINEAR], "target_parameters": None}
+        for name, default in defaults.items():
             value = getattr(self, name)
             if self.rank == 0 and value != default:
                 problems.append(

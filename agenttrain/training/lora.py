@@ -5,6 +5,9 @@ peft is imported where there are adapters: it takes as long as a tenth of a star
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +17,16 @@ from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from agenttrain.engines.mixers import stays_float32
 from agenttrain.training.attention import backbone
 from agenttrain.training.checkpoint_files import auto_class, loading_options, set_stop_tokens
 from agenttrain.training.config import LoraSettings
 from agenttrain.training.gathering import gather_by_layer
+from agenttrain.training.lora_targets import EXPERTS, LoraTargets, choose_targets
 from agenttrain.training.sharding import assign, full_tensor, like_part, own_rows
 from agenttrain.training.tensor_files import read_header
 from agenttrain.utils.model_path import base_folder
-from agenttrain.utils.names import did_you_mean
+from agenttrain.utils.sections import shown
 
 ADAPTER = "default"
 """peft's name of the only adapter."""
@@ -34,15 +39,17 @@ VISION_TOWER = r".*\bvisual\b.*"
 """Matches the modules of a vision tower, which gets no adapters."""
 
 
-def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
+def add_lora(model: PreTrainedModel, settings: LoraSettings) -> LoraTargets | None:
     """Add adapters to the layers of `model`, in place, and freeze everything else.
 
-    `model` stays the same object, so that an engine may sample from it. A model that was loaded
-    with adapters continues with them. Raises ValueError for targets that the model does not have,
-    and for loaded adapters whose rank, alpha or targets differ from the settings.
+    `model` stays the same object, so that an engine may sample from it. Returns the targets of new
+    adapters. A model that was loaded with adapters continues with them, and the result is None.
+    Raises ValueError for targets that the model does not have, and for loaded adapters whose rank,
+    alpha or targets differ from the settings.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    targets: LoraTargets | None = None
     if is_adapted(model):
         _check_same_adapters(model, settings)
         conversions = getattr(model, CONVERSIONS, None) or ()
@@ -52,54 +59,69 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
             # Without a record, saving the model uses those of its family.
             setattr(model, CONVERSIONS, None)
     else:
-        _add_new_adapters(model, settings)
+        targets = _add_new_adapters(model, settings)
     # Embedding and head may be one weight: the adapter of one layer must not change the other.
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     has_adapter = any(isinstance(module, BaseTunerLayer) for module in (embedding, head))
     if has_adapter and embedding.weight is head.weight:
         raise ValueError(
-            f"model.lora.targets={settings.targets}: embedding and head of {type(model).__name__} "
-            "are one weight (tie_word_embeddings), into which an adapter of one of them cannot be "
-            "merged; leave both out"
+            f"model.lora.targets={shown(settings.targets)}: embedding and head of "
+            f"{type(model).__name__} are one weight (tie_word_embeddings), into which an adapter "
+            "of one of them cannot be merged; leave both out"
         )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
+    return targets
 
 
-def _add_new_adapters(model: PreTrainedModel, settings: LoraSettings) -> None:
-    """Add adapters with new weights to the target modules."""
+def _add_new_adapters(model: PreTrainedModel, settings: LoraSettings) -> LoraTargets:
+    """Add adapters with new weights to the targets, and return these."""
     from peft import LoraConfig
 
-    targets = settings.targets
-    # peft ignores a target that does not exist as long as another one does.
-    modules = [name for name, _ in model.named_modules()]
-    for target in targets:
-        exists = any(f".{name}".endswith(f".{target}") for name in modules)
-        if target != "all-linear" and not exists:
-            last_parts = {name.rpartition(".")[2] for name in modules}
-            raise ValueError(
-                f"model.lora.targets={targets}: {type(model).__name__} has no module {target}"
-                f"{did_you_mean(target, sorted(last_parts))}"
-            )
+    encoders = VISION_TOWER if hasattr(backbone(model), "visual") else None
+    targets = choose_targets(model, settings, encoders)
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a float works too
-        target_modules="all-linear" if targets == ["all-linear"] else list(targets),
-        exclude_modules=VISION_TOWER if hasattr(backbone(model), "visual") else None,
+        target_modules=targets.modules,
+        target_parameters=targets.parameters or None,
+        exclude_modules=encoders,
         task_type="CAUSAL_LM",
     )
     try:
         model.add_adapter(config, ADAPTER)
     except ValueError as error:
-        raise ValueError(f"model.lora.targets={targets}: {error}") from error
+        raise ValueError(f"model.lora.targets={shown(settings.targets)}: {error}") from error
+    return targets
+
+
+def describe_adapters(model: PreTrainedModel, targets: LoraTargets | None = None) -> str:
+    """Return a line that names what has adapters, and the linear layers that `targets` leaves out.
+
+    Example: ``adapters of rank 16: q_proj, o_proj, experts.down_proj; none: gate (a router)``.
+    """
+    modules = (name.removesuffix(".weight").split(".") for name in adapted_weights(model))
+    # An expert's weight has the name of a dense layer's.
+    ends = (".".join(parts[-2:] if EXPERTS in parts[-2:] else parts[-1:]) for parts in modules)
+    line = f"adapters of rank {model.peft_config[ADAPTER].r}: {', '.join(dict.fromkeys(ends))}"
+    if targets is not None and targets.left_out:
+        reasons = (f"{name} ({reason})" for name, reason in targets.left_out.items())
+        line += f"; none: {', '.join(reasons)}"
+    return line
+
+
+def adapted_experts(model: PreTrainedModel) -> list[str]:
+    """Return the names of experts' weights that have adapters, packed or single ones."""
+    return [name for name in adapted_weights(model) if EXPERTS in name.split(".")]
 
 
 def add_saved_adapters(model: PreTrainedModel, folder: Path) -> None:
     """Add the adapters that a folder describes, with new weights."""
     from peft import LoraConfig
 
-    model.add_adapter(LoraConfig.from_pretrained(str(folder)), ADAPTER)
+    with _patterns_match():
+        model.add_adapter(LoraConfig.from_pretrained(str(folder)), ADAPTER)
 
 
 def load_saved_adapters(model: Any, folder: Path) -> None:
@@ -109,8 +131,20 @@ def load_saved_adapters(model: Any, folder: Path) -> None:
     back, because saving the model reads them.
     """
     conversions = getattr(model, CONVERSIONS, None)
-    model.load_adapter(str(folder))
+    with _patterns_match():
+        model.load_adapter(str(folder))
     setattr(model, CONVERSIONS, conversions)
+
+
+@contextmanager
+def _patterns_match() -> Iterator[None]:
+    """Hide a wrong warning of peft within the block.
+
+    A `rank_pattern` of packed experts is applied, but peft 0.21 looks for it among modules alone.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match")
+        yield
 
 
 def _check_same_adapters(model: Any, settings: LoraSettings) -> None:
@@ -125,12 +159,16 @@ def _check_same_adapters(model: Any, settings: LoraSettings) -> None:
         )
     # Default targets ask for nothing: a run that continues need not repeat them.
     is_default = settings.targets == LoraSettings().targets
-    if not is_default and set(settings.targets) != set(config.target_modules):
-        raise ValueError(
-            f"model.lora.targets={settings.targets}: model.path holds adapters of "
-            f"{', '.join(sorted(config.target_modules))}; leave it out to continue with them, or "
-            "merge them first (agenttrain export)"
-        )
+    checked = {"target_parameters": (settings.target_parameters, config.target_parameters)}
+    if not is_default:
+        checked["targets"] = (settings.targets, config.target_modules)
+    for name, (wanted, saved) in checked.items():
+        if wanted is not None and set(wanted) != set(saved or ()):
+            raise ValueError(
+                f"model.lora.{name}={shown(wanted)}: model.path holds adapters of "
+                f"{', '.join(sorted(saved or ())) or 'none'}; leave it out to continue with them, "
+                "or merge them first (agenttrain export)"
+            )
 
 
 def is_adapted(model: PreTrainedModel) -> bool:
@@ -174,6 +212,15 @@ def delta(layer: Any, weight: Tensor) -> Tensor:
     if not layer._did_swap_in_out_features:  # the weight is [experts, in, out]
         change = change.transpose(1, 2)
     return like_part(weight, change)
+
+
+def zero_matrix(layer: Any) -> Tensor:
+    """Return the matrix of a layer's adapter that is zero at first: B, of an embedding A."""
+    if ADAPTER in layer.lora_embedding_A:
+        embedding_a: Tensor = layer.lora_embedding_A[ADAPTER]
+        return embedding_a
+    weight: Tensor = layer.lora_B[ADAPTER].weight
+    return weight
 
 
 def adapter_parameters(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -236,7 +283,8 @@ def merged(folder: Path, dtype: torch.dtype | str) -> PreTrainedModel:
     base = base_folder(str(folder))
     assert base is not None
     model = auto_class(base).from_pretrained(base, dtype=torch.float32, **loading_options(base))
-    model = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+    with _patterns_match():
+        model = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
     if (folder / GENERATION_CONFIG_NAME).is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
         eos_ids = model.generation_config.eos_token_id
@@ -251,10 +299,10 @@ def adapter_dtype(folder: Path) -> torch.dtype:
 
 
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Cast the weights to a format, except those that transformers keeps in float32."""
+    """Cast the weights to a format, except those that stay in float32."""
     dtype_plan = model._get_dtype_plan(dtype)
     for name, weight in model.named_parameters():
-        if dtype_plan.keys().isdisjoint(name.split(".")):
+        if dtype_plan.keys().isdisjoint(name.split(".")) and not stays_float32(name):
             weight.data = weight.data.to(dtype)
     model.config.dtype = dtype
     return model

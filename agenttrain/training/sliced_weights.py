@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from hashlib import sha256
@@ -32,6 +32,7 @@ from transformers.core_model_loading import (
 )
 
 from agenttrain.chat.vision import SEEING
+from agenttrain.engines.mixers import IN_FLOAT32, keep_float32
 from agenttrain.training.checkpoint_files import auto_class, loading_options
 from agenttrain.training.lora import base_name
 from agenttrain.training.sharding import RowRange, give_storage, local_part, own_rows
@@ -94,8 +95,11 @@ def why_not_sliced(folder: Path) -> str | None:
     return None
 
 
-def empty_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the model in `folder` on the meta device, with its buffers on the CPU."""
+def empty_model(folder: Path, dtype: torch.dtype, *, uniform: bool = False) -> PreTrainedModel:
+    """Return the model in `folder` on the meta device, with its buffers on the CPU.
+
+    `uniform`: as in `load_whole`.
+    """
     config = AutoConfig.from_pretrained(folder)
     config.name_or_path = str(folder)
     with init_empty_weights(include_buffers=False):
@@ -105,6 +109,8 @@ def empty_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     for name, parameter in model.named_parameters():
         if any(part in dtype_plan for part in name.split(".")):
             parameter.data = parameter.data.to(torch.float32)
+    if not uniform:
+        keep_float32(model)
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model.eval()
@@ -130,8 +136,27 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def load_whole(folder: Path, dtype: torch.dtype | str) -> Any:
+@contextmanager
+def recurrent_in_float32() -> Iterator[None]:
+    """Load the weights in `IN_FLOAT32` of models as float32 within the block."""
+    former = PreTrainedModel._get_dtype_plan
+
+    def extended(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        # Of names in a plan transformers makes a regular expression.
+        names = (rf"\.{name}$" for name in IN_FLOAT32)
+        return {**former(model, dtype), **dict.fromkeys(names, torch.float32)}
+
+    PreTrainedModel._get_dtype_plan = extended
+    try:
+        yield
+    finally:
+        PreTrainedModel._get_dtype_plan = former
+
+
+def load_whole(folder: Path, dtype: torch.dtype | str, *, uniform: bool = False) -> Any:
     """Load the model in a folder with all of its weights.
+
+    `uniform`: all in one format, so also those in `IN_FLOAT32`. FSDP2 trains no others.
 
     Raises WrongWeights for weights that the files lack (transformers would draw them at random) or
     hold as integers (it would cast them), for other shapes and for truncated files.
@@ -141,13 +166,14 @@ def load_whole(folder: Path, dtype: torch.dtype | str) -> Any:
         stored = stored_tensors(folder) if is_safetensors else {}
     except BadTensorFile as error:
         raise WrongWeights(str(error)) from error
-    model, info = auto_class(folder).from_pretrained(
-        folder,
-        dtype=dtype,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
-        **loading_options(folder),
-    )
+    with nullcontext() if uniform else recurrent_in_float32():
+        model, info = auto_class(folder).from_pretrained(
+            folder,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **loading_options(folder),
+        )
     if missing := sorted(info["missing_keys"]):
         suffix = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise WrongWeights(

@@ -25,6 +25,7 @@ from agenttrain.engines.base import (
 )
 from agenttrain.engines.broadcast import WeightForm
 from agenttrain.engines.config import Sampling
+from agenttrain.engines.mixers import stays_float32
 from agenttrain.engines.registry import names_with
 from agenttrain.training.config import WeightSyncConfig
 from agenttrain.training.file_names import in_files, on_meta, one_by_one
@@ -37,6 +38,7 @@ from agenttrain.training.lora import (
     delta,
     is_adapted,
 )
+from agenttrain.training.merge_check import check_merging
 from agenttrain.training.policy import Policy
 from agenttrain.training.sharding import is_sharded
 from agenttrain.types import AgenttrainError
@@ -218,6 +220,7 @@ async def sync(
     An engine that samples from `policy.sampler` itself only drops its caches, and the result is
     None. An engine with a copy of the weights is sent them and then scores the probe.
 
+    Raises WrongMerge at the first sync if merged adapters do not compute what the adapters do.
     Raises StaleWeights if the engine's log-probabilities of the probe differ from the policy's, and
     if they did not change since the last sync (`before`) although the policy's did. A quantised
     engine's may stay the same. With several copies it is raised if all of them fail.
@@ -252,11 +255,16 @@ async def sync(
     was_rounded = has_merged_adapters or was_cast or is_quantized
     must_move_from = None if was_rounded else before
     token_ids, start = await _probe_text(policy, engine, before, prompt_ids)
-    policy_T = (
-        policy.probe_logprobs(token_ids)
-        if is_sharded(policy.model)
-        else policy_logprobs(policy.model, token_ids)
-    )
+
+    def score() -> list[float]:
+        """Return the policy's log-probabilities of the probe."""
+        if is_sharded(policy.model):
+            return policy.probe_logprobs(token_ids)
+        return policy_logprobs(policy.model, token_ids)
+
+    if before is None and has_merged_adapters:
+        check_merging(policy.model, score)
+    policy_T = score()
     probe_check = ProbeCheck(
         token_ids=tuple(token_ids),
         start=start,
@@ -387,8 +395,8 @@ def named_weights(
 
     Adapters are merged, one weight at a time, or left out if not `merged`. Either way the engine
     gets a model without adapters. With `dtype`, weights in the model's own format are cast to it,
-    but not those that the model keeps in float32. Sharded weights are gathered layer by layer,
-    after the cast, so every process has to consume the iterator.
+    but not those that stay in float32 (`stays_float32`, and the model's own). Sharded weights are
+    gathered layer by layer, after the cast, so every process has to consume the iterator.
     """
     for name, tensor in gather_by_layer(model, _own_parts(model, dtype, merged)):
         yield base_name(name), tensor
@@ -419,6 +427,7 @@ def _own_parts(
         layer = adapter_layers.get(base_name(name))
         if layer is not None:
             tensor = tensor + delta(layer, tensor).to(tensor.dtype)
-        if dtype and tensor.dtype == model.dtype and in_fp32.isdisjoint(name.split(".")):
+        is_kept = stays_float32(name) or not in_fp32.isdisjoint(name.split("."))
+        if dtype and tensor.dtype == model.dtype and not is_kept:
             tensor = tensor.to(dtype)
         yield name, tensor.detach()

@@ -22,6 +22,7 @@ from agenttrain.launch.worker import leave
 from agenttrain.training.checkpoint import random_states, set_random_states
 from agenttrain.training.config import LoraSettings
 from agenttrain.training.lora import add_lora
+from agenttrain.training.merge_check import check_merging
 from agenttrain.training.policy import Policy
 from agenttrain.training.sharding import Sharding, local_part, own_rows
 from agenttrain.training.sliced_weights import SlicedWeights, WrongWeights, empty_model, stand_ins
@@ -46,6 +47,7 @@ STARTS = {
     "adapters": Start(family="Qwen3", lora=True),
     "kept in host memory": Start(family="Llama", offload=True),
     "fused experts": Start(family="Qwen3Moe"),
+    "adapters of experts": Start(family="Qwen3Moe", lora=True),
     "buffers": Start(family="Gemma3"),
     "nodes of two": Start(family="Llama", within=2),
 }
@@ -94,6 +96,8 @@ def differences(case: Start, folder: Path, world: World) -> list[str]:
                 found.append(f"{name}: {key}")
         if model.generation_config.to_dict() != loaded.generation_config.to_dict():
             found.append(f"{name}: generation_config")
+    if case.lora:
+        check_merging(started.model, lambda: started.probe_logprobs(range(3, 40)))
     # Sharded at all: a process holds a part of each matrix.
     (largest,) = sorted(started.model.parameters(), key=torch.Tensor.numel)[-1:]
     assert local_part(largest).numel() * (case.within or world.size) <= largest.numel() * 1.2

@@ -225,7 +225,7 @@ def test_export_converts_the_format_of_full_weights(tmp_path: Path) -> None:
 
 
 def test_targets_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"model.lora.targets=\['query'\]"):
+    with pytest.raises(ValueError, match=r"model.lora.targets=\[query\]"):
         adapted(base(tmp_path), targets=["query"])
 
 

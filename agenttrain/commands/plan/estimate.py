@@ -38,7 +38,7 @@ from agenttrain.training.footprint import (
     updating,
     weight_bytes,
 )
-from agenttrain.training.lora import adapter_parameters
+from agenttrain.training.lora import adapted_experts, adapter_parameters
 from agenttrain.types import ConfigError
 from agenttrain.utils.model_path import SIZES, base_folder, model_folder, why_merged
 
@@ -518,7 +518,8 @@ class Sizes:
         )
         self.continues = base is not None
         """Training continues with adapters of an earlier training."""
-        self.sends_adapters = config.lora.rank > 0 and not (base and why_merged(folder))
+        is_merged = bool(base and why_merged(folder)) or bool(adapted_experts(self.model))
+        self.sends_adapters = config.lora.rank > 0 and not is_merged
         """Engines get the adapters as they are, and not merged into the weights."""
         self._saved = {name: Saved(self.model, dtype) for name, dtype in MIXED_PRECISIONS.items()}
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from agenttrain.engines.mixers import keep_float32
 from agenttrain.engines.spec import EngineInputs
 from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.engine import TransformersEngine
@@ -90,6 +91,7 @@ def build_copy(settings: TransformersSettings, inputs: EngineInputs) -> Transfor
     gpus = [device] if inputs.on_gpu else []
     with torch.random.fork_rng(devices=gpus), torch.device(device):
         model = AutoModelForCausalLM.from_config(architecture, dtype=dtype)
+    keep_float32(model)
     model = model.eval().requires_grad_(False).to(device)
     is_small = model.num_parameters() < SMALL
     if is_small and not inputs.on_gpu and "OMP_NUM_THREADS" not in os.environ:

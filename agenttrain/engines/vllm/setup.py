@@ -34,6 +34,8 @@ OWN_LOGGING = ("VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING")
 """If one of these is set, the user has chosen where vLLM's log goes."""
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of `max_lora_rank` that vLLM accepts (0.32, `MaxLoRARanks`)."""
+STATEFUL = {"linear_attention", "mamba", "hybrid"}
+"""Names in `layer_types` of a config for layers with a recurrent state."""
 SEEDS = 2**32
 """vLLM also seeds numpy, which takes seeds below this."""
 SETTINGS_BY_WORD = {
@@ -110,6 +112,7 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of vLLM's `EngineArgs`. Arguments are those of `build_llm_engine`."""
     on_gpu = torch.cuda.is_available()
+    architecture = AutoConfig.from_pretrained(folder).get_text_config()
     if config.dtype is not EngineDtype.auto:
         dtype = str(config.dtype)
     elif on_gpu and torch.cuda.is_bf16_supported(including_emulation=False):
@@ -136,6 +139,9 @@ def engine_arguments(
     )
     if config.kv_cache_mb is not None:
         arguments["kv_cache_memory_bytes"] = config.kv_cache_mb << 20
+    if STATEFUL.intersection(getattr(architecture, "layer_types", None) or ()):
+        # vLLM's default is the model's format, in which a state loses half a percent.
+        arguments["mamba_ssm_cache_dtype"] = "float32"
     if rank:
         # Room for one set of adapters; vLLM itself refuses a rank that is too large.
         accepted = next((number for number in RANKS if number >= rank), rank)
@@ -148,7 +154,7 @@ def engine_arguments(
         # One of several training processes, each with an engine of its own.
         arguments["distributed_executor_backend"] = "external_launcher"
     if not on_gpu:
-        limit = AutoConfig.from_pretrained(folder).get_text_config().max_position_embeddings
+        limit = architecture.max_position_embeddings
         arguments["block_size"] = BLOCK_ON_CPU
         # A chunked prompt rewinds its request's generator, which CPU generators cannot do
         # (vLLM 0.32, gpu_model_runner.py).
