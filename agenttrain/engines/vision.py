@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -194,15 +193,14 @@ class Vision:
                 )
             pixels.append(torch.from_numpy(processed["pixel_values"]))
             grids += grid
-        tower: Any = model.model.visual
-        device = next(tower.parameters()).device
+        device = model.device
         # Not in inference mode, in which the engine runs: the trainer uses these tensors too.
         with (
             torch.inference_mode(False),  # this switches gradients on
             torch.set_grad_enabled(grad),
             torch.autocast(device.type, enabled=False),
         ):
-            output = model.model.get_image_features(
+            output = model.get_image_features(
                 torch.cat(pixels).to(device), torch.tensor(grids, device=device), return_dict=True
             )
         # One list per layer, with the images' features. Only some models have such layers.
@@ -252,18 +250,6 @@ def embed(
         keywords["visual_pos_masks"] = is_image_NT
         keywords["deepstack_visual_embeds"] = [vectors(layer) for layer in range(layers)]
     return keywords
-
-
-@contextmanager
-def language_attention(model: Any, name: str) -> Iterator[None]:
-    """Use an attention function in a vision model's language model, within the block."""
-    config = model.config.get_text_config()
-    former_name = config._attn_implementation
-    config._attn_implementation = name
-    try:
-        yield
-    finally:
-        config._attn_implementation = former_name
 
 
 def load_vision(folder: Path, placeholders: Placeholders, *, frozen: bool) -> Vision:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from agenttrain.training.attention import backbone
+from agenttrain.engines.language_model import encoder_pattern
 from agenttrain.training.checkpoint_files import auto_class, loading_options, set_stop_tokens
 from agenttrain.training.config import LoraSettings
 from agenttrain.training.gathering import gather_by_layer
@@ -30,8 +30,6 @@ CONVERSIONS = "_weight_conversions"
 """transformers' attribute with the conversions of the files that a model was loaded from."""
 PEFT = "base_model.model."
 """What peft puts before the names of a model's modules."""
-VISION_TOWER = r".*\bvisual\b.*"
-"""Matches the modules of a vision tower, which gets no adapters."""
 
 
 def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
@@ -86,7 +84,7 @@ def _add_new_adapters(model: PreTrainedModel, settings: LoraSettings) -> None:
         r=settings.rank,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a float works too
         target_modules="all-linear" if targets == ["all-linear"] else list(targets),
-        exclude_modules=VISION_TOWER if hasattr(backbone(model), "visual") else None,
+        exclude_modules=encoder_pattern(model),
         task_type="CAUSAL_LM",
     )
     try:

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
+from agenttrain.engines.language_model import model_class
 from agenttrain.engines.spec import EngineInputs
 from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.engine import TransformersEngine
@@ -89,7 +90,7 @@ def build_copy(settings: TransformersSettings, inputs: EngineInputs) -> Transfor
     # cache reads them. The generators are restored, so that seeded draws stay the same.
     gpus = [device] if inputs.on_gpu else []
     with torch.random.fork_rng(devices=gpus), torch.device(device):
-        model = AutoModelForCausalLM.from_config(architecture, dtype=dtype)
+        model = model_class(architecture.model_type).from_config(architecture, dtype=dtype)
     model = model.eval().requires_grad_(False).to(device)
     is_small = model.num_parameters() < SMALL
     if is_small and not inputs.on_gpu and "OMP_NUM_THREADS" not in os.environ:
