@@ -9,6 +9,7 @@ N rows of a forward pass, T tokens of a row or of a packed batch, M = N*T, V pla
 
 from __future__ import annotations
 
+import shutil
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from agenttrain.utils.image_files import BadImage, picture_of
 from agenttrain.utils.placeholders import Placeholders
 
 PROCESSOR_FILE = "preprocessor_config.json"
+PROCESSOR_FILES = (PROCESSOR_FILE, "video_preprocessor_config.json", "processor_config.json")
+"""Settings of a model's image processors. Other programs that load its encoders want them."""
 CACHED_TOKENS = 2**18
 """Placeholders whose features are cached. 4 GiB at hidden size 2,048 in 16 bits, with three
 deepstack layers."""
@@ -263,3 +266,10 @@ def load_vision(folder: Path, placeholders: Placeholders, *, frozen: bool) -> Vi
         "longest_edge": placeholders.most_pixels,
     }
     return Vision(placeholders, processor, frozen=frozen, settings=settings)
+
+
+def copy_processors(source: Path, folder: Path) -> None:
+    """Copy the settings of image processors that a model's folder has into another folder."""
+    for name in PROCESSOR_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)

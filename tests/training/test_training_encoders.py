@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import fleet_kit
 import pytest
+import tiny
 import torch
 import transformers
 from encoder_families import ENCODERS, LANGUAGE_MODELS, tiny_with_encoders
@@ -15,10 +17,12 @@ from training_cases import policy, rollout
 
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.language_model import encoder_weights, language_model
+from agenttrain.engines.transformers.apart import build_copy
 from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.engine import TransformersEngine
 from agenttrain.trainer import train_policy
-from agenttrain.training.checkpoint_files import auto_class
+from agenttrain.training.checkpoint import Checkpoints
+from agenttrain.training.checkpoint_files import auto_class, verify
 from agenttrain.training.config import LoraSettings
 from agenttrain.training.footprint import Saved, cached_layers, empty_model
 from agenttrain.training.images import freeze_vision
@@ -26,8 +30,9 @@ from agenttrain.training.logprobs import check_head, why_not_packed
 from agenttrain.training.lora import add_lora
 from agenttrain.training.operations import count_operations
 from agenttrain.training.sharding import give_storage
-from agenttrain.training.sliced_weights import SlicedWeights, why_not_sliced
+from agenttrain.training.sliced_weights import SlicedWeights, load_whole, why_not_sliced
 from agenttrain.training.sliced_weights import empty_model as sliced_model
+from agenttrain.training.weight_sync import named_weights, policy_logprobs
 from agenttrain.training.world import World
 from agenttrain.types import Origin
 
@@ -139,6 +144,39 @@ def test_a_folder_is_read_whole_and_in_slices_alike(name: str, tmp_path: Path) -
     assert sliced.state_dict().keys() == expected.keys()
     for name, tensor in sliced.state_dict().items():
         assert torch.equal(tensor, expected[name]), name
+
+
+def test_a_checkpoint_has_the_settings_of_the_image_processors(tmp_path: Path) -> None:
+    """Servers of other programs do not load a model with encoders without them."""
+    source = tmp_path / "model"
+    tiny_with_encoders("Gemma3").save_pretrained(source)
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        (source / name).write_text(f'{{"name": "{name}"}}')
+    learner = policy(load_whole(source, torch.float32))
+    saved = Checkpoints(tmp_path / "c", tokenizer=tiny.tokenizer(), keep=1).save(learner, step=1)
+    verify(saved)
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        assert (saved / name).read_text() == (source / name).read_text()
+    again = auto_class(saved).from_pretrained(saved)
+    assert type(again) is type(learner.model)
+    weights = again.state_dict()
+    for name, tensor in learner.model.state_dict().items():
+        assert torch.equal(weights[name], tensor), name
+
+
+def test_a_copy_in_another_process_has_the_names_of_the_trainers_model(tmp_path: Path) -> None:
+    tiny_with_encoders("Lfm2Vl").save_pretrained(tmp_path)
+    inputs = fleet_kit.inputs(tmp_path, model=tmp_path)
+    copy = build_copy(TransformersSettings(max_rows=2), inputs)
+    trained, ids = load_whole(tmp_path, torch.float32), list(range(3, 20))
+
+    async def scores() -> list[float]:
+        await copy.update(named_weights(trained), 1)
+        result = await copy.score(ids)
+        await copy.aclose()
+        return result
+
+    assert asyncio.run(scores()) == pytest.approx(policy_logprobs(trained, ids), abs=1e-4)
 
 
 @pytest.mark.parametrize("name", ["Gemma3", "Qwen3_5"])
