@@ -6,15 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from agenttrain.utils.placeholders import Placeholders
+from agenttrain.utils.placeholders import SEEING, Placeholders
 
-SEEING = ("qwen3_vl", "qwen2_5_vl")
-"""Model types whose images agenttrain reads."""
 BIDIRECTIONAL = "its attention is bidirectional inside images, which packed training does not have"
 UNREAD = {
     "gemma3": BIDIRECTIONAL,
     "gemma3n": BIDIRECTIONAL,
-    "gemma4": BIDIRECTIONAL,
+    "gemma4": f"{BIDIRECTIONAL}, or a placeholder has embeddings of its own in each layer",
+    "lfm2_vl": "an image becomes several tiles, of which no position in the text is known here",
+    "mistral3": "tokens stand between the rows of an image, which are not known here",
 }
 """Other model types with vision, and the reason why agenttrain does not read their images."""
 
@@ -26,7 +26,7 @@ def load_placeholders(folder: Path) -> Placeholders | str:
     if kind not in SEEING:
         if "vision_config" not in config:
             return "this model reads text only"
-        why = UNREAD.get(kind, "only those of Qwen3-VL and Qwen2.5-VL are")
+        why = UNREAD.get(kind, "only those of Qwen2.5-VL, Qwen3-VL and Qwen3.5 are")
         return f"images of model_type={kind} are not read: {why}"
     processor, vision = _json(folder / "preprocessor_config.json"), config["vision_config"]
     if not processor:

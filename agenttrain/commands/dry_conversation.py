@@ -12,14 +12,14 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from agenttrain.agents.config import OnFailure
 from agenttrain.agents.restarts import Restart
 from agenttrain.agents.runner import Agents
 from agenttrain.chat.wire.normal import Question
 from agenttrain.commands.rehearse.command import CONTEXT
-from agenttrain.commands.rehearse.stub import example, task_texts, turn_ids
+from agenttrain.commands.rehearse.stub import task_texts, turn_ids
+from agenttrain.commands.schema_examples import arguments_for, example
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.registry import spec_of
 from agenttrain.engines.scripted import ScriptedEngine
@@ -67,12 +67,14 @@ class DryModel:
         demanded = [tool for tool in tools if tool["name"] == form.tool]
         candidates = demanded or suitable or tools
         column_texts, words = task_texts(self.task)
-        make_value = partial(example, words=[*column_texts, *words], rng=random.Random(config.seed))
+        texts, rng = [*column_texts, *words], random.Random(config.seed)
         calls: tuple[ToolCall, ...] = ()
-        content = "ok" if form.schema is None else json.dumps(make_value(json.loads(form.schema)))
+        content = "ok"
+        if form.schema is not None:
+            content = json.dumps(example(json.loads(form.schema), texts, rng))
         if candidates and (form.call or not after_tool):
             tool, content = candidates[0], ""
-            arguments = make_value(tool["parameters"])
+            arguments = arguments_for(tool, texts, rng)
             calls = (ToolCall(id=f"call_{turn}_0", name=tool["name"], arguments=arguments),)
         reply = AssistantTurn(content=content, reasoning=None, calls=calls)
         return turn_ids(self.components.chat, reply, question.schemas, after)

@@ -100,7 +100,7 @@ def export(
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
-    from agenttrain.engines.vision import PROCESSOR_FILE
+    from agenttrain.engines.vision import copy_processors
     from agenttrain.training.checkpoint_files import auto_class, only_tensors, verify
     from agenttrain.training.lora import merged
     from agenttrain.training.sliced_weights import recurrent_in_float32
@@ -131,8 +131,7 @@ def export(
             model.save_pretrained(part)
             weights += f", saved in {str(model.dtype).removeprefix('torch.')}"
         AutoTokenizer.from_pretrained(checkpoint).save_pretrained(part)
-        if (checkpoint / PROCESSOR_FILE).is_file():
-            shutil.copyfile(checkpoint / PROCESSOR_FILE, part / PROCESSOR_FILE)
+        copy_processors(checkpoint, part)
         _describe(checkpoint, part, name or folder.name, form, weights)
         for path in (part, *part.rglob("*")):
             path.chmod(ENTERABLE if path.is_dir() else READABLE)

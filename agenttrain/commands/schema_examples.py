@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from math import ceil, floor
 from typing import Any
@@ -12,6 +12,15 @@ from agenttrain.utils.json_schema import COMBINED, SchemaResolver
 
 MAX_DEPTH = 6
 """Nesting of schemas from which on the smallest value is taken."""
+
+
+def arguments_for(
+    tool: Mapping[str, Any], words: Sequence[str], rng: random.Random | None
+) -> dict[str, Any]:
+    """Return arguments that fit a tool's parameters, made by `example`; none if it has none."""
+    schema = {"type": "object", **(tool.get("parameters") or {})}
+    arguments: dict[str, Any] = example(schema, words, rng)
+    return arguments
 
 
 def example(
@@ -64,7 +73,8 @@ def example(
         case "array":
             min_items, items = schema.get("minItems", 0), schema.get("items", {})
             if rng is None:
-                return [inner(items)] * max(min_items, 0 if deep else 1)
+                most = min(schema.get("maxItems", 1), 0 if deep else 1)
+                return [inner(items)] * max(min_items, most)
             max_items = min_items
             if not deep:
                 max_items = min(schema.get("maxItems", min_items + 2), min_items + 2)
@@ -75,8 +85,11 @@ def example(
             step = 1.0
             if kind == "number" and above is not None and below is not None:
                 step = (below - above) / 4
-            low = schema.get("minimum", 1 if above is None else above + step)
-            high = schema.get("maximum", low + 20 if below is None else below - step)
+            most = schema.get("maximum", None if below is None else below - step)
+            # Without a lower bound 1, or the upper bound if that is lower.
+            least = 1 if most is None else min(1, floor(most))
+            low = schema.get("minimum", least if above is None else above + step)
+            high = low + 20 if most is None else most
             if rng is None:
                 return ceil(low) if kind == "integer" else low
             if kind == "integer":

@@ -14,7 +14,7 @@ from rich.json import JSON
 from rich.padding import Padding
 from rich.text import Text
 
-from agenttrain.commands.schema_examples import example
+from agenttrain.commands.schema_examples import arguments_for
 from agenttrain.commands.verb import refusing, write_report
 from agenttrain.data.tasks import TaskSource
 from agenttrain.environments.environments import Environments
@@ -201,8 +201,8 @@ def _print_tool(console: Console, tool: Mapping[str, Any], words: Sequence[str])
     limited = ", ".join(f"{name} {value}" for name, value in limits.items())
     console.print(_inset(Text(limited, "dim")))
     # A value for each required argument, by its type.
-    parameters = {"type": "object", **tool["schema"]["function"].get("parameters", {})}
-    values = json.dumps(example(parameters, ["…"], None), ensure_ascii=False)
+    arguments = arguments_for(tool["schema"]["function"], ["…"], None)
+    values = json.dumps(arguments, ensure_ascii=False)
     command = shell_command(["tools", *words, "--call", tool["name"], values])
     # soft_wrap: a command broken over lines cannot be copied.
     console.print(Text(f"  try it: {command}\n", "dim"), soft_wrap=True)

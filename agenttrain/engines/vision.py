@@ -9,9 +9,9 @@ N rows of a forward pass, T tokens of a row or of a packed batch, M = N*T, V pla
 
 from __future__ import annotations
 
+import shutil
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +26,8 @@ from agenttrain.utils.image_files import BadImage, picture_of
 from agenttrain.utils.placeholders import Placeholders
 
 PROCESSOR_FILE = "preprocessor_config.json"
+PROCESSOR_FILES = (PROCESSOR_FILE, "video_preprocessor_config.json", "processor_config.json")
+"""Settings of a model's image processors. Other programs that load its encoders want them."""
 CACHED_TOKENS = 2**18
 """Placeholders whose features are cached. 4 GiB at hidden size 2,048 in 16 bits, with three
 deepstack layers."""
@@ -194,15 +196,14 @@ class Vision:
                 )
             pixels.append(torch.from_numpy(processed["pixel_values"]))
             grids += grid
-        tower: Any = model.model.visual
-        device = next(tower.parameters()).device
+        device = model.device
         # Not in inference mode, in which the engine runs: the trainer uses these tensors too.
         with (
             torch.inference_mode(False),  # this switches gradients on
             torch.set_grad_enabled(grad),
             torch.autocast(device.type, enabled=False),
         ):
-            output = model.model.get_image_features(
+            output = model.get_image_features(
                 torch.cat(pixels).to(device), torch.tensor(grids, device=device), return_dict=True
             )
         # One list per layer, with the images' features. Only some models have such layers.
@@ -254,18 +255,6 @@ def embed(
     return keywords
 
 
-@contextmanager
-def language_attention(model: Any, name: str) -> Iterator[None]:
-    """Use an attention function in a vision model's language model, within the block."""
-    config = model.config.get_text_config()
-    former_name = config._attn_implementation
-    config._attn_implementation = name
-    try:
-        yield
-    finally:
-        config._attn_implementation = former_name
-
-
 def load_vision(folder: Path, placeholders: Placeholders, *, frozen: bool) -> Vision:
     """Load a model's image processor, on Pillow; `placeholders` are the model's."""
     from transformers import AutoImageProcessor
@@ -277,3 +266,10 @@ def load_vision(folder: Path, placeholders: Placeholders, *, frozen: bool) -> Vi
         "longest_edge": placeholders.most_pixels,
     }
     return Vision(placeholders, processor, frozen=frozen, settings=settings)
+
+
+def copy_processors(source: Path, folder: Path) -> None:
+    """Copy the settings of image processors that a model's folder has into another folder."""
+    for name in PROCESSOR_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -70,13 +70,13 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
     because it was clipped or the rollout ended before it. `done` means that it ended the episode,
     `stop` that it called a stop tool.
     """
-    texts = replies([m for trajectory in rollout.trajectories for m in trajectory.added_messages])
+    exchanges = exchanges_of([trajectory.added_messages for trajectory in rollout.trajectories])
     record: dict[str, Any] = {
         "task_id": rollout.task.task_id,
         "group_id": rollout.group_id,
         "rollout_id": rollout.rollout_id,
         "stop_reason": rollout.stop_reason,
-        "tool_calls": [_tool_call(result, texts) for result in rollout.tool_results],
+        "tool_calls": [_tool_call(result, exchanges) for result in rollout.tool_results],
         "rewards": rollout.rewards,
         "reward": rollout.reward,
         "columns": _plain(rollout.task.columns),
@@ -140,15 +140,56 @@ def _plain(value: Any) -> Any:
     return f"{len(value)} bytes" if isinstance(value, bytes) else str(value)
 
 
-def replies(messages: Sequence[Message]) -> dict[str, list[str]]:
-    """Map each call id to the texts of its tool results; several turns may repeat an id."""
-    texts: dict[str, list[str]] = {}
-    for message in messages:
-        if "tool_call_id" in message:
-            content = message["content"]
-            text = content if isinstance(content, str) else shown_text(content)
-            texts.setdefault(message["tool_call_id"], []).append(text)
-    return texts
+@dataclass(slots=True, kw_only=True)
+class Exchange:
+    """A call in a message of the assistant, and its reply in the same conversation."""
+
+    function: Mapping[str, Any] = field(default_factory=dict)
+    """Name, arguments and, of a malformed call, its fault and text."""
+    text: str | None = None
+    """Text of the reply; None: there is no reply."""
+    parts: tuple[Any, ...] = ()
+    """Parts of a reply with images."""
+
+
+def exchanges_of(conversations: Iterable[Sequence[Message]]) -> dict[str, list[Exchange]]:
+    """Map each call id to its exchanges: turns and conversations may repeat an id."""
+    exchanges: dict[str, list[Exchange]] = {}
+    for messages in conversations:
+        last: dict[str, Exchange] = {}  # of this conversation
+        for message in messages:
+            for call in message.get("tool_calls", ()):
+                last[call["id"]] = Exchange(function=call["function"])
+                exchanges.setdefault(call["id"], []).append(last[call["id"]])
+            if "tool_call_id" not in message:
+                continue
+            call_id, content = message["tool_call_id"], message["content"]
+            if call_id not in last:  # the call is in the trajectory before this one
+                last[call_id] = Exchange()
+                exchanges.setdefault(call_id, []).append(last[call_id])
+            last[call_id].text = content if isinstance(content, str) else shown_text(content)
+            if any(images_in([message])):
+                last[call_id].parts = tuple(parts(content))
+    return exchanges
+
+
+def _take(
+    exchanges: Mapping[str, list[Exchange]], call: ToolCall, content: str | None
+) -> tuple[Exchange, bool]:
+    """Remove the exchange of a call and return it, and True if it is the first that fits.
+
+    Of those with the call's id, the ones with its name and arguments fit, and of these the one with
+    the text `content`, if there is one.
+    """
+    left = exchanges.get(call.id, [])
+    same = (call.name, call.arguments)
+    fitting = [e for e in left if (e.function.get("name"), e.function.get("arguments")) == same]
+    fitting = fitting or left
+    if not fitting:
+        return Exchange(), True
+    taken = next((e for e in fitting if e.text == content), fitting[0])
+    left[:] = [e for e in left if e is not taken]
+    return taken, taken is fitting[0]
 
 
 def _span_records(trajectory: Trajectory) -> list[dict[str, Any]]:
@@ -184,8 +225,8 @@ def _span_records(trajectory: Trajectory) -> list[dict[str, Any]]:
     return records
 
 
-def _tool_call(result: ToolResult, texts_by_id: Mapping[str, list[str]]) -> dict[str, Any]:
-    """Return the record of a call; takes its text out of `texts_by_id` (see `replies`)."""
+def _tool_call(result: ToolResult, exchanges: Mapping[str, list[Exchange]]) -> dict[str, Any]:
+    """Return the record of a call; takes its exchange out of `exchanges`."""
     record: dict[str, Any] = {
         "id": result.call.id,
         "name": result.call.name,
@@ -193,8 +234,9 @@ def _tool_call(result: ToolResult, texts_by_id: Mapping[str, list[str]]) -> dict
         "error": result.error,
         "seconds": result.seconds,
     }
-    texts = texts_by_id.get(result.call.id)
-    if not texts or texts.pop(0) != result.content:
+    exchange, is_first = _take(exchanges, result.call, result.content)
+    # Without a text, a reader takes the first exchange that fits.
+    if exchange.text != result.content or not is_first:
         record["content"] = result.content
     record |= {key: True for key in ("done", "stop") if getattr(result, key)}
     if result.reward is not None:
@@ -338,44 +380,37 @@ def prompt_messages(trajectory: Record) -> list[Message]:
 
 def added_messages(record: Record) -> list[Message]:
     """Return the messages after the prompts of a record's trajectories."""
-    trajectories = record["trajectories"]
-    return [m for t in trajectories for m in t["messages"][len(prompt_messages(t)) :]]
+    return [message for messages in _conversations(record) for message in messages]
+
+
+def _conversations(record: Record) -> list[list[Message]]:
+    """Return the messages after the prompt, of each trajectory."""
+    return [t["messages"][len(prompt_messages(t)) :] for t in record["trajectories"]]
 
 
 def tool_results(record: Record) -> list[ToolResult]:
     """Return the results of a record's calls, in their order."""
-    added = added_messages(record)
-    texts = replies(added)
-    pictures = {
-        message["tool_call_id"]: tuple(parts(message["content"]))
-        for message in added
-        if "tool_call_id" in message and any(images_in([message]))
-    }
-    functions: dict[str, list[Mapping[str, Any]]] = {}
-    for message in added:
-        for call in message.get("tool_calls", ()):
-            functions.setdefault(call["id"], []).append(call["function"])
+    exchanges = exchanges_of(_conversations(record))
     results = []
     for call_record in record["tool_calls"]:
-        # Several turns may repeat an id: take its texts and functions in order.
-        text = (texts.get(call_record["id"]) or [""]).pop(0)
-        function = (functions.get(call_record["id"]) or [{}]).pop(0)
+        call = ToolCall(
+            id=call_record["id"], name=call_record["name"], arguments=call_record["arguments"]
+        )
+        exchange, _ = _take(exchanges, call, call_record.get("content"))
         results.append(
             ToolResult(
-                call=ToolCall(
-                    id=call_record["id"],
-                    name=call_record["name"],
-                    arguments=call_record["arguments"],
-                    malformed=function.get("malformed"),
-                    text=function.get("text", ""),
+                call=replace(
+                    call,
+                    malformed=exchange.function.get("malformed"),
+                    text=exchange.function.get("text", ""),
                 ),
-                content=call_record.get("content", text),
+                content=call_record.get("content", exchange.text or ""),
                 error=None if call_record["error"] is None else ToolError(call_record["error"]),
                 seconds=call_record["seconds"],
                 done=call_record.get("done", False),
                 stop=call_record.get("stop", False),
                 reward=call_record.get("reward"),
-                parts=pictures.get(call_record["id"], ()),
+                parts=exchange.parts,
             )
         )
     return results

@@ -28,8 +28,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from agenttrain.engines.language_model import language_attention
 from agenttrain.engines.mixers import layout_keywords
-from agenttrain.engines.vision import language_attention
 from agenttrain.training.batch import Block, Segment, make_blocks, packed_positions
 from agenttrain.training.kernels import Kernel, count_call, fit, in_format, is_restrictive
 from agenttrain.training.recurrent import RecurrentTree
@@ -193,11 +193,6 @@ AttentionInterface.register(NAME, packed_attention)
 AttentionMaskInterface.register(NAME, packed_mask)
 
 
-def backbone(model: PreTrainedModel) -> torch.nn.Module:
-    """Return the model without its head. `base_model` does not find it in some models (Llama4)."""
-    return model.model if model.base_model is model else model.base_model
-
-
 @cache
 def exclude_from_compilation() -> None:
     """Have torch.compile call packed attention as it is: its layout changes with the microbatch."""
@@ -207,16 +202,8 @@ def exclude_from_compilation() -> None:
 @contextmanager
 def packing(model: PreTrainedModel) -> Iterator[None]:
     """Use packed attention in the block: forward passes then need the keyword `blocks`."""
-    if hasattr(backbone(model), "visual"):  # the vision tower keeps its own attention
-        with language_attention(model, NAME):
-            yield
-        return
-    implementation = model.config._attn_implementation
-    model.set_attn_implementation(NAME)
-    try:
+    with language_attention(model, NAME):
         yield
-    finally:
-        model.set_attn_implementation(implementation)
 
 
 QUERIES = 256

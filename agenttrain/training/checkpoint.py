@@ -36,7 +36,8 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from agenttrain.engines.vision import PROCESSOR_FILE
+from agenttrain.engines.language_model import encoder_weights
+from agenttrain.engines.vision import PROCESSOR_FILE, copy_processors
 from agenttrain.training.checkpoint_files import (
     PREFIX,
     PRUNED,
@@ -219,6 +220,8 @@ class Checkpoints:
                             model.save_pretrained(part, state_dict={})
                             (part / "model.safetensors").unlink(missing_ok=True)
                         self.tokenizer.save_pretrained(part)
+                        if model.name_or_path and encoder_weights(model):
+                            copy_processors(Path(model.name_or_path), part)
                         if policy.vision is not None:
                             (part / PROCESSOR_FILE).write_bytes(policy.vision.settings)
         except UNWRITABLE:

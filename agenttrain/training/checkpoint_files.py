@@ -18,7 +18,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
-from agenttrain.chat.vision import SEEING
+from agenttrain.engines.language_model import model_class
 from agenttrain.types import AgenttrainError
 from agenttrain.utils.files import sync
 
@@ -85,12 +85,9 @@ def set_stop_tokens(model: Any, token_ids: Sequence[int]) -> None:
 
 def auto_class(folder: Path) -> Any:
     """Return transformers' class that loads the model of a folder, with images or without."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    reads_images = config.get("model_type") in SEEING
-    return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+    return model_class(str(config.get("model_type")))
 
 
 def latest(folder: Path) -> Path:

@@ -21,21 +21,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.optim import SGD, Muon, Optimizer
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    DynamicCache,
-    PreTrainedModel,
-)
+from transformers import DynamicCache, PreTrainedModel
 from transformers.integrations import moe
 
-from agenttrain.chat.vision import SEEING
+from agenttrain.engines.language_model import backbone, language_model, model_class
 from agenttrain.training.attention import PackedTree, packing
 from agenttrain.training.batch import one_after_the_other
 from agenttrain.training.config import LoraSettings, OptimizerConfig
 from agenttrain.training.equal_layers import equal_layers_run_twice
 from agenttrain.training.head import CPU_TILE, GPU_TILE
-from agenttrain.training.logprobs import backbone
 from agenttrain.training.lora import add_lora, add_saved_adapters
 from agenttrain.training.optimizers import MasterWeights, build_optimizer
 from agenttrain.training.sharding import layers
@@ -59,9 +53,7 @@ def empty_model(
 ) -> PreTrainedModel:
     """Return a config's model without storage, with adapters of `lora` or those in a folder."""
     with init_empty_weights(include_buffers=True):
-        reads_images = config.model_type in SEEING
-        auto_class = AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
-        model = auto_class.from_config(config, dtype=dtype)
+        model = model_class(config.model_type).from_config(config, dtype=dtype)
         if adapters is not None:
             add_saved_adapters(model, adapters)
         if lora.rank:
@@ -164,7 +156,8 @@ class Saved:
         keywords = {"position_ids": positions, **tree.keywords(self._model)}
         hooks = saved_tensors_hooks(save, lambda tensor: tensor)
         # Layers that are skipped because equal ones ran are counted in `skipped.saved_bytes`.
-        repeated = equal_layers_run_twice(layers(self._model), lambda: saved_bytes)
+        decoder_layers = layers(language_model(self._model))
+        repeated = equal_layers_run_twice(decoder_layers, lambda: saved_bytes)
         with packing(self._model), repeated as skipped, mode, _traceable_experts(), cast, hooks:
             functional_call(net, state, (ids,), keywords)
         self._traced[tokens] = saved_bytes + skipped.saved_bytes
@@ -211,7 +204,7 @@ def cached_layers(model: PreTrainedModel) -> list[CachedLayer]:
     Example: 2 heads of size 64 in 3 layers: ``[CachedLayer(token=256)] * 3``.
     """
     net = backbone(model)
-    repeated = equal_layers_run_twice(layers(model))
+    repeated = equal_layers_run_twice(layers(language_model(model)))
     with repeated as skipped, FakeTensorMode(), _traceable_experts(), torch.no_grad():
         state: Mapping[str, Tensor] = {
             name: _fake(t) for name, t in (*net.named_parameters(), *net.named_buffers())

@@ -6,12 +6,11 @@ frozen, and placed where its placeholders are. T packed tokens, H hidden.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from agenttrain.engines.language_model import encoder_weights, language_model
 from agenttrain.engines.vision import Features, Piece, Vision, embed
 from agenttrain.training.attention import PackedTree
 from agenttrain.training.batch import Microbatch, PackedImages, packed_positions
@@ -39,7 +38,7 @@ def hidden_with_images(
     else:
         computed = vision.compute(model, [*by_digest.values()], grad=torch.is_grad_enabled())
         features = dict(zip(by_digest, computed, strict=True))
-    language: Any = model.model.language_model
+    language = language_model(model)
     ids_T, segments = microbatch.token_ids_T, microbatch.segments
     device = images.positions_3T.device
     if packed:
@@ -72,6 +71,7 @@ def _select_pieces(pieces: tuple[Piece, ...], places_T: Tensor) -> list[Piece]:
     ]
 
 
-def freeze_vision(model: Any) -> None:
-    """Take the weights of a model's vision tower out of training."""
-    model.model.visual.requires_grad_(False)
+def freeze_vision(model: PreTrainedModel) -> None:
+    """Take the weights of a model's encoders, of images and of sound, out of training."""
+    for weight in encoder_weights(model).values():
+        weight.requires_grad_(False)

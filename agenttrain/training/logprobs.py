@@ -23,13 +23,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from agenttrain.engines.language_model import backbone
 from agenttrain.engines.mixers import has_mixers
 from agenttrain.engines.soft_cap import keep_soft_cap
 from agenttrain.engines.vision import Vision
 from agenttrain.training.attention import (
     PackedTree,
     UnsupportedAttention,
-    backbone,
     exclude_from_compilation,
     has_kernel,
     packing,

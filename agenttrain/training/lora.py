@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from agenttrain.engines.language_model import encoder_pattern
 from agenttrain.engines.mixers import stays_float32
-from agenttrain.training.attention import backbone
 from agenttrain.training.checkpoint_files import auto_class, loading_options, set_stop_tokens
 from agenttrain.training.config import LoraSettings
 from agenttrain.training.gathering import gather_by_layer
@@ -35,8 +35,6 @@ CONVERSIONS = "_weight_conversions"
 """transformers' attribute with the conversions of the files that a model was loaded from."""
 PEFT = "base_model.model."
 """What peft puts before the names of a model's modules."""
-VISION_TOWER = r".*\bvisual\b.*"
-"""Matches the modules of a vision tower, which gets no adapters."""
 
 
 def add_lora(model: PreTrainedModel, settings: LoraSettings) -> LoraTargets | None:
@@ -79,7 +77,7 @@ def _add_new_adapters(model: PreTrainedModel, settings: LoraSettings) -> LoraTar
     """Add adapters with new weights to the targets, and return these."""
     from peft import LoraConfig
 
-    encoders = VISION_TOWER if hasattr(backbone(model), "visual") else None
+    encoders = encoder_pattern(model)
     targets = choose_targets(model, settings, encoders)
     config = LoraConfig(
         r=settings.rank,

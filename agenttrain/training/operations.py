@@ -10,7 +10,7 @@ does not count. Per token:
     backward, attention            2.5 times forward, as FlashAttention counts it
 
 N are the weights that multiply a token: all of the language model, the head included. Of experts
-only those that a token is routed to count. Embeddings that are no head, and an image's encoder, do
+only those that a token is routed to count. Embeddings that are no head, and encoders of images, do
 not. A shared prefix counts once, and keys are counted causally and within a sliding window.
 """
 
@@ -22,14 +22,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
+from agenttrain.engines.language_model import encoder_weights
 from agenttrain.tracking.cards import peak_tflops
 from agenttrain.tracking.machine import GB
 from agenttrain.training.batch import Microbatch, Segment
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Names of the number of experts in configs of transformers."""
+USED_EXPERTS = ("num_experts_per_tok", "top_k_experts")
+"""Names of the number of experts that a token is routed to."""
 WITHOUT_KEYS = ("linear_attention", "conv", "moe")
 """Types of layers that attend to no earlier key."""
 TERA = 1e12
@@ -45,10 +49,9 @@ class Operations:
     """Number of weights with a gradient that each token is multiplied by."""
     frozen: float
     """Number of weights without a gradient that each token is multiplied by."""
-    width: int
-    """Heads x head size of a layer."""
-    layers: Mapping[int | None, int]
-    """Number of attention layers by the length of their window; None: the whole sequence."""
+    widths: Mapping[int | None, int]
+    """Heads x head size, summed over the attention layers with a window of this length. None: they
+    attend to the whole sequence."""
 
     def forward(self, tokens: int, segments: Sequence[Segment]) -> float:
         """Return the operations of a forward pass over `tokens`, which lie in `segments`.
@@ -71,11 +74,11 @@ class Operations:
 
     def _attention(self, segments: Sequence[Segment]) -> float:
         """Return the operations of attention, forward: queries x keys and weights x values."""
-        keys = sum(
-            count * sum(_keys(segment, window) for segment in segments)
-            for window, count in self.layers.items()
+        products = sum(
+            width * sum(_keys(segment, window) for segment in segments)
+            for window, width in self.widths.items()
         )
-        return 2 * 2.0 * self.width * keys  # two products, each a multiplication and an addition
+        return 2 * 2.0 * products  # of keys and of values, each a multiplication and an addition
 
 
 def _keys(segment: Segment, window: int | None) -> int:
@@ -93,41 +96,58 @@ def _keys_until(length: int, window: int | None) -> int:
 def count_operations(model: PreTrainedModel) -> Operations:
     """Return the counter of a model, from its weights' sizes and its config."""
     config: Any = model.config.get_text_config()
-    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
-    is_tied = head is not None and head.weight is embeddings.weight
+    embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    head: Any = model.get_output_embeddings()
+    # They multiply no token, except a head that is tied to an embedding.
+    uncounted = {id(w) for w in (*embeddings, *encoder_weights(model).values())}
+    uncounted -= {id(weight) for weight in (head.parameters() if head is not None else ())}
     used_share = _share_of_experts(config)
     totals = {True: 0.0, False: 0.0}  # numbers of weights, by whether they have a gradient
     for name, weight in model.named_parameters():  # a tied weight comes once
-        is_lookup = weight is embeddings.weight and not is_tied  # multiplies nothing
-        if is_lookup or ".visual." in name:
+        if id(weight) in uncounted:
             continue
         share = used_share if ".experts." in name else 1.0
         totals[weight.requires_grad] += weight.numel() * share
-    heads = getattr(config, "num_attention_heads", None)
-    if not isinstance(heads, int):  # a model without attention, or with other heads in each layer
-        return Operations(trained=totals[True], frozen=totals[False], width=0, layers={})
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return Operations(
-        trained=totals[True], frozen=totals[False], width=heads * size, layers=_windows(config)
-    )
+    return Operations(trained=totals[True], frozen=totals[False], widths=_widths(config))
 
 
 def _share_of_experts(config: Any) -> float:
     """Return the share of a layer's experts that a token is routed to; 1 without experts."""
     count = next((n for name in EXPERTS if (n := getattr(config, name, None))), None)
-    used = getattr(config, "num_experts_per_tok", None)
+    used = next((n for name in USED_EXPERTS if (n := getattr(config, name, None))), None)
     return used / count if count and used else 1.0
 
 
-def _windows(config: Any) -> dict[int | None, int]:
-    """Return the number of attention layers by window. Example: ``{None: 4, 1024: 20}``."""
+def _widths(config: Any) -> dict[int | None, int]:
+    """Return heads x head size of attention layers, summed by window.
+
+    Example: 20 layers of a width of 2,048 with a window of 1,024 and 4 without have ``{1024: 40960,
+    None: 8192}``.
+    """
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
-        in_use = window if getattr(config, "use_sliding_window", True) else None
-        return {in_use: config.num_hidden_layers}
-    with_keys = [kind for kind in kinds if kind not in WITHOUT_KEYS]
-    return dict(Counter(window if kind in SLIDING else None for kind in with_keys))
+        is_used = window is not None and getattr(config, "use_sliding_window", True)
+        kinds = ["sliding_attention" if is_used else "full_attention"] * config.num_hidden_layers
+    widths: Counter[int | None] = Counter()
+    for layer, kind in enumerate(kinds):
+        if kind not in WITHOUT_KEYS:
+            widths[window if kind in SLIDING else None] += _width(config, layer, kind)
+    return dict(widths)
+
+
+def _width(config: Any, layer: int, kind: str) -> int:
+    """Return heads x head size of an attention layer; 0 where a config does not say it."""
+    # Gemma 4's full attention has larger heads, which transformers tells in either way.
+    if getattr(config, "is_heterogeneous", False):
+        config = config.per_layer_config[layer]
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):  # a model without attention, or a list
+        return 0
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if kind == "full_attention":
+        size = getattr(config, "global_head_dim", None) or size
+    return heads * int(size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -133,7 +133,7 @@ class Policy:
         self.model = model if sharding else model.to(self.device)
         if sharding and self.device.type == "cpu":
             map_large_blocks()  # or gathered layers stay in the C library's heap
-        if vision is not None and vision.frozen:
+        if vision is None or vision.frozen:
             freeze_vision(self.model)
         self._work = WorkCounter(count_operations(self.model), self.device)
         # A slow file system may delay one process by minutes: wait without a limit before the first

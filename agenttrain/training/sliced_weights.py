@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -31,7 +31,6 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from agenttrain.chat.vision import SEEING
 from agenttrain.engines.mixers import IN_FLOAT32, keep_float32
 from agenttrain.training.checkpoint_files import auto_class, loading_options
 from agenttrain.training.lora import base_name
@@ -86,8 +85,6 @@ class WeightSource:
 def why_not_sliced(folder: Path) -> str | None:
     """Return why the weights in `folder` cannot be read in slices. None if they can."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if config.get("model_type") in SEEING:
-        return "its vision tower is loaded with its language model"
     if config.get("quantization_config"):
         return "its weights are quantized, and only whole ones can be dequantized"
     if not any((folder / name).is_file() for name in (INDEX, SINGLE)):
@@ -103,7 +100,7 @@ def empty_model(folder: Path, dtype: torch.dtype, *, uniform: bool = False) -> P
     config = AutoConfig.from_pretrained(folder)
     config.name_or_path = str(folder)
     with init_empty_weights(include_buffers=False):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model: PreTrainedModel = auto_class(folder).from_config(config, dtype=dtype)
     model.tie_weights()
     dtype_plan = model._get_dtype_plan(dtype)  # modules that stay in float32
     for name, parameter in model.named_parameters():

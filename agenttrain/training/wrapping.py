@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from agenttrain.engines.language_model import encoder_weights
 from agenttrain.training.logprobs import Scorer
 from agenttrain.training.sharding import Sharding, layers
 from agenttrain.training.world import World
@@ -56,9 +57,8 @@ def wrap(scorer: Scorer, accelerator: Any, sharding: Sharding | None) -> Any:
     if sharding is not None:
         shard(scorer, accelerator, sharding)
         return scorer
-    has_vision = scorer.model.config.get_text_config() is not scorer.model.config
-    if has_vision:
-        # Text alone gives the vision tower no gradient, and DDP would wait for one.
+    if any(weight.requires_grad for weight in encoder_weights(scorer.model).values()):
+        # Text alone gives encoders no gradient, and DDP would wait for one.
         accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
     module = accelerator.prepare_model(scorer)
     if isinstance(module, DistributedDataParallel):

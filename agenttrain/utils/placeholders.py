@@ -16,6 +16,10 @@ from dataclasses import dataclass
 from agenttrain.types import Image, PlacedImage
 from agenttrain.utils.image_files import BadImage
 
+SEEING = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
+"""Model types whose images agenttrain reads. Each marks an image by repeats of one placeholder, and
+has the positions of `Layout`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placeholders:

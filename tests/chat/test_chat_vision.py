@@ -63,7 +63,11 @@ def test_qwen25_vl_has_other_patches(tmp_path: Path) -> None:
         ),
         (
             {"model_type": "qwen2_vl", "vision_config": {}},
-            "images of model_type=qwen2_vl are not read: only those of Qwen3-VL and Qwen2.5-VL are",
+            "images of model_type=qwen2_vl are not read: only those of Qwen2.5-VL, Qwen3-VL and ",
+        ),
+        *(
+            ({"model_type": kind, "vision_config": {}}, f"images of model_type={kind} are not read")
+            for kind in ("gemma4", "lfm2_vl", "mistral3")
         ),
         (QWEN3_VL, "its folder has no preprocessor_config.json"),
     ],

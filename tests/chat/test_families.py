@@ -34,6 +34,7 @@ from agenttrain.commands.templates import (
 )
 from agenttrain.engines.config import Sampling
 from agenttrain.types import AssistantTurn, Finish, Message, Origin, ToolCall
+from agenttrain.utils.placeholders import Placeholders
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "families.md"
 ORIGINALS = [(name, source) for name, f in families().items() for source in f.originals]
@@ -56,6 +57,25 @@ def load(family: str, template: str | None, name: str = "auto", **kwargs: Any) -
     return load_chat(
         tokenizer, ChatTemplateConfig(name=name, kwargs=kwargs), ResponseSchemaConfig()
     )
+
+
+SEEING = [
+    (name, source) for name, source in ORIGINALS if "<|image_pad|>" in families()[name].control
+]
+
+
+@pytest.mark.parametrize(("family", "source"), SEEING)
+def test_families_that_see_are_certified_with_images(family: str, source: str) -> None:
+    tokenizer = copy.copy(small_tokenizer(families()[family]))
+    tokenizer.chat_template = original(source)
+    placeholders = Placeholders(
+        token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
+        **{"patch": 16, "merge": 2, "least_pixels": 65_536, "most_pixels": 16_777_216},
+    )
+    chat = load_chat(
+        tokenizer, ChatTemplateConfig(), ResponseSchemaConfig(), placeholders=placeholders
+    )
+    assert certify(chat, EXAMPLE_TOOLS)
 
 
 @pytest.mark.parametrize(("family", "source"), ORIGINALS)

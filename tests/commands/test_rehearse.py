@@ -17,7 +17,7 @@ import pytest
 from agenttrain import cli
 from agenttrain.chat.fixes import families
 from agenttrain.commands.rehearse.command import nearest_rank
-from agenttrain.commands.rehearse.stub import example
+from agenttrain.commands.schema_examples import arguments_for, example
 from agenttrain.commands.templates import original, small_tokenizer
 from agenttrain.utils.model_path import model_folder
 
@@ -272,6 +272,9 @@ def test_words_that_are_refused(
 
 SCHEMAS: tuple[dict[str, Any], ...] = (
     {"type": "integer", "minimum": 3, "maximum": 5},
+    {"type": "integer", "maximum": -2},
+    {"type": "number", "exclusiveMaximum": 0.5},
+    {"type": "array", "maxItems": 0},
     {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
     {"type": "string", "minLength": 9, "maxLength": 12},
     {"enum": ["a", "b"]},
@@ -308,6 +311,12 @@ SCHEMAS: tuple[dict[str, Any], ...] = (
 def test_drawn_arguments_fit_their_schema(schema: dict[str, Any]) -> None:
     for seed in range(20):
         jsonschema.validate(example(schema, ["lamp", "Lima"], random.Random(seed)), schema)
+    jsonschema.validate(example(schema, ["lamp", "Lima"], None), schema)
+
+
+def test_a_tool_without_parameters_is_called_without_arguments() -> None:
+    for tool in ({"name": "now"}, {"name": "now", "parameters": None}):
+        assert arguments_for(tool, ["lamp"], random.Random(0)) == {}
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,27 @@ import parts
 import pytest
 import sandbox_kit
 import tracking_rollouts
+import vision_kit
 
 from agenttrain.cli import main
 from agenttrain.commands.replay import RecordedEngine
 from agenttrain.engines.base import EngineError
 from agenttrain.engines.config import Sampling
 from agenttrain.tools.config import ToolLimits
+from agenttrain.tracking.pictures import shown_text
 from agenttrain.tracking.rollouts import completions, read_rollout, rollout_record, tool_results
-from agenttrain.types import Completion, Done, Finish, Rollout
+from agenttrain.types import (
+    AssistantTurn,
+    Completion,
+    Done,
+    Finish,
+    Rollout,
+    ToolCall,
+    ToolError,
+    ToolResult,
+    Trajectory,
+)
+from agenttrain.utils.content import content_of
 from agenttrain.utils.json_lines import dumps
 from agenttrain.utils.seeds import derive_seed, seeds_of
 
@@ -269,6 +282,65 @@ def test_an_id_that_turns_repeat_keeps_each_turns_reply():
     record = json.loads(dumps(rollout_record(rollout)))
     assert all("content" not in call for call in record["tool_calls"])
     assert [r.content for r in tool_results(record)] == ["7", "no argument `x`"]
+
+
+def add_turn(trajectory: Trajectory, made: ToolCall, content: Any) -> None:
+    """A turn that makes a call, and the reply to it."""
+    completion = Completion(
+        token_ids=(5, 2), logprobs=(-0.5,) * 2, finish=Finish.stop, versions=((0, 2),)
+    )
+    trajectory.append_sampled(completion, trajectory.token_ids)
+    trajectory.messages += [
+        AssistantTurn(content="", reasoning=None, calls=(made,)).message(),
+        {"role": "tool", "tool_call_id": made.id, "content": content},
+    ]
+
+
+def result(made: ToolCall, content: str, error: ToolError | None = None) -> ToolResult:
+    return ToolResult(call=made, content=content, error=error, seconds=0.1)
+
+
+def test_an_id_that_turns_repeat_keeps_each_turns_image():
+    first, second = vision_kit.picture(16, 8, 1), vision_kit.picture(16, 8, 2)
+    rollout = Rollout(task=parts.TASK, rollout_id="r-0")
+    (trajectory,) = rollout.trajectories
+    for number, shown in enumerate(([first], ["none"], [second])):
+        made = ToolCall(id="f:0", name="look", arguments={"x": number})
+        content = content_of(["it: ", *shown])
+        rollout.tool_results.append(result(made, shown_text(content)))
+        add_turn(trajectory, made, content)
+    record = rollout_record(rollout)
+    record["trajectories"][0]["messages"] = trajectory.messages  # with images that were read
+    read = tool_results(record)
+    assert [r.parts for r in read] == [("it: ", first), (), ("it: ", second)]
+
+
+def test_conversations_may_repeat_an_id():
+    """A sub-agent's call ends before the call that began it, and both wrote one id."""
+    rollout = Rollout(task=parts.TASK, rollout_id="r-0")
+    outer = ToolCall(id="f:0", name="ask", arguments={})
+    inner = ToolCall(id="f:0", name="", arguments={}, malformed="no name", text="<call>")
+    add_turn(rollout.trajectories[0], outer, "9")
+    add_turn(rollout.begin(role="helper", delegation=None), inner, "Error: no name")
+    rollout.tool_results = [
+        result(inner, "Error: no name", ToolError.malformed),
+        result(outer, "9"),
+    ]
+    record = json.loads(dumps(rollout_record(rollout)))
+    assert all("content" not in call for call in record["tool_calls"])
+    read = tool_results(record)
+    assert [(r.call, r.content) for r in read] == [(inner, "Error: no name"), (outer, "9")]
+
+
+def test_equal_calls_in_another_order_keep_their_results():
+    rollout = Rollout(task=parts.TASK, rollout_id="r-0")
+    made = ToolCall(id="f:0", name="look", arguments={})
+    for text in "ABC":
+        add_turn(rollout.trajectories[0], made, text)
+    for order in ("CBA", "BAC", "ACB"):
+        rollout.tool_results = [result(made, text) for text in order]
+        record = json.loads(dumps(rollout_record(rollout)))
+        assert "".join(r.content for r in tool_results(record)) == order
 
 
 def test_an_environments_reward_is_read_again():

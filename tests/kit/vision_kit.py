@@ -16,6 +16,10 @@ from PIL import Image as Pillow
 from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
@@ -45,8 +49,14 @@ TEMPLATE = CONTENT + tiny.TEMPLATE.replace("+ m.content +", "+ show(m.content) +
 PATCH = 4
 LEAST, MOST = 64, 4096
 """Pixels: 1 to 64 placeholders of 8 x 8 pixels."""
-KINDS = ("qwen3_vl", "qwen2_5_vl")
-"""Types of models; the first is the default."""
+KINDS = ("qwen3_vl", "qwen2_5_vl", "qwen3_5")
+"""Types of models; the first is the default. There is `qwen3_5_moe` too."""
+CLASSES = {
+    "qwen3_vl": Qwen3VLForConditionalGeneration,
+    "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration,
+    "qwen3_5": Qwen3_5ForConditionalGeneration,
+    "qwen3_5_moe": Qwen3_5MoeForConditionalGeneration,
+}
 
 
 @cache
@@ -99,11 +109,11 @@ def file_bytes(width: int = 16, height: int = 8, seed: int = 0, kind: str = "PNG
     return file.getvalue()
 
 
-def config(kind: str = KINDS[0], **overrides: Any) -> Qwen3VLConfig | Qwen2_5_VLConfig:
+def config(kind: str = KINDS[0], **overrides: Any) -> Any:
     """Three layers of language model and three of vision.
 
     Two of Qwen3-VL's give deepstack features; two of Qwen2.5-VL's attend within windows of 2 x 2
-    vectors.
+    vectors; two layers of Qwen3.5's language model are recurrent.
     """
     ids = {name: tokenizer().convert_tokens_to_ids(name) for name in TOKENS}
     text = {
@@ -137,8 +147,21 @@ def config(kind: str = KINDS[0], **overrides: Any) -> Qwen3VLConfig | Qwen2_5_VL
         "out_hidden_size": 32,
         "initializer_range": 0.2,
     }
-    made = Qwen3VLConfig
-    if kind == "qwen2_5_vl":
+    made: Any = Qwen3VLConfig
+    if kind in ("qwen3_5", "qwen3_5_moe"):
+        made = Qwen3_5Config
+        text |= {
+            **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2},
+            "linear_num_value_heads": 4,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        }
+        text["rope_parameters"]["partial_rotary_factor"] = 1.0
+        vision |= {"num_position_embeddings": 16}
+        if kind == "qwen3_5_moe":
+            made = Qwen3_5MoeConfig
+            sizes = ("moe_intermediate_size", "shared_expert_intermediate_size")
+            text |= {"num_experts": 4, "num_experts_per_tok": 2, **dict.fromkeys(sizes, 16)}
+    elif kind == "qwen2_5_vl":
         made = Qwen2_5_VLConfig
         text |= {"bos_token_id": None, "head_dim": None}
         text["rope_parameters"].pop("mrope_interleaved")
@@ -159,9 +182,7 @@ def config(kind: str = KINDS[0], **overrides: Any) -> Qwen3VLConfig | Qwen2_5_VL
 def model(seed: int = 0, kind: str = KINDS[0], **overrides: Any) -> Any:
     """The model with random weights that are large enough to tell pictures apart."""
     torch.manual_seed(seed)
-    classes = (Qwen3VLForConditionalGeneration, Qwen2_5_VLForConditionalGeneration)
-    made = dict(zip(KINDS, classes, strict=True))[kind](config(kind, **overrides))
-    return made.float().eval()
+    return CLASSES[kind](config(kind, **overrides)).float().eval()
 
 
 PREPROCESSOR = {

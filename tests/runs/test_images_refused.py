@@ -53,7 +53,7 @@ def test_the_bundled_agent_that_sees_reads_images() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "qwen2_vl"])
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "lfm2_vl", "mistral3", "qwen2_vl"])
 def test_other_families_are_refused_with_the_row(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

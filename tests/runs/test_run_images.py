@@ -7,6 +7,7 @@ import json
 import signal
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import vision_kit
@@ -18,10 +19,10 @@ from agenttrain.utils.exit_codes import DONE
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
-@pytest.fixture(scope="module")
-def words(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+@pytest.fixture(scope="module", params=["qwen3_vl", "qwen3_5"])
+def words(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     folder = tmp_path_factory.mktemp("seeing")
-    vision_kit.save(folder / "model")
+    vision_kit.save(folder / "model", request.param)
     (folder / "pictures").mkdir()
     rows = [{"prompt": "what is 3 + 4?"}]
     for number in range(5):

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate.state import AcceleratorState
+from encoder_families import ENCODERS, tiny_with_encoders
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from training_cases import policy, rollout
@@ -29,6 +30,7 @@ from agenttrain.settings.compose import Source, compose_run, hydra_session
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.trainer import train_policy
 from agenttrain.training import weight_sync
+from agenttrain.training.checkpoint_files import auto_class
 from agenttrain.training.config import LoraSettings, WeightSyncConfig
 from agenttrain.training.lora import (
     adapter_weights,
@@ -101,11 +103,13 @@ VISION = {
 
 
 def build(family: str) -> PreTrainedModel:
-    """A random model of a family; with "-vision" one that sees, whose language model is trained."""
+    """A random model of a family; with "-vision" one that has encoders of images too."""
+    name = family.removesuffix("-vision")
+    if name != family and name in ENCODERS:
+        return tiny_with_encoders(name)
     if family in packing_families.FAMILIES:
         return packing_families.tiny_family(family)
     torch.manual_seed(0)
-    name = family.removesuffix("-vision")
     settings = {**SIZES, **HYBRIDS[f"{name}Text" if name != family else name]}
     settings = {key: value for key, value in settings.items() if value is not None}
     if name != family:
@@ -120,20 +124,20 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-FAMILIES = [*packing_families.FAMILIES, *HYBRIDS, "Qwen3_5-vision", "Qwen3_5Moe-vision"]
+SEEING = (*(f"{name}-vision" for name in ENCODERS), "Qwen3_5Moe-vision")
+FAMILIES = [*packing_families.FAMILIES, *HYBRIDS, *SEEING]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_names_that_are_sent_are_those_of_the_files(family: str, tmp_path: Path) -> None:
     build(family).save_pretrained(tmp_path)
     stored = tensors_in(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    model = auto_class(tmp_path).from_pretrained(tmp_path)
     sent = dict(checkpoint_weights(model))
-    assert stored.keys() - sent.keys() <= {n for n in stored if ".visual." in n}
     # A tied head is not in the files, and is sent all the same.
-    assert sent.keys() - stored.keys() <= {"lm_head.weight"}
-    for name in sent.keys() & stored.keys():
-        assert torch.equal(sent[name], stored[name]), name
+    assert stored.keys() <= sent.keys() <= {*stored, "lm_head.weight"}
+    for name, tensor in stored.items():
+        assert torch.equal(sent[name], tensor), name
     forms = PolicyWeights(model, torch.bfloat16).forms()
     cast = list(PolicyWeights(model, torch.bfloat16))
     assert [tuple(form) for form in forms] == [
@@ -277,6 +281,7 @@ def test_sharded_adapters_of_packed_experts_are_merged(tmp_path: Path, alone: No
 
 def test_adapters_have_the_names_of_the_files_modules(tmp_path: Path) -> None:
     build("Qwen3_5-vision").save_pretrained(tmp_path)
+    # The language model alone: its modules have other names in memory.
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     add_lora(model, LoraSettings(rank=2, targets=["q_proj"]))
     assert [name for name, _ in checkpoint_adapters(model)] == [

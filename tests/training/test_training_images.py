@@ -111,13 +111,15 @@ def scorer_of(
     )
 
 
-def assert_same(own: tuple[dict, dict], other: tuple[dict, dict]) -> None:
+def assert_same(own: tuple[dict, dict], other: tuple[dict, dict], kind: str) -> None:
+    """Scans of recurrent layers round otherwise in other chunks."""
+    tolerance = 1e-4 if kind == "qwen3_5" else 1e-5
     for key, logprobs_S in other[0].items():
-        assert torch.allclose(own[0][key], logprobs_S, atol=1e-5)
+        assert torch.allclose(own[0][key], logprobs_S, atol=tolerance)
     assert own[1].keys() == other[1].keys()
     largest = max(float(g.abs().max()) for g in other[1].values())
     for name, gradient in other[1].items():
-        assert (own[1][name] - gradient).abs().max() <= 1e-5 * largest, name
+        assert (own[1][name] - gradient).abs().max() <= tolerance * largest, name
 
 
 def own_scores(model: torch.nn.Module, sequence: TrainingSequence) -> torch.Tensor:
@@ -139,7 +141,11 @@ def own_scores(model: torch.nn.Module, sequence: TrainingSequence) -> torch.Tens
     return logits[places].gather(-1, tokens[0, places + 1, None])[:, 0]
 
 
-@pytest.mark.parametrize("kind", vision_kit.KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    # A scan of each sequence alone takes long.
+    [*vision_kit.KINDS[:2], pytest.param("qwen3_5", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("frozen", [True, False])
 def test_packed_shared_and_alone_are_transformers_own(frozen: bool, kind: str) -> None:
     sequences = sequences_of(1)
@@ -154,11 +160,11 @@ def test_packed_shared_and_alone_are_transformers_own(frozen: bool, kind: str) -
         expected[one.key] = logprobs_S.detach()
         (logprobs_S * torch.linspace(0.5, 1.5, len(logprobs_S))).sum().backward()
     own = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    assert_same(alone, (expected, own))
+    assert_same(alone, (expected, own), kind)
     for share, budget in ((SharePrefix.never, 10_000), (SharePrefix.always, 10_000)):
         scorer = scorer_of(share, frozen=frozen, kind=kind)
         assert scorer.packed
-        assert_same(scores(scorer, sequences, budget), alone)
+        assert_same(scores(scorer, sequences, budget), alone, kind)
     assert any(name.startswith("model.visual.blocks.0.mlp") for name in alone[1]) is not frozen
 
 
@@ -169,7 +175,7 @@ def test_one_pass_per_segment_is_the_same(kind: str) -> None:
     alone = scores(scorer_of(SharePrefix.never, kind=kind), sequences, 1)
     scorer = scorer_of(SharePrefix.always, kind=kind)
     scorer.packed = False
-    assert_same(scores(scorer, sequences, 10_000), alone)
+    assert_same(scores(scorer, sequences, 10_000), alone, kind)
 
 
 def test_features_are_computed_once_per_image() -> None:
@@ -180,7 +186,7 @@ def test_features_are_computed_once_per_image() -> None:
     assert scorer.vision is not None and scorer.vision.computed == len(shown)
 
 
-@pytest.mark.parametrize("kind", vision_kit.KINDS)
+@pytest.mark.parametrize("kind", [*vision_kit.KINDS, "qwen3_5_moe"])
 def test_the_engines_logprobs_are_the_trainers(kind: str) -> None:
     vision = vision_kit.vision()
     policy = training_cases.policy(vision_kit.model(kind=kind), processes={"vision": vision})

@@ -47,7 +47,7 @@ WEIGHTS = 688
 
 def test_a_shared_prefix_counts_once_and_keys_causally() -> None:
     counted = count_operations(qwen())
-    assert (counted.trained, counted.frozen, counted.width) == (WEIGHTS, 0, 8)
+    assert (counted.trained, counted.frozen, counted.widths) == (WEIGHTS, 0, {None: 8})
     keys = 1 + 2 + 3 + 4 + 5 + 4
     # 2 N per token; 2 products of 2 operations for each key and channel
     assert counted.forward(6, TREE) == 2 * 688 * 6 + 4 * 8 * keys
@@ -57,7 +57,7 @@ def test_a_shared_prefix_counts_once_and_keys_causally() -> None:
 
 
 def test_a_window_limits_the_keys() -> None:
-    counted = Operations(trained=0, frozen=0, width=1, layers={None: 1, 2: 3})
+    counted = Operations(trained=0, frozen=0, widths={None: 1, 2: 3})
     keys, in_window = 19, 1 + 2 + 2 + 2 + 2 + 2
     assert counted.forward(6, TREE) == 4 * (keys + 3 * in_window)
 
@@ -65,7 +65,7 @@ def test_a_window_limits_the_keys() -> None:
 def test_layers_of_a_config_have_their_windows() -> None:
     kinds = ["full_attention", "sliding_attention", "sliding_attention"]
     model = qwen(num_hidden_layers=3, layer_types=kinds, use_sliding_window=True, sliding_window=64)
-    assert count_operations(model).layers == {None: 1, 64: 2}
+    assert count_operations(model).widths == {None: 8, 64: 16}
 
 
 def test_a_tied_embedding_is_the_head() -> None:

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from agenttrain.algorithms.config import TeacherConfig
+from agenttrain.engines.language_model import language_model
 from agenttrain.engines.memory import EVER, EngineLoad, EngineMemory, MemoryItem, When
 from agenttrain.engines.registry import spec_of, specs
 from agenttrain.launch.config import DistributedName, ShardWithin
@@ -26,7 +27,7 @@ from agenttrain.settings.engine_checks import has_rollout_process, run_spec
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.sizes import Arithmetic, arithmetic
 from agenttrain.training import sharding
-from agenttrain.training.config import Init, LoraSettings, ModelConfig, Transport
+from agenttrain.training.config import Init, LoraSettings, ModelConfig, Transport, VisionTower
 from agenttrain.training.footprint import (
     FLOAT32,
     LAYER_GRADIENTS,
@@ -38,6 +39,7 @@ from agenttrain.training.footprint import (
     updating,
     weight_bytes,
 )
+from agenttrain.training.images import freeze_vision
 from agenttrain.training.lora import adapted_experts, adapter_parameters
 from agenttrain.types import ConfigError
 from agenttrain.utils.model_path import SIZES, base_folder, model_folder, why_merged
@@ -516,6 +518,8 @@ class Sizes:
         self.model: PreTrainedModel = self._traced(
             lambda: empty_model(architecture, dtype, config.lora, adapters)
         )
+        if config.vision is VisionTower.frozen:
+            freeze_vision(self.model)
         self.continues = base is not None
         """Training continues with adapters of an earlier training."""
         is_merged = bool(base and why_merged(folder)) or bool(adapted_experts(self.model))
@@ -560,7 +564,8 @@ class Sizes:
     @property
     def inner_width(self) -> int:
         """Numbers of one token in the widest linear layer of a decoder layer."""
-        linear = (m for m in sharding.layers(self.model)[0].modules() if isinstance(m, nn.Linear))
+        first_layer = sharding.layers(language_model(self.model))[0]
+        linear = (m for m in first_layer.modules() if isinstance(m, nn.Linear))
         return max((max(m.in_features, m.out_features) for m in linear), default=self.width)
 
     @property
@@ -577,8 +582,8 @@ class Sizes:
 
     @cached_property
     def layers(self) -> int:
-        """Number of layers."""
-        return len(sharding.layers(self.model))
+        """Number of layers of the language model."""
+        return len(sharding.layers(language_model(self.model)))
 
     @cached_property
     def _cache(self) -> list[CachedLayer]:

@@ -14,7 +14,7 @@ from enum import StrEnum
 
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.demonstrations import completion_ids
-from agenttrain.commands.schema_examples import example
+from agenttrain.commands.schema_examples import arguments_for
 from agenttrain.runs.setup import Components
 from agenttrain.types import AssistantTurn, Message, Task, ToolCall
 
@@ -105,14 +105,14 @@ class Stub:
             chosen.append(rng.choice(callable_tools))
         calls = []
         for index, tool in enumerate(chosen):
-            schema = tool.get("parameters", {})
-            arguments = example(schema, [*column_texts, *words], rng)
+            arguments = arguments_for(tool, [*column_texts, *words], rng)
             if kind is Kind.stop and rng.random() < 0.5:
                 # The right answer, where argument and column have one name: rewards then differ.
                 columns = task.columns
                 arguments |= {key: columns[key] for key in arguments if key in columns}
             name = NO_TOOL if kind is Kind.unknown_tool else tool["name"]
             if kind is Kind.wrong_arguments:
+                schema = tool.get("parameters") or {}
                 required = [key for key in schema.get("required", ()) if key in arguments]
                 if required:
                     del arguments[rng.choice(required)]

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
+from agenttrain.engines.language_model import model_class
 from agenttrain.engines.mixers import keep_float32
 from agenttrain.engines.spec import EngineInputs
 from agenttrain.engines.transformers.config import TransformersSettings
@@ -90,7 +91,7 @@ def build_copy(settings: TransformersSettings, inputs: EngineInputs) -> Transfor
     # cache reads them. The generators are restored, so that seeded draws stay the same.
     gpus = [device] if inputs.on_gpu else []
     with torch.random.fork_rng(devices=gpus), torch.device(device):
-        model = AutoModelForCausalLM.from_config(architecture, dtype=dtype)
+        model = model_class(architecture.model_type).from_config(architecture, dtype=dtype)
     keep_float32(model)
     model = model.eval().requires_grad_(False).to(device)
     is_small = model.num_parameters() < SMALL

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from agenttrain.engines.base import EngineError
+from agenttrain.engines.language_model import language_model
 from agenttrain.engines.mixers import has_mixers, layout_keywords
 from agenttrain.engines.soft_cap import keep_soft_cap
 from agenttrain.engines.transformers.cache import RowCache
@@ -169,7 +170,7 @@ class Decoder:
             positions_3NT[:, row, pad:] = layout.positions(start, stop)
             pieces += layout.pieces(start, stop, row * width + int(pad))
         features = {p.image.sha256: self.vision.features(self.model, p.image) for p in pieces}
-        output = self.model.model.language_model(
+        output = language_model(self.model)(
             **embed(self.model, self._tensor(ids_NT), pieces, features),
             position_ids=self._tensor(positions_3NT),
             **keywords,
