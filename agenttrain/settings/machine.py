@@ -65,6 +65,13 @@ def machine_problems(
         if not config.servers.outside:
             spec = spec_of(config.engine)
             problems += spec.check_machine(config.engine, count_gpus)
+            needs_gpu = config.algorithm.replays_routes and spec.routes_need_gpu
+            if needs_gpu and not config.servers.nodes and not count_gpus():
+                problems.append(
+                    f"algorithm.router_replay=rollout: engine={config.engine.name} returns the "
+                    "experts by which it samples on a GPU only, and there is none here; set "
+                    "engine=transformers, or leave it out"
+                )
         checked_verb = "train" if verb == CHECK else verb
         for name, role in used_roles(config, checked_verb).items():
             problems += installed_problems(f"roles.{name}.model={role.model}")
