@@ -19,9 +19,9 @@ from torch import Tensor
 
 from agenttrain.engines.base import EngineDead, EngineError, refuse_images
 from agenttrain.engines.config import Sampling
+from agenttrain.engines.routed_experts import read_routes
 from agenttrain.engines.vllm.config import VllmSettings
 from agenttrain.engines.vllm.driver import Driver, Stepper, VllmRequest, VllmStats, Waiter
-from agenttrain.engines.vllm.routes import read_routes
 from agenttrain.engines.vllm.setup import build_llm_engine, check_device, settings_restored
 from agenttrain.engines.vllm.weights import Manifest, load_adapters, split_adapters
 from agenttrain.training.config import LoraSettings, WeightSyncMode

@@ -83,12 +83,15 @@ def build_llm_engine(
     keywords = engine_arguments(
         folder, config, dtype, rank, tokenizer, seed, record_routes=record_routes
     )
-    if RETURN_ROUTES in keywords and RETURN_ROUTES not in EngineArgs.__dataclass_fields__:
+    try:
+        arguments = EngineArgs(**keywords)
+    except TypeError as error:  # a keyword that this version does not have
+        if RETURN_ROUTES not in str(error):
+            raise
         raise EngineError(
             "algorithm.router_replay=rollout: the vLLM installed here does not return the experts "
-            "by which it samples. Install vllm==0.32.*, or set engine=transformers"
-        )
-    arguments = EngineArgs(**keywords)
+            "by which it samples. Install vllm==0.32.*, or leave it out"
+        ) from error
     try:
         with _logging_to(log, arguments), _local_rank(current_gpu()):
             llm = LLMEngine.from_engine_args(arguments)

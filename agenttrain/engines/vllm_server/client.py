@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 from agenttrain.engines.base import EngineError
 from agenttrain.engines.config import Sampling
-from agenttrain.engines.vllm.routes import read_encoded_routes
+from agenttrain.engines.routed_experts import read_encoded_routes
 from agenttrain.engines.vllm_server.files_transport import VERIFY
 from agenttrain.training.config import WeightSyncMode
 from agenttrain.types import Completion, Finish
