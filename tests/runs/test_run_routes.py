@@ -19,6 +19,10 @@ ODD = """
 def odd(rollout, **columns) -> float:
     ids = rollout.trajectories[0].token_ids
     return sum(token % 2 for token in ids) / len(ids)
+
+
+def huge(rollout, **columns) -> float:
+    return 1e60 if rollout.sample == 0 else 0.0
 """
 WORDS = (
     *("debug=tiny", "experiment=shop", "steps=2", "checkpoint.every=1", "tracker=none"),
@@ -84,6 +88,25 @@ def test_a_run_replays_its_experts_and_resumes_to_the_bit(tmp_path: Path, model:
     assert all((start[name] != trained[name]).any() for name in start if "mlp.gate" in name)
     for file in (tmp_path / "whole" / "rollouts").glob("*.jsonl"):
         assert "routes" not in file.read_text()
+
+
+@pytest.mark.slow
+def test_a_failed_update_is_repeated_with_its_experts(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The crash bundle has them, though its rollouts' files do not."""
+    words = [*WORDS, f"model.path={model}", "algorithm.scale=none"]
+    words += ["reward.odd._target_=odd.huge", f"hydra.run.dir={tmp_path / 'run'}"]
+    assert main(words) == 1
+    bundle = tmp_path / "run" / "crash" / "step-000001"
+    records = torch.load(bundle / "batch.pt", weights_only=True)
+    for record in records:
+        routes = record["routes"]
+        assert routes["positions_R"].equal(record["targets_S"])
+        assert routes["experts_RLK"].shape == (len(record["targets_S"]), 2, 2)
+    capsys.readouterr()
+    assert main(["replay", str(bundle)]) == 0
+    assert "the same culprit" in capsys.readouterr().out
 
 
 @pytest.mark.slow
