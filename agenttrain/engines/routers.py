@@ -49,8 +49,6 @@ class LayerRouter:
     """Number of the layer in the model."""
     call: int
     """Index of the call that chooses, among the calls of `topk` in one forward pass."""
-    experts: str
-    """Name of the module that gets the chosen experts and their weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,7 +238,7 @@ def _refusal(model: nn.Module, problem: str) -> UnknownRouters:
 def find_routers(model: Any) -> Routers:
     """Return the routers of a model. Raises UnknownRouters if their choices cannot be replaced.
 
-    Runs three forward passes over a few tokens, without gradients.
+    Runs two forward passes over a few tokens, without gradients.
     """
     vocabulary = model.get_input_embeddings().weight.shape[0]
     device = next(model.parameters()).device
@@ -335,13 +333,14 @@ class _Search(TorchFunctionMode):
         if pair is None:
             return
         indices, _ = pair
-        choice = next((c for c in self._choices if _is_same(c.indices, indices)), None)
+        # The latest one: routers of several layers may have chosen alike.
+        equal = (c for c in reversed(self._choices) if _is_same(c.indices, indices))
+        choice = next(equal, None)
         if choice is None:
             self._strangers.append(name)
             return
-        router = LayerRouter(
-            name=choice.module, layer=_layer_of(choice.module), call=choice.call, experts=name
-        )
+        layer = _layer_of(choice.module)
+        router = LayerRouter(name=choice.module, layer=layer, call=choice.call)
         if all(router.name != known.name for known, _ in self._found):
             self._found.append((router, choice))
 
@@ -382,7 +381,7 @@ class _Search(TorchFunctionMode):
 
 
 def _experts_and_weights(values: Sequence[Any]) -> tuple[Tensor, Tensor] | None:
-    """Return the numbers and weights of experts among the inputs of a module, or None.
+    """Return the numbers and weights of experts among the inputs or outputs of a module, or None.
 
     They are integers and floats of one shape, a row for each token of the trial.
     """
@@ -415,56 +414,54 @@ def _why_not_replaced(
 ) -> str | None:
     """Return why replaced choices do not have the effect that they must have, or None.
 
-    Experts in the opposite order must get the same weights in that order, and the experts of
-    another token must get weights above 0.
+    During a forward pass each router runs again on its inputs, with other experts.
     """
-    own: dict[int, Tensor] = {}
+    problems: list[str | None] = []
 
-    def record(router: LayerRouter, experts: Tensor) -> None:
-        own[router.layer] = experts
+    def try_again(
+        router: LayerRouter, module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        def results(choose: Choose) -> Sequence[Any]:
+            with _Interception(router, choose):
+                returned: Sequence[Any] = module.forward(*args, **kwargs)
+            return returned
 
-    plain = _inputs_of_experts(model, routers, record, run)
-    flipped = _inputs_of_experts(model, routers, lambda r, _: own[r.layer].flip(-1), run)
-    foreign = _inputs_of_experts(model, routers, lambda r, _: own[r.layer].roll(1, -2), run)
-    for router in routers:
-        layer = router.layer
-        _, weights_TK = plain[layer]
-        flipped_TK, flipped_weights_TK = flipped[layer]
-        foreign_TK, foreign_weights_TK = foreign[layer]
-        was_replaced = torch.equal(flipped_TK, own[layer].flip(-1).view(flipped_TK.shape))
-        was_replaced &= torch.equal(foreign_TK, own[layer].roll(1, -2).view(foreign_TK.shape))
-        if not was_replaced:
-            return f"does not use the experts that replace those of {router.name}"
-        gap = (flipped_weights_TK - weights_TK.flip(-1)).abs().max().item()
-        exact = weights_TK.dtype is torch.float32
-        if not gap <= (1e-3 if exact else 5e-2) * weights_TK.abs().max().item():  # NaN is a gap
-            return f"does not weigh the experts that replace those of {router.name}"
-        if not (foreign_weights_TK.isfinite().all() and (foreign_weights_TK > 0).all()):
-            return f"gives no weight to experts that {router.name} would not choose"
-    return None
+        problems.append(_problem_of(router, results))
 
-
-def _inputs_of_experts(
-    model: nn.Module, routers: Sequence[LayerRouter], choose: Choose, run: Callable[[], None]
-) -> dict[int, tuple[Tensor, Tensor]]:
-    """Run a forward pass; return the numbers and weights that the experts of each layer got."""
-    inputs: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def note(layer: int, module: nn.Module, args: Any, kwargs: Any) -> None:
-        pair = _experts_and_weights([*args, *kwargs.values()])
-        assert pair is not None, "the search has found them among the inputs of this module"
-        inputs[layer] = pair
-
+    # Inside the pass, where FSDP2 has gathered the weights of the layer.
     handles = [
-        model.get_submodule(router.experts).register_forward_pre_hook(
-            partial(note, router.layer), with_kwargs=True
+        model.get_submodule(router.name).register_forward_hook(
+            partial(try_again, router), with_kwargs=True
         )
         for router in routers
     ]
     try:
-        with intercepting(model, routers, choose):
-            run()
+        run()
     finally:
         for handle in handles:
             handle.remove()
-    return inputs
+    return next((problem for problem in problems if problem is not None), None)
+
+
+def _problem_of(router: LayerRouter, results: Callable[[Choose], Sequence[Any]]) -> str | None:
+    """Return why replaced choices of a router do not have the right effect, or None.
+
+    `results` runs it. Experts in the opposite order must get the same weights in that order, and
+    the experts of another token must get weights above 0.
+    """
+    own = _experts_and_weights(results(lambda _, experts: None))
+    flipped = _experts_and_weights(results(lambda _, experts: experts.flip(-1)))
+    foreign = _experts_and_weights(results(lambda _, experts: experts.roll(1, -2)))
+    if own is None or flipped is None or foreign is None:
+        return f"returns experts without their weights from {router.name}"
+    experts_TK, weights_TK = own
+    was_replaced = torch.equal(flipped[0], experts_TK.flip(-1))
+    if not was_replaced or not torch.equal(foreign[0], experts_TK.roll(1, -2)):
+        return f"does not use the experts that replace those of {router.name}"
+    gap = (flipped[1] - weights_TK.flip(-1)).abs().max().item()
+    tolerance = 1e-4 if weights_TK.dtype is torch.float32 else 2e-2
+    if not gap <= tolerance * weights_TK.abs().max().item():  # NaN is a gap
+        return f"does not weigh the experts that replace those of {router.name}"
+    if not (foreign[1].isfinite().all() and (foreign[1] > 0).all()):
+        return f"gives no weight to experts that {router.name} would not choose"
+    return None

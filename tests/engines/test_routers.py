@@ -109,6 +109,15 @@ def test_a_router_that_chooses_otherwise_is_refused() -> None:
         find_routers(tiny_family("Phimoe"))
 
 
+def test_routers_that_choose_alike_are_told_apart() -> None:
+    """With weights of zero all experts are equal, and every layer takes the same ones."""
+    model = tiny_family("Qwen3Moe")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.gate.weight.zero_()
+    assert [router.layer for router in find_routers(model).routers] == [0, 1]
+
+
 class Constant(torch.nn.Module):
     """A router whose weights do not follow the experts that it returns."""
 

@@ -131,7 +131,7 @@ def test_foreign_routes_are_used_where_tokens_were_sampled_and_only_there(
         used[layer] = next(a for a in args if a.dtype is torch.long and a.dim() == 2)
 
     handles = [
-        model.get_submodule(router.experts).register_forward_pre_hook(
+        model.get_submodule(f"{router.name.rpartition('.')[0]}.experts").register_forward_pre_hook(
             lambda module, args, layer=router.layer: record(layer, module, args)
         )
         for router in find_routers(model).routers
