@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,11 @@ from agenttrain.engines.routed_experts import read_routes
 from agenttrain.engines.vllm.config import VllmSettings
 from agenttrain.engines.vllm.engine import VllmEngine
 from agenttrain.engines.vllm_server.client import completion_of
+from agenttrain.engines.vllm_server.config import VllmServerSettings
+from agenttrain.engines.vllm_server.server_process import server_flags
+from agenttrain.engines.vllm_server.server_records import ServerPlan
 from agenttrain.types import Completion, Routes
+from agenttrain.utils.sections import plain
 
 __all__ = ["machine"]
 
@@ -119,6 +124,30 @@ def test_the_engine_asks_for_experts_and_reads_them(machine: Machine) -> None:
 def test_the_engine_asks_for_none_by_default(machine: Machine) -> None:
     assert complete().routes is None
     assert not hasattr(machine.llms[0].arguments, "enable_return_routed_experts")
+
+
+@pytest.mark.parametrize("record_routes", [True, False])
+def test_servers_are_started_so_that_they_return_experts(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, record_routes: bool
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # it sets vLLM's variables
+    plan = ServerPlan(
+        module="m",
+        model="model",
+        tokenizer=None,
+        dtype="float32",
+        max_context=64,
+        seed=0,
+        engine=plain(VllmServerSettings()),
+        servers={"tensor_parallel_size": 1, "args": {}},
+        rank=0,
+        adapters=2,
+        weights=None,
+        record_routes=record_routes,
+    )
+    flags = server_flags(plan, 80)
+    assert ("--enable-return-routed-experts" in flags) is record_routes
+    assert "--enable-prefix-caching" in flags  # without which vLLM refuses the flag
 
 
 def test_a_version_without_experts_is_refused(
