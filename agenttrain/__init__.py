@@ -54,6 +54,7 @@ if TYPE_CHECKING:  # for type checkers and editors; `_MODULES` says the same to 
     from agenttrain.types import Message as Message
     from agenttrain.types import Origin as Origin
     from agenttrain.types import Rollout as Rollout
+    from agenttrain.types import Routes as Routes
     from agenttrain.types import RowTool as RowTool
     from agenttrain.types import Span as Span
     from agenttrain.types import StopReason as StopReason
@@ -104,6 +105,7 @@ _MODULES = {
     "RolloutConfig": "agenttrain.rollout.config",
     "RolloutContext": "agenttrain.rollout.request",
     "RolloutRequest": "agenttrain.rollout.config",
+    "Routes": "agenttrain.types",
     "RowTool": "agenttrain.types",
     "Rubric": "agenttrain.rewards.rubric",
     "Sampling": "agenttrain.engines.config",

@@ -203,6 +203,51 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Routes:
+    """Experts that a model's layers chose at the positions from which tokens were sampled.
+
+    The first token of a turn was sampled from the last position of its context. Example of a token
+    in a model of two layers, of which only the second has experts: ``Routes(experts=bytes([0, 0, 0,
+    0, 3, 0, 1, 0]), layers=2, top_k=2)`` are the experts 3 and 1.
+    """
+
+    experts: bytes = field(repr=False)
+    """[T, layers, top_k] Numbers of experts, as little-endian integers of 16 bits; zeros in layers
+    without experts."""
+    layers: int
+    """All layers of the model, those without experts included."""
+    top_k: int
+    """Experts that a layer chooses for a token."""
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of the experts of one token."""
+        return EXPERT_BYTES * self.layers * self.top_k
+
+    @property
+    def tokens(self) -> int:
+        """Number of sampled tokens (T)."""
+        return len(self.experts) // self.bytes_per_token
+
+    def part(self, start: int, end: int | None) -> Routes:
+        """Return the routes of tokens `start` to `end` - 1; None: to the last one."""
+        size = self.bytes_per_token
+        stop = None if end is None else end * size
+        experts = self.experts[start * size : stop]
+        return Routes(experts=experts, layers=self.layers, top_k=self.top_k)
+
+    @classmethod
+    def join(cls, parts: Sequence[Routes]) -> Routes:
+        """Return the routes of the parts' tokens, one part after the other; at least one part."""
+        experts = b"".join(part.experts for part in parts)
+        return cls(experts=experts, layers=parts[0].layers, top_k=parts[0].top_k)
+
+
+EXPERT_BYTES = 2
+"""Bytes of the number of an expert in `Routes`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """Tokens that an engine sampled for one request.
 
@@ -217,6 +262,8 @@ class Completion:
     finish: Finish
     versions: tuple[tuple[int, int], ...]
     """(policy_version, number of tokens) in order; the numbers add up to T."""
+    routes: Routes | None = None
+    """Experts by which the tokens were sampled; None: the engine does not record them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -473,6 +520,8 @@ class Span:
     """On the last sampled span of a turn only."""
     images: tuple[PlacedImage, ...] = ()
     """Images whose placeholders are among its ids, at positions within the span."""
+    routes: Routes | None = None
+    """Experts by which its tokens were sampled, if they were recorded; sampled spans only."""
 
     def __post_init__(self) -> None:
         sampled = self.origin is Origin.sampled
@@ -481,6 +530,9 @@ class Span:
         if self.logprobs is not None and len(self.logprobs) != len(self.token_ids):
             counts = f"{len(self.token_ids)} tokens, {len(self.logprobs)} logprobs"
             raise LedgerError(f"sampled span of turn {self.turn}: {counts}")
+        if self.routes is not None and (not sampled or self.routes.tokens != len(self.token_ids)):
+            counts = f"{len(self.token_ids)} tokens, routes of {self.routes.tokens}"
+            raise LedgerError(f"{self.origin} span of turn {self.turn}: {counts}")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -554,7 +606,10 @@ class Trajectory:
             end = None if last else start + count
             ids, logprobs = sampled[start:end], completion.logprobs[start:end]
             finish = completion.finish if last else None
-            self.spans.append(Span(Origin.sampled, ids, logprobs, self.turns, version, finish))
+            routes = None if completion.routes is None else completion.routes.part(start, end)
+            self.spans.append(
+                Span(Origin.sampled, ids, logprobs, self.turns, version, finish, routes=routes)
+            )
             self._ids.extend(ids)
             start += count
         self.turns += 1

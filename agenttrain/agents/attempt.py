@@ -608,6 +608,7 @@ def _until(completion: Completion, end: int | None) -> Completion:
         logprobs=completion.logprobs[:end],
         finish=Finish.abort,
         versions=tuple(versions),
+        routes=None if completion.routes is None else completion.routes.part(0, end),
     )
 
 

@@ -240,6 +240,15 @@ class Behaviour(StrEnum):
     """The trainer's own, before the step's first update."""
 
 
+class RouterReplay(StrEnum):
+    """Experts of mixture-of-experts layers in the trainer's forward passes."""
+
+    off = "off"
+    """Those that the trainer's routers choose."""
+    rollout = "rollout"
+    """Those by which the engine sampled, at the positions from which it sampled (R3)."""
+
+
 class CorrectionLevel(StrEnum):
     """Level on which the trainer's probabilities are compared with the engine's."""
 
@@ -384,6 +393,8 @@ class AlgorithmConfig:
     behaviour: Data[Behaviour] = Behaviour.engine
     correction: OptionalSection[CorrectionConfig] = None
     """Weight of sampled tokens by their ratio trainer / engine; null: none."""
+    router_replay: Data[RouterReplay] = RouterReplay.off
+    """Experts of mixture-of-experts layers in the policy's forward passes."""
     teacher: OptionalSection[TeacherConfig] = None
     """Learning from a teacher's probabilities, beside the rewards or in their place; null: none."""
 
@@ -421,6 +432,11 @@ class AlgorithmConfig:
     def kl_in_reward(self) -> KlConfig | None:
         """Return the KL penalty if it is taken off the rewards."""
         return self.kl if self.kl is not None and self.kl.place is KlPlace.reward else None
+
+    @property
+    def replays_routes(self) -> bool:
+        """Return True if the trainer uses the experts by which the rollouts were sampled."""
+        return self.router_replay is RouterReplay.rollout
 
     @property
     def turn_credit(self) -> TurnCredit | None:

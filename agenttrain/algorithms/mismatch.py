@@ -39,6 +39,8 @@ MISMATCH_NAMES = (
     "sampling/stale_tokens",
 )
 """Names of the parts that `mismatch` returns."""
+ROUTE_NAMES = ("routing/equal", "routing/logprob_gap_replayed", "routing/logprob_gap_own")
+"""Names of the parts that `route_mismatch` returns."""
 LEAST_SPREAD = 1e-3
 """Standard deviation of the trainer's logprobs below which their slope means nothing."""
 FAR = 3.0
@@ -98,6 +100,18 @@ def mismatch(
         "sampling/logprob_slope": slope,
         "sampling/stale_tokens": mean_parts(origins.stale_S),
     }
+
+
+def route_mismatch(
+    engine_S: Tensor, replayed_S: Tensor, own_S: Tensor, equal: Tensor
+) -> MetricParts:
+    """Return the metrics of `ROUTE_NAMES`: what replayed experts change.
+
+    `replayed_S` are the trainer's logprobs with the engine's experts, `own_S` those with its own.
+    `equal` counts pairs (position, layer), [2]: those for which both chose the same set, and all.
+    """
+    gaps = (mean_parts((logprobs_S - engine_S).abs()) for logprobs_S in (replayed_S, own_S))
+    return dict(zip(ROUTE_NAMES, (equal.float(), *gaps), strict=True))
 
 
 def _largest(gap_S: Tensor) -> Tensor:

@@ -59,6 +59,8 @@ class EngineInputs:
     """Turns the images of requests into features, by the policy's weights. None: no images."""
     mixed_precision: str = "no"
     """Number format that training computes in, under autocast: no, bf16 or fp16."""
+    record_routes: bool = False
+    """Completions need `routes`: the trainer replays the experts of the rollouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +189,10 @@ class EngineSpec(Generic[S]):
     """True: takes requests with images."""
     grammars: bool = False
     """True: takes requests with a grammar."""
+    records_routes: bool = False
+    """True: can return the experts by which a model's layers sampled (`Completion.routes`)."""
+    routes_need_gpu: bool = False
+    """True: returns these experts on a GPU only."""
     too_cold: str = (
         f"must be at least {LEAST_TEMPERATURE:g}: divided by less, logits turn their rounding "
         "errors into whole nats, and overflow in the end"

@@ -26,7 +26,7 @@ from agenttrain.rewards.function import RewardError
 from agenttrain.rollout.declared import FILE as TOOLS
 from agenttrain.tracking.rollouts import write_step
 from agenttrain.tracking.run_folder import write_atomically
-from agenttrain.training.batch import TrainingSequence
+from agenttrain.training.batch import SequenceRoutes, TrainingSequence
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.checkpoint_files import CheckpointError
 from agenttrain.training.nonfinite import BrokenUpdate, NotFinite
@@ -125,11 +125,20 @@ class Evidence:
                     "trajectory": sequence.trajectory.index,
                     "advantages": list(sequence.trajectory.advantages or ()),
                     **{name: getattr(sequence, name) for name in TENSORS},
+                    "routes": _route_tensors(sequence),  # the rollouts' files have none
                 }
                 for sequence in error.sequences
             ]
             torch.save(records, bundle / "batch.pt")
         write_atomically(bundle / "crash.json", json.dumps(record, indent=2) + "\n")
+
+
+def _route_tensors(sequence: TrainingSequence) -> dict[str, torch.Tensor] | None:
+    """Return the fields of a sequence's routes by name, or None if it has none."""
+    routes = sequence.routes
+    if routes is None:
+        return None
+    return {"positions_R": routes.positions_R, "experts_RLK": routes.experts_RLK}
 
 
 def read_batch(bundle: Path, rollouts: Sequence[Rollout]) -> list[TrainingSequence]:
@@ -139,6 +148,8 @@ def read_batch(bundle: Path, rollouts: Sequence[Rollout]) -> list[TrainingSequen
     for record in read_tensors(bundle / "batch.pt"):
         rollout = by_id[record["rollout_id"]]
         tensors: dict[str, Any] = {name: record[name] for name in TENSORS}
+        routes = record["routes"]
+        tensors["routes"] = None if routes is None else SequenceRoutes(**routes)
         trajectory = rollout.trajectories[record["trajectory"]]
         trajectory.advantages = array("d", record["advantages"])
         sequences.append(TrainingSequence(rollout=rollout, trajectory=trajectory, **tensors))

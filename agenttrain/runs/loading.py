@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from agenttrain.algorithms.config import AlgorithmConfig
 from agenttrain.engines.base import Engine, Separate
 from agenttrain.engines.registry import names_with, spec_of
+from agenttrain.engines.routers import check_experts
 from agenttrain.engines.spec import EngineInputs
 from agenttrain.launch.config import DistributedName, ShardWithin
 from agenttrain.runs.sampling import engine_inputs, load_empty, load_model, vision_of
@@ -76,6 +77,8 @@ def check_model(config: RunConfig, *, sampled: bool = True) -> None:
             )
     if sampled:
         spec_of(config.engine).check_model(config.engine, model)
+        if config.algorithm.replays_routes:
+            check_experts(model)
     # Each of these raises for an architecture that it does not support.
     if config.training.gradient_checkpointing:
         checkpoint_layers(model)

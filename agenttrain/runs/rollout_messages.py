@@ -51,6 +51,7 @@ from agenttrain.types import (
     Origin,
     PlacedImage,
     Rollout,
+    Routes,
     RowTool,
     Span,
     StopReason,
@@ -252,7 +253,7 @@ CODEC = Codec(
         *(ProbeCheck, Gap, Sampling, Completion, Finish, Collected, Evaluation, Estimate, Rollout),
         *(Trajectory, Span, Origin, StopReason, Task, RowTool, ToolCall, ToolError, ToolResult),
         *(Delegation, Image, PlacedImage, Audience, Receiver, WeightSyncMode),
-        *(BroadcastResult, Receipt),
+        *(BroadcastResult, Receipt, Routes),
     ),
     other=str,  # values of a row's columns, as in rollout files
 )

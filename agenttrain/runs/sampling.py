@@ -238,6 +238,7 @@ def sampling_engine(config: RunConfig) -> Engine:
         sync_folder=None,
         max_staleness=0,
         vision=vision_of(config),
+        record_routes=False,
     )
     return spec.build(settings, inputs)
 
@@ -269,6 +270,7 @@ def engine_inputs(
         run_folder=folder,
         mixed_precision=config.training.mixed_precision,
         max_staleness=config.async_training.max_staleness,
+        record_routes=config.algorithm.replays_routes,
     )
 
 

@@ -233,6 +233,14 @@ def _reference(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _router_replay(config: RunConfig) -> Iterator[str]:
+    if config.algorithm.replays_routes and config.training.compile:
+        yield (
+            "algorithm.router_replay=rollout: compiled layers do not let the choices of their "
+            "routers be replaced; set training.compile=false, or leave it out"
+        )
+
+
 def _texts_and_files(config: RunConfig) -> Iterator[str]:
     """Check expressions and templates of `data`, and that the files that settings name exist."""
     expressions = {f"data.map.{name}": text for name, text in config.data.map.items()}
@@ -571,6 +579,7 @@ CHECKS: tuple[Check | VerbCheck, ...] = (
         ),
     ),
     Check(_reference, ("algorithm", "model")),
+    Check(_router_replay, ("algorithm", "training")),
     Check(
         section_problems,
         ("algorithm", "tools", "environment", "reward", "user", "tracker", "data", "rollout"),
@@ -581,7 +590,7 @@ CHECKS: tuple[Check | VerbCheck, ...] = (
         engine_problems,
         (
             *("engine", "rollout", "eval", "async_training", "weight_sync", "servers", "model"),
-            "distributed",
+            *("distributed", "algorithm"),
         ),
     ),
     Check(

@@ -70,6 +70,11 @@ def engine_problems(config: RunConfig, *, several: bool | None = None) -> Iterat
             f"rollout.structured_calls=true: engine={engine.name} has no grammars; set "
             f"{names_with(grammars=True)}, or leave it out"
         )
+    if config.algorithm.replays_routes and not spec.records_routes:
+        yield (
+            f"algorithm.router_replay=rollout: engine={engine.name} does not return the experts by "
+            f"which it samples; set {names_with(records_routes=True)}, or leave it out"
+        )
     apart = has_rollout_process(config)  # the engine is in another process than the trainer
     if apart and not spec.standalone:
         ahead = config.async_training.max_staleness

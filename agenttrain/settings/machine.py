@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from agenttrain.engines.placement import placement_problems
-from agenttrain.engines.registry import OutsideEngine, spec_of
+from agenttrain.engines.registry import OutsideEngine, names_with, spec_of
 from agenttrain.engines.vllm_server.spec import installed_problems
 from agenttrain.launch.config import DistributedConfig, DistributedName
 from agenttrain.settings.command_line import CHECK
@@ -65,6 +65,14 @@ def machine_problems(
         if not config.servers.outside:
             spec = spec_of(config.engine)
             problems += spec.check_machine(config.engine, count_gpus)
+            needs_gpu = config.algorithm.replays_routes and spec.routes_need_gpu
+            if needs_gpu and not config.servers.nodes and not count_gpus():
+                others = names_with(records_routes=True, routes_need_gpu=False)
+                problems.append(
+                    f"algorithm.router_replay=rollout: engine={config.engine.name} returns the "
+                    "experts by which it samples on a GPU only, and there is none here; set "
+                    f"{others}, or leave it out"
+                )
         checked_verb = "train" if verb == CHECK else verb
         for name, role in used_roles(config, checked_verb).items():
             problems += installed_problems(f"roles.{name}.model={role.model}")

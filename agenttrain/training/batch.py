@@ -1,7 +1,8 @@
 """Rollouts -> packed microbatches: one sequence after the other, without padding.
 
 A sequence is a trajectory as tensors. Shapes: T all tokens of a microbatch, B its sequences, S its
-sampled tokens, O a trajectory's own tokens. A microbatch of two sequences ``p p s s t s`` and
+sampled tokens, O a trajectory's own tokens; L layers of the model, K experts that a layer chooses
+for a token, R positions with recorded experts. A microbatch of two sequences ``p p s s t s`` and
 ``p s s`` (p prompt, s sampled, t tool)::
 
     token_ids_T    p p s s t s | p s s
@@ -27,21 +28,53 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from agenttrain.engines.vision import Layout, Piece
 from agenttrain.training.prefixes import Branch, cut, grow
-from agenttrain.types import LedgerError, Rollout, Task, Trajectory
+from agenttrain.types import AgenttrainError, LedgerError, Origin, Rollout, Task, Trajectory
 
 Item = TypeVar("Item")
 
 
 SequenceKey = tuple[str, int]
 """A rollout's id and the index of one of its trajectories."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceRoutes:
+    """Experts by which the tokens of a sequence were sampled.
+
+    They are recorded at the positions whose next token was sampled, by this trajectory or in the
+    context that it branches from.
+    """
+
+    positions_R: Tensor
+    """Positions in the sequence, in order."""
+    experts_RLK: Tensor
+    """Numbers of experts, int16."""
+
+    @cached_property
+    def keys_R(self) -> Tensor:
+        """A number for the experts of each position. Different experts have different numbers.
+
+        Two choices get one number with a probability of about 2**-64.
+        """
+        experts_RN = self.experts_RLK.flatten(1).numpy().astype(np.uint64)
+        # Random factors, the same in every process. Products and sums are modulo 2**64.
+        draws = np.random.default_rng(0)
+        factors_N = draws.integers(2**64, size=experts_RN.shape[1], dtype=np.uint64, endpoint=False)
+        return torch.from_numpy((experts_RN @ factors_N).view(np.int64))
+
+
+class MissingRoutes(AgenttrainError):
+    """Rollouts lack the experts that `algorithm.router_replay` needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +94,8 @@ class TrainingSequence:
     """The engine's logprobs of the sampled tokens."""
     layout: Layout | None = None
     """Positions and images. None: it has no images."""
+    routes: SequenceRoutes | None = None
+    """Experts that the policy's forward passes use. None: its routers choose everywhere."""
     ref_logprobs_S: Tensor | None = None
     """Logprobs under the reference. None until it has scored the sequence."""
     old_logprobs_S: Tensor | None = None
@@ -89,14 +124,37 @@ class TrainingSequence:
         return self.targets_S.numel()
 
     @property
+    def shared_ids_T(self) -> Tensor:
+        """The ids by which sequences are compared to share a prefix.
+
+        At a position with recorded experts the number stands for the id and these experts: only
+        sequences that replay the same ones share it. It is negative, so that it is no token id.
+        """
+        if self.routes is None:
+            return self.token_ids_T
+        ids_T, positions_R = self.token_ids_T.clone(), self.routes.positions_R
+        keys_R = self.routes.keys_R ^ (ids_T[positions_R] * ID_FACTOR)
+        ids_T[positions_R] = keys_R | SIGN_BIT
+        return ids_T
+
+    @property
     def advantages_S(self) -> Tensor:
         """Advantage of each sampled token. 0 where the rollout has none."""
         advantages = self.trajectory.advantages
         return torch.zeros(self.sampled_length) if advantages is None else torch.tensor(advantages)
 
 
-def make_sequences(rollout: Rollout) -> list[TrainingSequence]:
-    """Return a sequence for each trajectory that has a sampled token of its own."""
+ID_FACTOR = 0x9E3779B97F4A7C15 - 2**64
+"""Spreads token ids over 64 bits: an odd number."""
+SIGN_BIT = -(2**63)
+
+
+def make_sequences(rollout: Rollout, *, replays_routes: bool = False) -> list[TrainingSequence]:
+    """Return a sequence for each trajectory that has a sampled token of its own.
+
+    With `replays_routes` they have the experts by which the tokens were sampled. Raises
+    MissingRoutes if these were not recorded.
+    """
     sequences = []
     for trajectory in rollout.trajectories:
         if not trajectory.sampled_length:
@@ -119,12 +177,44 @@ def make_sequences(rollout: Rollout) -> list[TrainingSequence]:
                 trajectory=trajectory,
                 token_ids_T=ids,
                 layout=layout,
+                routes=_recorded_routes(rollout, trajectory) if replays_routes else None,
                 # Positions in the whole sequence, one before the sampled token itself.
                 targets_S=sampled_O.nonzero()[:, 0] + (context_length - 1),
                 behaviour_S=torch.tensor(trajectory.rollout_logprobs)[sampled_O],
             )
         )
     return sequences
+
+
+def _recorded_routes(rollout: Rollout, trajectory: Trajectory) -> SequenceRoutes:
+    """Return the experts recorded in a trajectory and in the context that it branches from."""
+    positions: list[Tensor] = []
+    experts: list[Tensor] = []
+    if trajectory.parent is not None:
+        parent, length = trajectory.parent
+        inherited = _recorded_routes(rollout, rollout.trajectories[parent])
+        # A token sampled at the branch comes from the last position of the context.
+        is_sampled = bool(trajectory.spans) and trajectory.spans[0].origin is Origin.sampled
+        is_kept_R = inherited.positions_R < length - is_sampled
+        positions.append(inherited.positions_R[is_kept_R])
+        experts.append(inherited.experts_RLK[is_kept_R])
+    start = trajectory.context_length
+    for span in trajectory.spans:
+        if span.origin is Origin.sampled:
+            if span.routes is None:
+                raise MissingRoutes(
+                    f"algorithm.router_replay=rollout: {trajectory.name} turn {span.turn} was "
+                    "sampled by an engine that returned no experts. Set "
+                    "algorithm.router_replay=off, or choose another engine."
+                )
+            routes = span.routes
+            shape = (routes.tokens, routes.layers, routes.top_k)
+            recorded = np.frombuffer(routes.experts, dtype="<u2").reshape(shape)
+            experts.append(torch.from_numpy(recorded.astype(np.int16)))
+            # One before the sampled token itself.
+            positions.append(torch.arange(start, start + shape[0]) - 1)
+        start += len(span.token_ids)
+    return SequenceRoutes(positions_R=torch.cat(positions), experts_RLK=torch.cat(experts))
 
 
 def stand_in() -> TrainingSequence:
@@ -171,6 +261,9 @@ class Microbatch:
     """Logprobs under the reference. None without a reference."""
     images: PackedImages | None = None
     """Positions and images of the tokens. None: no sequence has an image."""
+    routes_TLK: Tensor | None = None
+    """Experts that the policy's forward pass uses, int16; -1 where its routers choose. None: they
+    choose everywhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +291,7 @@ def pack(
     order. The microbatch with the most tokens comes first, so that a run that will run out of
     memory does so at once.
     """
-    trees = grow([sequence.token_ids_T for sequence in sequences], least)
+    trees = grow([sequence.shared_ids_T for sequence in sequences], least)
     runs = cut(trees, token_budget) if trees else []
     microbatches = [_pack_trees(sequences, run, device) for run in runs]
     return sorted(microbatches, key=lambda microbatch: -microbatch.token_ids_T.numel())
@@ -214,7 +307,7 @@ def _pack_trees(
     """
     segments: list[Segment] = []
     pieces: list[Tensor] = []
-    sources: list[tuple[Layout | None, Branch]] = []
+    sources: list[tuple[TrainingSequence, Branch]] = []
     leaves: list[tuple[TrainingSequence, Segment]] = []  # each sequence with its last segment
     # A level of the trees: each parent's segment with the branches that follow it.
     level: list[tuple[Segment | None, Sequence[Branch]]] = [(None, trees)]
@@ -231,7 +324,7 @@ def _pack_trees(
                 segments.append(segment_of[index])
                 # All sequences of a branch have the same tokens there: take those of the first.
                 pieces.append(candidates[branch.first].token_ids_T[branch.start : branch.end])
-                sources.append((candidates[branch.first].layout, branch))
+                sources.append((candidates[branch.first], branch))
                 leaves += [(candidates[ending], segment_of[index]) for ending in branch.ending]
             next_level += [(segment_of[i], branch.children) for i, branch in enumerate(siblings)]
         level = [(parent, siblings) for parent, siblings in next_level if siblings]
@@ -252,23 +345,47 @@ def _pack_trees(
         advantages_S=torch.cat([sequence.advantages_S for sequence in sequences]).to(device),
         weights_B=torch.tensor([sequence.weight for sequence in sequences]).to(device),
         ref_logprobs_S=torch.cat(refs).to(device) if refs else None,
-        images=_packed_images(sources, device) if any(layout for layout, _ in sources) else None,
+        images=_packed_images(sources, device) if any(s.layout for s, _ in sources) else None,
+        routes_TLK=_packed_routes(sources, device),
     )
 
 
+def _packed_routes(
+    sources: Sequence[tuple[TrainingSequence, Branch]], device: torch.device
+) -> Tensor | None:
+    """Return the recorded experts of branches that are packed one after the other, [T, L, K].
+
+    `sources` are branches, each with a sequence that contains it. All sequences of a branch have
+    the same experts there. None if no sequence has any.
+    """
+    with_routes = [sequence.routes for sequence, _ in sources if sequence.routes is not None]
+    if not with_routes:
+        return None
+    total = sum(branch.end - branch.start for _, branch in sources)
+    routes_TLK = torch.full((total, *with_routes[0].experts_RLK.shape[1:]), -1, dtype=torch.int16)
+    start = 0
+    for sequence, branch in sources:
+        if sequence.routes is not None:
+            positions_R = sequence.routes.positions_R
+            in_branch_R = (positions_R >= branch.start) & (positions_R < branch.end)
+            places = positions_R[in_branch_R] + (start - branch.start)
+            routes_TLK[places] = sequence.routes.experts_RLK[in_branch_R]
+        start += branch.end - branch.start
+    return routes_TLK.to(device)
+
+
 def _packed_images(
-    sources: Sequence[tuple[Layout | None, Branch]], device: torch.device
+    sources: Sequence[tuple[TrainingSequence, Branch]], device: torch.device
 ) -> PackedImages:
     """Return the images and positions of branches that are packed one after the other.
 
-    `sources` are pairs (layout, branch). The layout is that of the images of the branch's sequence,
-    None without images.
+    `sources` are branches, each with a sequence that contains it.
     """
     positions: list[Tensor] = []
     pieces: list[Piece] = []
     start = 0
-    for layout, branch in sources:
-        layout = layout or Layout(())
+    for sequence, branch in sources:
+        layout = sequence.layout or Layout(())
         positions.append(torch.from_numpy(layout.positions(branch.start, branch.end).copy()))
         pieces += layout.pieces(branch.start, branch.end, start)
         start += branch.end - branch.start

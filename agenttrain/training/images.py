@@ -6,6 +6,8 @@ frozen, and placed where its placeholders are. T packed tokens, H hidden.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -24,11 +26,13 @@ def hidden_with_images(
     *,
     packed: bool,
     varlen: bool,
+    begin: Callable[[Tensor], object],
 ) -> Tensor:
     """Return the last hidden states of a microbatch with images, [T, H].
 
     With `packed` one forward pass of the language model computes all segments, else one for each.
-    `varlen` is that of `PackedTree`.
+    `varlen` is that of `PackedTree`. `begin` is called before the pass of a segment, with the
+    packed positions of its tokens.
     """
     # Each image is computed once, however many pieces of the tokens show it.
     by_digest = {piece.image.sha256: piece.image for piece in images.pieces}
@@ -52,6 +56,7 @@ def hidden_with_images(
     hidden_of_segments = []
     for segment in segments:  # one pass for each, after its prefix
         places_T = packed_positions(segment).to(device)
+        begin(places_T)
         output = language(
             **embed(
                 model, ids_T[places_T][None], _select_pieces(images.pieces, places_T), features

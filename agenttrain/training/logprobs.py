@@ -25,6 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agenttrain.engines.language_model import backbone
 from agenttrain.engines.mixers import has_mixers
+from agenttrain.engines.routers import RouteReplay, find_routers
 from agenttrain.engines.soft_cap import keep_soft_cap
 from agenttrain.engines.vision import Vision
 from agenttrain.training.attention import (
@@ -90,6 +91,8 @@ class Scorer(nn.Module):
     """True if layers that support it use torch's varlen kernel."""
     kernels: Counter[Kernel]
     """Attention calls of the trial by kernel."""
+    replay: RouteReplay | None = None
+    """Replaces the experts of routers by those of the rollouts. None: routers choose."""
 
     def __init__(
         self,
@@ -103,9 +106,11 @@ class Scorer(nn.Module):
         defer: bool = False,
         key: str = "model.path",
         vision: Vision | None = None,
+        replays_routes: bool = False,
     ) -> None:
         """`key` is the setting that names the model, for errors. `vision` reads its images.
 
+        With `replays_routes` forward passes use the experts that a microbatch has.
         With `defer` the caller calls `choose_layout`, once the model is on its device and sharded.
         """
         super().__init__()
@@ -118,6 +123,7 @@ class Scorer(nn.Module):
         self.use_compile = compile
         self.lengths = length_limits(model)
         self._share_prefix, self._key = share_prefix, key
+        self._replays_routes = replays_routes
         if not defer:
             self.choose_layout(model.device)
 
@@ -134,7 +140,10 @@ class Scorer(nn.Module):
         world: World | None = None,
         autocast: AbstractContextManager[None] | None = None,
     ) -> None:
-        """Set `packed`, `varlen`, `least_shared`, `kernels` by a trial. Raises UnsupportedModel."""
+        """Set `packed`, `varlen`, `least_shared`, `kernels`, `replay` by a trial.
+
+        Raises UnsupportedModel and UnknownRouters.
+        """
         model, inside = self.model, self.inside
         check_head(model, device=device, inside=inside, key=self._key)
         reason = self._choose_packing(device, world or World())
@@ -155,6 +164,9 @@ class Scorer(nn.Module):
             self.least_shared = 1
         elif self.packed and self._share_prefix is SharePrefix.auto:
             self.least_shared = least_prefix(model.config.get_text_config().hidden_size)
+        if self._replays_routes:
+            self._check_passes(name)
+            self.replay = RouteReplay(inside(find_routers))
         ids_T = trial_ids(model, device)
         with self._ready(), autocast or nullcontext():
             with torch.no_grad(), counting_calls() as self.kernels:
@@ -164,6 +176,16 @@ class Scorer(nn.Module):
         # The varlen kernel takes 16 bits: in float32 without autocast no layer called it.
         self.varlen = self.varlen and Kernel.varlen in self.kernels
         release_gathered(self)
+
+    def _check_passes(self, name: str) -> None:
+        """Raise UnsupportedModel if layers would be computed again with another pass's experts."""
+        layers = [m for m in self.model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        if not self.packed and any(layer.gradient_checkpointing for layer in layers):
+            raise UnsupportedModel(
+                f"algorithm.router_replay=rollout: {name} is trained with one forward pass per "
+                "rollout, and training.gradient_checkpointing=true computes them again together. "
+                "Set one of them to its default."
+            )
 
     def _choose_packing(self, device: torch.device, world: World) -> str | None:
         """Set `varlen` to True if packing works with it, else to False.
@@ -247,7 +269,8 @@ class Scorer(nn.Module):
             if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
                 module.training = True
         try:
-            with packing(self.model) if self.packed else nullcontext():
+            replaying = nullcontext() if self.replay is None else self.replay.installed(self.model)
+            with replaying, packing(self.model) if self.packed else nullcontext():
                 yield
         finally:
             self.model.train(training)
@@ -256,6 +279,8 @@ class Scorer(nn.Module):
     def forward(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         """Return the logprob of every sampled token and the entropy at its position, [S] each."""
         images = microbatch.images
+        if self.replay is not None:
+            self.replay.load(microbatch.routes_TLK)
         if images is None:
             hidden_TH = self._hidden(microbatch.token_ids_T, microbatch.segments)
         else:
@@ -267,6 +292,7 @@ class Scorer(nn.Module):
                 images,
                 packed=self.packed,
                 varlen=self.varlen,
+                begin=self._begin_segment,
             )
         return head_logprobs(
             # Not `hidden_TH[...]`: on CPU threads its gradient adds up the sequences that share a
@@ -284,7 +310,12 @@ class Scorer(nn.Module):
         """Return the last hidden states of packed segments, [T, H]."""
         if self.packed:
             return packed_hidden(self.model, token_ids_T, segments, varlen=self.varlen)
-        return separate_hidden(self.model, token_ids_T, segments)
+        return separate_hidden(self.model, token_ids_T, segments, begin=self._begin_segment)
+
+    def _begin_segment(self, places_T: Tensor) -> None:
+        """Prepare the forward pass over the tokens at these packed positions."""
+        if self.replay is not None:
+            self.replay.select(places_T)
 
 
 def pack_evenly(
@@ -460,15 +491,22 @@ def packed_hidden(
 
 
 def separate_hidden(
-    model: PreTrainedModel, token_ids_T: Tensor, segments: Sequence[Segment]
+    model: PreTrainedModel,
+    token_ids_T: Tensor,
+    segments: Sequence[Segment],
+    *,
+    begin: Callable[[Tensor], object] = lambda places_T: None,
 ) -> Tensor:
     """Return the last hidden states of packed segments by one forward pass each, [T, H].
 
-    A pass runs a segment after its prefix, with the model's own attention.
+    A pass runs a segment after its prefix, with the model's own attention. `begin` is called before
+    it with the packed positions of its tokens.
     """
     pieces = []
     for segment in segments:
-        sequence_T = token_ids_T[packed_positions(segment)]
+        places_T = packed_positions(segment)
+        begin(places_T)
+        sequence_T = token_ids_T[places_T]
         output = backbone(model)(input_ids=sequence_T[None], use_cache=False)
         pieces.append(output.last_hidden_state[0, segment.prefix_length :])
     return torch.cat(pieces)

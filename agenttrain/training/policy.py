@@ -23,7 +23,14 @@ from transformers import PreTrainedModel
 from agenttrain.algorithms.config import AlgorithmConfig, Behaviour
 from agenttrain.algorithms.loss import Averages, MetricParts, mean_parts, metric_names, policy_loss
 from agenttrain.algorithms.losses import EntropyBonus, kl_estimate, token_weights
-from agenttrain.algorithms.mismatch import MISMATCH_NAMES, THIRDS, Origins, mismatch
+from agenttrain.algorithms.mismatch import (
+    MISMATCH_NAMES,
+    ROUTE_NAMES,
+    THIRDS,
+    Origins,
+    mismatch,
+    route_mismatch,
+)
 from agenttrain.engines.vision import Vision
 from agenttrain.training.batch import (
     Microbatch,
@@ -65,6 +72,7 @@ from agenttrain.training.sharding import (
     Sharding,
     full_tensor,
     give_storage,
+    release_gathered,
     shard_optimizer_state,
 )
 from agenttrain.training.sliced_weights import SlicedWeights, read_shards
@@ -153,6 +161,7 @@ class Policy:
             compile=training.compile,
             defer=True,
             vision=vision,
+            replays_routes=algorithm.replays_routes,
         )
         if training.gradient_checkpointing:
             checkpoint_layers(self.model)
@@ -220,7 +229,7 @@ class Policy:
                 sequence
                 for rollout in group
                 if rollout.reward is not None and rollout.sampled_length > 0
-                for sequence in make_sequences(rollout)
+                for sequence in self._sequences(rollout)
             ]
             for group in groups
         ]
@@ -244,6 +253,10 @@ class Policy:
 
             sequences = [[with_scores(sequence) for sequence in group] for group in sequences]
         return sequences
+
+    def _sequences(self, rollout: Rollout) -> list[TrainingSequence]:
+        """Return a rollout's sequences. Raises MissingRoutes."""
+        return make_sequences(rollout, replays_routes=self.algorithm.replays_routes)
 
     def kl_penalties(
         self, groups: Sequence[Sequence[TrainingSequence]]
@@ -354,6 +367,9 @@ class Policy:
         norm = self._clip(losses)
         if norm is None:
             raise self._broken_update(losses, minibatch)
+        route_metrics: MetricParts = {}
+        if minibatch.first and self.algorithm.replays_routes:
+            route_metrics = self._route_mismatch(minibatch)  # by the weights before the update
         self.optimizer.step()
         self.optimizer.zero_grad()
         if minibatch.epoch == 0 and not needs_old_logprobs(self.algorithm):  # else `score` did it
@@ -376,8 +392,21 @@ class Policy:
             self._bonus.observe(total / minibatch.bonus_tokens, self.algorithm)
             metrics["entropy_coef"] = self._from_main(self._bonus.coefficient)
         if minibatch.first:
-            metrics |= self._mismatch(minibatch)
+            metrics |= self._mismatch(minibatch) | route_metrics
         return metrics
+
+    def _route_mismatch(self, minibatch: Minibatch) -> MetricParts:
+        """Compare the replayed experts with the policy's own, on the update's first microbatch.
+
+        One more forward pass, without a gradient, in which the routers choose.
+        """
+        microbatch, replayed_S, _ = minibatch.scores[0]
+        replay = self._scorer.replay
+        assert replay is not None, "algorithm.router_replay=rollout"
+        with torch.no_grad(), replay.comparing(self.device) as equal:
+            own_S, _ = self._scorer(microbatch)
+        release_gathered(self._scorer)
+        return route_mismatch(microbatch.behaviour_S, replayed_S, own_S, equal)
 
     def _mismatch(self, minibatch: Minibatch) -> MetricParts:
         """Compare the engine's logprobs with the policy's from before the step's first update."""
@@ -406,12 +435,13 @@ class Policy:
         empty = {
             **dict.fromkeys(("loss", "grad_norm", "train/tokens"), 0.0),
             **dict.fromkeys((*metric_names(self.algorithm), *MISMATCH_NAMES), math.nan),
+            **dict.fromkeys(ROUTE_NAMES if self.algorithm.replays_routes else (), math.nan),
         }
         return {**empty, **averages.means(self.accelerator), "lr": lr}
 
     def logprobs(self, rollouts: Sequence[Rollout]) -> dict[SequenceKey, Tensor]:
         """Return the logprobs [S] of each sequence by its key, without a gradient."""
-        sequences = [sequence for rollout in rollouts for sequence in make_sequences(rollout)]
+        sequences = [sequence for rollout in rollouts for sequence in self._sequences(rollout)]
         scores = score_microbatches(self._scorer, self._pack(sequences))
         return {key: logprobs_S for key, (logprobs_S, _) in scores.items()}
 

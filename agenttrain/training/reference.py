@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,8 +35,11 @@ class ReferencePolicy:
         return self.scorer.ready()
 
     def __call__(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-        """Return logprobs and entropies of the sampled tokens, [S] each."""
-        logprobs_S, entropy_S = self.scorer(microbatch)
+        """Return logprobs and entropies of the sampled tokens, [S] each.
+
+        The reference's routers choose their experts themselves.
+        """
+        logprobs_S, entropy_S = self.scorer(replace(microbatch, routes_TLK=None))
         return logprobs_S, entropy_S
 
     def follow(self, policy: torch.nn.Module, step: int) -> None:

@@ -156,10 +156,13 @@ def with_teacher_prompt(
 ) -> TrainingSequence:
     """Return the sequence with the teacher's prompt in place of the policy's.
 
+    The teacher's routers choose their experts themselves.
+
     A sequence that does not begin with the whole prompt of the main trajectory stays the same: a
     sub-agent's prompt is not about the row.
     """
     # Follow the parents to the first trajectory; count the leading tokens that are shared with it.
+    sequence = replace(sequence, routes=None)
     root, shared = sequence.trajectory, sequence.length
     while root.parent is not None:
         parent_index, branch_position = root.parent

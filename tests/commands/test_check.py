@@ -294,6 +294,15 @@ def test_vllm_has_as_many_gpus_as_it_shares(monkeypatch: pytest.MonkeyPatch) -> 
     assert machine_problems("check", [shared], machine(4)) == []
 
 
+def test_vllm_returns_experts_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agenttrain.engines.vllm.spec.find_spec", lambda name: object())
+    replayed = run_with("engine=vllm", "algorithm.router_replay=rollout")
+    (line,) = machine_problems("check", [replayed], machine(0))
+    assert line.startswith("algorithm.router_replay=rollout: engine=vllm returns")
+    assert "set engine=transformers" in line
+    assert machine_problems("check", [replayed], machine(1)) == []
+
+
 def test_a_broadcast_of_weights_goes_from_gpu_to_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     key = "weight_sync.transport=nccl"
     monkeypatch.setattr("agenttrain.engines.vllm_server.spec.find_spec", lambda name: object())

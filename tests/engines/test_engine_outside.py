@@ -84,6 +84,10 @@ def test_a_run_samples_with_it_and_its_folder_is_read_without_it(
             "engine._target_=my_engine.SPEC has no such key; it belongs to",
         ),
         ("engine._target_=my_engine.Field", "engine._target_=my_engine.Field: is no EngineSpec"),
+        (
+            "algorithm.router_replay=rollout",
+            "engine=my_engine.SPEC does not return the experts by which it samples; set engine=",
+        ),
         ("weight_sync.tolerance=0.1", "engine=my_engine.SPEC samples from the policy itself"),
     ],
 )

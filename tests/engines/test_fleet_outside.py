@@ -261,6 +261,7 @@ MODEL = {
             {"tokenizer": "model"},
             "has no tokenizer, which grammars nee",
         ),
+        ({}, {"record_routes": True}, "start it with --enable-return-routed-experts"),
         ({}, {"rank": 16}, "model.lora.rank=16: http://a:1 takes adapters of rank 8; start it"),
     ],
 )

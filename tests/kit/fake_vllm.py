@@ -89,7 +89,8 @@ class FakeLLM:
 
     A step hands a batch over and returns the tokens of the one before it, as with asynchronous
     scheduling: each token is the sum of the weights that it was computed with, and is labelled
-    with the version at the time when it is returned.
+    with the version at the time when it is returned. It has two layers, and the experts of the
+    position p are ``[[p, 1], [0, p]]``.
     """
 
     def __init__(self, machine: Machine, arguments: Any) -> None:
@@ -120,6 +121,7 @@ class FakeLLM:
         self.version = ""
         self.paused = False
         self.requests: dict[str, Any] = {}
+        self.prompts: dict[str, list[int]] = {}
         self.sampled: dict[str, list[tuple[int, str]]] = {}
 
     def get_model(self) -> torch.nn.Module:
@@ -162,6 +164,7 @@ class FakeLLM:
 
     def add_request(self, request_id: str, prompt: Any, parameters: Any, lora_request: Any) -> None:
         self.requests[request_id] = parameters
+        self.prompts[request_id] = prompt["prompt_token_ids"]
         self.sampled[request_id] = []
 
     def abort_request(self, request_ids: list[str]) -> None:
@@ -188,12 +191,19 @@ class FakeLLM:
                 None,
                 self.version,
             ):
-                del self.requests[request_id]
-                done.append(_output(request_id, tokens))
+                parameters = self.requests.pop(request_id)
+                experts = None
+                if getattr(self.arguments, "enable_return_routed_experts", False):
+                    # As vLLM 0.32: no row for the last token, which no pass was fed.
+                    start = getattr(parameters, "routed_experts_prompt_start", 0)
+                    end = len(self.prompts[request_id]) + len(tokens) - 1
+                    rows = [[[p, 1], [0, p]] for p in range(start, end)]
+                    experts = np.array(rows, dtype=np.uint8)
+                done.append(_output(request_id, tokens, experts))
         return done
 
 
-def _output(request_id: str, tokens: list[tuple[int, str]]) -> Any:
+def _output(request_id: str, tokens: list[tuple[int, str]], experts: np.ndarray | None) -> Any:
     spans = []
     for index, (_, version) in enumerate(tokens):
         if not spans or spans[-1].version != version:
@@ -204,6 +214,7 @@ def _output(request_id: str, tokens: list[tuple[int, str]]) -> Any:
         logprobs=SimpleNamespace(logprobs=[0.0] * len(tokens)),
         finish_reason="length",
         weight_versions=spans,
+        routed_experts=experts,
     )
     return SimpleNamespace(
         request_id=request_id,

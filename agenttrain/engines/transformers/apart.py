@@ -44,8 +44,11 @@ class TransformersCopy(TransformersEngine):
         settings: TransformersSettings,
         mode: WeightSyncMode,
         mixed_precision: str = "no",
+        record_routes: bool = False,
     ) -> None:
-        super().__init__(model, settings, mixed_precision=mixed_precision)
+        super().__init__(
+            model, settings, mixed_precision=mixed_precision, record_routes=record_routes
+        )
         self._mode = mode
 
     @property
@@ -97,4 +100,6 @@ def build_copy(settings: TransformersSettings, inputs: EngineInputs) -> Transfor
     is_small = model.num_parameters() < SMALL
     if is_small and not inputs.on_gpu and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
-    return TransformersCopy(model, settings, inputs.sync_mode, inputs.mixed_precision)
+    return TransformersCopy(
+        model, settings, inputs.sync_mode, inputs.mixed_precision, inputs.record_routes
+    )

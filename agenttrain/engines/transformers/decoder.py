@@ -7,7 +7,7 @@ V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch import Tensor
 from agenttrain.engines.base import EngineError
 from agenttrain.engines.language_model import language_model
 from agenttrain.engines.mixers import has_mixers, layout_keywords
+from agenttrain.engines.routers import RouteRecorder
 from agenttrain.engines.soft_cap import keep_soft_cap
 from agenttrain.engines.transformers.cache import RowCache
 from agenttrain.engines.transformers.layers import LayerKind, layer_kinds
@@ -43,7 +44,9 @@ class Decoder:
         max_context: int,
         vision: Vision | None = None,
         autocast: torch.dtype | None = None,
+        record_routes: bool = False,
     ) -> None:
+        """With `record_routes` the experts of each row's last token are recorded, in `recorder`."""
         keep_soft_cap(model)
         kinds = known_kinds(model)
         self.autocast = autocast
@@ -55,8 +58,12 @@ class Decoder:
         self._mask_names = mask_names(model.config.get_text_config())
         self._layout = layout_keywords(model, self.cache.next_pass) if self.cache.has_states else {}
         """Keywords of a pass with padding, which would otherwise change states."""
+        self.recorder: RouteRecorder | None = None
         _compare_with_plain_forward(self, _checked_lengths(kinds, max_context))
         self.cache.free()
+        if record_routes:
+            with self.evaluating():
+                self.recorder = RouteRecorder(model, max_rows)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -141,15 +148,17 @@ class Decoder:
             "use_cache": True,
             **(self._layout if next_pass.is_padded else {}),
         }
-        if any(layout is not None for layout in layouts):
-            return self._forward_with_images(ids_NT, starts, layouts, keywords)
-        output = self.model(
-            input_ids=self._tensor(ids_NT),
-            position_ids=self._tensor(np.maximum(next_pass.column_NT, 0)),
-            logits_to_keep=1,
-            **keywords,
-        )
-        return output.logits[:, -1]
+        recorder = self.recorder
+        with nullcontext() if recorder is None else recorder.recording(first, len(new)):
+            if any(layout is not None for layout in layouts):
+                return self._forward_with_images(ids_NT, starts, layouts, keywords)
+            output = self.model(
+                input_ids=self._tensor(ids_NT),
+                position_ids=self._tensor(np.maximum(next_pass.column_NT, 0)),
+                logits_to_keep=1,
+                **keywords,
+            )
+            return output.logits[:, -1]
 
     def _forward_with_images(
         self,

@@ -50,8 +50,12 @@ class TransformersEngine:
         config: TransformersSettings | None = None,
         vision: Vision | None = None,
         mixed_precision: str = "no",
+        record_routes: bool = False,
     ) -> None:
         """`vision` reads the images of a model that sees; None: images are refused.
+
+        With `record_routes` completions have `routes`. Raises UnknownRouters for a model whose
+        experts cannot be recorded.
 
         With `mixed_precision` (bf16, fp16) forward passes run under autocast, as the trainer's do.
         Autocast rounds float32 weights to 16 bits and so hides small updates. An engine without it
@@ -66,7 +70,7 @@ class TransformersEngine:
         self._vocabulary: int = model.get_input_embeddings().num_embeddings
         self._vision = vision
         autocast = AUTOCAST[mixed_precision]
-        decoder = Decoder(model, config.max_rows, self.max_context, vision, autocast)
+        decoder = Decoder(model, config.max_rows, self.max_context, vision, autocast, record_routes)
         scheduler = Scheduler(
             config.max_rows, config.rejoin_steps, config.share_prefix, decoder.cache.is_exact
         )

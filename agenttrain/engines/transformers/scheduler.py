@@ -20,7 +20,7 @@ import numpy as np
 from agenttrain.engines.base import EngineError
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.vision import Layout
-from agenttrain.types import Completion, Finish
+from agenttrain.types import Completion, Finish, Routes
 from agenttrain.utils.arrays import common_prefix
 
 
@@ -46,10 +46,16 @@ class Generation:
     sampled: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
+    routes: list[Routes] = field(default_factory=list)
+    """Routes of each token, if they are recorded."""
 
-    def append(self, token: int, logprob: float, version: int) -> Finish | None:
+    def append(
+        self, token: int, logprob: float, version: int, routes: Routes | None = None
+    ) -> Finish | None:
         """Append a sampled token. Return why the completion ends with it, or None if it goes on."""
         self.sampled.append(token)
+        if routes is not None:
+            self.routes.append(routes)
         if self.report is not None:
             self.report(token)
         self.logprobs.append(logprob)
@@ -69,6 +75,7 @@ class Generation:
             logprobs=tuple(self.logprobs),
             finish=finish,
             versions=tuple(self.versions),
+            routes=Routes.join(self.routes) if self.routes else None,
         )
 
 

@@ -24,7 +24,9 @@ def build(settings: TransformersSettings, inputs: EngineInputs) -> Engine:
     """Build the engine on the policy's module."""
     from agenttrain.engines.transformers.engine import TransformersEngine
 
-    return TransformersEngine(inputs.policy, settings, inputs.vision, inputs.mixed_precision)
+    return TransformersEngine(
+        inputs.policy, settings, inputs.vision, inputs.mixed_precision, inputs.record_routes
+    )
 
 
 def build_apart(settings: TransformersSettings, inputs: EngineInputs) -> Engine:
@@ -120,6 +122,7 @@ SPEC = EngineSpec(
     memory=memory,
     deterministic=True,
     reads_images=True,
+    records_routes=True,
     apart=EngineSpec(
         settings=TransformersSettings,
         build=build_apart,
@@ -128,5 +131,6 @@ SPEC = EngineSpec(
         own_weights=True,
         standalone=True,
         deterministic=True,
+        records_routes=True,
     ),
 )

@@ -20,6 +20,7 @@ from agenttrain.engines.transformers import sampler
 from agenttrain.engines.transformers.decoder import Decoder
 from agenttrain.engines.transformers.scheduler import Generation, Scheduler, Seat
 from agenttrain.engines.vision import Layout
+from agenttrain.types import Routes
 from agenttrain.utils.threads import use_gpu
 
 
@@ -141,17 +142,20 @@ class EngineWorker:
             logits_NV = self._feed(seats)
             uniforms = [request.noise[len(request.sampled)] for request in self._batch]
             sampled, logprobs = sampler.sample(logits_NV, self._tensors, uniforms)
+        routes: Sequence[Routes | None] = [None] * len(seats)
+        if self.decoder.recorder is not None:
+            routes = self.decoder.recorder.last(len(seats))  # a seat's row is its index
         self.stats.decode_steps += 1
         self.stats.decoded_tokens += len(seats)
         self.stats.evictions = self.scheduler.evictions
         # A copy: seats that finish leave the scheduler's list.
-        outcomes = zip(list(seats), sampled.tolist(), logprobs.tolist(), strict=True)
-        for seat, token, logprob in outcomes:
+        outcomes = zip(list(seats), sampled.tolist(), logprobs.tolist(), routes, strict=True)
+        for seat, token, logprob, token_routes in outcomes:
             if not math.isfinite(logprob):
                 self._fail_seat(seat, logprob)
                 continue
             request = _request(seat)
-            finish = request.append(token, logprob, self.version)
+            finish = request.append(token, logprob, self.version, token_routes)
             if finish is not None:
                 self.scheduler.finish(seat)
                 request.deliver(request.completion(finish))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from agenttrain.engines.base import EngineDead, EngineError, refuse_images
 from agenttrain.engines.config import Sampling
+from agenttrain.engines.routed_experts import read_routes
 from agenttrain.engines.vllm.config import VllmSettings
 from agenttrain.engines.vllm.driver import Driver, Stepper, VllmRequest, VllmStats, Waiter
 from agenttrain.engines.vllm.setup import build_llm_engine, check_device, settings_restored
@@ -57,13 +58,15 @@ class VllmEngine:
         tokenizer: Path | None = None,
         seed: int = 0,
         log: Path | None = None,
+        record_routes: bool = False,
     ) -> None:
         """Build vLLM with the weights of `folder`.
 
         `dtype` is the policy's number format, `config.dtype` the engine's. With `adapters`,
         `update` takes adapters only, and the weights under them stay those of `folder`. An update
         waits `drain_s` seconds for requests in flight. `tokenizer`: a folder, which requests with a
-        grammar need. `log`: the file that vLLM's log is appended to.
+        grammar need. `log`: the file that vLLM's log is appended to. `record_routes`: completions
+        have `routes`.
 
         Raises EngineError if vLLM is not installed, or refuses the model or a setting.
         """
@@ -77,6 +80,7 @@ class VllmEngine:
                 tokenizer=tokenizer,
                 seed=seed,
                 log=log,
+                record_routes=record_routes,
             )
             check_device(llm)
             llm.set_weight_version("0")
@@ -90,6 +94,7 @@ class VllmEngine:
         self.dtype: torch.dtype = llm.model_config.dtype
         self.quantized = config.quantization is not None
         self._grammars = tokenizer is not None
+        self._record_routes = record_routes
         self._adapters = adapters
         self.takes_adapters = adapters is not None
         self.lacks_base = False
@@ -133,6 +138,8 @@ class VllmEngine:
             )
         budget = min(sampling.max_tokens, self.max_context - len(token_ids))
         parameters = _parameters(sampling, budget)
+        if self._record_routes:  # the last prompt token is the first that is sampled from
+            parameters.routed_experts_prompt_start = len(token_ids) - 1
         output = await self._request(session, list(token_ids), parameters)
         sampled = output.outputs[0]
         finish = FINISHES.get(sampled.finish_reason)
@@ -144,6 +151,11 @@ class VllmEngine:
             logprobs=tuple(sampled.logprobs.logprobs),  # flat, the sampled token's alone
             finish=finish,
             versions=tuple((int(span.version), span.end - span.start) for span in spans),
+            routes=(
+                read_routes(sampled.routed_experts, len(sampled.token_ids))
+                if self._record_routes
+                else None
+            ),
         )
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:

@@ -42,7 +42,14 @@ def serve(flags: Sequence[str]) -> None:
 
 
 def server_arguments(
-    folder: Path, settings: VllmSettings, dtype: str, rank: int, tokenizer: Path | None, seed: int
+    folder: Path,
+    settings: VllmSettings,
+    dtype: str,
+    rank: int,
+    tokenizer: Path | None,
+    seed: int,
+    *,
+    record_routes: bool = False,
 ) -> dict[str, Any]:
     """Set vLLM's environment variables, and return the arguments of the server's engine."""
     import torch
@@ -53,7 +60,9 @@ def server_arguments(
     if not torch.cuda.is_available() and settings.tensor_parallel_size == 1:
         # The engine runs in the server's process, which saves seconds at the start.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    arguments = engine_arguments(folder, settings, dtype, rank, tokenizer, seed)
+    arguments = engine_arguments(
+        folder, settings, dtype, rank, tokenizer, seed, record_routes=record_routes
+    )
     for unused in IN_PROCESS_ONLY:
         arguments.pop(unused, None)
     return arguments | OF_ALL_SERVERS

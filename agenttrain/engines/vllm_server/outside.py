@@ -115,6 +115,12 @@ def problems(url: str, facts: ServerFacts, run: Outside) -> Iterator[str]:
             f"rollout.structured_calls=true: {url} has no tokenizer, which grammars need; start it "
             "without --skip-tokenizer-init and --tokens-only"
         )
+    returned = (facts.config.get("aux_output_config") or {}).get("enable_return_routed_experts")
+    if plan.record_routes and not returned:
+        yield (
+            f"algorithm.router_replay=rollout: {url} does not return the experts by which it "
+            "samples; start it with --enable-return-routed-experts"
+        )
     backend = (facts.config["weight_transfer_config"] or {}).get("backend")
     if not plan.rank and backend != plan.backend:
         yield (

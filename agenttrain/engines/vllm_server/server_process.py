@@ -60,7 +60,15 @@ def server_flags(plan: ServerPlan, port: int) -> list[str]:
         os.environ["VLLM_PLUGINS"] = f"{plugins},{PLUGIN}"
     model = Path(plan.model)
     tokenizer = None if plan.tokenizer is None else Path(plan.tokenizer)
-    arguments = server_arguments(model, settings, plan.dtype, plan.rank, tokenizer, plan.seed)
+    arguments = server_arguments(
+        model,
+        settings,
+        plan.dtype,
+        plan.rank,
+        tokenizer,
+        plan.seed,
+        record_routes=plan.record_routes,
+    )
     if plan.rank:
         os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         arguments["max_loras"] = plan.adapters

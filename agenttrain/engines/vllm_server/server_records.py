@@ -70,6 +70,8 @@ class ServerPlan:
     """Weight transfer backend of the policy's servers, by vLLM's name."""
     gpus: tuple[tuple[int | str, ...], ...] | None = None
     """GPUs of each server, as CUDA_VISIBLE_DEVICES names them. None: the servers use CPUs."""
+    record_routes: bool = False
+    """Completions need the experts by which they were sampled."""
     role: str | None = None
     """Role of the frozen model, also the model's name for clients. None: they serve the policy."""
 

@@ -28,6 +28,7 @@ OWNED = {
     **dict.fromkeys(("host", "model", "port", "served_model_name", "middleware"), ""),
     **dict.fromkeys(("weight_transfer_config", "enable_scale_out", "logprobs_mode"), ""),
     "worker_extension_cls": "",
+    "enable_return_routed_experts": "algorithm.router_replay",
     **dict.fromkeys(("generation_config", "data_parallel_size", "api_server_count"), ""),
     **dict.fromkeys(("enable_lora", "max_loras", "max_lora_rank"), "model.lora.rank"),
 }
@@ -140,6 +141,8 @@ SPEC = EngineSpec(
     own_weights=True,
     standalone=True,
     grammars=True,
+    records_routes=True,
+    routes_need_gpu=True,
     run_server=_imported_late("starting", "run_server"),
     read_servers=_imported_late("status", "read_status"),
     server_wrappers=_imported_late("local", "server_wrappers"),

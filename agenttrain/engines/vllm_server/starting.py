@@ -141,6 +141,7 @@ def server_plan(settings: VllmServerSettings, inputs: EngineInputs, module: str)
         weights=None,
         backend=NCCL if inputs.transport is Transport.nccl else FILES,
         gpus=gpus,
+        record_routes=inputs.record_routes,
     )
 
 

@@ -1,0 +1,467 @@
+"""Routers of mixture-of-experts layers: their choices recorded, or replaced by recorded ones.
+
+A router scores all experts for a token, chooses some of them with `topk`, and hands their numbers
+and weights to a module that has the experts. While a router runs, its call of `topk` is
+intercepted. The numbers that it returns are recorded, or replaced together with their scores. The
+router then computes the weights of the replaced experts from its own scores, with a gradient, as R3
+does (https://arxiv.org/abs/2510.11370). Families differ in what they score and how they weigh, not
+in this.
+
+`find_routers` finds the routers of a model by a forward pass, and tries the replacement on them.
+
+Shapes: T tokens of a forward pass, L layers of the model, K experts that a layer chooses for a
+token, R rows of an engine's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from agenttrain.types import AgenttrainError, Routes
+
+TOPK = (torch.topk, torch.Tensor.topk)
+"""Functions by which routers choose."""
+MOST_EXPERTS = 2**15
+"""Numbers of experts are handled in 16 bits with a sign."""
+TRIAL_TOKENS = 9
+"""Tokens of the forward passes of `find_routers`."""
+
+
+class UnknownRouters(AgenttrainError):
+    """The experts of a model cannot be recorded or replaced. The message has the remedy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRouter:
+    """A module that chooses the experts of a layer."""
+
+    name: str
+    """Name of the module in the model, e.g. model.layers.3.mlp.gate."""
+    layer: int
+    """Number of the layer in the model."""
+    call: int
+    """Index of the call that chooses, among the calls of `topk` in one forward pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routers:
+    """The routers of a model, one for each layer that has experts."""
+
+    routers: tuple[LayerRouter, ...]
+    layers: int
+    """Layers of the model (L), those without experts included."""
+    top_k: int
+    """Experts that a layer chooses for a token (K)."""
+
+
+Choose = Callable[[LayerRouter, Tensor], Tensor | None]
+"""Called with a router and the experts that it has chosen, [..., K]. Returns the experts to use in
+their place, or None."""
+
+
+@contextmanager
+def intercepting(
+    model: nn.Module, routers: Sequence[LayerRouter], choose: Choose
+) -> Iterator[None]:
+    """Call `choose` in the block whenever a router has chosen. The hooks are removed at the end."""
+    handles = []
+    try:
+        for router in routers:
+            module, hooks = model.get_submodule(router.name), _Hooks(router, choose)
+            handles.append(module.register_forward_pre_hook(hooks.enter))
+            # Also after an error, such as the one with which torch ends a recomputation early.
+            handles.append(module.register_forward_hook(hooks.leave, always_call=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Hooks:
+    """Hooks that intercept `topk` while a router runs, in whichever thread it runs."""
+
+    def __init__(self, router: LayerRouter, choose: Choose) -> None:
+        self._router, self._choose = router, choose
+        self._modes: list[_Interception] = []
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        mode = _Interception(self._router, self._choose)
+        mode.__enter__()
+        self._modes.append(mode)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._modes.pop().__exit__(None, None, None)
+
+
+class _Interception(TorchFunctionMode):
+    """Passes the result of a router's call of `topk` to `choose`."""
+
+    def __init__(self, router: LayerRouter, choose: Choose) -> None:
+        super().__init__()
+        self._router, self._choose = router, choose
+        self._calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func not in TOPK:
+            return result
+        call, self._calls = self._calls, self._calls + 1
+        chosen = self._choose(self._router, result.indices) if call == self._router.call else None
+        if chosen is None:
+            return result
+        scores = args[0] if args else kwargs["input"]
+        # The scores that `topk` itself returns for the same experts, to the bit.
+        return type(result)((scores.gather(-1, chosen), chosen))
+
+
+class RouteRecorder:
+    """Records the experts of the last token of each row, for an engine.
+
+    A token is sampled from the last one that its row was fed.
+    """
+
+    def __init__(self, model: nn.Module, max_rows: int) -> None:
+        """Raises UnknownRouters."""
+        self._model = model
+        self._routers = find_routers(model)
+        self._last_RLK = torch.zeros(
+            (max_rows, self._routers.layers, self._routers.top_k),
+            dtype=torch.int32,
+            device=next(model.parameters()).device,
+        )
+
+    @contextmanager
+    def recording(self, first: int, rows: int) -> Iterator[None]:
+        """Record a forward pass over rows `first` to `first + rows` - 1, padded on the left."""
+
+        def record(router: LayerRouter, experts: Tensor) -> None:
+            last = experts.reshape(rows, -1, self._routers.top_k)[:, -1]
+            self._last_RLK[first : first + rows, router.layer] = last.int()
+
+        with intercepting(self._model, self._routers.routers, record):
+            yield
+
+    def last(self, rows: int) -> list[Routes]:
+        """Return the routes of the last token of each of the first `rows` rows."""
+        experts_RLK = self._last_RLK[:rows].cpu().numpy().astype("<u2")
+        layers, top_k = experts_RLK.shape[1:]
+        return [
+            Routes(experts=experts_LK.tobytes(), layers=layers, top_k=top_k)
+            for experts_LK in experts_RLK
+        ]
+
+
+class RouteReplay:
+    """Replaces the choices of a model's routers by recorded ones, for the trainer.
+
+    `load` sets the routes of the next forward pass. They stay until the next `load`, because the
+    backward pass may compute layers again.
+    """
+
+    def __init__(self, routers: Routers) -> None:
+        self.routers = routers
+        self._loaded_TLK: Tensor | None = None
+        self._pass_TLK: Tensor | None = None
+        self._equal: Tensor | None = None
+        """[2] (equal, compared) choices of the block of `comparing`; None outside of it."""
+
+    def load(self, routes_TLK: Tensor | None) -> None:
+        """Replay these experts, -1 where the router chooses itself; None: it always does."""
+        self._loaded_TLK = self._pass_TLK = routes_TLK
+
+    def select(self, places_T: Tensor) -> None:
+        """Replay the loaded experts of these positions in the next forward pass."""
+        if self._loaded_TLK is not None:
+            self._pass_TLK = self._loaded_TLK[places_T.to(self._loaded_TLK.device)]
+
+    def installed(self, model: nn.Module) -> Any:
+        """Return the context manager in which forward passes of the model replay."""
+        return intercepting(model, self.routers.routers, self._choose)
+
+    @contextmanager
+    def comparing(self, device: torch.device) -> Iterator[Tensor]:
+        """Compare the loaded experts with the routers' own in the block, and replay nothing.
+
+        Yields a count, [2]: the pairs (position, layer) with the same set of experts, and all
+        pairs.
+        """
+        self._equal = torch.zeros(2, device=device)
+        try:
+            yield self._equal
+        finally:
+            self._equal = None
+
+    def _choose(self, router: LayerRouter, own: Tensor) -> Tensor | None:
+        """Return the experts of a layer for the tokens of a forward pass."""
+        if self._pass_TLK is None:
+            return None
+        recorded = self._pass_TLK[:, router.layer].view(own.shape).long()
+        is_recorded = recorded[..., :1] >= 0
+        if self._equal is None:
+            return torch.where(is_recorded, recorded, own)
+        is_equal = (recorded.sort(-1).values == own.sort(-1).values).all(-1, keepdim=True)
+        self._equal += torch.stack(((is_equal & is_recorded).sum(), is_recorded.sum()))
+        return None
+
+
+NO_EXPERTS = "has no layer that chooses experts"
+
+
+def check_experts(model: nn.Module) -> None:
+    """Raise UnknownRouters for a model without experts; it may be on the meta device.
+
+    The weights of experts are in one parameter of three dimensions, as convolutions' are.
+    """
+    for module in model.modules():
+        is_convolution = isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        if not is_convolution and any(p.dim() == 3 for p in module.parameters(recurse=False)):
+            return
+    raise _refusal(model, NO_EXPERTS)
+
+
+def _refusal(model: nn.Module, problem: str) -> UnknownRouters:
+    return UnknownRouters(
+        f"algorithm.router_replay=rollout: {type(model).__name__} {problem}. Set "
+        "algorithm.router_replay=off, or choose another model."
+    )
+
+
+def find_routers(model: Any) -> Routers:
+    """Return the routers of a model. Raises UnknownRouters if their choices cannot be replaced.
+
+    Runs two forward passes over a few tokens, without gradients.
+    """
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    device = next(model.parameters()).device
+    ids_1T = (torch.arange(TRIAL_TOKENS, device=device) * 7 % vocabulary)[None]
+
+    def run() -> None:
+        model(input_ids=ids_1T, use_cache=False)
+
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            search = _Search(model)
+            with search:
+                run()
+            problem = search.problem or _why_not_replaced(model, search.routers, run)
+    finally:
+        model.train(was_training)
+    if problem is not None:
+        raise _refusal(model, problem)
+    return Routers(
+        routers=search.routers,
+        layers=model.config.get_text_config().num_hidden_layers,
+        top_k=search.top_k,
+    )
+
+
+@dataclass(slots=True)
+class _Frame:
+    """A module that is running, with the results of `topk` since it began."""
+
+    name: str
+    results: list[Tensor] = field(default_factory=list)
+    """Indices of each call."""
+    experts: list[int] = field(default_factory=list)
+    """Number of scores among which each call chose."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """Experts that a module returned, and the call of `topk` that chose them."""
+
+    indices: Tensor
+    module: str
+    call: int
+    among: int
+    """Number of experts to choose from."""
+
+
+class _Search(TorchFunctionMode):
+    """Finds the routers in a forward pass that runs in its block.
+
+    A router is the innermost module that returns the indices of a `topk` in it, if another module
+    gets these indices together with weights of their shape. That module has the experts.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model = model
+        self._stack: list[_Frame] = []
+        self._choices: list[_Choice] = []
+        self._found: list[tuple[LayerRouter, _Choice]] = []
+        self._strangers: list[str] = []
+        """Modules whose experts were chosen in another way."""
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Any:
+        for name, module in self._model.named_modules():
+            enter, leave = partial(self._begin, name), partial(self._end, name)
+            self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(leave))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+        super().__exit__(*error)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in TOPK:
+            scores = args[0] if args else (kwargs or {})["input"]
+            for frame in self._stack:
+                frame.results.append(result.indices)
+                frame.experts.append(scores.shape[-1])
+        return result
+
+    def _begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note that a module begins. If it gets experts, match them with the router's choice."""
+        self._stack.append(_Frame(name))
+        pair = _experts_and_weights([*args, *kwargs.values()])
+        if pair is None:
+            return
+        indices, _ = pair
+        # The latest one: routers of several layers may have chosen alike.
+        equal = (c for c in reversed(self._choices) if _is_same(c.indices, indices))
+        choice = next(equal, None)
+        if choice is None:
+            self._strangers.append(name)
+            return
+        layer = _layer_of(choice.module)
+        router = LayerRouter(name=choice.module, layer=layer, call=choice.call)
+        if all(router.name != known.name for known, _ in self._found):
+            self._found.append((router, choice))
+
+    def _end(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        """Note the choices that a module returns, unless a module in it has returned them."""
+        frame = self._stack.pop()
+        returned = output if isinstance(output, tuple | list) else (output,)
+        for call, indices in enumerate(frame.results):
+            is_returned = any(
+                isinstance(value, Tensor) and _is_same(value, indices) for value in returned
+            )
+            if is_returned and not any(choice.indices is indices for choice in self._choices):
+                self._choices.append(_Choice(indices, name, call, frame.experts[call]))
+
+    @property
+    def routers(self) -> tuple[LayerRouter, ...]:
+        """The routers in the order of their layers."""
+        return tuple(sorted((r for r, _ in self._found), key=lambda router: router.layer))
+
+    @property
+    def top_k(self) -> int:
+        """Number of experts that each router chooses."""
+        return self._found[0][1].indices.shape[-1]
+
+    @property
+    def problem(self) -> str | None:
+        """Why the routers cannot be used, or None."""
+        if self._strangers:
+            return f"has experts whose router is not found ({self._strangers[0]})"
+        if not self._found:
+            return NO_EXPERTS
+        if len({router.layer for router, _ in self._found}) < len(self._found):
+            return "has layers with several routers"
+        if len({choice.indices.shape[-1] for _, choice in self._found}) > 1:
+            return "has layers that choose different numbers of experts"
+        largest = max(choice.among for _, choice in self._found)
+        return f"has {largest} experts in a layer" if largest > MOST_EXPERTS else None
+
+
+def _experts_and_weights(values: Sequence[Any]) -> tuple[Tensor, Tensor] | None:
+    """Return the numbers and weights of experts among the inputs or outputs of a module, or None.
+
+    They are integers and floats of one shape, a row for each token of the trial.
+    """
+    tensors = [value for value in values if isinstance(value, Tensor) and value.dim() == 2]
+    for indices in tensors:
+        if indices.is_floating_point() or indices.dtype is torch.bool:
+            continue
+        if indices.shape[0] != TRIAL_TOKENS:
+            continue
+        for weights in tensors:
+            if weights.is_floating_point() and weights.shape == indices.shape:
+                return indices, weights
+    return None
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    """Return True if two tensors are one, or are equal choices."""
+    if a is b:
+        return True
+    return a.dtype == b.dtype and a.shape == b.shape and not a.is_meta and torch.equal(a, b)
+
+
+def _layer_of(name: str) -> int:
+    """Return the number of the layer in a module's name, e.g. 3 of model.layers.3.mlp.gate."""
+    return next((int(part) for part in name.split(".") if part.isdecimal()), -1)
+
+
+def _why_not_replaced(
+    model: nn.Module, routers: Sequence[LayerRouter], run: Callable[[], None]
+) -> str | None:
+    """Return why replaced choices do not have the effect that they must have, or None.
+
+    During a forward pass each router runs again on its inputs, with other experts.
+    """
+    problems: list[str | None] = []
+
+    def try_again(
+        router: LayerRouter, module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        def results(choose: Choose) -> Sequence[Any]:
+            with _Interception(router, choose):
+                returned: Sequence[Any] = module.forward(*args, **kwargs)
+            return returned
+
+        problems.append(_problem_of(router, results))
+
+    # Inside the pass, where FSDP2 has gathered the weights of the layer.
+    handles = [
+        model.get_submodule(router.name).register_forward_hook(
+            partial(try_again, router), with_kwargs=True
+        )
+        for router in routers
+    ]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return next((problem for problem in problems if problem is not None), None)
+
+
+def _problem_of(router: LayerRouter, results: Callable[[Choose], Sequence[Any]]) -> str | None:
+    """Return why replaced choices of a router do not have the right effect, or None.
+
+    `results` runs it. Experts in the opposite order must get the same weights in that order, and
+    the experts of another token must get weights above 0.
+    """
+    own = _experts_and_weights(results(lambda _, experts: None))
+    flipped = _experts_and_weights(results(lambda _, experts: experts.flip(-1)))
+    foreign = _experts_and_weights(results(lambda _, experts: experts.roll(1, -2)))
+    if own is None or flipped is None or foreign is None:
+        return f"returns experts without their weights from {router.name}"
+    experts_TK, weights_TK = own
+    was_replaced = torch.equal(flipped[0], experts_TK.flip(-1))
+    if not was_replaced or not torch.equal(foreign[0], experts_TK.roll(1, -2)):
+        return f"does not use the experts that replace those of {router.name}"
+    gap = (flipped[1] - weights_TK.flip(-1)).abs().max().item()
+    tolerance = 1e-4 if weights_TK.dtype is torch.float32 else 2e-2
+    if not gap <= tolerance * weights_TK.abs().max().item():  # NaN is a gap
+        return f"does not weigh the experts that replace those of {router.name}"
+    if not (foreign[1].isfinite().all() and (foreign[1] > 0).all()):
+        return f"gives no weight to experts that {router.name} would not choose"
+    return None
