@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agenttrain.algorithms.loss import metric_names
-from agenttrain.algorithms.mismatch import MISMATCH_NAMES
+from agenttrain.algorithms.mismatch import MISMATCH_NAMES, ROUTE_NAMES
 from agenttrain.algorithms.objectives.config import all_objectives
 from agenttrain.cli import main
 from agenttrain.engines.config import ServersConfig
@@ -56,7 +56,8 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     fleet = Fleet(tmp_path_factory.mktemp("fleet"), ServersConfig(), WeightSyncMode.drain)
     names |= set(fleet.metrics())
     names |= {"perf/peak_gb", "perf/tokens_per_s_gpu"}  # on a GPU
-    return {*names, *MISMATCH_NAMES, *gap, "curriculum/new"} - {"step"}  # new: rows with an end
+    names |= {*MISMATCH_NAMES, *ROUTE_NAMES, *gap}
+    return {*names, "curriculum/new"} - {"step"}  # new: rows with an end
 
 
 @pytest.mark.slow
