@@ -206,8 +206,12 @@ class Vision:
             output = model.get_image_features(
                 torch.cat(pixels).to(device), torch.tensor(grids, device=device), return_dict=True
             )
-        # One list per layer, with the images' features. Only some models have such layers.
-        deep = getattr(output, "deepstack_features", None) or ()
+        counts = [len(rows_VH) for rows_VH in output.pooler_output]
+        # Only some models have such layers. transformers 5.16 does not split them by image.
+        deep = [
+            layer.split(counts) if isinstance(layer, Tensor) else layer
+            for layer in getattr(output, "deepstack_features", None) or ()
+        ]
         return [
             Features(rows_VH, tuple(layer[number] for layer in deep))
             for number, rows_VH in enumerate(output.pooler_output)
@@ -257,7 +261,8 @@ def embed(
 
 def load_vision(folder: Path, placeholders: Placeholders, *, frozen: bool) -> Vision:
     """Load a model's image processor, on Pillow; `placeholders` are the model's."""
-    from transformers import AutoImageProcessor
+    # Not from `transformers`, where 5.16 wants torchvision for it.
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     settings = (folder / PROCESSOR_FILE).read_bytes()
     processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
