@@ -27,6 +27,7 @@ from agenttrain.engines.vllm.setup import check_device
 from agenttrain.engines.vllm.weights import SPREAD, Manifest, checksum
 from agenttrain.training.config import WeightSyncMode
 from agenttrain.types import Completion
+from agenttrain.utils.model_path import model_folder
 from agenttrain.utils.threads import DaemonThreads
 
 __all__ = ["machine"]
@@ -47,7 +48,9 @@ def run(
 ) -> None:
     async def main() -> None:
         config = VllmSettings(dtype=dtype, **settings)
-        engine = VllmEngine(Path("model"), config, mode=mode, seed=2**40 + 5, log=log)
+        engine = VllmEngine(
+            model_folder("bundled:shop"), config, mode=mode, seed=2**40 + 5, log=log
+        )
         try:
             async with asyncio.timeout(20):
                 await use(engine)
@@ -127,7 +130,7 @@ def test_the_engine_has_a_number_format_of_its_own(
     machine: Machine, wanted: str, policys: str, chosen: str
 ) -> None:
     config = VllmSettings(dtype=EngineDtype(wanted))
-    engine = VllmEngine(Path("model"), config, dtype=policys)
+    engine = VllmEngine(model_folder("bundled:shop"), config, dtype=policys)
     assert machine.llms[0].arguments.dtype == chosen
     assert engine.dtype is getattr(torch, chosen)
     asyncio.run(engine.aclose())
@@ -137,7 +140,7 @@ def test_auto_is_the_policys_format_where_the_gpu_has_no_bfloat16(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
-    engine = VllmEngine(Path("model"), VllmSettings(), dtype="float32")
+    engine = VllmEngine(model_folder("bundled:shop"), VllmSettings(), dtype="float32")
     assert machine.llms[0].arguments.dtype == "float32"
     asyncio.run(engine.aclose())
 

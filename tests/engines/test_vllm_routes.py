@@ -11,7 +11,6 @@ import base64
 import io
 import os
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,6 +27,7 @@ from agenttrain.engines.vllm_server.config import VllmServerSettings
 from agenttrain.engines.vllm_server.server_process import server_flags
 from agenttrain.engines.vllm_server.server_records import ServerPlan
 from agenttrain.types import Completion, Routes
+from agenttrain.utils.model_path import model_folder
 from agenttrain.utils.sections import plain
 
 __all__ = ["machine"]
@@ -103,7 +103,7 @@ def complete(**settings: bool) -> Completion:
 
     async def main() -> Completion:
         config = VllmSettings(dtype=EngineDtype.float32)
-        engine = VllmEngine(Path("model"), config, **settings)
+        engine = VllmEngine(model_folder("bundled:shop"), config, **settings)
         try:
             return await engine.generate([1, 5, 6], Sampling(max_tokens=3), session="a")
         finally:
@@ -133,7 +133,7 @@ def test_servers_are_started_so_that_they_return_experts(
     monkeypatch.setattr(os, "environ", dict(os.environ))  # it sets vLLM's variables
     plan = ServerPlan(
         module="m",
-        model="model",
+        model=str(model_folder("bundled:shop")),
         tokenizer=None,
         dtype="float32",
         max_context=64,
