@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from agenttrain.engines.registry import names_with
 from agenttrain.training.lora import adapted_weights, base_name, delta, zero_matrix
 from agenttrain.training.sharding import assign, full_tensor
 from agenttrain.types import AgenttrainError
@@ -66,8 +67,8 @@ def check_merging(model: PreTrainedModel, score: Callable[[], list[float]]) -> N
             raise WrongMerge(
                 f"model.lora: adapters of {name} merged into the weights differ from the adapters "
                 f"by {gap:.3g} nats, of {moved:.3g} that they change; set "
-                "engine=transformers rollout.process=same, which does not merge them, or leave "
-                "them out of model.lora.targets and model.lora.target_parameters"
+                f"{names_with(own_weights=False)} rollout.process=same, which does not merge "
+                "them, or leave them out of model.lora.targets and model.lora.target_parameters"
             )
 
 
