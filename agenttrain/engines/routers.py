@@ -49,6 +49,8 @@ class LayerRouter:
     """Number of the layer in the model."""
     call: int
     """Index of the call that chooses, among the calls of `topk` in one forward pass."""
+    experts: int
+    """Number of experts to choose from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,25 @@ class Routers:
     """Layers of the model (L), those without experts included."""
     top_k: int
     """Experts that a layer chooses for a token (K)."""
+
+    def find_problem(self, experts_RLK: Tensor) -> str | None:
+        """Return why recorded experts of R tokens cannot be choices of these routers, or None."""
+        layers, top_k = experts_RLK.shape[1:]
+        if (layers, top_k) != (self.layers, self.top_k):
+            return (
+                f"{top_k} experts in each of {layers} layers, where the model has {self.top_k} in "
+                f"each of {self.layers}"
+            )
+        for router in self.routers if len(experts_RLK) else ():
+            sorted_RK = experts_RLK[:, router.layer].sort(-1).values
+            lowest, highest = int(sorted_RK.min()), int(sorted_RK.max())
+            if lowest < 0 or highest >= router.experts:
+                wrong = highest if lowest >= 0 else lowest
+                return f"expert {wrong} in layer {router.layer}, which has {router.experts}"
+            # An engine that recorded nothing for a layer leaves zeros there.
+            if (sorted_RK[:, 1:] == sorted_RK[:, :-1]).any():
+                return f"an expert twice for a token in layer {router.layer}"
+        return None
 
 
 Choose = Callable[[LayerRouter, Tensor], Tensor | None]
@@ -340,7 +361,9 @@ class _Search(TorchFunctionMode):
             self._strangers.append(name)
             return
         layer = _layer_of(choice.module)
-        router = LayerRouter(name=choice.module, layer=layer, call=choice.call)
+        router = LayerRouter(
+            name=choice.module, layer=layer, call=choice.call, experts=choice.among
+        )
         if all(router.name != known.name for known, _ in self._found):
             self._found.append((router, choice))
 

@@ -148,7 +148,7 @@ def read_batch(bundle: Path, rollouts: Sequence[Rollout]) -> list[TrainingSequen
     for record in read_tensors(bundle / "batch.pt"):
         rollout = by_id[record["rollout_id"]]
         tensors: dict[str, Any] = {name: record[name] for name in TENSORS}
-        routes = record["routes"]
+        routes = record.get("routes")  # older bundles have none
         tensors["routes"] = None if routes is None else SequenceRoutes(**routes)
         trajectory = rollout.trajectories[record["trajectory"]]
         trajectory.advantages = array("d", record["advantages"])

@@ -74,7 +74,7 @@ class SequenceRoutes:
 
 
 class MissingRoutes(AgenttrainError):
-    """Rollouts lack the experts that `algorithm.router_replay` needs."""
+    """Rollouts lack the experts that `algorithm.router_replay` needs, or have impossible ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

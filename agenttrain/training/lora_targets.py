@@ -20,6 +20,8 @@ from agenttrain.utils.sections import shown
 
 EXPERTS = "experts"
 """Name of the module that holds the experts of a layer, in every family of transformers."""
+EXPERT_LAYERS = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3")
+"""Names of an expert's layers where each has a module of its own."""
 MAMBA_TYPES = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 """Model types in which peft refuses adapters of `OUT_PROJ`."""
 OUT_PROJ = "out_proj"
@@ -160,12 +162,20 @@ def _check_modules(model: PreTrainedModel, targets: list[str]) -> None:
     peft ignores a target that does not exist as long as another one does.
     """
     modules = [name for name, _ in model.named_modules()]
+    packed = sorted({".".join(name.split(".")[-2:]) for name in packed_experts(model)})
     taken = _taken_for_experts(model, targets)
     for target in targets:
-        if not any(f".{name}".endswith(f".{target}") for name in modules):
+        key = f"model.lora.targets={shown(targets)}: {type(model).__name__}"
+        is_module = any(f".{name}".endswith(f".{target}") for name in modules)
+        if packed and (target == EXPERTS or (target in EXPERT_LAYERS and not is_module)):
             raise ValueError(
-                f"model.lora.targets={shown(targets)}: {type(model).__name__} has no module "
-                f"{target}{did_you_mean(target, sorted({_last(name) for name in modules}))}"
+                f"{key} has packed experts, without a module {target}; leave it out, and name "
+                f"weights with model.lora.target_parameters=[{','.join(packed)}]"
+            )
+        if not is_module:
+            raise ValueError(
+                f"{key} has no module {target}"
+                f"{did_you_mean(target, sorted({_last(name) for name in modules}))}"
             )
         if target in taken:
             raise ValueError(

@@ -34,12 +34,14 @@ from agenttrain.algorithms.mismatch import (
 from agenttrain.engines.vision import Vision
 from agenttrain.training.batch import (
     Microbatch,
+    MissingRoutes,
     SequenceKey,
     TrainingSequence,
     make_sequences,
     split,
     stand_in,
 )
+from agenttrain.training.checkpoint_files import CheckpointError
 from agenttrain.training.config import OptimizerConfig, TrainingConfig
 from agenttrain.training.gathering import gather_by_layer
 from agenttrain.training.heap import map_large_blocks, return_free_memory
@@ -255,8 +257,24 @@ class Policy:
         return sequences
 
     def _sequences(self, rollout: Rollout) -> list[TrainingSequence]:
-        """Return a rollout's sequences. Raises MissingRoutes."""
-        return make_sequences(rollout, replays_routes=self.algorithm.replays_routes)
+        """Return a rollout's sequences.
+
+        Raises MissingRoutes if experts are to be replayed that the rollout does not have, or that
+        the model does not.
+        """
+        sequences = make_sequences(rollout, replays_routes=self.algorithm.replays_routes)
+        if self._scorer.replay is None:
+            return sequences
+        for sequence in sequences:
+            assert sequence.routes is not None
+            problem = self._scorer.replay.routers.find_problem(sequence.routes.experts_RLK)
+            if problem is not None:
+                raise MissingRoutes(
+                    f"algorithm.router_replay=rollout: {sequence.trajectory.name} was sampled with "
+                    f"{problem}. Set algorithm.router_replay=off, or sample the model that is "
+                    "trained."
+                )
+        return sequences
 
     def kl_penalties(
         self, groups: Sequence[Sequence[TrainingSequence]]
@@ -498,7 +516,19 @@ class Policy:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`, written by any number of processes."""
+        """Continue from `state_dict()`, written by any number of processes.
+
+        Raises CheckpointError, and changes nothing, if other weights were trained in bfloat16.
+        """
+        saved = len(state["optimizer"].get("masters", ()))
+        copies = 0 if self._masters is None else len(self._masters.pairs)
+        if saved != copies:
+            raise CheckpointError(
+                f"distributed.name, model.dtype: the optimizer saved float32 copies of {saved} "
+                f"weights, and this run has {copies} in a shorter format. Only distributed=fsdp2 "
+                "trains the decays of recurrent layers in bfloat16: resume with the same settings, "
+                "or begin anew from the saved weights with model.path=<checkpoint>"
+            )
         self.step = state["step"]
         optimizer = self.optimizer.optimizer  # inside accelerate's wrapper
         with self.optimizer_on_device():

@@ -194,6 +194,12 @@ def test_target_parameters_are_the_packed_weights_of_experts() -> None:
             r"target_parameters=\[experts.down_proj\]: Qwen3ForCausalLM has no packed experts",
         ),
         ("Qwen3Next", {"targets": ["down_proj"]}, r"targets=\[down_proj\]: .*target_parameters"),
+        (
+            "Qwen3Moe",
+            {"targets": ["q_proj", "gate_proj"]},
+            r"without a module gate_proj.*target_parameters=\[experts.down_proj,experts.gate_up_",
+        ),
+        ("Qwen3Moe", {"targets": ["q_proj", "experts"]}, r"without a module experts.*parameters="),
         ("FalconH1", {"targets": ["out_proj"]}, r"targets=\[out_proj\]: .*[Ii]ncompatible"),
     ],
 )

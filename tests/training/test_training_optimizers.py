@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,15 @@ import pytest
 import tiny
 import torch
 from training_cases import policy, random_groups, weights
+from transformers import Qwen3_5ForCausalLM
 
+from agenttrain.engines.mixers import keep_float32
 from agenttrain.trainer import train_policy
 from agenttrain.training.checkpoint import Checkpoints
+from agenttrain.training.checkpoint_files import CheckpointError
 from agenttrain.training.config import OptimizerConfig, Schedule, optimizer_settings
 from agenttrain.training.optimizers import MasterWeights, Together, build_optimizer, learning_rate
+from agenttrain.utils.model_path import model_folder
 
 
 def scheduled(**settings: Any) -> OptimizerConfig:
@@ -127,6 +132,17 @@ def test_an_update_of_bfloat16_weights_takes_the_exact_sum_of_its_microbatches()
     assert torch.equal(copy.detach(), before - 0.5 * total)
     in_bfloat16 = sum((g.bfloat16() for g in seen[1:]), seen[0].bfloat16()).float()
     assert not torch.equal(in_bfloat16, total)
+
+
+def test_a_run_with_other_weights_in_bfloat16_is_not_resumed() -> None:
+    """A hybrid's decays are float32 on one process, and bfloat16 under FSDP2."""
+    hybrid = Qwen3_5ForCausalLM.from_pretrained(
+        model_folder("bundled:shop_hybrid"), dtype=torch.bfloat16
+    )
+    saved = policy(deepcopy(hybrid)).state_dict()
+    keep_float32(hybrid)
+    with pytest.raises(CheckpointError, match=r"distributed\.name"):
+        policy(hybrid).load_state_dict(saved)
 
 
 def test_a_resumed_bfloat16_run_goes_on_from_the_copies(tmp_path: Path) -> None:

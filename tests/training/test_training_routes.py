@@ -268,6 +268,27 @@ def test_rollouts_without_experts_are_refused() -> None:
     assert "algorithm.router_replay=off" in text
 
 
+@pytest.mark.parametrize(
+    ("experts", "problem"),
+    [
+        ([[0, 0], [0, 0]], "an expert twice for a token in layer 0"),
+        ([[0, 1], [1, 9]], "expert 9 in layer 1"),
+        ([[0, 1]], "2 experts in each of 1 layers"),
+        ([[0, 1, 2], [0, 1, 2]], "3 experts in each of 2 layers"),
+    ],
+)
+def test_experts_that_the_model_cannot_have_chosen_are_refused(
+    experts: list[list[int]], problem: str
+) -> None:
+    trained = policy(model_of("Qwen3Moe"), algorithm=REPLAY)
+    routes = torch.tensor([experts] * len(IDS))
+    with pytest.raises(MissingRoutes) as refused:
+        trained.score([[rollout(PROMPT, TURNS, routes)]])
+    text = str(refused.value)
+    assert text.startswith("algorithm.router_replay=rollout: rollout g-0 trajectory 0 was sampled")
+    assert problem in text
+
+
 def test_a_policy_without_experts_is_refused() -> None:
     with pytest.raises(UnknownRouters, match="Qwen3ForCausalLM"):
         policy(algorithm=REPLAY)
