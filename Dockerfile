@@ -14,6 +14,7 @@ WORKDIR /opt/agenttrain
 COPY pyproject.toml requirements.lock README.md LICENSE ./
 COPY agenttrain agenttrain
 COPY conf conf
+COPY skills skills
 RUN pip install --no-cache-dir --constraint requirements.lock ".[math,mcp,sweep]"
 
 # Runs are written below the working directory.

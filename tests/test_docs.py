@@ -1,4 +1,4 @@
-"""The code blocks of README and of every page under docs/, as a reader would use them.
+"""The code blocks of README, the skill and every page under docs/, as a reader would use them.
 
 `docs/contribute/testing.md` says which block is treated how. Files that a page's blocks name by
 `title=` lie beside each other in a folder of that page, where its commands are composed and its
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from code_blocks import PAGES, ROOT, Block, blocks, file_on
+from code_blocks import DOCS, PAGES, ROOT, Block, blocks, file_on
 from command_kit import parse
 from stub_hub import StubHub, use
 
@@ -248,5 +248,5 @@ def test_every_link_of_the_readme_leads_somewhere() -> None:
 
 def test_every_page_is_in_the_navigation() -> None:
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    pages = {str(page.relative_to(ROOT / "docs")) for page in PAGES[1:]}
+    pages = {str(page.relative_to(ROOT / "docs")) for page in DOCS}
     assert {page for page in pages if f" {page}\n" not in text} == set()

@@ -70,7 +70,7 @@ def test_the_dockerfile_copies_what_the_package_is_built_of():
     text = (ROOT / "Dockerfile").read_text()
     copied = {name for line in re.findall(r"^COPY (.+) \S+$", text, re.M) for name in line.split()}
     assert {"pyproject.toml", "requirements.lock", "README.md", "LICENSE"} <= copied
-    assert {"agenttrain", "conf"} <= copied
+    assert {"agenttrain", "conf", "skills"} <= copied
     assert all((ROOT / name).exists() for name in copied)
 
 
@@ -85,7 +85,7 @@ def test_a_wheel_made_of_the_sdist_trains_outside_the_checkout(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     with ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    assert "agenttrain/py.typed" in names
+    assert {"agenttrain/py.typed", "agenttrain/skills/agenttrain/SKILL.md"} <= names
     conf = {str(path.relative_to(ROOT)) for path in (ROOT / "conf").rglob("*.yaml")}
     packaged = {name.removeprefix("agenttrain/") for name in names if "/conf/" in name}
     assert conf == {name for name in packaged if name.endswith(".yaml")}

@@ -563,7 +563,7 @@ _DECLARED = (
     ),
     Verb(
         name="init",
-        help="a new folder with the skeleton of an agent: tool, reward, rows, YAML, test",
+        help="a new agent's folder: tool, reward, rows, YAML, test, skill for coding agents",
         page="start/your-agent.md",
         examples={
             "init my_agent": "make the folder my_agent",

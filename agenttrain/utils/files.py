@@ -18,8 +18,18 @@ SYNC_FILE_RANGE_WRITE = 2
 
 def conf_folder() -> Path:
     """Return the folder of train.yaml: packaged, or the repository's in an editable install."""
-    packaged = PACKAGE / "conf"
-    return packaged if packaged.is_dir() else PACKAGE.parent / "conf"
+    return _data_folder("conf")
+
+
+def skills_folder() -> Path:
+    """Return the folder of skills for coding agents, packaged or the repository's likewise."""
+    return _data_folder("skills")
+
+
+def _data_folder(name: str) -> Path:
+    """Return a folder that a wheel has inside the package, and the repository beside it."""
+    packaged = PACKAGE / name
+    return packaged if packaged.is_dir() else PACKAGE.parent / name
 
 
 def cache_folder() -> Path:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from agenttrain import cli
 
@@ -36,11 +38,11 @@ def test_a_new_agent_passes_its_test_and_trains(tmp_path: Path) -> None:
     files = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
     assert files == {
         *("README.md", "librarian.py", "test_librarian.py", "train.jsonl", "test.jsonl"),
-        "conf/experiment/librarian.yaml",
+        *("conf/experiment/librarian.yaml", "AGENTS.md", ".claude/skills/agenttrain/SKILL.md"),
     }
     rows = (folder / "train.jsonl").read_text() + (folder / "test.jsonl").read_text()
     assert len([json.loads(line) for line in rows.splitlines()]) == 10
-    assert not any("AGENT" in file.read_text() for file in folder.rglob("*") if file.is_file())
+    assert not any("my_agent" in file.read_text() for file in folder.rglob("*") if file.is_file())
 
     assert "2 passed" in run("pytest", "-q", "-p", "no:cacheprovider", cwd=folder)
     # The commands that `init` has printed.
@@ -52,6 +54,32 @@ def test_a_new_agent_passes_its_test_and_trains(tmp_path: Path) -> None:
     assert "problem" not in report and "lookup" in report
     run("agenttrain.cli", *train, "tracker=none", "hydra.run.dir=run", cwd=folder)
     assert json.loads((folder / "run" / "summary.json").read_text())["status"] == "finished"
+
+
+def test_a_new_agent_has_the_skill_for_coding_agents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["init", "librarian"]) == 0
+    skill = tmp_path / "librarian/.claude/skills/agenttrain/SKILL.md"
+    text = skill.read_text(encoding="utf-8")
+    # The bounds of the format: https://agentskills.io/specification
+    empty, front, body = text.split("---\n", 2)
+    fields = yaml.safe_load(front)
+    assert empty == "" and fields.keys() == {"name", "description"}
+    assert fields["name"] == skill.parent.name
+    assert 0 < len(fields["description"]) <= 1024
+    assert len(text.splitlines()) < 250
+    assert "experiment=librarian" in body and "_target_: librarian.lookup" in body
+    pointer = (tmp_path / "librarian/AGENTS.md").read_text(encoding="utf-8")
+    assert f"`{skill.relative_to(tmp_path / 'librarian')}`" in pointer
+
+
+def test_the_pages_that_the_skill_names_exist() -> None:
+    text = (ROOT / "skills/agenttrain/SKILL.md").read_text(encoding="utf-8")
+    pages = set(re.findall(r"docs/[\w/-]+\.md", text))
+    assert len(pages) > 5
+    assert [page for page in pages if not (ROOT / page).is_file()] == []
 
 
 @pytest.mark.parametrize(

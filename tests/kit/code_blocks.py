@@ -1,4 +1,4 @@
-"""The code blocks of README and of the pages under docs/."""
+"""The code blocks of README, the skill and the pages under docs/."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = (ROOT / "README.md", ROOT / "skills/agenttrain/SKILL.md", *DOCS)
 BLOCK = re.compile(
     r"(?:<!-- (?P<mark>not run): (?P<why>[^>]+) -->\n)?"
     r"^```(?P<language>\w+)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<text>.*?)^```$",

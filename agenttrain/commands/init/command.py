@@ -9,12 +9,13 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from agenttrain.types import ConfigError
-from agenttrain.utils.files import conf_folder, list_groups
+from agenttrain.utils.files import conf_folder, list_groups, skills_folder
 
-NAME = "AGENT"
-"""Placeholder for the agent's name in the skeleton's texts."""
+NAME = "my_agent"
+"""Placeholder for the agent's name in the texts of the skeleton and the skill."""
 FILES = {
     "README.md": "README.md",
+    "AGENTS.md": "AGENTS.md",
     "agent.py": "{}.py",
     "test_agent.py": "test_{}.py",
     "train.jsonl": "train.jsonl",
@@ -22,6 +23,8 @@ FILES = {
     "experiment.yaml": "conf/experiment/{}.yaml",
 }
 """File of the skeleton, which ends in .txt besides -> its path in the new folder."""
+SKILL = "agenttrain/SKILL.md"
+"""Skill for coding agents: its path in the folder of skills, of the package and of an agent."""
 COMMANDS = {
     "check --config-dir conf experiment={}": "what a run would be",
     "rehearse --config-dir conf experiment={}": "tool and reward, without a model",
@@ -38,12 +41,15 @@ def init(args: Namespace) -> int:
         raise ConfigError(f"init {folder}: {problem}; choose another name, e.g. my_agent")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"init {folder}: holds something already; name a new folder")
+    skeleton = Path(__file__).with_name("skeleton")
+    templates = {
+        folder / place.format(name): skeleton / f"{source}.txt" for source, place in FILES.items()
+    }
+    templates[folder / ".claude" / "skills" / SKILL] = skills_folder() / SKILL
     try:
-        for source, place in FILES.items():
-            skeleton = Path(__file__).with_name("skeleton") / f"{source}.txt"
-            file = folder / place.format(name)
+        for file, template in templates.items():
             file.parent.mkdir(parents=True, exist_ok=True)
-            content = skeleton.read_text(encoding="utf-8").replace(NAME, name)
+            content = template.read_text(encoding="utf-8").replace(NAME, name)
             file.write_text(content, encoding="utf-8")
     except OSError as error:
         raise ConfigError(
@@ -55,7 +61,7 @@ def init(args: Namespace) -> int:
     print(f"{folder}: a tool, a reward, ten rows, settings and a test. Try them:\n  cd {folder}")
     for command, about in commands.items():
         print(f"  {command:<{width}}  {about}")
-    print("README.md says which file holds what.")
+    print("README.md says which file holds what, .claude/skills/ has a skill for coding agents.")
     return 0
 
 
