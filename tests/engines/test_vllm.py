@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
+import packing_families
 import pytest
 import tiny
 import torch
@@ -209,6 +210,35 @@ def with_adapters(settings: LoraSettings = LORA, *, tied: bool = True) -> torch.
             if "lora_B" in name or "lora_embedding" in name:
                 parameter.normal_(std=0.1)
     return model.eval()
+
+
+def test_a_model_with_windows_is_sampled_and_takes_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 3: prompt and answer are longer than its window."""
+    sizes = {"head_dim": 32, "max_position_embeddings": CONTEXT}
+    monkeypatch.setattr(packing_families, "SMALL", {**packing_families.SMALL, **sizes})
+    model = packing_families.tiny_family("Gemma3")
+    model.save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+
+    async def use(engine: VllmEngine) -> None:
+        for version in (0, 1):
+            await engine.update(named_weights(model), version)
+            sampled = await asyncio.gather(
+                *(
+                    engine.generate(
+                        PROMPT, Sampling(max_tokens=40, seed=s), session=f"{version}{s}"
+                    )
+                    for s in range(4)
+                )
+            )
+            for completion in sampled:
+                assert completion.versions == ((version, 40),)
+                assert gap(model, PROMPT, completion) < 1e-5
+            changed(model, version)
+
+    run(tmp_path, use)
 
 
 @pytest.mark.parametrize(
