@@ -30,7 +30,7 @@ def environment() -> dict[str, str]:
 
 
 def is_allowed(host: str, hosts: Sequence[str]) -> bool:
-    """Return True for a listed host; ``*.pypi.org`` stands for all names below pypi.org."""
+    """Return True for a listed host; ``*.example.org`` stands for all names below example.org."""
     name = host.lower().rstrip(".")
     return any(name.endswith(h[1:]) if h.startswith("*.") else name == h for h in hosts)
 
@@ -38,7 +38,7 @@ def is_allowed(host: str, hosts: Sequence[str]) -> bool:
 def common_hosts(first: Sequence[str], second: Sequence[str]) -> tuple[str, ...]:
     """Return the hosts that both lists allow.
 
-    Example: ``["*.org", "a.com"]`` and ``["pypi.org", "*.a.com"]`` have ``("pypi.org",)``.
+    Example: ``["*.org", "a.com"]`` and ``["example.org", "*.a.com"]`` have ``("example.org",)``.
     """
     both = [host for host in first if host in second or is_allowed(host.lstrip("*."), second)]
     both += [host for host in second if is_allowed(host.lstrip("*."), first)]

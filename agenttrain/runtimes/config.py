@@ -79,7 +79,7 @@ class RuntimeConfig:
     network: Network = Network.endpoint
     """none, endpoint (an outside agent's, and nothing else), allowlist or open."""
     hosts: list[str] = field(default_factory=list)
-    """Hosts of network=allowlist, e.g. [pypi.org, "*.pythonhosted.org"]."""
+    """Hosts of network=allowlist, e.g. [example.org, "*.example.net"]."""
     cpus: Number = Field(default=1.0, gt=0)
     """Processors of a container; a Harbor task may ask for fewer."""
     memory_mb: Whole = Field(default=2048, ge=16)
@@ -155,8 +155,8 @@ class RuntimeConfig:
         for host in self.hosts:
             if not HOST.fullmatch(host):
                 problems.append(
-                    f"runtime.hosts={host}: expected a name like pypi.org or *.pypi.org, in lower "
-                    "case, without scheme, port and path"
+                    f"runtime.hosts={host}: expected a name like example.org or *.example.org, in "
+                    "lower case, without scheme, port and path"
                 )
         if self.options and self._target_ is None:
             problems.append(

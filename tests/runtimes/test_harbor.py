@@ -248,7 +248,7 @@ def test_a_task_reaches_what_both_it_and_the_run_allow(tmp_path: Path) -> None:
     place = "[environment]\ndocker_image='x'\nnetwork_mode="
     toml = {
         "all": f"{place}'public'",
-        "some": f"{place}'allowlist'\nallowed_hosts=['pypi.org', '*.a.com']",
+        "some": f"{place}'allowlist'\nallowed_hosts=['example.org', '*.a.com']",
         "none": f"{place}'no-network'",
     }
     places = {name: read_task(make_task(tmp_path / name, toml[name])).place for name in toml}
@@ -261,10 +261,10 @@ def test_a_task_reaches_what_both_it_and_the_run_allow(tmp_path: Path) -> None:
     }
     assert {(r, p): runs[r]._reach_of(places[p]) for r in runs for p in places} == {
         ("open", "all"): (True, ()),
-        ("open", "some"): (False, ("pypi.org", "*.a.com")),
+        ("open", "some"): (False, ("example.org", "*.a.com")),
         ("open", "none"): (False, ()),
         ("list", "all"): (False, ("*.org", "b.a.com")),
-        ("list", "some"): (False, ("pypi.org", "b.a.com")),
+        ("list", "some"): (False, ("example.org", "b.a.com")),
         ("list", "none"): (False, ()),
         ("endpoint", "all"): (False, ()),
         ("endpoint", "some"): (False, ()),

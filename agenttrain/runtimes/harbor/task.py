@@ -380,7 +380,7 @@ def _place(section: Mapping[str, Any], folder: Path, *, required: bool = True) -
         raise ValueError("environment.allowed_hosts: are those of network_mode='allowlist'")
     if bad := [host for host in hosts if not HOST.fullmatch(host)]:
         raise ValueError(
-            f"environment.allowed_hosts={bad[0]}: expected a name like pypi.org or *.pypi.org"
+            f"environment.allowed_hosts={bad[0]}: expected a name like example.org or *.example.org"
         )
     return TaskPlace(
         docker_image=image,
