@@ -103,7 +103,7 @@ def export(
     from agenttrain.engines.vision import copy_processors
     from agenttrain.training.checkpoint_files import auto_class, only_tensors, verify
     from agenttrain.training.lora import merged
-    from agenttrain.training.sliced_weights import recurrent_in_float32
+    from agenttrain.training.sliced_weights import keeping_float32
 
     logging.disable_progress_bar()
     verify(checkpoint)
@@ -126,7 +126,7 @@ def export(
                     model = merged(checkpoint, wanted)
                     weights += ", adapters (LoRA) merged in float32"
                 else:
-                    with recurrent_in_float32():
+                    with keeping_float32():
                         model = auto_class(checkpoint).from_pretrained(checkpoint, dtype=wanted)
             model.save_pretrained(part)
             weights += f", saved in {str(model.dtype).removeprefix('torch.')}"

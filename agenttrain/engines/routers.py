@@ -221,15 +221,18 @@ class RouteReplay:
         finally:
             self._equal = None
 
-    def _choose(self, router: LayerRouter, own: Tensor) -> Tensor | None:
-        """Return the experts of a layer for the tokens of a forward pass."""
+    def _choose(self, router: LayerRouter, chosen: Tensor) -> Tensor | None:
+        """Return the recorded experts of a layer for the tokens of a forward pass.
+
+        Where none are recorded they are those that the router has `chosen`.
+        """
         if self._pass_TLK is None:
             return None
-        recorded = self._pass_TLK[:, router.layer].view(own.shape).long()
+        recorded = self._pass_TLK[:, router.layer].view(chosen.shape).long()
         is_recorded = recorded[..., :1] >= 0
         if self._equal is None:
-            return torch.where(is_recorded, recorded, own)
-        is_equal = (recorded.sort(-1).values == own.sort(-1).values).all(-1, keepdim=True)
+            return torch.where(is_recorded, recorded, chosen)
+        is_equal = (recorded.sort(-1).values == chosen.sort(-1).values).all(-1, keepdim=True)
         self._equal += torch.stack(((is_equal & is_recorded).sum(), is_recorded.sum()))
         return None
 
@@ -364,7 +367,7 @@ class _Search(TorchFunctionMode):
         router = LayerRouter(
             name=choice.module, layer=layer, call=choice.call, experts=choice.among
         )
-        if all(router.name != known.name for known, _ in self._found):
+        if all(router.name != earlier.name for earlier, _ in self._found):
             self._found.append((router, choice))
 
     def _end(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -472,12 +475,12 @@ def _problem_of(router: LayerRouter, results: Callable[[Choose], Sequence[Any]])
     `results` runs it. Experts in the opposite order must get the same weights in that order, and
     the experts of another token must get weights above 0.
     """
-    own = _experts_and_weights(results(lambda _, experts: None))
+    plain = _experts_and_weights(results(lambda _, experts: None))
     flipped = _experts_and_weights(results(lambda _, experts: experts.flip(-1)))
     foreign = _experts_and_weights(results(lambda _, experts: experts.roll(1, -2)))
-    if own is None or flipped is None or foreign is None:
+    if plain is None or flipped is None or foreign is None:
         return f"returns experts without their weights from {router.name}"
-    experts_TK, weights_TK = own
+    experts_TK, weights_TK = plain
     was_replaced = torch.equal(flipped[0], experts_TK.flip(-1))
     if not was_replaced or not torch.equal(foreign[0], experts_TK.roll(1, -2)):
         return f"does not use the experts that replace those of {router.name}"

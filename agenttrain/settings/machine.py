@@ -67,11 +67,11 @@ def machine_problems(
             problems += spec.check_machine(config.engine, count_gpus)
             needs_gpu = config.algorithm.replays_routes and spec.routes_need_gpu
             if needs_gpu and not config.servers.nodes and not count_gpus():
-                others = names_with(records_routes=True, routes_need_gpu=False)
+                remedy = names_with(records_routes=True, routes_need_gpu=False)
                 problems.append(
                     f"algorithm.router_replay=rollout: engine={config.engine.name} returns the "
                     "experts by which it samples on a GPU only, and there is none here; set "
-                    f"{others}, or leave it out"
+                    f"{remedy}, or leave it out"
                 )
         checked_verb = "train" if verb == CHECK else verb
         for name, role in used_roles(config, checked_verb).items():

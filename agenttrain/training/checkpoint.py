@@ -58,7 +58,7 @@ from agenttrain.training.sharding import assign, is_sharded, read_state, read_te
 from agenttrain.training.sliced_weights import (
     SlicedWeights,
     WrongWeights,
-    recurrent_in_float32,
+    keeping_float32,
     why_not_sliced,
 )
 from agenttrain.training.snapshot import INDEX, Snapshot, take_snapshot, weights_index
@@ -412,7 +412,7 @@ def load_weights(model: PreTrainedModel, path: Path, world: World) -> None:
         elif is_sharded(model) and why_not_sliced(path) is None:
             SlicedWeights(model, path, world.rank).fill(model, world)
         else:
-            with recurrent_in_float32():
+            with keeping_float32():
                 state = type(model).from_pretrained(path, dtype=model.dtype).state_dict()
             for name, tensor in model.state_dict().items():
                 assign(tensor, state[name])

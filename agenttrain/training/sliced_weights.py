@@ -134,7 +134,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 @contextmanager
-def recurrent_in_float32() -> Iterator[None]:
+def keeping_float32() -> Iterator[None]:
     """Load the weights in `IN_FLOAT32` of models as float32 within the block."""
     former = PreTrainedModel._get_dtype_plan
 
@@ -163,7 +163,7 @@ def load_whole(folder: Path, dtype: torch.dtype | str, *, uniform: bool = False)
         stored = stored_tensors(folder) if is_safetensors else {}
     except BadTensorFile as error:
         raise WrongWeights(str(error)) from error
-    with nullcontext() if uniform else recurrent_in_float32():
+    with nullcontext() if uniform else keeping_float32():
         model, info = auto_class(folder).from_pretrained(
             folder,
             dtype=dtype,

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 from packing_families import FAMILIES, tiny_family
+from plain_routes import plain_routes
 from recurrent_families import RECURRENT, family_params, tiny_recurrent
 from transformers import OlmoeConfig, OlmoeForCausalLM, PreTrainedModel
 
@@ -16,7 +17,6 @@ from agenttrain.engines.routers import (
     UnknownRouters,
     check_experts,
     find_routers,
-    intercepting,
 )
 from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.engine import TransformersEngine
@@ -65,19 +65,6 @@ def model_of(name: str) -> PreTrainedModel:
 def ids_of(seed: int, count: int) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(3, 64) for _ in range(count)]
-
-
-def plain_routes(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
-    """[T, L, K] The experts that a plain forward pass chooses; zeros in layers without experts."""
-    routers = find_routers(model)
-    experts_TLK = torch.zeros((len(ids), routers.layers, routers.top_k), dtype=torch.long)
-
-    def record(router, experts) -> None:
-        experts_TLK[:, router.layer] = experts.reshape(len(ids), -1)
-
-    with torch.no_grad(), intercepting(model, routers.routers, record):
-        model(input_ids=torch.tensor([ids]), use_cache=False)
-    return experts_TLK
 
 
 @pytest.mark.parametrize("name", family_params(LAYERS))

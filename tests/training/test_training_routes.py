@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 from packing_families import tiny_family
+from plain_routes import plain_routes
 from recurrent_families import family_params, tiny_recurrent
 from training_cases import TASK, policy
 from transformers import PreTrainedModel
 
 from agenttrain.algorithms.mismatch import route_mismatch
-from agenttrain.engines.routers import UnknownRouters, find_routers, intercepting
+from agenttrain.engines.routers import UnknownRouters, find_routers
 from agenttrain.runs.rollout_messages import CODEC
 from agenttrain.tracking.rollouts import read_rollout, rollout_record
 from agenttrain.trainer import train_policy
@@ -44,19 +45,6 @@ def routes_of(experts_TLK: torch.Tensor) -> Routes:
     _, layers, top_k = experts_TLK.shape
     experts = experts_TLK.to(torch.int16).numpy().astype("<u2").tobytes()
     return Routes(experts=experts, layers=layers, top_k=top_k)
-
-
-def own_routes(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor:
-    """[T, L, K] The experts that a plain forward pass chooses."""
-    routers = find_routers(model)
-    experts_TLK = torch.zeros((len(ids), routers.layers, routers.top_k), dtype=torch.long)
-
-    def record(router, experts) -> None:
-        experts_TLK[:, router.layer] = experts.reshape(len(ids), -1)
-
-    with torch.no_grad(), intercepting(model, routers.routers, record):
-        model(input_ids=torch.tensor([ids]), use_cache=False)
-    return experts_TLK
 
 
 def rollout(
@@ -107,7 +95,7 @@ def scorer_of(model: PreTrainedModel, *, replays: bool = True, **settings) -> Sc
 @pytest.mark.parametrize("name", family_params(NAMES))
 def test_replay_of_own_routes_is_the_plain_pass_to_the_bit(name: str) -> None:
     model = model_of(name)
-    one = rollout(PROMPT, TURNS, own_routes(model, IDS))
+    one = rollout(PROMPT, TURNS, plain_routes(model, IDS))
     plain = scores(scorer_of(model, replays=False), make_sequences(one))
     replayed = scores(scorer_of(model), make_sequences(one, replays_routes=True))
     assert replayed["g-0", 0].equal(plain["g-0", 0])
@@ -119,7 +107,7 @@ def test_foreign_routes_are_used_where_tokens_were_sampled_and_only_there(
     name: str, packed: bool
 ) -> None:
     model = model_of(name)
-    own_TLK = own_routes(model, IDS)
+    own_TLK = plain_routes(model, IDS)
     foreign_TLK = (own_TLK + 1) % 4  # other experts in every layer
     scorer = scorer_of(model)
     scorer.packed = packed
@@ -159,7 +147,7 @@ def test_replayed_experts_are_weighed_by_the_trainers_router() -> None:
     """
     model = model_of("Qwen3Moe")
     block = model.model.layers[0].mlp
-    foreign_TLK = (own_routes(model, IDS) + 1) % 4
+    foreign_TLK = (plain_routes(model, IDS) + 1) % 4
     sequences = make_sequences(rollout(PROMPT, TURNS, foreign_TLK), replays_routes=True)
     scorer = scorer_of(model)
     (microbatch,) = scorer.pack(sequences, 1000, CPU)
@@ -196,11 +184,11 @@ def test_a_shared_prompt_routes_as_the_trainer_says(name: str) -> None:
     """Siblings share the prompt up to its last token, where each replays its own experts."""
     model = model_of(name)
     prompt = [7, 8, 9, 10, 11, 12]
-    own_TLK = own_routes(model, [*prompt, 20, 2])
+    own_TLK = plain_routes(model, [*prompt, 20, 2])
     rollouts = [
         rollout(prompt, [([20, 2], [])], own_TLK, sample=0),
         rollout(prompt, [([20, 2], [])], (own_TLK + 1) % 4, sample=1),
-        rollout(prompt, [([20, 21, 2], [])], own_routes(model, [*prompt, 20, 21, 2]), sample=2),
+        rollout(prompt, [([20, 21, 2], [])], plain_routes(model, [*prompt, 20, 21, 2]), sample=2),
     ]
     sequences = [s for one in rollouts for s in make_sequences(one, replays_routes=True)]
     alone = scorer_of(model, share_prefix=SharePrefix.never)
@@ -222,7 +210,7 @@ def test_a_shared_prompt_routes_as_the_trainer_says(name: str) -> None:
 def test_a_branch_replays_the_experts_of_its_context() -> None:
     """A token's position has one choice, whichever trajectory continues it."""
     model = model_of("Qwen3Moe")
-    experts_TLK = own_routes(model, IDS)
+    experts_TLK = plain_routes(model, IDS)
     grown = rollout(PROMPT, TURNS, experts_TLK)
     branch = grown.branch(0, 6)  # after 20 21, of which the position of 21 sampled the id 2
     branch.append_context([40], Origin.template)
@@ -296,7 +284,7 @@ def test_a_policy_without_experts_is_refused() -> None:
 
 def test_experts_cross_processes_and_stay_out_of_the_file() -> None:
     model = model_of("Qwen3Moe")
-    one = rollout(PROMPT, TURNS, own_routes(model, IDS))
+    one = rollout(PROMPT, TURNS, plain_routes(model, IDS))
     again = CODEC.decode(CODEC.encode(one))
     assert [s.routes for s in again.trajectories[0].spans] == [
         s.routes for s in one.trajectories[0].spans
@@ -322,7 +310,7 @@ def gradients(trained: Policy, group: Sequence[Rollout]) -> dict[str, torch.Tens
 def test_layers_that_are_computed_again_replay_again() -> None:
     group = []
     for sample in range(2):
-        experts_TLK = (own_routes(model_of("Qwen3Moe"), IDS) + 1 + sample) % 4
+        experts_TLK = (plain_routes(model_of("Qwen3Moe"), IDS) + 1 + sample) % 4
         group.append(rollout(PROMPT, TURNS, experts_TLK, sample=sample, reward=float(sample)))
         group[-1].trajectories[0].advantages = [1.0] * 5
     plain = gradients(policy(model_of("Qwen3Moe"), algorithm=REPLAY), group)
@@ -340,8 +328,8 @@ def test_layers_that_are_computed_again_replay_again() -> None:
 def test_a_model_that_cannot_be_packed_replays_rollout_by_rollout() -> None:
     """Its layers cannot be computed again: by then the last rollout's experts are loaded."""
     model = tiny_recurrent("MiniMax")
-    one = rollout(PROMPT, TURNS, own_routes(model, IDS), sample=0)
-    other = rollout(PROMPT, TURNS, (own_routes(model, IDS) + 1) % 4, sample=1)
+    one = rollout(PROMPT, TURNS, plain_routes(model, IDS), sample=0)
+    other = rollout(PROMPT, TURNS, (plain_routes(model, IDS) + 1) % 4, sample=1)
     scorer = scorer_of(model)
     assert not scorer.packed
     sequences = [s for r in (one, other) for s in make_sequences(r, replays_routes=True)]
@@ -358,7 +346,7 @@ def test_a_model_that_cannot_be_packed_replays_rollout_by_rollout() -> None:
 def test_metrics_of_a_step() -> None:
     """Own experts: all equal, and no gap between replay and none. Foreign ones: none equal."""
     model = model_of("Qwen3Moe")
-    own_TLK = own_routes(model, IDS)
+    own_TLK = plain_routes(model, IDS)
     for experts_TLK, equal in ((own_TLK, 1.0), ((own_TLK + 2) % 4, None)):
         group = [
             rollout(PROMPT, TURNS, experts_TLK, sample=sample, reward=float(sample))
@@ -393,7 +381,7 @@ def test_metrics_by_hand() -> None:
 def test_the_reference_routes_by_itself() -> None:
     """A frozen model's probabilities are its own: those of a policy without replay."""
     settings = {"kl": {"beta": 0.1}}
-    foreign_TLK = (own_routes(model_of("Qwen3Moe"), IDS) + 1) % 4
+    foreign_TLK = (plain_routes(model_of("Qwen3Moe"), IDS) + 1) % 4
     one = rollout(PROMPT, TURNS, foreign_TLK)
     ((plain,),) = policy(model_of("Qwen3Moe"), algorithm=settings).score([[one]])
     replaying = policy(model_of("Qwen3Moe"), algorithm={**settings, **REPLAY})
