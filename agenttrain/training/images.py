@@ -76,7 +76,7 @@ def _select_pieces(pieces: tuple[Piece, ...], places_T: Tensor) -> list[Piece]:
     ]
 
 
-def freeze_vision(model: PreTrainedModel) -> None:
+def freeze_encoders(model: PreTrainedModel) -> None:
     """Take the weights of a model's encoders, of images and of sound, out of training."""
     for weight in encoder_weights(model).values():
         weight.requires_grad_(False)

@@ -45,7 +45,7 @@ from agenttrain.training.checkpoint_files import CheckpointError
 from agenttrain.training.config import OptimizerConfig, TrainingConfig
 from agenttrain.training.gathering import gather_by_layer
 from agenttrain.training.heap import map_large_blocks, return_free_memory
-from agenttrain.training.images import freeze_vision
+from agenttrain.training.images import freeze_encoders
 from agenttrain.training.kernels import check_kernels, kernel_names
 from agenttrain.training.logprobs import (
     Scorer,
@@ -144,7 +144,7 @@ class Policy:
         if sharding and self.device.type == "cpu":
             map_large_blocks()  # or gathered layers stay in the C library's heap
         if vision is None or vision.frozen:
-            freeze_vision(self.model)
+            freeze_encoders(self.model)
         self._work = WorkCounter(count_operations(self.model), self.device)
         # A slow file system may delay one process by minutes: wait without a limit before the first
         # collective, which has one.

@@ -25,7 +25,7 @@ from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.checkpoint_files import auto_class, verify
 from agenttrain.training.config import LoraSettings
 from agenttrain.training.footprint import Saved, cached_layers, empty_model
-from agenttrain.training.images import freeze_vision
+from agenttrain.training.images import freeze_encoders
 from agenttrain.training.logprobs import check_head, why_not_packed
 from agenttrain.training.lora import add_lora
 from agenttrain.training.operations import count_operations
@@ -54,7 +54,7 @@ def test_text_is_packed_as_each_sequence_alone(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_exactly_the_encoders_are_frozen(name: str) -> None:
     model = tiny_with_encoders(name)
-    freeze_vision(model)
+    freeze_encoders(model)
     for parameter_name, parameter in model.named_parameters():
         assert parameter.requires_grad is not parameter_name.startswith(ENCODERS[name])
     for beginning in ENCODERS[name]:
@@ -80,7 +80,7 @@ def test_adapters_are_in_the_language_model_alone(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_operations_are_those_of_the_language_model(name: str) -> None:
     model = tiny_with_encoders(name)
-    freeze_vision(model)
+    freeze_encoders(model)
     alone = getattr(transformers, LANGUAGE_MODELS[name])(model.config.text_config)
     assert count_operations(model) == count_operations(alone)
 

@@ -39,7 +39,7 @@ from agenttrain.training.footprint import (
     updating,
     weight_bytes,
 )
-from agenttrain.training.images import freeze_vision
+from agenttrain.training.images import freeze_encoders
 from agenttrain.training.lora import adapted_experts, adapter_parameters
 from agenttrain.types import ConfigError
 from agenttrain.utils.model_path import SIZES, base_folder, model_folder, why_merged
@@ -519,7 +519,7 @@ class Sizes:
             lambda: empty_model(architecture, dtype, config.lora, adapters)
         )
         if config.vision is VisionTower.frozen:
-            freeze_vision(self.model)
+            freeze_encoders(self.model)
         self.continues = base is not None
         """Training continues with adapters of an earlier training."""
         is_merged = bool(base and why_merged(folder)) or bool(adapted_experts(self.model))
