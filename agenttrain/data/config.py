@@ -6,8 +6,9 @@ The curriculum chooses the tasks of a step by the success that was measured of t
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import field
 from enum import StrEnum
 from glob import glob, has_magic
@@ -15,14 +16,25 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from omegaconf import MISSING
-from pydantic import Field, PlainValidator, model_validator
+from pydantic import Field, PlainValidator, TypeAdapter, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
 from agenttrain.utils.data_fields import Data
 from agenttrain.utils.image_files import MOST_PIXELS
 from agenttrain.utils.names import did_you_mean
-from agenttrain.utils.sections import SETTINGS, Number, Quoted, Whole, field_names, raise_problems
+from agenttrain.utils.sections import (
+    SETTINGS,
+    InvalidSettings,
+    Number,
+    Quoted,
+    Whole,
+    field_names,
+    plain,
+    problem_lines,
+    raise_problems,
+    shown,
+)
 
 
 class OnBadRow(StrEnum):
@@ -89,6 +101,71 @@ def _paths(value: object) -> str | list[str] | None:
 Paths = Annotated[Any, PlainValidator(_paths, json_schema_input_type=str | list[str] | None)]
 """A text, a list of texts, or None. OmegaConf has no such type."""
 
+SOURCES = "data.sources"
+SOURCE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
+"""Names of sources, which are parts of metrics and of links to checkpoints."""
+OWN_SECTIONS = ("tools", "stop_tools", "environment", "reward")
+"""Sections of a run that a source may have of its own."""
+
+
+def _read_sources(sections: object) -> dict[str, Any]:
+    """Return the sections of `data.sources` as SourceConfig, by name; raises InvalidSettings."""
+    if not isinstance(sections, Mapping):
+        raise InvalidSettings(
+            f"{SOURCES}={shown(sections)}: is a section; set its keys with {SOURCES}.<name>.<key>=…"
+        )
+    sources: dict[str, Any] = {}
+    problems: list[str] = []
+    for name, section in sections.items():
+        key = f"{SOURCES}.{name}"
+        if not SOURCE_NAME.fullmatch(str(name)):
+            problems.append(
+                f"{key}: a source's name begins with a letter, and has letters, digits, _ and - "
+                "only; rename it"
+            )
+            continue
+        if isinstance(section, SourceConfig):
+            sources[str(name)] = section
+            continue
+        if not isinstance(section, Mapping):
+            problems.append(
+                f"{key}={shown(section)}: is a section; set its keys with {key}.<key>=…"
+            )
+            continue
+        known = field_names(SourceConfig)
+        for unknown in (str(part) for part in section if part not in known):
+            hint = did_you_mean(unknown, known) or f"; its keys are: {', '.join(known)}"
+            problems.append(f"{key}.{unknown}={shown(section[unknown])}: unknown key{hint}")
+        ours = {part: value for part, value in section.items() if part in known}
+        own = [part for part in OWN_SECTIONS if ours.get(part) is not None]
+        try:
+            sources[str(name)] = TypeAdapter(SourceConfig).validate_python(ours)
+        except ValidationError as error:
+            problems += [at_source(str(name), own, line) for line in problem_lines(error, key)]
+    raise_problems(problems)
+    return sources
+
+
+def at_source(name: str, own: Collection[str], text: str) -> str:
+    """Return a message about a source's rows and `own` sections with the keys that the run has.
+
+    Example: ``data.where=a: …`` of the source shop becomes ``data.sources.shop.where=a: …``.
+    """
+    dotted = "|".join(("data", *(section for section in own if section != "stop_tools")))
+    keys = rf"(?:{dotted})(?=\.[A-Za-z_])"
+    if "stop_tools" in own:
+        keys += "|stop_tools(?=[=:])"
+
+    def moved(match: re.Match[str]) -> str:
+        key = match[0]
+        return f"{SOURCES}.{name}" if key == "data" else f"{SOURCES}.{name}.{key}"
+
+    return re.sub(rf"(?<![\w./-])(?!{re.escape(SOURCES)}\b)(?:{keys})", moved, text)
+
+
+Sources = Annotated[dict[str, Any], PlainValidator(_read_sources)]
+"""SourceConfig by name. OmegaConf takes any key: `_read_sources` checks them."""
+
 
 @dataclass(config=SETTINGS)
 class DataConfig:
@@ -137,10 +214,15 @@ class DataConfig:
     on_bad_row: Data[OnBadRow] = OnBadRow.error
     """Consequence of a row that cannot become a task, or that the chat template refuses."""
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+    sources: Sources = field(default_factory=dict)
+    """data=mix: name -> a source of rows, with tools, rewards and a share of its own."""
 
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
         """Check keys without an effect on these rows, and keys that exclude each other."""
+        if type(self) is DataConfig and (self.sources or self.train == {}):
+            raise_problems(_mixture_problems(self))
+            return self
         problems = []
         # A key such as data.path, set without the group (data=file) whose sections use it.
         for name, group in GROUPS.items():
@@ -191,6 +273,92 @@ class DataConfig:
         return self
 
 
+def _mixture_problems(data: DataConfig) -> Iterator[str]:
+    """Yield the keys of `data` that belong into one of its sources; or that there is no source."""
+    if not data.sources:
+        yield (
+            f"{SOURCES}={{}}: names no source of rows; add some, e.g. "
+            f"+data@{SOURCES}.shop=shop, or choose other rows with data=…"
+        )
+        return
+    defaults = DataConfig()
+    for name in field_names(DataConfig):
+        value = getattr(data, name)
+        if name != "sources" and value not in ({}, getattr(defaults, name)):
+            yield (
+                f"data.{name}={shown(plain(value))}: has no effect beside {SOURCES}; set it in a "
+                f"source: {SOURCES}.{next(iter(data.sources))}.{name}=…"
+            )
+
+
+class AtEnd(StrEnum):
+    """What follows the last row of a source of a mixture."""
+
+    repeat = "repeat"
+    """Its rows come again."""
+    drop = "drop"
+    """The other sources share its part of the steps."""
+
+
+@dataclass(config=SETTINGS)
+class SourceEvalConfig:
+    """Evaluation on the test rows of one source of a mixture."""
+
+    questions: Whole | None = Field(default=None, ge=0)
+    """Rows of one evaluation; 0: the source is not evaluated; None: as eval.questions."""
+    group_by: Data[str | None] = None
+    """Column by whose values the source's reward is broken down; None: as eval.group_by."""
+
+
+@dataclass(config=SETTINGS)
+class SourceConfig(DataConfig):
+    """One source of a mixture (`data=mix`): rows, and what their rollouts have of their own."""
+
+    weight: Number | None = Field(default=None, gt=0)
+    """Share of the tasks that no `count` claims, relative to the other sources' weights; None: 1,
+    unless there is a `count`."""
+    count: Whole | None = Field(default=None, ge=1)
+    """Tasks of a step; None: `weight` decides."""
+    at_end: Data[AtEnd] = AtEnd.repeat
+    """What follows its last row."""
+    tools: dict[str, Any] | None = None
+    """Its tools, as in `tools`; None: the run's."""
+    stop_tools: Data[list[str] | None] = None
+    """Those of its tools that end a rollout; None: the run's."""
+    environment: dict[str, Any] | None = None
+    """Its environments, as in `environment`; None: the run's."""
+    reward: dict[str, Any] | None = None
+    """Its rewards, as in `reward`; None: the run's."""
+    eval: SourceEvalConfig = field(default_factory=SourceEvalConfig)
+
+    @model_validator(mode="after")
+    def _check_source(self) -> SourceConfig:
+        """Check the keys that only a source has."""
+        problems = []
+        if self.train in (MISSING, {}):
+            problems.append(
+                "data.train: names no rows; set data.train._target_=…, or add a group of rows"
+            )
+        if self.sources:
+            problems.append("data.sources: a source has no sources of its own; leave it out")
+        if self.weight is not None and self.count is not None:
+            problems.append(
+                f"data.weight={self.weight:g}: has no effect beside data.count={self.count}; leave "
+                "one of them out"
+            )
+        if self.at_end is AtEnd.drop and self.train.get("_target_") in ENDLESS:
+            problems.append(
+                "data.at_end=drop: these rows have no end; leave it out"
+            )
+        if self.at_end is AtEnd.drop and self.curriculum.enabled:
+            problems.append(
+                "data.at_end=drop: a curriculum draws rows again, so they have no end; leave it "
+                "out, or set data.curriculum.enabled=false"
+            )
+        raise_problems(problems)
+        return self
+
+
 HOLD_OUT = "data.test_fraction=0.1 holds some of data.train out"
 
 
@@ -207,7 +375,12 @@ def names_test_rows(data: DataConfig) -> bool:
 
 
 def has_test_rows(data: DataConfig) -> bool:
-    """Return True if there are rows to evaluate on, of data.test or held out of data.train."""
+    """Return True if there are rows to evaluate on, of data.test or held out of data.train.
+
+    Those of one source of a mixture are enough.
+    """
+    if data.sources:
+        return any(map(has_test_rows, data.sources.values()))
     return data.test_fraction is not None or names_test_rows(data)
 
 

@@ -578,7 +578,7 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
         config,
         CROSS_ENTROPY if supervised else config.algorithm,
         temperature=1.0 if supervised else config.rollout.temperature,
-        reward_weights=None if supervised else components.rubric.weights,
+        reward_weights=None if supervised else components.reward_weights,
         world=world,
         sampled=not supervised,
     )

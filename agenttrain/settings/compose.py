@@ -41,7 +41,7 @@ HYDRA_VERSION = "1.3"
 """Hydra behaves as this version, whichever is installed."""
 OPEN_SECTIONS = (
     *("tools.", "environment.", "user.", "reward.", "data.train.", "data.test."),
-    *("data.map.", "algorithm.objective.", "tracker.own."),
+    *("data.map.", "data.sources.", "algorithm.objective.", "tracker.own."),
     *("chat_template.kwargs.", "optimizer.schedule_options."),
     *("engine.", "servers.args."),
     *("roles.judge.args.", "roles.user.args.", "roles.teacher.args."),
