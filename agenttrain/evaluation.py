@@ -224,9 +224,7 @@ class Best:
         return True
 
 
-def _better(
-    step: int, reward: Estimate, record: Mapping[str, Any] | None
-) -> dict[str, Any] | None:
+def _better(step: int, reward: Estimate, record: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Return the record of an evaluation if it is better than that of an earlier one, else None."""
     if math.isnan(reward.mean) or (record and reward.mean <= record["reward"]):
         return None
@@ -246,8 +244,9 @@ async def evaluate(
 ) -> list[Evaluation]:
     """Evaluate with sampled rollouts and, if `config.greedy`, greedy ones, on the same tasks.
 
-    `sources` maps the sources of a mixture to the columns by which they are broken down. Seeds depend only on `seed`, the task and the sample, so that two policies get the same noise.
-    The processes of `world` share the tasks.
+    `sources` maps the sources of a mixture to the columns by which they are broken down. Seeds
+    depend only on `seed`, the task and the sample, so that two policies get the same noise. The
+    processes of `world` share the tasks.
     """
     world, costs = world or World(), costs or Costs(config.group_by)
     runs = [("sampled", config.sampling(), config.samples)]
@@ -323,8 +322,9 @@ def summarise(
 ) -> Evaluation:
     """Compute the results of an evaluation from its scored rollouts.
 
-    With `sources`, as in `evaluate`, the sources are broken down instead of the whole. As in training, rollouts that failed for reasons other than the model have no reward and are
-    left out; `stop/error` is their share.
+    With `sources`, as in `evaluate`, the sources are broken down instead of the whole. As in
+    training, rollouts that failed for reasons other than the model have no reward and are left out;
+    `stop/error` is their share.
     """
     groups, rollouts = collected.groups, collected.rollouts
     reasons = [str(rollout.stop_reason) for rollout in rollouts]
@@ -398,8 +398,11 @@ def to_json(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
         for e in evaluations
     ]
     for scores in results["scores"]:
-        if not scores["by_source"]:
-            del scores["by_source"]
+        sources = scores.pop("by_source")
+        if sources:
+            scores["sources"] = sources
+        for own in sources.values():
+            del own["by_source"]  # a source has no sources
     return results
 
 
@@ -416,9 +419,7 @@ def _read_scores(scores: Mapping[str, Any]) -> Scores:
         reward=_estimate(scores["reward"]),
         pass_at={int(k): _estimate(value) for k, value in scores["pass_at"].items()},
         by_group={name: _estimate(value) for name, value in scores["by_group"].items()},
-        by_source={
-            name: _read_scores(own) for name, own in (scores.get("by_source") or {}).items()
-        },
+        by_source={name: _read_scores(own) for name, own in scores.get("sources", {}).items()},
     )
 
 

@@ -90,7 +90,7 @@ async def _try(
         if not calls and not named:
             return None, []
         toolbox, environments = components.toolbox, components.environments
-        task = _row(args, components.tasks.train)
+        task = _row(args, components.tasks.by_key["data.train"])
         tools_of = f"row {task.task_id}" if named else "the first row"
         machines = components.machines
         machine = await machines.start(TRIED, task) if machines is not None and calls else None

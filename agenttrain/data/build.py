@@ -61,9 +61,9 @@ def build_tasks(
 ) -> Splits:
     """Build the tasks of a `data:` section, and check every row of a finite dataset.
 
-    `source` is the name of a mixture's source, whose section it is. Without `needs_prompt`, rows may lack a prompt, because an environment makes one. Raises
-    ValueError with key, value and remedy. For bad rows it names the places and reasons of the first
-    ten.
+    `source` is the name of a mixture's source, whose section it is. Without `needs_prompt`, rows
+    may lack a prompt, because an environment makes one. Raises ValueError with key, value and
+    remedy. For bad rows it names the places and reasons of the first ten.
     """
     transform = RowTransform(config)
     notes: list[str] = []

@@ -147,14 +147,14 @@ def _read_sources(sections: object) -> dict[str, Any]:
 
 
 def at_source(name: str, own: Collection[str], text: str) -> str:
-    """Return a message about a source's rows and `own` sections with the keys that the run has.
+    """Return a message about a source's rows, and `own` keys, with the keys that the run has.
 
     Example: ``data.where=a: …`` of the source shop becomes ``data.sources.shop.where=a: …``.
     """
-    dotted = "|".join(("data", *(section for section in own if section != "stop_tools")))
-    keys = rf"(?:{dotted})(?=\.[A-Za-z_])"
-    if "stop_tools" in own:
-        keys += "|stop_tools(?=[=:])"
+    whole = ("stop_tools", "eval.group_by", "eval.questions")  # no keys below these
+    sections = "|".join(("data", *(key for key in own if key not in whole)))
+    settings = "|".join(re.escape(key) for key in own if key in whole) or "(?!)"  # matches nothing
+    keys = rf"(?:{sections})(?=\.[A-Za-z_])|(?:{settings})(?=[=:])"
 
     def moved(match: re.Match[str]) -> str:
         key = match[0]
@@ -216,6 +216,8 @@ class DataConfig:
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     sources: Sources = field(default_factory=dict)
     """data=mix: name -> a source of rows, with tools, rewards and a share of its own."""
+    only: Data[str | None] = None
+    """Name of the one source of a mixture that the command uses; None: all."""
 
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
@@ -224,6 +226,8 @@ class DataConfig:
             raise_problems(_mixture_problems(self))
             return self
         problems = []
+        if self.only is not None:
+            problems.append(f"data.only={self.only}: has no effect without data.sources")
         # A key such as data.path, set without the group (data=file) whose sections use it.
         for name, group in GROUPS.items():
             value = getattr(self, name)
@@ -281,10 +285,15 @@ def _mixture_problems(data: DataConfig) -> Iterator[str]:
             f"+data@{SOURCES}.shop=shop, or choose other rows with data=…"
         )
         return
+    if data.only is not None and data.only not in data.sources:
+        yield (
+            f"data.only={data.only}: there is no such source{did_you_mean(data.only, data.sources)}"
+            f"; there are: {', '.join(data.sources)}"
+        )
     defaults = DataConfig()
     for name in field_names(DataConfig):
         value = getattr(data, name)
-        if name != "sources" and value not in ({}, getattr(defaults, name)):
+        if name not in ("sources", "only") and value not in ({}, getattr(defaults, name)):
             yield (
                 f"data.{name}={shown(plain(value))}: has no effect beside {SOURCES}; set it in a "
                 f"source: {SOURCES}.{next(iter(data.sources))}.{name}=…"
@@ -339,17 +348,19 @@ class SourceConfig(DataConfig):
             problems.append(
                 "data.train: names no rows; set data.train._target_=…, or add a group of rows"
             )
-        if self.sources:
-            problems.append("data.sources: a source has no sources of its own; leave it out")
+        for key in ("sources", "only"):
+            if value := getattr(self, key):
+                problems.append(
+                    f"data.{key}={shown(plain(value))}: a source has no sources of its own; leave "
+                    "it out"
+                )
         if self.weight is not None and self.count is not None:
             problems.append(
                 f"data.weight={self.weight:g}: has no effect beside data.count={self.count}; leave "
                 "one of them out"
             )
         if self.at_end is AtEnd.drop and self.train.get("_target_") in ENDLESS:
-            problems.append(
-                "data.at_end=drop: these rows have no end; leave it out"
-            )
+            problems.append("data.at_end=drop: these rows have no end; leave it out")
         if self.at_end is AtEnd.drop and self.curriculum.enabled:
             problems.append(
                 "data.at_end=drop: a curriculum draws rows again, so they have no end; leave it "

@@ -138,7 +138,7 @@ class Mixture:
         ]
 
     def _picked(self, end: int) -> list[tuple[str, int]]:
-        """Return the picks from `_start` to the run's `end`-th task; draw those that are missing."""
+        """Return the picks from `_start` to the run's `end`-th task; draw missing ones."""
         while self._start + len(self._picks) < end:
             name = self._next_turns.draw()
             self._picks.append((name, self._next_turns.drawn[name] - 1))
@@ -245,8 +245,6 @@ class Questions:
     def tasks(self, start: int, count: int) -> list[Task]:
         """Return `count` questions from the `start`-th on, source by source."""
         questions = [
-            task
-            for tasks, number in self._sources.values()
-            for task in tasks.tasks(0, number)
+            task for tasks, number in self._sources.values() for task in tasks.tasks(0, number)
         ]
         return questions[start : start + count]

@@ -172,13 +172,10 @@ class Collector(RolloutContext):
     @property
     def stuck(self) -> tuple[str, ...]:
         """Names of the tools whose abandoned calls still run, one per call."""
-        toolboxes = {id(kit.toolbox): kit.toolbox for kit in self._kits}
-        environments = {id(kit.environments): kit.environments for kit in self._kits}
-        return tuple(
-            name
-            for part in (*toolboxes.values(), *environments.values())
-            for name in part.stuck
-        )
+        toolboxes = {id(kit.toolbox): kit.toolbox.stuck for kit in self._kits}
+        environments = {id(kit.environments): kit.environments.stuck for kit in self._kits}
+        parts = (*toolboxes.values(), *environments.values())
+        return tuple(name for stuck in parts for name in stuck)
 
     def tools_of(self, task: Task) -> tuple[str, ...]:
         """Return the names of all tools that rollouts of this task may have."""

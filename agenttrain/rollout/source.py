@@ -99,7 +99,7 @@ class RolloutSource:
         self.cursor += batch.tasks
         self.costs = batch.costs
         if self.curriculum is not None:
-            results = self.curriculum.results(batch.collected.groups)
+            results: list[Any] = list(self.curriculum.results(batch.collected.groups))
             self.curriculum.learn(self.cursor, self.peers.exchange(results, "a step's results"))
             batch.metrics = {**self.curriculum.metrics(), **batch.metrics}
 

@@ -105,7 +105,6 @@ def complete(components: Components) -> None:
     if verb == "sft":
         _check_demonstrations(components)
         return
-    tasks = components.tasks
     for part in components.parts:
         with part.located():
             test = part.tasks.by_key.get("data.test")
@@ -128,7 +127,7 @@ def complete(components: Components) -> None:
     if verb == "train" and config.algorithm.teacher is not None:
         from agenttrain.runs.teacher import check_teacher
 
-        check_teacher(config, components.tokenizer, tasks.train)
+        check_teacher(config, components.tokenizer, components.tasks.by_key["data.train"])
 
 
 def _check_single_steps(components: Components) -> None:
@@ -222,8 +221,13 @@ class Components:
             yield
         except (AgenttrainError, ValueError) as error:
             if self._mixture is not None and len(error.args) == 1:
-                error.args = (located(self._mixture.config, self._source, str(error)),)
+                error.args = (self.relocated(str(error)),)
             raise
+
+    def relocated(self, message: str) -> str:
+        """Return a message with the keys that the run has for the settings of its source."""
+        config = self.config if self._mixture is None else self._mixture.config
+        return located(config, self._source, message)
 
     @property
     def toolbox(self) -> Toolbox:
@@ -360,11 +364,7 @@ class Components:
     def notes(self) -> tuple[str, ...]:
         """Notes on rows that were left out."""
         if self.sources:
-            return tuple(
-                located(self.config, name, note)
-                for name, part in self.sources.items()
-                for note in part.notes
-            )
+            return tuple(part.relocated(note) for part in self.parts for note in part.notes)
         left_out = (source.note for source in self.tasks.by_key.values())
         return (*self.tasks.notes, *filter(None, left_out))
 
@@ -408,10 +408,10 @@ class Components:
         ChatError with key, task and remedy otherwise, and if no prompt of a split can be rendered.
         """
         lengths: dict[str, list[int]] = {}
-        for name, part in self.sources.items():
+        for part in self.sources.values():
             with part.located():
                 for key, of_split in part.prompt_lengths.items():
-                    lengths[located(self.config, name, key)] = of_split
+                    lengths[part.relocated(key)] = of_split
         for key, source in () if self.sources else self.tasks.by_key.items():
             lengths[key], refusals = [], []
             for task in source.tasks(0, min(RENDERED_TASKS, len(source))):
@@ -542,11 +542,7 @@ class Components:
 
     def alarms(self) -> list[str]:
         """Return a note for each reward function that sets alarms, as `Rubric.alarms`."""
-        return [
-            located(self.config, part._source, note)
-            for part in self.parts
-            for note in part.rubric.alarms()
-        ]
+        return [part.relocated(note) for part in self.parts for note in part.rubric.alarms()]
 
     def _make_agents(
         self, engine: Engine, folder: Path
@@ -588,7 +584,8 @@ class Components:
 
         If all prompts come from environments, return one stop token instead.
         """
-        for source in (self.tasks.train, self.tasks.test):
+        splits: tuple[TaskSource | Mixture | Questions, ...] = (self.tasks.train, self.tasks.test)
+        for source in splits:
             first_task = source.tasks(0, 1) if len(source) else []
             for task in first_task:
                 if task.messages:

@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoTokenizer
 
 from agenttrain.algorithms.config import TeacherConfig
 from agenttrain.chat.chat import Chat
-from agenttrain.data.mixture import Mixture
 from agenttrain.data.tasks import TaskSource
 from agenttrain.engines.vllm_server.roles import RoleServers
 from agenttrain.rollout.row_tools import checked_rows

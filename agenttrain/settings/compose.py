@@ -29,6 +29,7 @@ from agenttrain.data.config import has_test_rows
 from agenttrain.engines import registry
 from agenttrain.engines.config import DEFAULT_ENGINE
 from agenttrain.settings.messages import check_values, explained, with_files
+from agenttrain.settings.mixture import with_only
 from agenttrain.settings.overrides import as_typed
 from agenttrain.settings.run_config import CHOICES, RunConfig
 from agenttrain.types import ConfigError
@@ -296,6 +297,8 @@ def convert(raw: DictConfig | Mapping[str, Any]) -> Composed:
 def _validate(sections: Mapping[str, Any]) -> Composed:
     """Build the settings from sections that the schema has typed; raises ConfigError."""
     config = validated(RunConfig, sections)
+    if config.data.only is not None:
+        return _validate(with_only(config, sections))
     complete = plain(config)  # with the defaults of the choices
     if not has_test_rows(config.data):  # no evaluation; config.yaml still has the typed number
         config.eval.questions = 0

@@ -9,19 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from typing import Any
 
 from agenttrain.algorithms.config import Rewards
 from agenttrain.data.config import (
     OWN_SECTIONS,
     SOURCES,
     AtEnd,
+    DataConfig,
     SourceConfig,
     at_source,
     has_test_rows,
 )
 from agenttrain.rewards.config import RewardSettings
 from agenttrain.settings.run_config import RunConfig
-from agenttrain.utils.sections import shown
+from agenttrain.types import ConfigError
+from agenttrain.utils.sections import field_names, plain, shown
 
 
 def source_views(config: RunConfig) -> dict[str, RunConfig]:
@@ -55,6 +58,14 @@ def own_sections(source: SourceConfig) -> list[str]:
     return [section for section in OWN_SECTIONS if getattr(source, section) is not None]
 
 
+def with_only(config: RunConfig, sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sections of a run of the one source that `data.only` names."""
+    view = source_views(config)[str(config.data.only)]
+    changed = {section: getattr(view, section) for section in (*OWN_SECTIONS, "eval", "checkpoint")}
+    rows = {name: getattr(view.data, name) for name in field_names(DataConfig)}
+    return {**sections, **plain({**changed, "data": rows})}
+
+
 def shares_tools(source: SourceConfig) -> bool:
     """Return True if the source has exactly the run's tools and environments."""
     return not {"tools", "stop_tools", "environment"} & {*own_sections(source)}
@@ -64,7 +75,9 @@ def located(config: RunConfig, name: str, message: str) -> str:
     """Return a message about the view of source `name` with the keys that the run has."""
     if not name:
         return message
-    return at_source(name, own_sections(config.data.sources[name]), message)
+    source = config.data.sources[name]
+    own = [f"eval.{key}" for key, value in plain(source.eval).items() if value is not None]
+    return at_source(name, [*own_sections(source), *own], message)
 
 
 def problems_by_source(
@@ -74,9 +87,7 @@ def problems_by_source(
     views = source_views(config)
     if not views:
         return list(problems(config))
-    lines = (
-        located(config, name, line) for name, view in views.items() for line in problems(view)
-    )
+    lines = (located(config, name, line) for name, view in views.items() for line in problems(view))
     return list(dict.fromkeys(lines))
 
 
@@ -147,9 +158,7 @@ def _unsupported(config: RunConfig) -> Iterator[str]:
             "sources; leave it out, or let an environment's `user` speak"
         )
     if config.eval.tools is not None:
-        yield (
-            f"eval.tools={shown(config.eval.tools)}: names tools of one source; leave it out"
-        )
+        yield (f"eval.tools={shown(config.eval.tools)}: names tools of one source; leave it out")
 
 
 def _weight_problems(config: RunConfig) -> Iterator[str]:
@@ -175,18 +184,25 @@ def _weight_problems(config: RunConfig) -> Iterator[str]:
 SINGLE_SOURCE = {
     "sft": "learns from the conversations of one source",
     "play": "talks to one set of tools",
-    "rescore": "scores with one set of rewards",
-    "replay": "calls one set of tools",
+    "tools": "shows one set of tools",
 }
 """Verbs that know one source of rows only, and why."""
 
 
-def single_source_problems(
-    config: RunConfig, verb: str, overrides: Sequence[str]
-) -> Iterator[str]:
+def single_source_problems(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterator[str]:
     """Yield a problem if the verb is not made for a run of several sources."""
     if config.data.sources and verb in SINGLE_SOURCE:
         yield (
-            f"{SOURCES}: agenttrain {verb} {SINGLE_SOURCE[verb]}, and this run has "
-            f"{', '.join(config.data.sources)}; give it a run without data=mix"
+            f"{SOURCES}: agenttrain {verb} {SINGLE_SOURCE[verb]}, and there are "
+            f"{', '.join(config.data.sources)}; choose one: data.only="
+            f"{next(iter(config.data.sources))}"
+        )
+
+
+def refuse_sources(command: str, config: RunConfig) -> None:
+    """Raise ConfigError for a saved run of several sources, for a command that knows one only."""
+    if config.data.sources:
+        raise ConfigError(
+            f"{command}: the run has several sources ({', '.join(config.data.sources)}), and their "
+            "rollouts have tools and rewards of their own; agenttrain view shows them"
         )

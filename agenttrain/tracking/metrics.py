@@ -60,9 +60,7 @@ OF_SOURCES = (
 """Metrics of `rollout_metrics` that each source of a mixture has too."""
 
 
-def source_metrics(
-    groups: Sequence[Sequence[Rollout]], sources: Iterable[str]
-) -> dict[str, float]:
+def source_metrics(groups: Sequence[Sequence[Rollout]], sources: Iterable[str]) -> dict[str, float]:
     """Return the metrics of the groups of each source of a mixture.
 
     Example: ``{"source/shop/tasks": 5.0, "source/shop/reward": 0.4, …}``
