@@ -196,12 +196,21 @@ class Best:
         """Number of steps after which the best evaluation was made; None before the first."""
         return None if self.record is None else self.record["step"]
 
+    @property
+    def _steps(self) -> dict[str, int]:
+        """The step of the best evaluation, by source; "" is the run as a whole."""
+        if self.record is None:
+            return {}
+        records = {"": self.record, **self.record.get("sources", {})}
+        return {name: record["step"] for name, record in records.items()}
+
     def of_step(self, step: int) -> list[str]:
         """Return the sources whose best evaluation is that of a step; "" is the run as a whole."""
-        if self.record is None:
-            return []
-        records = {"": self.record, **self.record.get("sources", {})}
-        return [name for name, record in records.items() if record["step"] == step]
+        return [name for name, best_step in self._steps.items() if best_step == step]
+
+    def is_of(self, step: int) -> bool:
+        """Return True if no best evaluation, of the run or a source, is of another step."""
+        return {*self._steps.values()} == {step}
 
     def consider(self, step: int, evaluations: Sequence[Scores | HeldOutLoss]) -> bool:
         """Record these evaluations if they are better than the best; return True if so.

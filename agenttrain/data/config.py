@@ -136,7 +136,17 @@ def _read_sources(sections: object) -> dict[str, Any]:
         for unknown in (str(part) for part in section if part not in known):
             hint = did_you_mean(unknown, known) or f"; its keys are: {', '.join(known)}"
             problems.append(f"{key}.{unknown}={shown(section[unknown])}: unknown key{hint}")
-        ours = {part: value for part, value in section.items() if part in known}
+        for nested in ("sources", "only"):
+            if section.get(nested):
+                problems.append(
+                    f"{key}.{nested}={shown(section[nested])}: a source has no sources of its own; "
+                    "leave it out"
+                )
+        ours = {
+            part: value
+            for part, value in section.items()
+            if part in known and part not in ("sources", "only")
+        }
         own = [part for part in OWN_SECTIONS if ours.get(part) is not None]
         try:
             sources[str(name)] = TypeAdapter(SourceConfig).validate_python(ours)
@@ -163,7 +173,9 @@ def at_source(name: str, own: Collection[str], text: str) -> str:
     return re.sub(rf"(?<![\w./-])(?!{re.escape(SOURCES)}\b)(?:{keys})", moved, text)
 
 
-Sources = Annotated[dict[str, Any], PlainValidator(_read_sources)]
+Sources = Annotated[
+    dict[str, Any], PlainValidator(_read_sources, json_schema_input_type=dict[str, Any])
+]
 """SourceConfig by name. OmegaConf takes any key: `_read_sources` checks them."""
 
 
@@ -348,12 +360,6 @@ class SourceConfig(DataConfig):
             problems.append(
                 "data.train: names no rows; set data.train._target_=…, or add a group of rows"
             )
-        for key in ("sources", "only"):
-            if value := getattr(self, key):
-                problems.append(
-                    f"data.{key}={shown(plain(value))}: a source has no sources of its own; leave "
-                    "it out"
-                )
         if self.weight is not None and self.count is not None:
             problems.append(
                 f"data.weight={self.weight:g}: has no effect beside data.count={self.count}; leave "

@@ -9,8 +9,10 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass
 from fractions import Fraction
+from math import lcm
 from typing import Any
 
 from agenttrain.data.config import AtEnd, SourceConfig
@@ -41,47 +43,51 @@ def shares_of(sources: Mapping[str, SourceConfig], tasks_per_step: int) -> dict[
     }
 
 
-@dataclass(slots=True)
 class Turns:
     """Whose turn it is: draws sources one by one, each exactly by its share.
 
-    After any number of draws each source has its share of all draws so far, rounded up or down: the
-    quota method of Balinski and Young (1975, https://doi.org/10.1080/00029890.1975.11993911). Among
-    the sources that may have one more without being a whole draw ahead, the next is the one whose
-    share reaches that number first. Ties go to the first in `shares`. A source that has come to its
-    limit is left out, and the counts begin anew for the others.
+    After any number of draws each source has its share of all draws so far, rounded up or down (the
+    quota method of apportionment; Balinski and Young, American Mathematical Monthly 82, 1975).
+    Among the sources that may have one more without being a whole draw ahead, the next is the one
+    whose share reaches that number first. Ties go to the first in `shares`. A source that has come
+    to its limit is left out, and the counts begin anew for the others.
 
     Example: the shares 2/3 and 1/3 of a and b draw a, b, a, a, b, a, …
     """
 
-    shares: Mapping[str, Fraction]
-    limits: Mapping[str, int]
-    """Most draws of a source; sources without a limit are missing."""
-    drawn: dict[str, int] = field(default_factory=dict)
-    """Draws of each source so far."""
-    counted: dict[str, int] = field(default_factory=dict)
-    """Those since a source was last left out."""
-
-    def __post_init__(self) -> None:
-        self.drawn = {name: self.drawn.get(name, 0) for name in self.shares}
-        self.counted = {name: self.counted.get(name, 0) for name in self.shares}
+    def __init__(self, shares: Mapping[str, Fraction], limits: Mapping[str, int]) -> None:
+        """`limits` are the most draws of a source; sources without a limit are missing."""
+        common = lcm(*(share.denominator for share in shares.values()))
+        self._weights = {name: int(share * common) for name, share in shares.items()}
+        """The shares as whole numbers."""
+        common = lcm(*self._weights.values())
+        self._distances = {name: common // weight for name, weight in self._weights.items()}
+        """Draws from one of a source to its next, in a unit that makes them whole numbers."""
+        self._limits = limits
+        self.drawn = dict.fromkeys(shares, 0)
+        """Draws of each source so far."""
+        self.counted = dict.fromkeys(shares, 0)
+        """Those since a source was last left out."""
 
     def draw(self) -> str:
         """Return the source of the next task, and count it."""
-        open_names = [n for n in self.shares if self.drawn[n] < self.limits.get(n, sys.maxsize)]
-        total = sum(self.shares[name] for name in open_names)
-        draws = sum(self.counted[name] for name in open_names) + 1
-        eligible = (n for n in open_names if self.counted[n] * total < self.shares[n] * draws)
-        name = min(eligible, key=lambda n: (self.counted[n] + 1) / self.shares[n])
+        limits = self._limits
+        live = [n for n in self._weights if self.drawn[n] < limits.get(n, sys.maxsize)]
+        total = sum(self._weights[name] for name in live)
+        draws = sum(self.counted[name] for name in live) + 1
+        eligible = (n for n in live if self.counted[n] * total < self._weights[n] * draws)
+        name = min(eligible, key=lambda n: (self.counted[n] + 1) * self._distances[n])
         self.drawn[name] += 1
         self.counted[name] += 1
-        if self.drawn[name] == self.limits.get(name):
+        if self.drawn[name] == limits.get(name):
             self.counted = dict.fromkeys(self.counted, 0)
         return name
 
     def copy(self) -> Turns:
         """Return an independent copy."""
-        return Turns(self.shares, self.limits, dict(self.drawn), dict(self.counted))
+        duplicate = copy(self)
+        duplicate.drawn, duplicate.counted = dict(self.drawn), dict(self.counted)
+        return duplicate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -620,7 +620,7 @@ CHECKS: tuple[Check | VerbCheck, ...] = (
         role_problems,
         (
             *("roles", "reward", "user", "algorithm", "rollout", "distributed", "async_training"),
-            "engine",
+            *("engine", "data"),
         ),
         whole=True,
     ),
@@ -645,7 +645,7 @@ CHECKS: tuple[Check | VerbCheck, ...] = (
     VerbCheck(_task_rows, ("data",)),
     VerbCheck(_structured, ("rollout", "algorithm", "guards"), skips=UNTRAINED),
     VerbCheck(_teacher_folder, ("algorithm",), skips=UNTRAINED),
-    VerbCheck(_role_folders, ("roles", "reward", "user", "algorithm")),
+    VerbCheck(_role_folders, ("roles", "reward", "user", "algorithm", "data")),
     VerbCheck(_stop_when, ("stop_when", "algorithm"), skips=("eval", "plan", "play", "serve")),
     VerbCheck(_own_objective, ("algorithm",), skips=UNTRAINED, imports=True),
 )

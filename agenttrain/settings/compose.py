@@ -181,7 +181,8 @@ def compose_run(overrides: Sequence[str], source: Source, *, with_hydra: bool = 
             composed = convert(sections) if adds_or_deletes else _validate(sections)
         except ConfigError as error:
             raise ConfigError(with_files(str(error), overrides, source.name)) from error
-    _check_emptied(overrides, composed)
+    if sections["data"].get("only") is None:  # else the source's own sections take their place
+        _check_emptied(overrides, composed)
     return replace(composed, raw=raw) if with_hydra else composed
 
 
