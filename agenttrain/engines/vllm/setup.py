@@ -125,6 +125,11 @@ def set_environment(config: VllmSettings) -> None:
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
+def has_states(architecture: Any) -> bool:
+    """Return True if layers of a language model, by its config, have recurrent states."""
+    return bool(STATEFUL.intersection(getattr(architecture, "layer_types", None) or ()))
+
+
 def engine_arguments(
     folder: Path,
     config: VllmSettings,
@@ -166,7 +171,7 @@ def engine_arguments(
         arguments[RETURN_ROUTES] = True
     if config.kv_cache_mb is not None:
         arguments["kv_cache_memory_bytes"] = config.kv_cache_mb << 20
-    if STATEFUL.intersection(getattr(architecture, "layer_types", None) or ()):
+    if has_states(architecture):
         # vLLM's default is the model's format, in which a state loses half a percent.
         arguments["mamba_ssm_cache_dtype"] = "float32"
     if rank:
