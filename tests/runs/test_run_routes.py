@@ -91,6 +91,22 @@ def test_a_run_replays_its_experts_and_resumes_to_the_bit(tmp_path: Path, model:
 
 
 @pytest.mark.slow
+def test_an_evaluation_of_such_a_run_records_no_experts(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So it may have a model without experts, which training refuses."""
+    folder = tmp_path / "run"
+    train(folder, model, "steps=1")
+    settings = folder / "config.yaml"
+    assert "router_replay: rollout" in settings.read_text()
+    dense = ["model.path=bundled:shop", "eval.questions=2"]
+    capsys.readouterr()
+    assert main(["eval", f"run={folder}", *dense, "trust=true", f"hydra.run.dir={tmp_path}/e"]) == 0
+    assert main([*WORDS, *dense, f"hydra.run.dir={tmp_path / 'dense'}"]) == 2
+    assert "agenttrain: algorithm.router_replay=rollout: " in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_a_failed_update_is_repeated_with_its_experts(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
