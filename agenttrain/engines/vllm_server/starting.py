@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from agenttrain.engines.base import Engine
 from agenttrain.engines.config import EngineDtype
+from agenttrain.engines.language_model import has_states
 from agenttrain.engines.placement import place
 from agenttrain.engines.spec import EngineInputs
 from agenttrain.engines.vllm_server.config import VllmServerSettings
@@ -165,8 +166,6 @@ def outside_servers(plan: ServerPlan, inputs: EngineInputs) -> Outside:
             "that the servers were started with"
         )
     from transformers import AutoConfig
-
-    from agenttrain.engines.vllm.setup import has_states
 
     text = ""
     ids: tuple[int, ...] = ()
