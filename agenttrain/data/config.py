@@ -136,6 +136,12 @@ def _read_sources(sections: object) -> dict[str, Any]:
         for unknown in (str(part) for part in section if part not in known):
             hint = did_you_mean(unknown, known) or f"; its keys are: {', '.join(known)}"
             problems.append(f"{key}.{unknown}={shown(section[unknown])}: unknown key{hint}")
+        if not section.get("train"):
+            problems.append(
+                f"{key}.train: names no rows; set {key}.train._target_=…, or add a group: "
+                f"+data@{key}=file"
+            )
+            continue
         for nested in ("sources", "only"):
             if section.get(nested):
                 problems.append(
@@ -356,10 +362,6 @@ class SourceConfig(DataConfig):
     def _check_source(self) -> SourceConfig:
         """Check the keys that only a source has."""
         problems = []
-        if self.train in (MISSING, {}):
-            problems.append(
-                "data.train: names no rows; set data.train._target_=…, or add a group of rows"
-            )
         if self.weight is not None and self.count is not None:
             problems.append(
                 f"data.weight={self.weight:g}: has no effect beside data.count={self.count}; leave "

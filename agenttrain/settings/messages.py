@@ -102,6 +102,11 @@ def _explain(
         )
     if isinstance(error, MissingConfigException):
         return _unknown_option(error, groups)
+    if isinstance(error, AssertionError):  # Hydra's only one is about their order
+        return (
+            "defaults: lines that begin with `override` stand after all others of a defaults list; "
+            "move them to its end"
+        )
     if key_error is not None:
         return _explain_key_error(key_error, str(error), overrides, groups)
     return _explain_other(error, overrides, groups)
