@@ -62,6 +62,10 @@ class Chat:
         replies = [{"role": "tool", "content": "7", "tool_call_id": turn.calls[0].id}]
         chat.suffix(turn, replies, completion_ids=sampled, finish=Finish.stop,
                     generation_prompt=True)   # [(template, […]), (tool, [29]), (template, […])]
+
+    Texts of users and tools are marked before they are rendered: control tokens in them are
+    wrapped (`Encoder.mark`), so that they stay text. `placeholders` always stand for images. The
+    texts that stand for replies while a suffix is rendered are slots.
     """
 
     stop_token_ids: tuple[int, ...]
@@ -134,13 +138,14 @@ class Chat:
             lambda messages, opened: self.render(messages, generation_prompt=opened), self.encoder
         )
         self._reply_text = ReplyTexts(self._boundary, self.encoder)
-        # The tokens that end a completion, and those that are left out of its text.
+        # The tokens that end a completion.
         self.turn_end_ids = tuple(dict.fromkeys(self._turn_ends()))
         self.stop_token_ids = tuple(dict.fromkeys([*eos_token_ids, *self.turn_end_ids]))
-        self._marks = response.marks(self.encoder.control)
-        self._stripped = frozenset(self.stop_token_ids) | self.encoder.written
-        # Marks of reasoning and calls stay: the response schema parses them.
-        self._stripped -= {self.encoder.control[mark] for mark in self._marks}
+        # The tokens that are left out of a completion's text. The response's marks of reasoning and
+        # calls stay: the response schema parses them.
+        self._response_marks = response.marks(self.encoder.control)
+        self._stripped = frozenset(self.stop_token_ids) | self.encoder.steering_ids
+        self._stripped -= {self.encoder.control[mark] for mark in self._response_marks}
         # Reasoning. Probed here: `parse` must not fail on a template that cannot be rendered.
         self._opens_reasoning = {role: self._probe_reasoning(role) for role in ("user", "tool")}
         prompt = self.render([USER], generation_prompt=True)
@@ -191,7 +196,7 @@ class Chat:
         of the roles in `may_omit` may be left out.
         """
         messages = self.normal_messages(messages)
-        marked = [self._marked(message) for message in messages]
+        marked = [self._mark_message(message) for message in messages]
         rendering = self._prompt(messages, schemas, marked)
         self._check_texts(messages, schemas, rendering, may_omit, marked)
         return self._prompt_ids(messages, rendering)
@@ -256,7 +261,7 @@ class Chat:
         schemas: Sequence[dict],
         rendering: str,
         may_omit: Collection[str],
-        marked: Sequence[Message] = (),
+        marked: Sequence[Message],
     ) -> None:
         """Raise ChatError if a rendering of messages lacks the text or the calls of one of them.
 
@@ -264,6 +269,14 @@ class Chat:
         `may_omit` raise nothing. A second rendering, with probe words, is made only if a message
         stands in a place that is new to this chat, or a text of `marked` is not in `rendering`.
         """
+        self._check_calls(messages, may_omit)
+        is_known = self._shown_places.issuperset(places(messages).values())
+        close = getattr(self.response, "reasoning_close", "")  # e.g. </think>
+        if not is_known or not texts_stand_in(marked, rendering, close):
+            self._check_with_probe_words(messages, schemas, may_omit)
+
+    def _check_calls(self, messages: Sequence[Message], may_omit: Collection[str]) -> None:
+        """Raise ChatError for a message with calls, if the template renders no calls."""
         for index, message in enumerate(messages):
             role = str(message.get("role"))
             if message.get("tool_calls") and not self.renders_calls and role not in may_omit:
@@ -272,15 +285,18 @@ class Chat:
                     f"the role {role}: remove them, or set chat_template to one that renders them, "
                     "such as hermes"
                 )
-        place_of = places(messages)
-        close = getattr(self.response, "reasoning_close", "")  # e.g. </think>
-        if self._shown_places.issuperset(place_of.values()) and texts_stand_in(
-            marked, rendering, close
-        ):
-            return
+
+    def _check_with_probe_words(
+        self, messages: Sequence[Message], schemas: Sequence[dict], may_omit: Collection[str]
+    ) -> None:
+        """Render the messages with probe words as texts; raise ChatError if one is left out.
+
+        Places whose message was shown are kept in `_shown_places`.
+        """
         omitted = find_omitted(messages, lambda changed: self._prompt(changed, schemas))
         if len(self._shown_places) >= CACHED_SHAPES:
             self._shown_places.clear()
+        place_of = places(messages)
         self._shown_places.update(place for i, place in place_of.items() if i not in omitted)
         for index in omitted:
             role = str(messages[index].get("role"))
@@ -299,12 +315,12 @@ class Chat:
         """
         messages = self.normal_messages(messages)
         if not self._shown_places.issuperset(places(messages).values()):
-            # No text is in the empty rendering: this renders the messages with probe words.
-            self._check_texts(messages, schemas, "", (), messages)
+            self._check_calls(messages, may_omit=())
+            self._check_with_probe_words(messages, schemas, may_omit=())
 
-    def _marked(self, message: Message) -> Message:
+    def _mark_message(self, message: Message) -> Message:
         """Return a message with its control tokens marked, except those that it may hold."""
-        allowed = self._marks if message.get("role") == "assistant" else ()
+        allowed = self._response_marks if message.get("role") == "assistant" else ()
         return self.encoder.mark(message, allowed)
 
     def _prompt(
@@ -331,7 +347,7 @@ class Chat:
                         f"{kind!r}: {why}; remove it from the data"
                     )
         if marked is None:
-            marked = [self._marked(message) for message in messages]
+            marked = [self._mark_message(message) for message in messages]
         return self.render(marked, self.encoder.mark(schemas), generation_prompt=True)
 
     def _prompt_ids(self, messages: Sequence[Message], rendering: str) -> list[int]:
@@ -459,7 +475,11 @@ class Chat:
     def _with_images(
         self, spans: Sequence[tuple[Origin, list[int]]], replies: Sequence[Message]
     ) -> list[tuple[Origin, list[int]]]:
-        """Give the placeholders of each image a span of their own, of the origin `tool`."""
+        """Give the placeholders of each image a span of their own, of the origin `tool`.
+
+        Example, for an image that needs the placeholder P three times: ``(template, [1, P, 8])``
+        becomes ``(template, [1]), (tool, [P, P, P]), (template, [8])``.
+        """
         if self.placeholders is None:
             raise ChatError(f"a reply holds an image: {self.no_images}")
         ids = self._expand([token_id for _, part in spans for token_id in part], replies)
@@ -467,6 +487,7 @@ class Chat:
         origins = iter([origin for origin, part in spans for _ in part])
         images = iter(self.place(ids, replies))
         split: list[tuple[Origin, list[int]]] = []
+        # `position` is in the expanded ids. `origins` advances once per token before the expansion.
         position, image = 0, next(images, None)
         while position < len(ids):
             if image is not None and image.start == position:
@@ -605,10 +626,10 @@ class Chat:
     def _render_suffix(
         self, turn: AssistantTurn, replies: Sequence[Message], generation_prompt: bool
     ) -> Suffix:
-        """Return a turn's suffix by rendering a numbered placeholder for each text of a reply."""
+        """Return a turn's suffix by rendering a numbered slot for each text of a reply."""
         mark = self.encoder.mark
         calls = tuple(replace(call, name=mark(call.name), id=mark(call.id)) for call in turn.calls)
-        slots = count()  # numbers of the placeholders
+        slots = count()
         stand_ins = []
         for reply in replies:
             content: Any = reply.get("content")
@@ -621,13 +642,13 @@ class Chat:
                 )
             else:
                 content = placeholder(next(slots))
-            # All but the content is marked: placeholders must stay as they are.
+            # All but the content is marked: slots must stay as they are.
             stand_ins.append({**mark({**reply, "content": None}), "content": content})
         end, text = self._boundary.split(
             replace(turn, calls=calls), stand_ins, generation_prompt=generation_prompt
         )
-        placeholders_used = next(slots)
-        suffix = build_suffix(end, text, self.encoder, replies=placeholders_used)
+        slots_used = next(slots)
+        suffix = build_suffix(end, text, self.encoder, replies=slots_used)
         if end and not calls:
             last_end = tuple(self.encoder.encode(self._boundary.answer_end()))
             # Harmony ends its last answer with another token. Not so Phi-3, which ends it like any
@@ -638,7 +659,10 @@ class Chat:
         return suffix
 
     def _turn_ends(self) -> list[int]:
-        """Return the ids that end a turn and never occur inside of one: that of ``<|im_end|>``."""
+        """Return the ids that end a turn and never occur inside of one: that of ``<|im_end|>``.
+
+        Harmony's ``<|end|>`` ends the reasoning inside a turn too: sampling must not stop at it.
+        """
         inside: list[int] = []
         with suppress(ChatError):
             # The ids between the generation prompt and the content of an answer with reasoning.

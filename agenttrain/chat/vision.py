@@ -20,7 +20,10 @@ UNREAD = {
 
 
 def load_placeholders(folder: Path) -> Placeholders | str:
-    """Return the placeholders of the model in a folder, or the reason why it reads no images."""
+    """Return the placeholders of the model in a folder, or the reason why it reads no images.
+
+    SEEING are the model types whose images agenttrain reads.
+    """
     config = _json(folder / "config.json")
     kind = str(config.get("model_type"))
     if kind not in SEEING:

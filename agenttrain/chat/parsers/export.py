@@ -101,7 +101,7 @@ def _stops(chat: Chat) -> str:
     for turn in _probe_turns(chat):
         with suppress(ChatError):  # the chat template cannot render this turn
             ids = completion_ids(chat, [{"role": "user", "content": USER_TEXT}], [FORECAST], turn)
-            stop_ids += [i for i in ids if i in chat.encoder.written and i not in marks]
+            stop_ids += [i for i in ids if i in chat.encoder.steering_ids and i not in marks]
     return "|".join(re.escape(chat.decode([token])) for token in dict.fromkeys(stop_ids))
 
 
