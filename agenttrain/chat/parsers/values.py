@@ -85,11 +85,11 @@ class Item(NamedTuple):
     """The tool's name at the beginning of an item that cannot be read."""
 
 
-Read = Callable[[str, int], Json]
+ReadValue = Callable[[str, int], Json]
 
 
 def read_items(
-    text: str, start: int, key: str, read: Read = read_json, *, limit: int | None = None
+    text: str, start: int, key: str, read: ReadValue = read_json, *, limit: int | None = None
 ) -> tuple[list[Item], int]:
     """Read an array of objects from `start`, after its bracket; return (items, end).
 
@@ -139,7 +139,7 @@ def written_name(text: str, key: str = "name") -> str:
     return match["name"] if match else ""
 
 
-def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def mapping_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make a mapping of the pairs. Raises ValueError for a key given twice, which is ambiguous."""
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
@@ -152,18 +152,20 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _DECODER = json.JSONDecoder(
-    parse_constant=refuse_constant, parse_float=finite_float, object_pairs_hook=unique
+    parse_constant=refuse_constant,  # NaN, Infinity
+    parse_float=finite_float,
+    object_pairs_hook=mapping_without_repeats,
 )
 
 
-def portable(value: Any, text: str) -> bool:
+def is_portable(value: Any, text: str) -> bool:
     """Return True if other code can write the value: no lone surrogates, no extreme nesting.
 
     Both occur in valid JSON (``"\\ud800"``, a thousand brackets). They would raise only later, in
     a template or while rollouts are written. `text` is the value's source, where a cheap look shows
     that most values need no check.
     """
-    if text.count("[") + text.count("{") > MAX_DEPTH and not _shallow(value, MAX_DEPTH):
+    if text.count("[") + text.count("{") > MAX_DEPTH and not _is_shallow(value, MAX_DEPTH):
         return False
     if "\\" in text:
         try:
@@ -173,10 +175,10 @@ def portable(value: Any, text: str) -> bool:
     return True
 
 
-def _shallow(value: Any, depth: int) -> bool:
+def _is_shallow(value: Any, depth: int) -> bool:
     """Return True if a value has at most `depth` levels."""
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return depth > 0 and all(_shallow(item, depth - 1) for item in items)
+    return depth > 0 and all(_is_shallow(item, depth - 1) for item in items)
 
 
 def kind(value: Any) -> str:
@@ -186,7 +188,7 @@ def kind(value: Any) -> str:
 
 
 def excerpt(text: str) -> str:
-    """Quote the beginning of a text, for error messages."""
+    """Quote the beginning of a text, at most 60 characters, for error messages."""
     text = text.strip()
     return repr(text if len(text) <= 60 else text[:59] + "…")
 
@@ -285,7 +287,7 @@ def read_loose(text: str) -> Json:
     return Json(problem=problem, cut=cut)
 
 
-def _unescaped(text: str, *, python: bool = False) -> str:
+def _replace_escapes(text: str, *, python: bool = False) -> str:
     """Return a string's text with its escapes replaced: JSON's and `\\x41`, or all of Python's."""
     if "\\" not in text:
         return text
@@ -337,9 +339,10 @@ class _Reader:
 
     text: str
     dialect: Dialect
+    """The ways in which the text may depart from JSON: Python's literals, keys without quotes."""
 
     def value(self, at: int, depth: int) -> tuple[Any, int]:
-        """Read the value at `at`, which may have `depth` levels."""
+        """Read the value at `at`, which may have at most `depth` levels."""
         if depth == 0:
             raise LiteralError(f"nested more than {MAX_DEPTH} levels deep")
         first = self.text[at : at + 1]
@@ -386,23 +389,24 @@ class _Reader:
             if self.dialect.python and not pairs and next_character in (",", "}"):  # {1, 2}
                 return self._items(start, "}", depth)[:2]
             if next_character != ":":
-                self._expected("':'", at)
+                self._raise_expected("':'", at)
             at = skip_blank(self.text, at + 1)
             if self.dialect.unbraced and KEY_AHEAD.match(self.text, at):  # {"a": "x": 1}
-                if depth == 1:
+                if depth == 1:  # as in `value`, which is not called for this mapping
                     raise LiteralError(f"nested more than {MAX_DEPTH} levels deep")
                 value, end = self._mapping(at, depth - 1)
                 pairs.append((key, value))
-                # Each mapping has its closing brace, or the inner one's ends both.
+                # The inner mapping's brace was read. The outer mapping may have its own, as in
+                # {"a": "x": 1}}. Otherwise one brace ends both: {"a": "x": 1}.
                 at = skip_blank(self.text, end)
                 if self.text[at : at + 1] != "}":
-                    at = end - 1  # of the inner brace
+                    at = end - 1  # back to the brace that was read
                 break
             value, at = self.value(at, depth - 1)
             pairs.append((key, value))
             at = self._after_item(at, "}", len(pairs))
         try:
-            return unique(pairs), at + 1
+            return mapping_without_repeats(pairs), at + 1
         except ValueError as error:
             raise LiteralError(str(error)) from None
 
@@ -415,7 +419,7 @@ class _Reader:
             return json.dumps(value), end  # {1: "x"} has the key "1"
         word = _WORD.match(self.text, at) if self.dialect.bare_keys else None
         if word is None:
-            self._expected("a key in quotes", at)
+            self._raise_expected("a key in quotes", at)
         return word.group(), word.end()
 
     def _after_item(self, at: int, bracket: str, count: int) -> int:
@@ -426,9 +430,9 @@ class _Reader:
         if self.text[at : at + 1] == ",":
             at = skip_blank(self.text, at + 1)
             if self.text[at : at + 1] == bracket and not self.dialect.trailing_commas:
-                self._expected("a value", at)
+                self._raise_expected("a value", at)
         elif self.text[at : at + 1] != bracket:
-            self._expected(f"',' or '{bracket}'", at)
+            self._raise_expected(f"',' or '{bracket}'", at)
         return at
 
     def _strings(self, at: int) -> tuple[str, int] | None:
@@ -460,7 +464,7 @@ class _Reader:
             if re.search(r"(?<!\{)\{(?:\{\{)*+(?!\{)", text):
                 raise LiteralError("a text with placeholders, whose values are not known")
             text = text.replace("{{", "{").replace("}}", "}")
-        return (text if "r" in prefix else _unescaped(text, python=True)), string.end()
+        return (text if "r" in prefix else _replace_escapes(text, python=True)), string.end()
 
     def _string(self, at: int) -> tuple[str, int] | None:
         """Read a string between the dialect's marks or quotes; None if there is none."""
@@ -477,7 +481,7 @@ class _Reader:
         string = _QUOTED[quote].match(self.text, at)
         if string is None:
             raise LiteralError("a string is not closed", cut=True)
-        return _unescaped(string.group()[1:-1]), string.end()
+        return _replace_escapes(string.group()[1:-1]), string.end()
 
     def _scalar(self, at: int) -> tuple[Any, int]:
         """Read a number, or a word such as `true`."""
@@ -496,10 +500,10 @@ class _Reader:
             return value, number.end()
         word = _WORD.match(self.text, at)
         if word is None or word.group() not in self.dialect.words:
-            self._expected("a value", at)
+            self._raise_expected("a value", at)
         return self.dialect.words[word.group()], word.end()
 
-    def _expected(self, what: str, at: int) -> NoReturn:
+    def _raise_expected(self, what: str, at: int) -> NoReturn:
         """Raise LiteralError that says what stands in place of `what`."""
         cut = at >= len(self.text)
         actual = "the end" if cut else excerpt(self.text[at : at + 60])
