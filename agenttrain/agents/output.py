@@ -29,7 +29,9 @@ class BoundedLog:
         self._path, self._remaining_bytes, self._mode = path, limit, "ab" if append else "wb"
         self._file: IO[Any] | None = None
         self._tail = bytearray()
+        """The last TAIL_BYTES of the output."""
         self._bytes_past_beginning = 0
+        """Bytes of output after the `limit`, which only `_tail` keeps."""
         self._stopped = False
         if not append:
             with suppress(OSError):

@@ -81,7 +81,7 @@ class TurnBoundary:
         # The text that closes the calls, e.g. "}</tool_call>", and the end of the turn if nothing
         # follows it.
         closing, end = self._calls_end(assistant) if turn.calls else ("", self.answer_end())
-        text = _after_body(self.render([USER, assistant, *replies], generation_prompt))
+        text = _text_after_body(self.render([USER, assistant, *replies], generation_prompt))
         if not text.startswith(closing):
             raise ChatError(
                 f"the chat template ends a turn with {unmark(closing)!r}, but with "
@@ -111,9 +111,9 @@ class TurnBoundary:
         Example: ``("}\\n</tool_call>", "<|im_end|>")``.
         """
         end = self.answer_end()
-        after_calls = _after_body(self.render([USER, assistant], False))
+        after_calls = _text_after_body(self.render([USER, assistant], False))
         # Where answers have no end (GLM), all text after the calls closes them.
-        closing = self._to_last_control(after_calls) if end else after_calls.rstrip()
+        closing = self._up_to_last_control(after_calls) if end else after_calls.rstrip()
         if not closing.endswith(end):  # never if `end` is empty
             # Calls end with another token than answers: the last piece of `closing`.
             pieces = list(self.encoder.pieces(closing))
@@ -122,10 +122,10 @@ class TurnBoundary:
 
     def answer_end(self) -> str:
         """Return the end of an answer that nothing follows, e.g. ``<|im_end|>``."""
-        answer = _after_body(self.render([USER, {"role": "assistant", "content": BODY}], False))
-        return self._to_last_control(answer)
+        answer: Message = {"role": "assistant", "content": BODY}
+        return self._up_to_last_control(_text_after_body(self.render([USER, answer], False)))
 
-    def _to_last_control(self, text: str) -> str:
+    def _up_to_last_control(self, text: str) -> str:
         """Return the text up to its last control token, inclusive; empty if it has none."""
         pieces = list(self.encoder.pieces(text))
         while pieces and not pieces[-1][0]:
@@ -149,7 +149,7 @@ def _short_message(turn: AssistantTurn) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
-def _after_body(rendering: str) -> str:
+def _text_after_body(rendering: str) -> str:
     """Return the text after the placeholder BODY. Raises ChatError if it is not rendered."""
     _, body, after = rendering.rpartition(BODY)
     if not body:

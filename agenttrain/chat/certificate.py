@@ -268,7 +268,7 @@ def certify(chat: Chat, schemas: Sequence[dict]) -> Certificate:
     are compared. A template that does not fit raises nothing: its probes are refused. If the
     template was fixed, the model's own is probed too, to show which probes the fix repairs.
     """
-    probes = _probes(chat, schemas)
+    probes = _run_probes(chat, schemas)
     stock_probes = probes
     if chat.fix.changes:
         stock_chat = Chat(
@@ -281,7 +281,7 @@ def certify(chat: Chat, schemas: Sequence[dict]) -> Certificate:
             placeholders=chat.placeholders,
             roles=chat.roles,
         )
-        stock_probes = _probes(stock_chat, schemas)
+        stock_probes = _run_probes(stock_chat, schemas)
         for index, (probe, stock) in enumerate(zip(probes, stock_probes, strict=True)):
             if probe.passed and not stock.passed:
                 reason = f"stock: {stock.reason}"
@@ -344,7 +344,7 @@ def _messages_left_out(chat: Chat, schemas: Sequence[dict]) -> Iterator[str]:
             yield description
 
 
-def _probes(chat: Chat, schemas: Sequence[dict]) -> list[Probe]:
+def _run_probes(chat: Chat, schemas: Sequence[dict]) -> list[Probe]:
     """Return the results of all probes: of features, and of conversations."""
     probes = feature_probes(chat, schemas)
     cases = [(name, QUESTION[0], steps) for name, steps in conversations(chat, schemas)]
@@ -512,7 +512,8 @@ def _require_same_calls(turn: AssistantTurn, parsed: AssistantTurn, completion: 
     if calls != parsed_calls or any(call.malformed for call in parsed.calls):
         raise _Mismatch(
             "the response schema does not read the calls that the template renders",
-            f"{_short(completion)} parses to {_short(parsed_calls)} instead of {_short(calls)}",
+            f"{_excerpt(completion)} parses to {_excerpt(parsed_calls)} "
+            f"instead of {_excerpt(calls)}",
             Misfit.response_schema,
         )
 
@@ -530,6 +531,6 @@ def _require_equal(chat: Chat, full: Sequence[int], ledger: Sequence[int], reaso
     )
 
 
-def _short(value: object) -> str:
+def _excerpt(value: object) -> str:
     text = repr(value)
     return text if len(text) <= EXCERPT_LENGTH else f"{text[: EXCERPT_LENGTH - 1]}…"

@@ -139,13 +139,13 @@ class Chat:
         )
         self._reply_text = ReplyTexts(self._boundary, self.encoder)
         # The tokens that end a completion.
-        self.turn_end_ids = tuple(dict.fromkeys(self._turn_ends()))
+        self.turn_end_ids = tuple(dict.fromkeys(self._find_turn_ends()))
         self.stop_token_ids = tuple(dict.fromkeys([*eos_token_ids, *self.turn_end_ids]))
         # The tokens that are left out of a completion's text. The response's marks of reasoning and
         # calls stay: the response schema parses them.
         self._response_marks = response.marks(self.encoder.control)
-        self._stripped = frozenset(self.stop_token_ids) | self.encoder.steering_ids
-        self._stripped -= {self.encoder.control[mark] for mark in self._response_marks}
+        self._stripped_ids = frozenset(self.stop_token_ids) | self.encoder.steering_ids
+        self._stripped_ids -= {self.encoder.control[mark] for mark in self._response_marks}
         # Reasoning. Probed here: `parse` must not fail on a template that cannot be rendered.
         self._opens_reasoning = {role: self._probe_reasoning(role) for role in ("user", "tool")}
         prompt = self.render([USER], generation_prompt=True)
@@ -197,14 +197,14 @@ class Chat:
         """
         messages = self.normal_messages(messages)
         marked = [self._mark_message(message) for message in messages]
-        rendering = self._prompt(messages, schemas, marked)
+        rendering = self._render_prompt(messages, schemas, marked)
         self._check_texts(messages, schemas, rendering, may_omit, marked)
-        return self._prompt_ids(messages, rendering)
+        return self._encode_prompt(messages, rendering)
 
     def rendered_ids(self, messages: Sequence[Message], schemas: Sequence[dict]) -> list[int]:
         """Return [T] the ids as `prompt_ids` does; the template may leave out any text."""
         messages = self.normal_messages(messages)
-        return self._prompt_ids(messages, self._prompt(messages, schemas))
+        return self._encode_prompt(messages, self._render_prompt(messages, schemas))
 
     def normal_messages(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages in `normal_message`'s form, with roles to render. Raises ChatError."""
@@ -215,12 +215,12 @@ class Chat:
                 changed = normal_message(message)
             except ValueError as error:
                 raise ChatError(f"a message of the role {role}: {error}") from error
-            if isinstance(role, str) and (rendered_role := self._role(role)) != role:
+            if isinstance(role, str) and (rendered_role := self._role_to_render(role)) != role:
                 changed["role"] = rendered_role
             normal.append(changed)
         return normal
 
-    def _role(self, name: str) -> str:
+    def _role_to_render(self, name: str) -> str:
         """Return the role to render for the role `name` of a message.
 
         The setting `chat_template.roles` goes first. Otherwise a role under another name, such as
@@ -293,7 +293,7 @@ class Chat:
 
         Places whose message was shown are kept in `_shown_places`.
         """
-        omitted = find_omitted(messages, lambda changed: self._prompt(changed, schemas))
+        omitted = find_omitted(messages, lambda changed: self._render_prompt(changed, schemas))
         if len(self._shown_places) >= CACHED_SHAPES:
             self._shown_places.clear()
         place_of = places(messages)
@@ -323,7 +323,7 @@ class Chat:
         allowed = self._response_marks if message.get("role") == "assistant" else ()
         return self.encoder.mark(message, allowed)
 
-    def _prompt(
+    def _render_prompt(
         self,
         messages: Sequence[Message],
         schemas: Sequence[dict],
@@ -350,12 +350,12 @@ class Chat:
             marked = [self._mark_message(message) for message in messages]
         return self.render(marked, self.encoder.mark(schemas), generation_prompt=True)
 
-    def _prompt_ids(self, messages: Sequence[Message], rendering: str) -> list[int]:
+    def _encode_prompt(self, messages: Sequence[Message], rendering: str) -> list[int]:
         """Encode a rendering of messages; placeholders are repeated for their images."""
         ids = self.encoder.encode(rendering)
-        return ids if self.placeholders is None else self._expand(ids, messages)
+        return ids if self.placeholders is None else self._expand_placeholders(ids, messages)
 
-    def _expand(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+    def _expand_placeholders(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """Repeat the placeholders in `ids` for the images of the messages."""
         assert self.placeholders is not None
         try:
@@ -411,7 +411,7 @@ class Chat:
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         """Return a completion's text as `parse` reads it: without the tokens that end its turn."""
-        return self.decode([token for token in token_ids if token not in self._stripped])
+        return self.decode([token for token in token_ids if token not in self._stripped_ids])
 
     def parse_text(
         self, text: str, schemas: Sequence[dict], *, turn: int | str, after: str = "user"
@@ -455,7 +455,7 @@ class Chat:
         with the history.
         """
         turn, replies = self.as_rendered(turn, replies)
-        suffix = self._suffix(turn, replies, generation_prompt)
+        suffix = self._suffix_of_shape(turn, replies, generation_prompt)
         texts: list[str] = []
         has_images = False
         for reply in replies:
@@ -470,9 +470,9 @@ class Chat:
             spans[0][1][:0] = missing  # neighbours of one origin are one span
         elif missing:
             spans.insert(0, (Origin.template, missing))
-        return self._with_images(spans, replies) if has_images else spans
+        return self._split_off_images(spans, replies) if has_images else spans
 
-    def _with_images(
+    def _split_off_images(
         self, spans: Sequence[tuple[Origin, list[int]]], replies: Sequence[Message]
     ) -> list[tuple[Origin, list[int]]]:
         """Give the placeholders of each image a span of their own, of the origin `tool`.
@@ -482,7 +482,9 @@ class Chat:
         """
         if self.placeholders is None:
             raise ChatError(f"a reply holds an image: {self.no_images}")
-        ids = self._expand([token_id for _, part in spans for token_id in part], replies)
+        ids = self._expand_placeholders(
+            [token_id for _, part in spans for token_id in part], replies
+        )
         # The origin of each token before the expansion, which repeats an image's placeholder.
         origins = iter([origin for origin, part in spans for _ in part])
         images = iter(self.place(ids, replies))
@@ -534,14 +536,14 @@ class Chat:
     ) -> tuple[int, ...]:
         """Return the ids with which the template ends this turn; empty without a control token."""
         turn, replies = self.as_rendered(turn, replies)
-        return self._suffix(turn, replies, generation_prompt).end_ids
+        return self._suffix_of_shape(turn, replies, generation_prompt).end_ids
 
     def answer_end_ids(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return (the end of the last answer, the end of an answer before a user's message).
 
         The two differ in harmony: ``<|return|>`` and ``<|end|>``.
         """
-        suffix = self._suffix(ANSWER, [USER], generation_prompt=True)
+        suffix = self._suffix_of_shape(ANSWER, [USER], generation_prompt=True)
         return suffix.last_end_ids or suffix.end_ids, suffix.end_ids
 
     def wrapper_length(
@@ -554,7 +556,7 @@ class Chat:
     ) -> int:
         """Return the number of tokens of `suffix` with empty replies and a generation prompt."""
         turn, replies = self.as_rendered(turn, replies)
-        suffix = self._suffix(turn, replies, generation_prompt=True)
+        suffix = self._suffix_of_shape(turn, replies, generation_prompt=True)
         return suffix.glue_length + len(_missing_end(suffix, completion_ids, finish))
 
     def clip(self, text: str, max_tokens: int) -> str:
@@ -601,7 +603,7 @@ class Chat:
         """Return the text of ids, control tokens included."""
         return self.encoder.decode(token_ids)
 
-    def _suffix(
+    def _suffix_of_shape(
         self, turn: AssistantTurn, replies: Sequence[Message], generation_prompt: bool
     ) -> Suffix:
         """Return the suffix of the turn's shape, from the cache or by rendering it.
@@ -610,7 +612,7 @@ class Chat:
         ids of the calls, and every key of a reply but its content.
         """
         indices = {call.id: index for index, call in enumerate(turn.calls)}
-        shapes = tuple(_shape(reply, indices) for reply in replies)
+        shapes = tuple(_shape_of(reply, indices) for reply in replies)
         shows_ids = self._behaviour.shows_ids
         calls_key = tuple((call.name, call.id if shows_ids else "") for call in turn.calls)
         cache_key = (generation_prompt, calls_key, shapes)
@@ -647,7 +649,7 @@ class Chat:
         end, text = self._boundary.split(
             replace(turn, calls=calls), stand_ins, generation_prompt=generation_prompt
         )
-        slots_used = next(slots)
+        slots_used = next(slots)  # numbers begin with 0, so the next one is how many there are
         suffix = build_suffix(end, text, self.encoder, replies=slots_used)
         if end and not calls:
             last_end = tuple(self.encoder.encode(self._boundary.answer_end()))
@@ -658,7 +660,7 @@ class Chat:
                 suffix = replace(suffix, last_end_ids=last_end)
         return suffix
 
-    def _turn_ends(self) -> list[int]:
+    def _find_turn_ends(self) -> list[int]:
         """Return the ids that end a turn and never occur inside of one: that of ``<|im_end|>``.
 
         Harmony's ``<|end|>`` ends the reasoning inside a turn too: sampling must not stop at it.
@@ -679,7 +681,7 @@ class Chat:
         return [token_id for token_id in ids if token_id not in inside]
 
 
-def _shape(reply: Message, indices: Mapping[str, int]) -> tuple[tuple[str, Any], ...]:
+def _shape_of(reply: Message, indices: Mapping[str, int]) -> tuple[tuple[str, Any], ...]:
     """Return a reply without its texts, as a cache key; a call's id becomes its index in the turn.
 
     Example: ``(("role", "tool"), ("tool_call_id", 0))``. A list of texts and images is represented

@@ -83,8 +83,8 @@ def load_chat(
     all_families = dict(families())
     if template.family:
         all_families[template.name] = parse_family(template.name, template.family)
-    source, chosen = _template_source(tokenizer, template, all_families, tools=tools)
-    fix = replace(make_fix(tokenizer, source, template, all_families), chosen=chosen)
+    source, template_note = _template_source(tokenizer, template, all_families, tools=tools)
+    fix = replace(make_fix(tokenizer, source, template, all_families), chosen=template_note)
     _check_variables(fix.template, template.kwargs)
     family = all_families.get(fix.family or "")
     # If the fix added the tool format of another family (hermes), the tokens that are ordinary text
@@ -357,7 +357,7 @@ def load_spec(name: str) -> ResponseSpec:
         hint = f"; did you mean {close[0]}?" if close else ""
         names = ", ".join(sorted([*CHOICES, *bundled]))
         raise ChatError(f"{GROUP}.name={name} is not known: it is one of {names}{hint}")
-    content = _load(conf_folder() / GROUP / f"{name}.yaml", f"{GROUP}={name}")
+    content = _load_mapping(conf_folder() / GROUP / f"{name}.yaml", f"{GROUP}={name}")
     return make_spec(content.get("spec") or {}, source=f"{GROUP}={name}")
 
 
@@ -373,7 +373,7 @@ def server_parser(chat: Chat, config: ResponseSchemaConfig) -> str:
     strict = replace(cast(Any, chat.response), lenient=False)
     for name in spec_names():
         if load_spec(name) == strict:
-            content = _load(conf_folder() / GROUP / f"{name}.yaml", f"{GROUP}={name}")
+            content = _load_mapping(conf_folder() / GROUP / f"{name}.yaml", f"{GROUP}={name}")
             if "server_parser" in content:
                 return str(content["server_parser"])
     raise ChatError(
@@ -426,14 +426,14 @@ def resolve_spec(tokenizer: Any, config: ResponseSchemaConfig, family: str | Non
 def read_spec(path: Path) -> ResponseSpec:
     """Read a schema from a user's file, where it may stand below the key `spec`, as in conf/."""
     source = f"{GROUP}.path={path}"
-    content = _load(path.expanduser(), source)
+    content = _load_mapping(path.expanduser(), source)
     inner = content.get("spec", content)
     for key in ("response_template", "response_schema"):  # a whole tokenizer_config.json
         inner = content.get(key) or inner
     return make_spec(inner, source=source)
 
 
-def _load(path: Path, source: str) -> dict[str, Any]:
+def _load_mapping(path: Path, source: str) -> dict[str, Any]:
     """Read a mapping from a JSON or YAML file. Raises ChatError that names `source`."""
     try:
         text = path.read_text(encoding="utf-8")

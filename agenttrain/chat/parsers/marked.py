@@ -156,7 +156,8 @@ class MarkedSpec(Syntax):
             end = mark.end() + read.end
             while index < len(marks) and marks[index].start() < end:  # marks inside the call
                 index += 1
-            # In a format without marks the opening is a place: that of the call's first character.
+            # In a format without marks the opening matches no text: it is the place of the call's
+            # first character.
             has_no_mark = mark.end() == mark.start()
             names_no_tool = [call.name for call in read.calls] == [None]
             if has_no_mark and names_no_tool:
@@ -292,9 +293,8 @@ class MarkedSpec(Syntax):
         """Read the calls at `start`; `marks[index]` is the first mark after it.
 
         A mark inside a string argument is part of the string, so a string that runs into a mark is
-        read again up to a later mark. Example: ``{"x": "</tool_call>"}</tool_call>`` is cut in a
-        string at the first mark, and whole at the second. The number of tries is bounded, so
-        parsing stays linear.
+        read again up to a later mark. Example: in ``{"x": "</tool_call>"}</tool_call>`` the string
+        runs into the first mark. The number of tries is bounded, so parsing stays linear.
         """
         first = None
         for count in MARKS_IN_STRINGS:  # try a body up to the first mark, the 4th, the 16th

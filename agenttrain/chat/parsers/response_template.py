@@ -137,7 +137,7 @@ class TemplateSpec:
         if not anchors:
             return False
         turn = prompt[anchors[-1].end() :]
-        last = self._regions(turn, begins_in=None)[-1:]
+        last = self._split_regions(turn, begins_in=None)[-1:]
         return bool(last) and last[0].field.name in REASONING and not last[0].closed
 
     def parse(
@@ -145,12 +145,12 @@ class TemplateSpec:
     ) -> ParsedCompletion:
         """See ResponseSpec."""
         reasoning_field = next((f for f in self.fields if f.name in REASONING), None)
-        regions = self._regions(text, begins_in=reasoning_field if in_reasoning else None)
+        regions = self._split_regions(text, begins_in=reasoning_field if in_reasoning else None)
         types_by_name = types_by_tool(schemas)
         calls: list[ParsedCall] = []
         for region in regions:
             if region.field.name == CALLS:
-                calls += self._calls(region, text[region.start : region.end], types_by_name)
+                calls += self._region_calls(region, text[region.start : region.end], types_by_name)
         reasoning = [region for region in regions if region.field.name in REASONING]
         return ParsedCompletion(
             content=_join_bodies(text, [r for r in regions if r.field.name == CONTENT_FIELD]),
@@ -158,7 +158,7 @@ class TemplateSpec:
             calls=calls,
         )
 
-    def _calls(self, region: _Region, span: str, schemas: Schemas) -> Iterator[ParsedCall]:
+    def _region_calls(self, region: _Region, span: str, schemas: Schemas) -> Iterator[ParsedCall]:
         """Yield the calls of a region, whose whole text is `span`."""
         field, problem = region.field, region.problem
         if problem is None and not region.closed and field.close is not None:
@@ -177,7 +177,7 @@ class TemplateSpec:
             call = with_all_arguments(call, written, schemas)
             yield replace(call, lenient=True) if region.loose else call
 
-    def _regions(self, text: str, *, begins_in: _Field | None) -> list[_Region]:
+    def _split_regions(self, text: str, *, begins_in: _Field | None) -> list[_Region]:
         """Split a text into regions; with `begins_in`, it begins inside a region of that field."""
         regions: list[_Region] = []
         # The field of the text outside the regions of the others; its closing mark is skipped.

@@ -117,7 +117,7 @@ def _too_long(max_context: int) -> RequestError:
     )
 
 
-async def read(size: int, function: Callable[..., T], *arguments: Any) -> T:
+async def call_in_thread_if_large(size: int, function: Callable[..., T], *arguments: Any) -> T:
     """Call a function that reads a request of `size` bytes, in a thread if these are many.
 
     A large request takes so long to read that the event loop would stand still.

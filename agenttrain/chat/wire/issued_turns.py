@@ -69,8 +69,8 @@ class IssuedTurn:
         """Return the client's messages after the turn, with the model's ids of the calls.
 
         The template needs a reply to each call. A malformed call was sent to the client as text, so
-        that the client has no reply to it: it gets its `malformed_reply`. A call that the client
-        never got, because a stop text cut the answer off before it, gets `CUT_CALL`.
+        that the client has no reply to it: the reply is the call's `malformed_reply`. The client
+        never got a call that stands after a stop text: the reply to such a call is `CUT_CALL`.
         """
         contents = {m["tool_call_id"]: m["content"] for m in new_messages if m["role"] == "tool"}
         replies: list[Message] = []
@@ -177,11 +177,11 @@ class IssuedTurns(Generic[T]):
     def restore_calls(
         self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]
     ) -> tuple[list[Message], set[str]]:
-        """Return messages with calls as they were issued, and the ids of those sent otherwise.
+        """Return messages with calls as they were issued, and the ids of calls that were respelled.
 
         Clients write defaults of a tool's schema into calls, or leave them out, and replace a
-        malformed call by one of their own. A call with our id that differs by no more is the one
-        that was issued. Other differences are edits, and stay.
+        malformed call by one of their own. A call with an issued id that differs only so is taken
+        for the issued call. Other differences are edits of the client, and stay.
         """
         restored, respelled = list(messages), set()
         for index, message in enumerate(messages):
@@ -260,9 +260,9 @@ def _render_with_late_system(
     except ChatError as error:
         if all(message["role"] != "system" for message in messages[first:]):
             raise
-        shown = _merge_late_system(messages, first)
+        merged = _merge_late_system(messages, first)
         try:
-            return shown, render(shown)
+            return merged, render(merged)
         except ChatError:
             raise error from None
 

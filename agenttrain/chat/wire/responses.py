@@ -165,11 +165,11 @@ class _Tools:
         ``mail__find``.
         """
         function = schema["function"]
-        name = shown = function["name"]
+        name = model_name = function["name"]
         if name in {other["function"]["name"] for other in self.schemas}:
-            shown = f"{namespace}__{name}"
-        self.namespaces[shown] = (namespace, name)
-        return {**schema, "function": {**function, "name": shown}}
+            model_name = f"{namespace}__{name}"
+        self.namespaces[model_name] = (namespace, name)
+        return {**schema, "function": {**function, "name": model_name}}
 
 
 def _read_form(request: ResponsesRequest) -> AnswerForm:
@@ -206,7 +206,7 @@ class _ItemReader:
         self, roles: Mapping[str, str], find_issued: FindIssued, namespaces: Namespaces
     ) -> None:
         self.roles, self.find_issued = roles, find_issued
-        self.shown = {tool: name for name, tool in namespaces.items()}
+        self.model_names = {tool: name for name, tool in namespaces.items()}
         """(namespace, name) of a tool for the client -> its name for the model."""
         self.messages: list[Message] = []
         self.tool_names: dict[str, str] = {}
@@ -315,7 +315,7 @@ class _ItemReader:
         call_id, name = item.get("call_id"), item.get("name")
         if not isinstance(call_id, str) or not isinstance(name, str):
             raise RequestError(f"{where}: a function_call needs a call_id and a name", param=where)
-        name = self.shown.get((str(item.get("namespace")), name), name)
+        name = self.model_names.get((str(item.get("namespace")), name), name)
         function = {"name": name, "arguments": item.get("arguments")}
         call = read_call({"id": call_id, "function": function}, where, text_arguments=True)
         self._turn_for_item(call_id, "function_call").setdefault("tool_calls", []).append(call)
@@ -330,9 +330,9 @@ class _ItemReader:
         """
         issued = self.find_issued(key) if isinstance(key, str) and key else None
         turn = self.turn
-        # `self.issued` is the issued answer that the current turn was recognised as.
         is_open = turn is not None and turn is self.messages[-1]  # no reply follows it yet
         if turn is not None and issued is not None and self.issued is not None:
+            # We issued both the item and the current turn (as `self.issued`).
             begins_turn = issued is not self.issued
         elif turn is None or not is_open:
             begins_turn = True
