@@ -48,11 +48,12 @@ SIDE = "agent"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedPolicy:
-    """The policy as the rollouts use it."""
+    """The policy as the rollouts of outside agents use it: made by `Agents` for each rollout."""
 
     engine: Engine
     chat: Chat
     limits: RolloutConfig
+    """The section `rollout` of the run's settings."""
     lockstep: bool = False
     """The engine repeats a run bit for bit (`Lockstep`): requests that a rollout sends at once are
     answered one after the other."""

@@ -64,7 +64,10 @@ ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 class OutsideAgent(Protocol):
-    """Whatever attempts rollouts."""
+    """Attempts the rollouts of a run: by a function, a process for each, or workers.
+
+    `Agents` calls `attempt` for each rollout, many at once in its event loop, and `aclose` at last.
+    """
 
     async def attempt(self, assignment: AgentTask, log: Path) -> float | None:
         """Attempt a task. Return the agent's reward, if any. Raises AgentFailed."""

@@ -68,7 +68,10 @@ MAX_HOPS = 40
 
 @dataclass(slots=True)
 class Visible:
-    """Files and folders that a sandbox shows."""
+    """Files and folders that a sandbox shows.
+
+    `visible_files` makes it and fills it by the `add` methods.
+    """
 
     home: str
     """The agent's own folder, empty at first."""
@@ -79,6 +82,7 @@ class Visible:
     shown: set[str] = field(default_factory=set)
     """Folders that can be read, but for `hidden`."""
     hidden: set[str] = field(default_factory=set)
+    """Files and folders of keys, tokens and histories."""
     links: dict[str, str] = field(default_factory=dict)
     """Symbolic link on the way to a path above -> its target."""
 

@@ -81,7 +81,8 @@ class TurnBoundary:
         # The text that closes the calls, e.g. "}</tool_call>", and the end of the turn if nothing
         # follows it.
         closing, end = self._calls_end(assistant) if turn.calls else ("", self.answer_end())
-        text = _text_after_body(self.render([USER, assistant, *replies], generation_prompt))
+        conversation = [USER, assistant, *replies]
+        text = _text_after_body(self.render(conversation, generation_prompt=generation_prompt))
         if not text.startswith(closing):
             raise ChatError(
                 f"the chat template ends a turn with {unmark(closing)!r}, but with "
@@ -111,7 +112,7 @@ class TurnBoundary:
         Example: ``("}\\n</tool_call>", "<|im_end|>")``.
         """
         end = self.answer_end()
-        after_calls = _text_after_body(self.render([USER, assistant], False))
+        after_calls = _text_after_body(self.render([USER, assistant], generation_prompt=False))
         # Where answers have no end (GLM), all text after the calls closes them.
         closing = self._up_to_last_control(after_calls) if end else after_calls.rstrip()
         if not closing.endswith(end):  # never if `end` is empty
@@ -123,7 +124,8 @@ class TurnBoundary:
     def answer_end(self) -> str:
         """Return the end of an answer that nothing follows, e.g. ``<|im_end|>``."""
         answer: Message = {"role": "assistant", "content": BODY}
-        return self._up_to_last_control(_text_after_body(self.render([USER, answer], False)))
+        rendering = self.render([USER, answer], generation_prompt=False)
+        return self._up_to_last_control(_text_after_body(rendering))
 
     def _up_to_last_control(self, text: str) -> str:
         """Return the text up to its last control token, inclusive; empty if it has none."""

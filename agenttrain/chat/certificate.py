@@ -70,7 +70,10 @@ def conversations(chat: Chat, schemas: Sequence[dict]) -> Iterator[tuple[str, li
     yield "parallel calls", [_make_step(0, [tools[0], tools[-1]], ["7", "\nseven\n"])]
     turns = [_make_step(turn, [tools[turn % len(tools)]], [str(turn)]) for turn in range(3)]
     yield "three turns", turns
-    yield "content beside a call", [_make_step(0, tools[:1], ["7"], "Let me see."), turns[1]]
+    yield (
+        "content beside a call",
+        [_make_step(0, tools[:1], ["7"], content="Let me see."), turns[1]],
+    )
     reasoned = _make_step(0, tools[:1], ["7"], reasoning="3 and 4")
     yield "reasoning", [reasoned, _make_step(1, tools[:1], ["8"], reasoning="one more")]
     for name, text in {**REPLIES, "control tokens in a tool reply": control_tokens}.items():

@@ -6,6 +6,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -126,17 +127,11 @@ class Chat:
         """Shape of a turn and its replies -> suffix."""
         self._grammar: CallGrammar | None = None
         # What the template does. Not `self.render`, which adapts messages to this behaviour.
-        self._behaviour = probe_behaviour(
-            lambda messages, opened: render(
-                tokenizer, template, messages, generation_prompt=opened, kwargs=self.kwargs
-            )
-        )
+        self._behaviour = probe_behaviour(partial(render, tokenizer, template, kwargs=self.kwargs))
         self.renders_calls = self._behaviour.renders_calls
         self.renders_reasoning = self._behaviour.reasoning_key is not None
         self.one_call_per_turn = self._behaviour.one_call_per_turn
-        self._boundary = TurnBoundary(
-            lambda messages, opened: self.render(messages, generation_prompt=opened), self.encoder
-        )
+        self._boundary = TurnBoundary(self.render, self.encoder)
         self._reply_text = ReplyTexts(self._boundary, self.encoder)
         # The tokens that end a completion.
         self.turn_end_ids = tuple(dict.fromkeys(self._find_turn_ends()))

@@ -204,11 +204,7 @@ def _template_source(
 
 def renders_calls(tokenizer: Any, template: str, kwargs: Mapping[str, Any]) -> bool:
     """Return True if a template renders the assistant's tool calls."""
-    return probe_behaviour(
-        lambda messages, opened: render(
-            tokenizer, template, messages, generation_prompt=opened, kwargs=kwargs
-        )
-    ).renders_calls
+    return probe_behaviour(partial(render, tokenizer, template, kwargs=kwargs)).renders_calls
 
 
 def reads_back(

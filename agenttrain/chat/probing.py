@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any
+from typing import Any, Protocol
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
@@ -65,8 +65,11 @@ def syntax_problem(error: TemplateSyntaxError) -> str:
     return f"the chat template has a syntax error in line {error.lineno}: {message}"
 
 
-Render = Callable[[Sequence[Message], bool], str]
-"""Makes marked text of marked messages; the second argument adds the generation prompt."""
+class Render(Protocol):
+    """Renders marked messages to marked text; raises ChatError if the template refuses them."""
+
+    def __call__(self, messages: Sequence[Message], *, generation_prompt: bool) -> str: ...
+
 
 PROBE = "\ufdd5"
 """A character that no template contains, so that its count shows what was rendered."""
@@ -161,7 +164,8 @@ def _with_text_arguments(message: Message) -> Message:
 def _shows(render: Render, messages: Sequence[Message], text: str) -> bool:
     """Return True if PROBE with `text` is rendered twice: as a call's name and its argument."""
     try:
-        return render([USER, *messages], False).count(f"{PROBE}{text}") >= 2
+        rendering = render([USER, *messages], generation_prompt=False)
+        return rendering.count(f"{PROBE}{text}") >= 2
     except ChatError:
         return False
 
@@ -170,7 +174,8 @@ def _shows_reply(render: Render, call_id: str, text: str = PROBE) -> bool:
     """Return True if a call with this id and its reply are rendered, and `text` in them."""
     reply = {"role": "tool", "tool_call_id": call_id, "name": f"{PROBE}one", "content": PROBE}
     try:
-        return text in render([USER, _call_message(("one", call_id)), reply], True)
+        conversation = [USER, _call_message(("one", call_id)), reply]
+        return text in render(conversation, generation_prompt=True)
     except ChatError:
         return False
 

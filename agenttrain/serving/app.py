@@ -121,7 +121,10 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 class EventStream(Response):
-    """Sends server-sent events. A client that disconnects ends the generator."""
+    """Sends server-sent events. A client that disconnects ends the generator.
+
+    If the generator raises, `writer` writes the error in place of the rest.
+    """
 
     def __init__(self, events: AsyncGenerator[str], writer: StreamWriter) -> None:
         super().__init__()

@@ -70,8 +70,8 @@ class HarmonySpec:
             channel = _CHANNEL.search(message.header)
             if (recipient := _RECIPIENT.search(message.header)) is not None:
                 calls.append(_make_call(message, recipient[1], lenient=self.lenient))
-            elif message.body is None:  # text without marks, or a header that was cut
-                # A header that was cut off says nothing: it is dropped.
+            elif message.body is None:
+                # Text without marks is content. A header that was cut off is dropped.
                 is_header = channel is not None or "<|" in message.header
                 if not is_header:
                     content.append(message.header.strip())

@@ -250,7 +250,10 @@ class SchemaSpec:
         is_loose, problem = False, ""
         for root in self._roots:
             try:
-                value, is_loose = self._item_value(captured, schemas, root), root is self.loose
+                value, is_loose = (
+                    self._value_with_types(captured, schemas, root),
+                    root is self.loose,
+                )
                 break
             except ContentError as error:
                 problem = problem or str(error)  # the strict reader's
@@ -263,7 +266,7 @@ class SchemaSpec:
             return call
         return with_all_arguments(call, read_json(captured).value, schemas)
 
-    def _item_value(self, captured: Any, schemas: Schemas, root: Node) -> Any:
+    def _value_with_types(self, captured: Any, schemas: Schemas, root: Node) -> Any:
         """Return the value of a call, with parameters of the types in the tool's schema.
 
         The node guesses types from the texts of parameters: ``7`` is a number. Where the tool's
@@ -277,6 +280,7 @@ class SchemaSpec:
         if not isinstance(name, str) or not schemas.get(name):
             return value
         raw = items.value(captured, raw=True)  # the same call, with texts for parameters
+        # A schema may give a call any shape: types need a mapping of arguments in both.
         if not isinstance(value, dict) or not isinstance(raw, dict):
             return value
         function, raw_function = value.get("function", value), raw.get("function", raw)

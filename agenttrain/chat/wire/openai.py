@@ -35,7 +35,10 @@ CHUNK = "chat.completion.chunk"
 
 
 class RequestError(Exception):
-    """A request that is answered with an error in OpenAI's shape."""
+    """A request that is answered with an error of an HTTP `status`.
+
+    `param` is the field at fault, `code` OpenAI's word for the kind of error.
+    """
 
     def __init__(
         self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400
@@ -46,7 +49,7 @@ class RequestError(Exception):
         self.code, self.status = code, status
 
     def body(self) -> dict[str, Any]:
-        """Return the answer's body."""
+        """Return the answer's body in OpenAI's shape."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
