@@ -333,10 +333,10 @@ class Agents:
             machine=machine,
             transport=lambda: EndpointTransport(self._app, url, entry.key),
         )
-        key, limit_s = "agent.timeout_s", self.settings.timeout_s
+        key, limit_s, is_tasks_limit = "agent.timeout_s", self.settings.timeout_s, False
         task_s = None if self._machines is None else self._machines.limit_s(assignment.task)
-        if task_s is not None and task_s < limit_s:
-            key, limit_s = "agent.timeout_sec of the task", task_s
+        if task_s is not None and task_s <= limit_s:
+            key, limit_s, is_tasks_limit = "agent.timeout_sec of the task", task_s, True
         log = self.folder / rollout.request.rollout_id
         log.parent.mkdir(parents=True, exist_ok=True)
         agent = asyncio.ensure_future(self._agent.attempt(assignment, log))
@@ -348,7 +348,7 @@ class Agents:
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if not agent.done() and not over.done():
-                if limit_s == task_s:  # a task's limit is no failure: the rollout is graded
+                if is_tasks_limit:  # no failure of the agent: the rollout is graded
                     rollout.end(StopReason.timeout, f"{key}={limit_s:g} passed")
                     return None, None
                 return f"{key}={limit_s:g} passed", None

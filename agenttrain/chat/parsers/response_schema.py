@@ -140,8 +140,9 @@ class SchemaSpec:
         # A quantifier makes the last character optional or repeats it: leave it out.
         repeated = source[literal.end() :][:1] in ("?", "*", "+", "{")
         text = literal[1][:-1] if repeated else literal[1]
-        # Without the escapes. One or two characters, e.g. "{", stand in other texts too.
-        return text.replace("\\", "") if len(text) > 2 else ""
+        opener = re.sub(r"\\(.?)", r"\1", text)  # without the escapes
+        # One or two characters, e.g. "{", stand in other texts too.
+        return opener if len(opener) > 2 else ""
 
     def _read_text(self, fields: Mapping[str, Any], name: str) -> str | None:
         """Return the text of a field, read by its node; None if it has none."""
