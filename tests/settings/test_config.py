@@ -75,7 +75,11 @@ NEEDS_A_PATH = {
     # The model that it names comes with a package of 93 MB.
     **{
         option: ["model.path=bundled:shop"]
-        for option in ("model=smollm2", "experiment=smollm2", "experiment=smollm2_warmstart")
+        for option in (
+            *("model=smollm2", "experiment=smollm2", "experiment=smollm2_warmstart"),
+            *("experiment=recipes/reverse_text", "experiment=recipes/reverse_text_warmstart"),
+            *("experiment=recipes/alphabet_sort", "experiment=recipes/alphabet_sort_warmstart"),
+        )
     },
 }
 DEFAULTS = {

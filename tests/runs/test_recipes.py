@@ -1,0 +1,52 @@
+"""The recipes: four short steps of each on the bundled model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agenttrain.cli import main
+from agenttrain.utils.files import conf_folder
+
+RECIPES = sorted(file.stem for file in (conf_folder() / "experiment" / "recipes").glob("*.yaml"))
+TINY = (
+    *("model.path=bundled:shop", "debug=tiny", "steps=4", "eval.questions=0", "tracker=none"),
+    *("tracker.rollouts=all", "checkpoint.every=null"),
+)
+
+
+def run(folder: Path, recipe: str, *overrides: str) -> list[dict]:
+    """Train a recipe for four steps, and return the records of its rollouts."""
+    verb = ["sft"] if recipe.endswith("_warmstart") else []
+    words = [*verb, f"experiment=recipes/{recipe}", *TINY, *overrides]
+    assert main([*words, f"hydra.run.dir={folder / 'run'}"]) == 0
+    metrics = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["step"] for line in metrics] == [1, 2, 3, 4]
+    return [
+        json.loads(line)
+        for file in sorted((folder / "run" / "rollouts").glob("*.jsonl"))
+        for line in file.read_text(encoding="utf-8").splitlines()
+    ]
+
+
+def test_reverse_text_runs(tmp_path: Path) -> None:
+    records = run(tmp_path, "reverse_text")
+    assert len(records) == 16  # 4 steps of 2 tasks, each with 2 rollouts
+    assert all(record["rewards"].keys() == {"similarity"} for record in records)
+
+
+@pytest.mark.slow
+def test_alphabet_sort_has_three_turns_of_the_user(tmp_path: Path) -> None:
+    for record in run(tmp_path, "alphabet_sort"):
+        assert record["rewards"].keys() == {"turn_similarity"}
+        messages = record["trajectories"][0]["messages"]
+        if record["stop_reason"] == "completed":
+            assert [m["role"] for m in messages] == ["user", "assistant"] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["reverse_text", "alphabet_sort"])
+def test_warm_starts_run(task: str, tmp_path: Path) -> None:
+    assert run(tmp_path, f"{task}_warmstart")
