@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+import re
 
 from reward_cases import made, reward
 
-from agenttrain.data.bundled import alphabet_sort, demonstrations, reverse_text
+from agenttrain.data.bundled import alphabet_sort, demonstrations, reverse_text, word_problems
 from agenttrain.data.bundled.demonstrations import Habits
 from agenttrain.data.tasks import to_task
 from agenttrain.rewards.builtin.similarity import Similarity
+from agenttrain.utils.files import conf_folder, parse_yaml
 
 FAULTLESS = Habits(give_up=0, follow_chain=1, confuse=0, misname=0, miscopy=0)
 FAULTY = {"give_up": 0.3, "confuse": 0.9, "misname": 0.9, "miscopy": 0.9, "follow_chain": 0.2}
@@ -101,3 +103,33 @@ def test_demonstrations_of_sorting_alternate_with_the_users_turns() -> None:
     lines = messages[2]["content"].splitlines()[1:-1]
     assert all(line.endswith(" // new name!") for line in lines)
     assert "//" not in messages[0]["content"]
+
+
+def test_every_step_of_a_word_problem_is_right_and_the_last_one_is_the_answer() -> None:
+    for index in range(200):
+        row = word_problems.row("train", index, 0)
+        *steps, answer = row["answer"].split("\n")
+        assert 2 <= len(steps) <= 3
+        for step in steps:
+            left, _, right = step.partition(" = ")
+            assert eval(left) == int(right), step  # numbers and + - * / alone
+        assert answer == f"#### {steps[-1].partition(' = ')[2]}"
+        assert int(answer.removeprefix("#### ")) > 0
+        numbers = [int(number) for number in re.findall(r"\d+", row["question"])]
+        assert sum(numbers) % 10 in range(8)
+
+
+def test_a_word_problem_by_hand() -> None:
+    shopping = word_problems.FAMILIES[0]
+    assert shopping.steps(3, 4, 2, 12, 50) == ["3 * 4 = 12", "2 * 12 = 24", "50 - 12 - 24 = 14"]
+    assert not shopping.fits(3, 4, 2, 12, 36)  # nothing would be left
+    doubling = word_problems.FAMILIES[5]
+    assert doubling.steps(5, 3, 10) == ["5 + 10 + 20 = 35", "35 - 10 = 25"]
+
+
+def test_the_three_sources_of_word_problems_ask_in_the_same_words() -> None:
+    texts = [
+        parse_yaml((conf_folder() / "data" / f"{name}.yaml").read_text(encoding="utf-8"))
+        for name in ("gsm8k", "word_problems", "word_problem_files")
+    ]
+    assert len({text["prompt"] for text in texts}) == len({str(text["map"]) for text in texts}) == 1

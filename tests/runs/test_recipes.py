@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+import spider_folder
+from sandbox_kit import usable
 
 from agenttrain.cli import main
 from agenttrain.utils.files import conf_folder
@@ -50,3 +52,27 @@ def test_alphabet_sort_has_three_turns_of_the_user(tmp_path: Path) -> None:
 @pytest.mark.parametrize("task", ["reverse_text", "alphabet_sort"])
 def test_warm_starts_run(task: str, tmp_path: Path) -> None:
     assert run(tmp_path, f"{task}_warmstart")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["gsm8k", "gsm8k_python"])
+def test_word_problems_run_with_and_without_a_tool(recipe: str, tmp_path: Path) -> None:
+    if recipe == "gsm8k_python":
+        usable("required")
+    for record in run(tmp_path, recipe, "data=word_problems"):
+        (trajectory,) = record["trajectories"]
+        assert "end with the number alone" in trajectory["messages"][-2]["content"]
+
+
+@pytest.mark.slow
+def test_search_runs(tmp_path: Path) -> None:
+    for record in run(tmp_path, "search"):
+        assert record["rewards"].keys() == {"exact_match", "token_f1"}
+
+
+@pytest.mark.slow
+def test_sql_runs_on_a_folder_in_spiders_layout(tmp_path: Path) -> None:
+    folder = spider_folder.make(tmp_path / "spider")
+    for record in run(tmp_path, "sql", f"data.path={folder}"):
+        assert record["rewards"].keys() == {"sql_result"}
+        assert "orders(id INTEGER" in record["trajectories"][0]["messages"][1]["content"]

@@ -58,6 +58,9 @@ NEEDS_A_PATH = {
     "tools=mcp": ["tools.mcp.url=http://127.0.0.1:9/mcp"],
     "tools=search": ["tools.search.path=bundled:encyclopedia"],
     "data=file": [f"data.{split}.path={ROWS}" for split in ("train", "test")],
+    "data=word_problem_files": [f"data.{split}.path={ROWS}" for split in ("train", "test")],
+    "data=spider": ["data.path=spider"],
+    "experiment=recipes/sql": ["data.path=spider", "model.path=bundled:shop"],
     "data=rollouts": ["data.path=tests/fixtures/recorded_run/run/rollouts/*.jsonl"],
     "data=hub": ["data.path=someone/questions", "data.test_fraction=0.1"],
     "reward=format": ["reward.format.pattern=Answer.*"],
@@ -72,13 +75,15 @@ NEEDS_A_PATH = {
     "data=harbor": ["runtime=podman", "data.path=examples/terminal_agent/tasks"],
     "user=llm": ["user.url=http://localhost:8000/v1", "user.model=m"],
     "reward=reward_model": ["reward.reward_model.path=agenttrain/data/models/shop"],
-    # The model that it names comes with a package of 93 MB.
+    # The model that it names comes with a package of 93 MB, or from the hub.
     **{
         option: ["model.path=bundled:shop"]
         for option in (
             *("model=smollm2", "experiment=smollm2", "experiment=smollm2_warmstart"),
             *("experiment=recipes/reverse_text", "experiment=recipes/reverse_text_warmstart"),
             *("experiment=recipes/alphabet_sort", "experiment=recipes/alphabet_sort_warmstart"),
+            *("experiment=recipes/gsm8k", "experiment=recipes/gsm8k_python"),
+            "experiment=recipes/search",
         )
     },
 }

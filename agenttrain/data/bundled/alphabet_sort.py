@@ -122,4 +122,6 @@ def _request(turn: int, by: str, names: list[str]) -> str:
     if turn > 1:
         return f"{request}\n\nAnswer in the same way."
     example = tagged(1, f"NameOne\nNameThree{MARK}\nNameTwo")
-    return f"{request}\n\nMark the names of this message with `{MARK.strip()}`, like this:\n{example}"
+    return (
+        f"{request}\n\nMark the names of this message with `{MARK.strip()}`, like this:\n{example}"
+    )
