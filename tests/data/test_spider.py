@@ -75,7 +75,7 @@ def test_a_question_that_lacks_something_is_named(
 def test_a_folder_that_is_none_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^path=.*no file train.json or train_spider.json"):
         spider_rows(str(tmp_path))
-    with pytest.raises(ValueError, match="^split=test: must be one of train, dev"):
+    with pytest.raises(ValueError, match=r"^split=test: must be one of train, dev"):
         spider_rows(str(tmp_path), split="test")
     with pytest.raises(ValueError, match=r"^path=null: .*data\.path="):
         spider_rows(None)

@@ -62,7 +62,7 @@ def test_no_answer_and_a_query_without_end_earn_nothing() -> None:
 def test_a_wrong_query_of_the_row_stops_the_run() -> None:
     with pytest.raises(RewardError, match="'query' fails: no such column: foo"):
         score("SELECT 1", "SELECT foo FROM things")
-    with pytest.raises(RewardError, match="max_rows=2: .* raise it"):
+    with pytest.raises(RewardError, match=r"max_rows=2: .* raise it"):
         score("SELECT 1", "SELECT name FROM things", max_rows=2)
     with pytest.raises(ValueError, match="max_rows=0"):
         SqlResult(connect=things, max_rows=0)

@@ -76,3 +76,9 @@ def test_sql_runs_on_a_folder_in_spiders_layout(tmp_path: Path) -> None:
     for record in run(tmp_path, "sql", f"data.path={folder}"):
         assert record["rewards"].keys() == {"sql_result"}
         assert "orders(id INTEGER" in record["trajectories"][0]["messages"][1]["content"]
+
+
+@pytest.mark.slow
+def test_wordle_runs(tmp_path: Path) -> None:
+    for record in run(tmp_path, "wordle"):
+        assert record["rewards"].keys() == {"environment"}

@@ -83,7 +83,7 @@ NEEDS_A_PATH = {
             *("experiment=recipes/reverse_text", "experiment=recipes/reverse_text_warmstart"),
             *("experiment=recipes/alphabet_sort", "experiment=recipes/alphabet_sort_warmstart"),
             *("experiment=recipes/gsm8k", "experiment=recipes/gsm8k_python"),
-            "experiment=recipes/search",
+            *("experiment=recipes/search", "experiment=recipes/wordle"),
         )
     },
 }

@@ -27,9 +27,9 @@ RESIDUES = {"train": range(0, 8), "tune": (8,), "test": (9,)}
 class WordProblems:
     """Problems of one kind about random numbers ``a``, ``b``, ….
 
-    Example: ``WordProblems(name="double", story="{name} has {a} apples and gets {b} times as many
-    more. How many are there?", numbers=((2, 9), (2, 4)), steps=lambda a, b: [f"{a} * {b} = {a * b}",
-    f"{a} + {a * b} = {a + a * b}"])``. The last step ends with the answer.
+    Example: ``WordProblems(name="more", story="{name} has {a} apples and gets {b}. How many are
+    there?", numbers=((2, 9), (2, 4)), steps=lambda a, b: [f"{a} + {b} = {a + b}"])``. The last step
+    ends with the answer.
     """
 
     name: str
