@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -81,4 +82,15 @@ def test_sql_runs_on_a_folder_in_spiders_layout(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_wordle_runs(tmp_path: Path) -> None:
     for record in run(tmp_path, "wordle"):
+        assert record["rewards"].keys() == {"environment"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dataset", ["chain_sum", "leg_counting", "spell_backward"])
+def test_reasoning_gym_runs(dataset: str, tmp_path: Path) -> None:
+    python = os.environ.get("REASONING_GYM_PYTHON")
+    if not python:
+        pytest.skip("scripts/test-ecosystems reasoning_gym runs it")
+    override = f"environment.reasoning_gym.python={python}"
+    for record in run(tmp_path, f"reasoning_gym_{dataset}", override):
         assert record["rewards"].keys() == {"environment"}

@@ -41,6 +41,10 @@ HUB_MODELS = [
 ]
 """Presets of models of the hub, which tests do not reach."""
 VERIFIERS = ["environment.verifiers.id=sums", f"environment.verifiers.python={sys.executable}"]
+REASONING_GYM = [
+    "environment.reasoning_gym.dataset=chain_sum",
+    f"environment.reasoning_gym.python={sys.executable}",
+]
 NEEDS_A_PATH = {
     **{f"model={name}": ["model.path=bundled:shop"] for name in HUB_MODELS},
     "chat_template=file": ["chat_template.path=README.md"],
@@ -70,6 +74,11 @@ NEEDS_A_PATH = {
     "environment=gymnasium": ["environment.gymnasium.id=FrozenLake-v1"],
     "environment=openenv": ["environment.openenv.url=http://127.0.0.1:8000"],
     "environment=verifiers": VERIFIERS,
+    "environment=reasoning_gym": REASONING_GYM,
+    **{
+        f"experiment=recipes/reasoning_gym_{name}": [*REASONING_GYM, "model.path=bundled:shop"]
+        for name in ("chain_sum", "leg_counting", "spell_backward")
+    },
     "data=verifiers": ["environment=verifiers", *VERIFIERS],
     "tools=files": ["runtime=podman"],
     "data=harbor": ["runtime=podman", "data.path=examples/terminal_agent/tasks"],
