@@ -94,3 +94,13 @@ def test_reasoning_gym_runs(dataset: str, tmp_path: Path) -> None:
     override = f"environment.reasoning_gym.python={python}"
     for record in run(tmp_path, f"reasoning_gym_{dataset}", override):
         assert record["rewards"].keys() == {"environment"}
+
+
+@pytest.mark.slow
+def test_the_service_desk_runs_with_its_customers(tmp_path: Path) -> None:
+    for record in run(tmp_path, "service_desk"):
+        assert record["rewards"].keys() == {"environment"}
+        assert (
+            "service desk of a furniture shop"
+            in record["trajectories"][0]["messages"][0]["content"]
+        )

@@ -74,6 +74,11 @@ NEEDS_A_PATH = {
     "environment=gymnasium": ["environment.gymnasium.id=FrozenLake-v1"],
     "environment=openenv": ["environment.openenv.url=http://127.0.0.1:8000"],
     "environment=verifiers": VERIFIERS,
+    "experiment=recipes/service_desk": ["model.path=bundled:shop"],
+    "experiment=recipes/terminal": [
+        "data.path=examples/terminal_agent/tasks",
+        "model.path=bundled:shop",
+    ],
     "environment=reasoning_gym": REASONING_GYM,
     **{
         f"experiment=recipes/reasoning_gym_{name}": [*REASONING_GYM, "model.path=bundled:shop"]
