@@ -3,8 +3,8 @@
     crazy habit lunar   ->   <reversed_text>ranul tibah yzarc</reversed_text>
 
 The rules are those of `reverse-text` of verifiers, which prime-rl's first example trains: the
-answer stands in tags, and the reward is its similarity to the right one. There the texts are
-paragraphs of Wikipedia; here they are random words, so that rows need no network.
+answer stands in tags, and the reward is its similarity to the right one. There the texts come from
+a dataset of the hub; here they are random words, so that rows need no network.
 
 Splits share the words and never a text: a checksum of its letters decides the split.
 """
