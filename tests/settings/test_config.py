@@ -408,3 +408,14 @@ def test_the_summary_shows_rewards_with_their_weights() -> None:
         "reward      exact_match       weight 2  agenttrain.rewards.builtin.answers.Exact" in text
     )
     assert "\n            stop_tool_called  weight 1  agenttrain.rewards.builtin.tools" in text
+
+
+def test_experiments_in_a_folder_are_options_of_the_group(tmp_path: Path) -> None:
+    file = tmp_path / "experiment" / "mine" / "first.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text("# @package _global_\nsteps: 7\n")
+    source = Source(extra=str(tmp_path))
+    assert "mine/first" in source.groups()["experiment"]
+    assert "recipes/wordle" in GROUPS["experiment"]
+    assert not any(group.startswith("experiment/") for group in source.groups())
+    assert compose("experiment=mine/first", source=source).config.steps == 7

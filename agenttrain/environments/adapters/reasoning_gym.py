@@ -43,7 +43,7 @@ class ReasoningGym:
         *,
         dataset: Data[str],
         python: str,
-        config: Data[Mapping[str, Any] | None] = None,
+        config: Mapping[str, Any] | None = None,
         prompt: Data[str] = PROMPT,
         reply_timeout_s: Data[float] = 60.0,
     ) -> None:
