@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
+import time
 
 import pytest
 from adapter_kit import environments, run, texts
@@ -60,7 +62,9 @@ def test_rollouts_share_a_process_and_a_dead_one_is_replaced() -> None:
     process = task_process(PYTHON)
     assert task_process(PYTHON) is process
     process.ask({"dataset": "chain_sum", "config": {}, "seed": 1}, 60.0)
-    process._child.kill()
+    os.kill(process._child.pid, signal.SIGKILL)
+    while process.alive:
+        time.sleep(0.01)
     assert task_process(PYTHON) is not process
     assert question("chain_sum", 1)
 

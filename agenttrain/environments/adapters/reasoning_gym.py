@@ -4,7 +4,7 @@
     environment.reasoning_gym.python=/path/to/its/bin/python
 
 The package pins exact versions of other packages. So `reasoning_gym_bridge.py` runs under a Python
-that has it, in one process for all rollouts of a run. A row's `seed` makes its task.
+that has it, in one process for all rollouts. A row's `seed` makes its task.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import json
 import os
 import re
 import threading
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -127,7 +126,6 @@ class TaskProcess:
         except OSError as error:
             raise ValueError(f"python={python}: cannot be started: {error}") from error
         self._lock = threading.Lock()
-        weakref.finalize(self, self._child.kill)
 
     @property
     def alive(self) -> bool:
@@ -156,7 +154,9 @@ class TaskProcess:
         return reply
 
 
-_PROCESSES: weakref.WeakValueDictionary[str, TaskProcess] = weakref.WeakValueDictionary()
+_PROCESSES: dict[str, TaskProcess] = {}
+"""Processes by their Python. They stay until this process ends: between two steps no rollout holds
+one, and importing the package takes seconds."""
 _STARTING = threading.Lock()
 
 
