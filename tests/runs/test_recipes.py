@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,15 @@ def run(folder: Path, recipe: str, *overrides: str) -> list[dict]:
         for file in sorted((folder / "run" / "rollouts").glob("*.jsonl"))
         for line in file.read_text(encoding="utf-8").splitlines()
     ]
+
+
+def test_every_recipe_has_a_page() -> None:
+    pages = Path(__file__).parents[2] / "docs" / "recipes"
+    text = "".join(page.read_text(encoding="utf-8") for page in pages.glob("*.md"))
+    assert [name for name in RECIPES if f"recipes/{name}" not in text] == []
+    index = (pages / "index.md").read_text(encoding="utf-8")
+    linked = set(re.findall(r"\]\(([a-z-]+\.md)\)", index))
+    assert linked == {page.name for page in pages.glob("*.md")} - {"index.md"}
 
 
 def test_reverse_text_runs(tmp_path: Path) -> None:
