@@ -40,7 +40,7 @@ def test_every_recipe_has_a_page() -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in pages.glob("*.md"))
     assert [name for name in RECIPES if f"recipes/{name}" not in text] == []
     index = (pages / "index.md").read_text(encoding="utf-8")
-    linked = set(re.findall(r"\]\(([a-z-]+\.md)\)", index))
+    linked = set(re.findall(r"\]\(([a-z0-9-]+\.md)\)", index))
     assert linked == {page.name for page in pages.glob("*.md")} - {"index.md"}
 
 
