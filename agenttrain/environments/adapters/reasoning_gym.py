@@ -100,8 +100,8 @@ class ReasoningGym:
     def reward(self, rollout: Rollout) -> float:
         """Return the dataset's score of the last answer."""
         main = [trajectory for trajectory in rollout.trajectories if trajectory.role == MAIN]
-        said = [m for m in main[-1].added_messages if m["role"] == "assistant"]
-        answers = ANSWER.findall(said[-1].get("content") or "") if said else []
+        messages = [m for m in main[-1].added_messages if m["role"] == "assistant"]
+        answers = ANSWER.findall(messages[-1].get("content") or "") if messages else []
         if not answers:
             return 0.0
         try:

@@ -124,8 +124,8 @@ def customer(task: Task, spoken: Sequence[Message], seed: int) -> str | None:
     that was not asked for yet, or, when all are said, nothing more: the conversation is over.
     """
     answer = spoken[-1]["content"].casefold()
-    said = " ".join(m["content"] for m in spoken if m["role"] == "user")
-    unsaid = [fact for fact in task.columns["facts"] if fact["text"] not in said]
+    own_words = " ".join(m["content"] for m in spoken if m["role"] == "user")
+    unsaid = [fact for fact in task.columns["facts"] if fact["text"] not in own_words]
     words = set(re.findall(r"[\w-]+", answer))
     asked = [fact["text"] for fact in unsaid if words & set(fact["words"])]
     if "?" in answer:

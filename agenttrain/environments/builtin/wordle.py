@@ -29,7 +29,7 @@ class Wordle:
         self.check(guesses=guesses)
         self._guesses = guesses
         self._word = ""
-        self._made: list[str] = []
+        self._past_guesses: list[str] = []
         """Guesses so far."""
 
     @classmethod
@@ -42,13 +42,13 @@ class Wordle:
         """Begin the row's game, and return the rules."""
         if row.get("word") not in FIVE_LETTERS:
             raise ValueError(f"the row's word is {row.get('word')!r}; use data=wordle")
-        self._word, self._made = row["word"], []
+        self._word, self._past_guesses = row["word"], []
         return RULES.format(guesses=self._guesses)
 
     @property
     def done(self) -> bool:
         """True once the word was found or all guesses are made."""
-        return self._word in self._made or len(self._made) == self._guesses
+        return self._word in self._past_guesses or len(self._past_guesses) == self._guesses
 
     def guess(self, word: str) -> str:
         """Guess the secret word.
@@ -59,20 +59,25 @@ class Wordle:
         word = word.strip().lower()
         if word not in FIVE_LETTERS:
             raise ToolFailure(f"{word!r} is not in the word list; guess another word")
-        self._made.append(word)
-        left = self._guesses - len(self._made)
-        return f"{' '.join(word)}\n{' '.join(marks(word, self._word))}\n{left} guesses left"
+        self._past_guesses.append(word)
+        remaining = self._guesses - len(self._past_guesses)
+        return f"{' '.join(word)}\n{' '.join(marks(word, self._word))}\n{remaining} guesses left"
 
     def state(self) -> list[str]:
         """Return the guesses so far."""
-        return self._made
+        return self._past_guesses
 
     def reward(self, rollout: Rollout) -> float:
         """Return the game's reward."""
-        if self._word in self._made:
-            return 1.0 - 0.1 * (len(self._made) - 1)
-        placed = {i for guess in self._made for i in range(5) if guess[i] == self._word[i]}
-        return 0.05 * len(placed)
+        if self._word in self._past_guesses:
+            return 1.0 - 0.1 * (len(self._past_guesses) - 1)
+        places = {
+            place
+            for guess in self._past_guesses
+            for place in range(5)
+            if guess[place] == self._word[place]
+        }
+        return 0.05 * len(places)
 
 
 def marks(guess: str, word: str) -> str:
@@ -80,13 +85,13 @@ def marks(guess: str, word: str) -> str:
 
     A letter gets as many marks as the word has it, those in the right place first.
     """
-    left = Counter(letter for letter, right in zip(word, guess, strict=True) if letter != right)
+    unmarked = Counter(letter for letter, other in zip(word, guess, strict=True) if letter != other)
     result = ""
     for letter, right in zip(guess, word, strict=True):
         if letter == right:
             result += "G"
-        elif left[letter]:
-            left[letter] -= 1
+        elif unmarked[letter]:
+            unmarked[letter] -= 1
             result += "Y"
         else:
             result += "-"

@@ -202,8 +202,8 @@ def plain_words(text: str) -> list[str]:
 
     Example: ``plain_words("The U.S. Open, 1998") == ["us", "open", "1998"]``
     """
-    kept = "".join(c for c in text.casefold() if not unicodedata.category(c).startswith("P"))
-    return [word for word in kept.split() if word not in ("a", "an", "the")]
+    letters = "".join(c for c in text.casefold() if not unicodedata.category(c).startswith("P"))
+    return [word for word in letters.split() if word not in ("a", "an", "the")]
 
 
 def f1(words: list[str], expected: list[str]) -> float:
