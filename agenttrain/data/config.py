@@ -106,6 +106,8 @@ SOURCE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 """Names of sources, which are parts of metrics and of links to checkpoints."""
 OWN_SECTIONS = ("tools", "stop_tools", "environment", "reward")
 """Sections of a run that a source may have of its own."""
+OF_THE_MIXTURE = ("sources", "only")
+"""Keys of `data` that a source lacks."""
 
 
 def _read_sources(sections: object) -> dict[str, Any]:
@@ -117,49 +119,52 @@ def _read_sources(sections: object) -> dict[str, Any]:
     sources: dict[str, Any] = {}
     problems: list[str] = []
     for name, section in sections.items():
-        key = f"{SOURCES}.{name}"
-        if not SOURCE_NAME.fullmatch(str(name)):
-            problems.append(
-                f"{key}: a source's name begins with a letter, and has letters, digits, _ and - "
-                "only; rename it"
-            )
-            continue
-        if isinstance(section, SourceConfig):
-            sources[str(name)] = section
-            continue
-        if not isinstance(section, Mapping):
-            problems.append(
-                f"{key}={shown(section)}: is a section; set its keys with {key}.<key>=…"
-            )
-            continue
-        known = field_names(SourceConfig)
-        for unknown in (str(part) for part in section if part not in known):
-            hint = did_you_mean(unknown, known) or f"; its keys are: {', '.join(known)}"
-            problems.append(f"{key}.{unknown}={shown(section[unknown])}: unknown key{hint}")
-        if not section.get("train"):
-            problems.append(
-                f"{key}.train: names no rows; set {key}.train._target_=…, or add a group: "
-                f"+data@{key}=file"
-            )
-            continue
-        for nested in ("sources", "only"):
-            if section.get(nested):
-                problems.append(
-                    f"{key}.{nested}={shown(section[nested])}: a source has no sources of its own; "
-                    "leave it out"
-                )
-        ours = {
-            part: value
-            for part, value in section.items()
-            if part in known and part not in ("sources", "only")
-        }
-        own = [part for part in OWN_SECTIONS if ours.get(part) is not None]
         try:
-            sources[str(name)] = TypeAdapter(SourceConfig).validate_python(ours)
-        except ValidationError as error:
-            problems += [at_source(str(name), own, line) for line in problem_lines(error, key)]
+            sources[str(name)] = _read_source(str(name), section)
+        except InvalidSettings as error:
+            problems.append(str(error))
     raise_problems(problems)
     return sources
+
+
+def _read_source(name: str, section: object) -> SourceConfig:
+    """Return the section of a source as SourceConfig; raises InvalidSettings with its problems."""
+    key = f"{SOURCES}.{name}"
+    if isinstance(section, SourceConfig):
+        return section
+    if not SOURCE_NAME.fullmatch(name):
+        raise InvalidSettings(
+            f"{key}: a source's name begins with a letter, and has letters, digits, _ and - only; "
+            "rename it"
+        )
+    if not isinstance(section, Mapping):
+        raise InvalidSettings(
+            f"{key}={shown(section)}: is a section; set its keys with {key}.<key>=…"
+        )
+    known = [part for part in field_names(SourceConfig) if part not in OF_THE_MIXTURE]
+    problems = []
+    for part, value in section.items():
+        if part in OF_THE_MIXTURE and value:
+            problems.append(
+                f"{key}.{part}={shown(value)}: a source has no sources of its own; leave it out"
+            )
+        elif part not in (*known, *OF_THE_MIXTURE):
+            hint = did_you_mean(str(part), known) or f"; its keys are: {', '.join(known)}"
+            problems.append(f"{key}.{part}={shown(value)}: unknown key{hint}")
+    if not section.get("train"):
+        problems.append(
+            f"{key}.train: names no rows; set {key}.train._target_=…, or add a group: "
+            f"+data@{key}=file"
+        )
+    own = [part for part in OWN_SECTIONS if section.get(part) is not None]
+    try:
+        source = TypeAdapter(SourceConfig).validate_python(
+            {part: value for part, value in section.items() if part in known}
+        )
+    except ValidationError as error:
+        problems += [at_source(name, own, line) for line in problem_lines(error, key)]
+    raise_problems(problems)
+    return source
 
 
 def at_source(name: str, own: Collection[str], text: str) -> str:
@@ -417,7 +422,10 @@ GROUPS = {
 """Setting -> the choices of `data` whose rows use it."""
 ENDLESS = tuple(
     f"agenttrain.data.bundled.{name}.row"
-    for name in ("shop", "calculator", "code", "encyclopedia", "sight", "demonstrations", "seeds")
+    for name in (
+        *("shop", "calculator", "code", "encyclopedia", "sight", "demonstrations", "seeds"),
+        *("reverse_text", "alphabet_sort", "word_problems", "wordle"),
+    )
 )
 """The bundled generators: they have a row for every number."""
 NO_PATH = "path=null: has no value; set data.path=…, or data.train.path=… and data.test.path=…"
