@@ -125,6 +125,13 @@ def test_a_verb_that_knows_one_source_wants_one(verb):
     validate(only)
 
 
+@pytest.mark.parametrize("group", ["file", "hub", "rollouts", "spider"])
+def test_a_group_of_rows_reads_the_path_of_its_source(group):
+    mine = [f"+data@data.sources.mine={group}", "data.sources.mine.path=here"]
+    rows = composed(*MIX, *mine).data.sources["mine"]
+    assert rows.train["path"] == "here" and rows.path == "here"
+
+
 def scored(source: str, rewards: list[float], **columns: str) -> list[Rollout]:
     """A group of a question of a source."""
     task = Task(task_id="q", messages=(), columns=columns, source=source)
