@@ -148,9 +148,11 @@ class RewardWatch:
             for name, (evaluation, training) in self.held_out.items():
                 self.held_out[name] = evaluation, training or _reward(self.tallies)
         found = {sign: rise for sign in tally.signs if (rise := self._rise(sign)) is not None}
-        new = [sign for sign in sorted(found, key=found.__getitem__) if sign not in self.raised]
+        new = [sign for sign in found if sign not in self.raised]
+        # The largest rise first, and lengths last: they often come along with another sign.
+        new.sort(key=lambda sign: (sign in ("long", "short"), -found[sign]))
         self.raised = {*found, *(self.raised & {"held_out"})}
-        return self._alarm(step, new[::-1]) if new else None
+        return self._alarm(step, new) if new else None
 
     def check_evaluation(self, name: str, rollouts: Sequence[Rollout]) -> Alarm | None:
         """Add an evaluation. Return an alarm if it fell while the training reward rose.
@@ -296,7 +298,7 @@ class RewardWatch:
         return rise if has_risen else None
 
     def _alarm(self, step: int, signs: Sequence[str]) -> Alarm:
-        """Return the alarm of a step; `signs` are in the order of their rises."""
+        """Return the alarm of a step; the text is about the first of `signs`, and names others."""
         (first, *others), rollouts = signs, []
         reference = self.references[first]
         since = self._since(reference)

@@ -177,7 +177,7 @@ def test_a_cheat_is_found_within_three_steps_and_named_once(sign):
     train_cheats(the_guards, warnings, range(1, ONSET), sign)
     assert alarms == []
     train_cheats(the_guards, warnings, range(ONSET, ONSET + 3), sign)
-    assert alarms and sign in alarms[0]["signs"]
+    assert alarms and alarms[0]["signs"][0] == sign
     assert len({name for alarm in alarms for name in alarm["signs"]}) == sum(
         len(alarm["signs"]) for alarm in alarms
     )
