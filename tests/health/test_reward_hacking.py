@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import parts
@@ -15,6 +17,7 @@ import pytest
 from parts import LIMITS, add, call, final_answer, toolbox
 
 from agenttrain.chat.chat import Chat
+from agenttrain.cli import main
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.health.config import GuardsConfig, OnTrip, RewardHacking
@@ -266,6 +269,34 @@ def test_a_held_out_reward_that_falls_with_that_of_training_is_no_alarm():
         train(the_guards, warnings, [step], worse, None, ExactMatch())
         evaluated(the_guards, warnings, step, 0.9 - 0.1 * step)
     assert alarms == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_goes_on_and_its_page_opens_with_the_alarm(tmp_path: Path, capsys):
+    folder = tmp_path / "run"
+    arguments = [
+        *("debug=tiny", "engine._target_=scripted_engines.CHEATING", "tracker=none", "steps=8"),
+        *("tasks_per_step=6", "algorithm.group_size=4", "eval.questions=0", "tracker.rollouts=all"),
+        *("reward=[]", "reward.silence._target_=scripted_engines.likes_silence"),
+        f"hydra.run.dir={folder}",
+    ]
+    assert main(arguments) == 0
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["status"] == "finished"
+    (alarm,) = [alarm for alarm in summary["alarms"] if "empty" in alarm["signs"]]
+    assert alarm["step"] in (5, 6, 7) and len(alarm["rollouts"]) == 3
+    assert any(alarm["text"] in warning for warning in summary["warnings"])
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["answers/empty"] for row in rows] == [0.0] * 4 + [0.5] * 4
+    capsys.readouterr()
+    assert main(["view", str(folder)]) == 0
+    page = Path(capsys.readouterr().out.strip())
+    assert page == folder / "rollouts" / "index.html"
+    front = re.search(r'id="front">(.*?)</script>', page.read_text(), re.S)
+    assert front is not None
+    first = json.loads(front[1])[0]
+    assert first["text"] == summary["alarms"][-1]["text"] and len(first["rollouts"]) == 3
 
 
 def test_the_signs_are_metrics():
