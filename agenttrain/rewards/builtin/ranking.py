@@ -32,7 +32,7 @@ FRAME_TOKENS = 28
 """Tokens of the tags around a rollout, and of the mark where text was left out."""
 
 
-class Reply(StrEnum):
+class ReplyForm(StrEnum):
     """Form of the judge's reply."""
 
     ranking = "ranking"
@@ -74,7 +74,7 @@ class Ranking:
         model: Data[str | None] = None,
         prompt: Data[str],
         system: Data[str | None] = None,
-        reply: Data[str] = Reply.ranking,
+        reply: Data[str] = ReplyForm.ranking,
         low: Data[float] = 0.0,
         high: Data[float] = 10.0,
         show: Data[str] = Show.conversation,
@@ -101,7 +101,7 @@ class Ranking:
             max_tokens=max_tokens,
             extra=extra,
         )
-        for name, value, choices in (("reply", reply, [*Reply]), ("show", show, [*Show])):
+        for name, value, choices in (("reply", reply, [*ReplyForm]), ("show", show, [*Show])):
             if value not in choices:
                 hint = did_you_mean(value, choices)
                 raise ValueError(f"{name}={value}: expected {' or '.join(choices)}{hint}")
@@ -117,7 +117,7 @@ class Ranking:
         if "answers" not in self._prompt.fields:
             raise ValueError("prompt: has no {{ answers }}, where the rollouts stand; add it")
         self.columns = tuple(name for name in self._prompt.fields if name not in GROUP_FIELDS)
-        self._reply, self._low, self._high = Reply(reply), low, high
+        self._reply, self._low, self._high = ReplyForm(reply), low, high
         self._shows_all = show == Show.conversation
         self._max_rollout_tokens, self._max_request_tokens = max_rollout_tokens, max_request_tokens
         self._seed, self._retries = seed, retries
@@ -134,7 +134,7 @@ class Ranking:
         values = self._compare(distinct, fields, rollouts[0].group_id)
         value_of = dict(zip(distinct, values, strict=True))
         in_group = [value_of[text] for text in texts]
-        return beaten(in_group) if self._reply is Reply.ranking else spread(in_group)
+        return beaten(in_group) if self._reply is ReplyForm.ranking else spread(in_group)
 
     def _shown_text(self, rollout: Rollout) -> str:
         """Return the part of a rollout that the judge sees, uncut."""
@@ -175,7 +175,7 @@ class Ranking:
 
     def _instructions(self, count: int) -> str:
         """Return the text that asks for the form of the reply."""
-        if self._reply is Reply.ranking:
+        if self._reply is ReplyForm.ranking:
             return (
                 f"Rank all {count} answers from best to worst. Think briefly, then end with one "
                 'line such as "Ranking: 2 > 1 = 3", where = joins equally good ones.'
@@ -211,7 +211,7 @@ class Ranking:
 
     def _read(self, reply: str, count: int) -> list[float]:
         """Return the value at each position of a reply; raise Transient unless it has all."""
-        is_ranking = self._reply is Reply.ranking
+        is_ranking = self._reply is ReplyForm.ranking
         values = read_ranking(reply) if is_ranking else read_scores(reply)
         if sorted(values) != list(range(1, count + 1)):
             raise Transient(f"{self._reply} of {sorted(values)}, and there are 1 to {count}")
