@@ -24,8 +24,8 @@ from agenttrain.utils.text_templates import TextTemplate
 GROUP_FIELDS = ("question", "answers", "count", "instructions")
 """Fields of a prompt besides the row's columns."""
 BYTES_PER_TOKEN = 3
-"""Bytes of UTF-8 that count as one token: the judge's tokenizer is not here. English text and code
-have more of them in a token."""
+"""Bytes of UTF-8 that count as one token: the judge's tokenizer is not here. SmolLM2's tokens have
+2.8 to 3.8 of them in text and code, and 1.5 in lists of numbers."""
 LEAST_TOKENS = 16
 """Tokens of each rollout without which a comparison makes no sense."""
 FRAME_TOKENS = 28
