@@ -191,7 +191,7 @@ class RewardWatch:
             "tallies": [asdict(tally) for tally in self.tallies],
             "references": {sign: asdict(r) for sign, r in self.references.items()},
             "lengths": self.lengths,
-            "first_lengths": self._first_lengths,
+            "first_lengths": [*self._first_lengths],
             "held_out": {
                 name: [asdict(best), None if training is None else asdict(training)]
                 for name, (best, training) in self.held_out.items()
@@ -208,15 +208,15 @@ class RewardWatch:
         self.references = {
             sign: Reference(
                 step=reference["step"],
-                share=_read_mean(reference["share"]),
-                reward=_read_mean(reference["reward"]),
+                share=Mean(**reference["share"]),
+                reward=Mean(**reference["reward"]),
             )
             for sign, reference in state["references"].items()
         }
         self.lengths = None if state["lengths"] is None else tuple(state["lengths"])
         self._first_lengths = list(state["first_lengths"])
         self.held_out = {
-            name: (_read_mean(best), None if training is None else _read_mean(training))
+            name: (Mean(**best), None if training is None else Mean(**training))
             for name, (best, training) in state["held_out"].items()
         }
         self.raised = set(state["raised"])
@@ -353,11 +353,3 @@ def group_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
         assert rollout.reward is not None
         groups.setdefault(rollout.group_id, []).append(rollout.reward)
     return {group_id: statistics.fmean(rewards) for group_id, rewards in groups.items()}
-
-
-def _read_mean(record: Mapping[str, float | None]) -> Mean:
-    """Read a mean from JSON, where null stands for infinity."""
-    value, error2 = record["value"], record["error2"]
-    return Mean(
-        value=math.nan if value is None else value, error2=math.inf if error2 is None else error2
-    )

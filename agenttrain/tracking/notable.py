@@ -112,6 +112,8 @@ def notable_rollouts(run_folder: Path, command: str) -> Notable:
         chosen = _highest(rewarded, value)
         if title == "Most surprising":
             chosen = [record for record in chosen if record["reward"] != record["group_reward"]]
+        if title == "Worst" and len({record["reward"] for record in rewarded}) == 1:
+            chosen = []  # as in supervised runs: all are as good as the best
         if chosen:
             notable.add(title, text, chosen)
     return notable

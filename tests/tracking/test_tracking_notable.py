@@ -53,8 +53,9 @@ def test_the_best_the_worst_and_the_most_surprising(tmp_path):
 
 def test_groups_without_a_difference_hold_no_surprise(tmp_path):
     write_step(tmp_path, 1, [*group("a", 1.0, 1.0), *group("b", None, None)])
-    assert listed(notable_rollouts(tmp_path, "view")) == {"Best": ["a-0"], "Worst": ["a-0"]}
-    assert len(notable_rollouts(tmp_path, "view").records) == 1  # shown once
+    assert listed(notable_rollouts(tmp_path, "view")) == {"Best": ["a-0"]}  # none is worse
+    write_step(tmp_path, 1, [*group("a", 0.5, 1.0)])
+    assert len(notable_rollouts(tmp_path, "view").records) == 2  # each is shown once
     with pytest.raises(ConfigError, match=r"^view x: the run has written no rollouts"):
         notable_rollouts(tmp_path / "other", "view x")
 
@@ -77,6 +78,15 @@ def test_alarms_come_first_and_old_steps_are_not_read(tmp_path):
     }
     assert [section.text for section in notable.sections[:2]] == ["not written", "first"]
     assert [record["step"] for record in notable.records] == [2, 3, 6, 7, 8, 6, 7, 8]
+
+
+def test_the_culprits_of_a_crash_come_first(tmp_path):
+    write_step(tmp_path, 4, [*group("a", 0.0, 1.0), *group("b", 0.0, 1.0)])
+    crash = {"step": 4, "stage": "update", "error": "loss nan", "culprits": ["b-0", "a-1"]}
+    (tmp_path / "crash.json").write_text(json.dumps(crash))
+    notable = notable_rollouts(tmp_path, "view")
+    assert listed(notable)["Culprits of step 4"] == ["b-0", "a-1"]
+    assert notable.sections[0].text == "loss nan"
 
 
 def test_the_page_opens_with_them_and_leads_to_each(tmp_path: Path):
