@@ -32,6 +32,8 @@ LENGTH_FACTOR = 1.5
 """Factor by which a length may leave the range of the first steps."""
 LEAST_TASKS = 3
 """Tasks that show a sign before it counts: one group of a hard task may end alike."""
+HELD_OUT = "held_out"
+"""Sign of an evaluation that falls."""
 SUSPECTS = 3
 """Rollouts that an alarm names."""
 ANSWERS = 3
@@ -151,7 +153,7 @@ class RewardWatch:
         new = [sign for sign in found if sign not in self.raised]
         # The largest rise first, and lengths last: they often come along with another sign.
         new.sort(key=lambda sign: (sign in ("long", "short"), -found[sign]))
-        self.raised = {*found, *(self.raised & {"held_out"})}
+        self.raised = {*found, *(sign for sign in self.raised if sign.startswith(HELD_OUT))}
         return self._alarm(step, new) if new else None
 
     def check_evaluation(self, name: str, rollouts: Sequence[Rollout]) -> Alarm | None:
@@ -167,19 +169,19 @@ class RewardWatch:
         best, training_then = self.held_out.get(name, (rewards, training))
         if best.value <= rewards.value:
             self.held_out[name] = rewards, training
-            self.raised.discard("held_out")
+            self.raised.discard(f"{HELD_OUT}:{name}")
             return None
-        if training is None or training_then is None or "held_out" in self.raised:
+        if training is None or training_then is None or f"{HELD_OUT}:{name}" in self.raised:
             return None
         has_risen = training_then.rises_to(training, REWARD_ERRORS)
         if not has_risen or not rewards.rises_to(best, ERRORS):
             return None
-        self.raised.add("held_out")
+        self.raised.add(f"{HELD_OUT}:{name}")
         tally = self.tallies[-1]
         best_rollouts = tally.signs["any"].suspects
         return Alarm(
             step=tally.step,
-            signs=("held_out",),
+            signs=(HELD_OUT,),
             text=f"the held-out reward ({name}) fell from {best.value:.3g} to {rewards.value:.3g} "
             f"as that of training rose from {training_then.value:.3g} to {training.value:.3g}",
             rollouts=tuple((tally.step, rollout_id) for rollout_id in best_rollouts),
