@@ -58,7 +58,7 @@ class RecordedCalls:
     def _first(self, number: int) -> int:
         """Return the trajectory with which the agent of a trajectory began."""
         parent = self._trajectories[number]["parent"]
-        return number if parent is None else self._first(parent)
+        return number if parent is None else self._first(parent[0])
 
     def _key(self, place: tuple[int, int], call_id: str) -> CallKey:
         agent = self._first(place[0])
