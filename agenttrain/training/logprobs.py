@@ -48,6 +48,7 @@ from agenttrain.training.batch import (
 )
 from agenttrain.training.compilation import compiled_layers
 from agenttrain.training.config import SharePrefix
+from agenttrain.training.context_tree import Split
 from agenttrain.training.head import LogitTransform, linear_logprobs
 from agenttrain.training.images import hidden_with_images
 from agenttrain.training.kernels import Kernel, counting_calls
@@ -475,17 +476,20 @@ def packed_hidden(
     segments: Sequence[Segment],
     *,
     varlen: bool = False,
+    split: Split | None = None,
 ) -> Tensor:
     """Return the last hidden states of packed segments by one forward pass, [T, H].
 
     Call it inside `packing(model)`. Positions count from 0 in each sequence. With `varlen`, torch's
-    varlen kernel is used, which the device must have.
+    varlen kernel is used, which the device must have. With `split` the ids and the result are those
+    of this process's tokens.
     """
     device = token_ids_T.device
+    position_ids = positions(segments) if split is None else split.tree.positions()
     output = backbone(model)(
         input_ids=token_ids_T[None],
-        position_ids=positions(segments)[None].to(device, non_blocking=True),
-        **PackedTree(segments, device, use_varlen=varlen).keywords(model),
+        position_ids=position_ids[None].to(device, non_blocking=True),
+        **PackedTree(segments, device, use_varlen=varlen, split=split).keywords(model),
     )
     return output.last_hidden_state[0]
 
