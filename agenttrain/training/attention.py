@@ -411,15 +411,16 @@ class PackedTree:
         return make_varlen(self.segments, self.device)
 
     @cached_property
-    def recurrent(self) -> MixerLayout:
-        """Layout for recurrent mixers."""
-        if self.split is not None:
-            return HandedTree(*self.split, self.device)
+    def recurrent(self) -> RecurrentTree:
+        """Layout for recurrent mixers of all tokens in this process."""
         return RecurrentTree(self.segments, self.device)
 
     def keywords(self, model: PreTrainedModel) -> dict[str, Any]:
         """Return the keywords of a forward pass over this tree, inside `packing`."""
-        return {"blocks": self, "use_cache": False, **layout_keywords(model, self.recurrent)}
+        layout: MixerLayout = self.recurrent
+        if self.split is not None:
+            layout = HandedTree(*self.split, self.device)
+        return {"blocks": self, "use_cache": False, **layout_keywords(model, layout)}
 
 
 @cache

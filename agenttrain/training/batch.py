@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -39,6 +39,9 @@ from torch import Tensor
 from agenttrain.engines.vision import Layout, Piece
 from agenttrain.training.prefixes import Branch, cut, grow
 from agenttrain.types import AgenttrainError, LedgerError, Origin, Rollout, Task, Trajectory
+
+if TYPE_CHECKING:
+    from agenttrain.training.context_parallel import ContextShare
 
 Item = TypeVar("Item")
 
@@ -264,6 +267,9 @@ class Microbatch:
     routes_TLK: Tensor | None = None
     """Experts that the policy's forward pass uses, int16; -1 where its routers choose. None: they
     choose everywhere."""
+    context: ContextShare | None = None
+    """Part of a forward pass of several processes. Then `token_ids_T` and `routes_TLK` are those of
+    this process's tokens. None: this process computes all tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from agenttrain.training.world import World
 from agenttrain.types import ConfigError
@@ -56,6 +56,14 @@ class ContextGroup:
         if self.size > 1:
             dist.all_reduce(tensor, group=self._group)
         return tensor
+
+    def add_gradients(self, model: nn.Module) -> None:
+        """Add up the gradients of a model's trained weights over the members."""
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.grad = self.add(
+                    torch.zeros_like(weight) if weight.grad is None else weight.grad
+                )
 
     @contextmanager
     def exchanging(

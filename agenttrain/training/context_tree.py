@@ -25,7 +25,6 @@ from torch import Tensor
 from agenttrain.training.batch import Segment
 from agenttrain.training.context_group import ContextGroup
 
-
 QUERIES = 256
 """Most queries of a call within a window, whose keys are then few more."""
 

@@ -128,9 +128,7 @@ class _HandedScan(torch.autograd.Function):
     """Scan of one chunk after the other; the backward pass computes each chunk again."""
 
     @staticmethod
-    def forward(
-        ctx: Any, handed: HandedTree, scan: Scan, count: int, *tensors: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, handed: HandedTree, scan: Scan, count: int, *tensors: Tensor) -> Tensor:
         """Return the output of this process's tokens; `tensors` are `count` inputs and weights."""
         inputs, group = tensors[:count], handed.group
         like = handed.state_like(scan)
@@ -198,9 +196,7 @@ class _HandedScan(torch.autograd.Function):
                     local = [t[chunk.tokens].detach().requires_grad_() for t in inputs]
                     shared = [t.detach().requires_grad_() for t in weights]
                     begins = [t.detach().requires_grad_() for t in given]
-                    output, last = layout.scan_waves(
-                        _with_weights(scan, shared), local, begins
-                    )
+                    output, last = layout.scan_waves(_with_weights(scan, shared), local, begins)
                 leaves = [*local, *shared, *begins]
                 ends = [segment for segment in last if segment in of_states]
                 gradients = torch.autograd.grad(
@@ -319,9 +315,7 @@ class _FetchTails(torch.autograd.Function):
         """Return the gradient of the tokens that others fetched, [t, C]."""
         tails: Tails = ctx.tails
         parts = gradient_fC.split(list(tails.fetched.values())) if tails.fetched else ()
-        sends = {
-            rank: part.contiguous() for rank, part in zip(tails.fetched, parts, strict=True)
-        }
+        sends = {rank: part.contiguous() for rank, part in zip(tails.fetched, parts, strict=True)}
         receives = {
             rank: gradient_fC.new_empty(len(index), *gradient_fC.shape[1:])
             for rank, index in tails.sent.items()

@@ -185,7 +185,10 @@ class WorkCounter:
         """Count a forward pass, and a backward pass with `backward`."""
         tokens = microbatch.token_ids_T.numel()
         count = self.operations.training if backward else self.operations.forward
-        self._done += count(tokens, microbatch.segments)
+        share = microbatch.context
+        processes = 1 if share is None else share.split.group.size
+        # Each process of a group computes its share of the attention over all tokens.
+        self._done += count(tokens * processes, microbatch.segments) / processes
         self._computed += tokens
         self._trained += microbatch.targets_S.numel() if backward else 0
 

@@ -9,6 +9,7 @@ Shapes: t tokens of this process, h heads (k of keys and values), d head size, e
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -63,22 +64,14 @@ class _RingAttention(torch.autograd.Function):
         with torch.autocast(query.device.type, enabled=False):
             output, log = nothing_yet(query, value)
             states = torch.cat((key, value), dim=-1)
-            for step in range(group.size):
-                source = (group.rank - step) % group.size
-                following = None
-                sends, receives = {}, {}
-                if step + 1 < group.size:
-                    following = _buffer(tree, (source - 1) % group.size, states, states.dtype)
-                    sends, receives = _round(group, states, following)
-                with group.exchanging(sends, receives):
-                    keys, values = states[..., :size], states[..., size:]
-                    for call in tree.calls(source, scoring.window):
-                        part = attend_partially(
-                            *(query[call.queries], keys[call.keys], values[call.keys]),
-                            *(scoring, call.shift),
-                        )
-                        merge(output[call.queries], log[call.queries], *part)
-                states = states if following is None else following
+            for source, received in _circulate(states, tree, group):
+                keys, values = received[..., :size], received[..., size:]
+                for call in tree.calls(source, scoring.window):
+                    part = attend_partially(
+                        *(query[call.queries], keys[call.keys], values[call.keys]),
+                        *(scoring, call.shift),
+                    )
+                    merge(output[call.queries], log[call.queries], *part)
             if sinks is not None:
                 add_sinks(output, log, sinks)
             result = output.to(query.dtype)
@@ -92,35 +85,23 @@ class _RingAttention(torch.autograd.Function):
         """Send keys and values round again, and with them the sum of their gradients."""
         query, key, value, sinks, output, log = ctx.saved_tensors
         tree, group, scoring = ctx.tree, ctx.group, ctx.scoring
-        size, exact = key.shape[-1], log.dtype
+        size, exact, gradient = key.shape[-1], log.dtype, gradient.contiguous()
         with torch.autocast(query.device.type, enabled=False):
             of_query = torch.zeros(query.shape, dtype=exact, device=query.device)
             states = torch.cat((key, value), dim=-1)
             of_states = torch.zeros(states.shape, dtype=exact, device=query.device)
-            for step in range(group.size):
-                source = (group.rank - step) % group.size
-                before = (source - 1) % group.size
-                following = None
-                sends, receives = {}, {}
-                if step + 1 < group.size:
-                    following = _buffer(tree, before, states, states.dtype)
-                    sends, receives = _round(group, states, following)
-                with group.exchanging(sends, receives):
-                    keys, values = states[..., :size], states[..., size:]
-                    for call in tree.calls(source, scoring.window):
-                        q, k = call.queries, call.keys
-                        parts = partial_gradients(
-                            *(query[q], keys[k], values[k], scoring, call.shift),
-                            *(output[q], log[q], gradient[q]),
-                        )
-                        of_query[q] += parts[0]
-                        of_states[k] += torch.cat(parts[1:], dim=-1)
-                if group.size > 1:
-                    arriving = _buffer(tree, before, states, exact)
-                    with group.exchanging(*_round(group, of_states, arriving)):
-                        pass
-                    of_states = arriving
-                states = states if following is None else following
+            for source, received in _circulate(states, tree, group):
+                keys, values = received[..., :size], received[..., size:]
+                for call in tree.calls(source, scoring.window):
+                    q, k = call.queries, call.keys
+                    parts = partial_gradients(
+                        *(query[q], keys[k], values[k], scoring, call.shift),
+                        *(output[q], log[q], gradient[q]),
+                    )
+                    of_query[q] += parts[0]
+                    of_states[k] += torch.cat(parts[1:], dim=-1)
+                # The last hop brings the sum home.
+                *_, (_, of_states) = _circulate(of_states, tree, group, source, hops=1)
             of_sinks = None
             if sinks is not None:
                 of_sinks = sink_gradient(output, log, gradient, sinks).to(sinks.dtype)
@@ -131,19 +112,29 @@ class _RingAttention(torch.autograd.Function):
         )
 
 
-def _buffer(tree: ContextTree, source: int, states: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return memory for the keys and values of process `source`."""
-    return torch.empty(
-        tree.counts[source], *states.shape[1:], dtype=dtype, device=states.device
-    )
+def _circulate(
+    states: Tensor,
+    tree: ContextTree,
+    group: ContextGroup,
+    source: int | None = None,
+    hops: int | None = None,
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield the states of each process as they come round: (process, states).
 
-
-def _round(
-    group: ContextGroup, tensor: Tensor, buffer: Tensor
-) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-    """Return what is sent to the next member of the ring, and received from the one before."""
+    They begin with `states`, those of process `source` (None: this one). `hops` is the number of
+    times that they are sent on (None: until this process has seen all). They travel while the
+    caller computes.
+    """
+    source = group.rank if source is None else source
     following, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-    return {following: tensor}, {before: buffer}
+    for _ in range(group.size - 1 if hops is None or group.size == 1 else hops):
+        previous = (source - 1) % group.size
+        shape = (tree.counts[previous], *states.shape[1:])
+        buffer = torch.empty(shape, dtype=states.dtype, device=states.device)
+        with group.exchanging({following: states}, {before: buffer}):
+            yield source, states
+        source, states = previous, buffer
+    yield source, states
 
 
 def ring_bytes(tokens: int, processes: int, width: int, *, state: int, gradient: int) -> int:

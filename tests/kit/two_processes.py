@@ -267,12 +267,18 @@ def make(case: Case, mode: str, world: World, *, sampled: bool = False) -> Polic
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.02)
-    sharding = Sharding(cpu_offload=case.offload, within=case.within) if mode == "fsdp2" else None
+    way, _, context = mode.partition("-context-")
+    sharding = Sharding(cpu_offload=case.offload, within=case.within) if way == "fsdp2" else None
     return policy(
         model,
         algorithm=case.algorithm,
         training=case.training,
-        processes={"world": world, "sharding": sharding, "sampled": sampled},
+        processes={
+            "world": world,
+            "sharding": sharding,
+            "sampled": sampled,
+            "context_parallel": int(context or 1),
+        },
         **{"lr": 1e-3, **case.optimizer},
     )
 
@@ -302,7 +308,7 @@ def advantages_of(rollout: Rollout) -> list[tuple[str, float | None]]:
 
 def run(case: Case, mode: str, world: World) -> dict[str, object]:
     """Steps on the process's share."""
-    share = case.shares[world.rank] if world.size > 1 else range(GROUPS)
+    share = dict(enumerate(case.shares)).get(world.rank, ()) if world.size > 1 else range(GROUPS)
     trained = make(case, mode, world)
     teacher = teacher_of(case, trained, mode)
     found, advantages = [], []
