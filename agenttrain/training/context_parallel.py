@@ -55,8 +55,7 @@ class ContextShare:
 
     def exchange(self, logprobs_s: Tensor, entropy_s: Tensor) -> tuple[Tensor, Tensor]:
         """Return logprobs and entropies of this process's rollouts, from those it has computed."""
-        own: Tensor = _ToOwners.apply(torch.stack((logprobs_s, entropy_s)), self)
-        logprobs, entropy = own.unbind()
+        logprobs, entropy = _ToOwners.apply(torch.stack((logprobs_s, entropy_s)), self)
         return logprobs, entropy if entropy_s.requires_grad else entropy.detach()
 
 
@@ -64,18 +63,19 @@ class _ToOwners(torch.autograd.Function):
     """Values of tokens from the processes that computed them to those that have the rollouts."""
 
     @staticmethod
-    def forward(ctx: Any, values_2s: Tensor, share: ContextShare) -> Tensor:
+    def forward(ctx: Any, values_2s: Tensor, share: ContextShare) -> tuple[Tensor, Tensor]:
         ctx.share = share
         values_2S = values_2s.new_zeros(2, share.sampled)
         values_2S[:, share.places_s] = values_2s
-        return share.split.group.add(values_2S).index_select(1, share.own)
+        first_S, second_S = share.split.group.add(values_2S)
+        return first_S.index_select(0, share.own), second_S.index_select(0, share.own)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         share: ContextShare = ctx.share
-        gradient_2S = gradient.new_zeros(2, share.sampled)
-        gradient_2S[:, share.own] = gradient
+        gradient_2S = gradients[0].new_zeros(2, share.sampled)
+        gradient_2S[:, share.own] = torch.stack(gradients)
         return share.split.group.add(gradient_2S).index_select(1, share.places_s), None
 
 
