@@ -1,7 +1,8 @@
 """Run by torchrun in each process: updates of a policy on this process's share of the rollouts.
 
-``two_processes.py <ddp|fsdp2> <case>…`` tells, from the first process, ``{case: {"metrics":
-…, "weights": …, "advantages": …}}``. Without torchrun the one process has all rollouts.
+``two_processes.py <mode> <case>…`` tells, from the first process, ``{case: {"metrics":
+…, "weights": …, "advantages": …}}``. A mode is ``ddp``, ``fsdp2``, or ``ddp-context-2`` for groups
+of two processes that compute together. Without torchrun the one process has all rollouts.
 """
 
 from __future__ import annotations
@@ -162,6 +163,7 @@ WHAT = {
     "turns of branches": Case(
         algorithm={"credit": {"name": "turn_reward", "gamma": 0.5}}, branches=True
     ),
+    "states, none left": Case(algorithm={"credit": {"name": "gigpo"}}, shares=NONE_LEFT),
     "states of branches": Case(
         algorithm={"credit": {"name": "gigpo"}, "aggregation": Aggregation.sequence_sum},
         branches=True,
