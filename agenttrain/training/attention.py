@@ -30,13 +30,14 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from agenttrain.engines.language_model import language_attention
 from agenttrain.engines.mixers import MixerLayout, layout_keywords
-from agenttrain.training.batch import Block, Segment, make_blocks, packed_positions
+from agenttrain.training.batch import Block, make_blocks
 from agenttrain.training.context_tree import Split
 from agenttrain.training.handed_states import HandedTree
 from agenttrain.training.kernels import Kernel, count_call, fit, in_format, is_restrictive
 from agenttrain.training.partial_attention import Scoring
 from agenttrain.training.recurrent import RecurrentTree
 from agenttrain.training.ring_attention import ring_attention
+from agenttrain.training.segments import Segment, packed_positions
 from agenttrain.training.selection import Select
 from agenttrain.types import AgenttrainError
 

@@ -22,20 +22,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from agenttrain.training.batch import Segment
 from agenttrain.training.context_group import ContextGroup
+from agenttrain.training.segments import Segment
 
 QUERIES = 256
 """Most queries of a call within a window, whose keys are then few more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Piece:
+class TreePiece:
     """Neighbouring tokens of a segment in one chunk."""
 
     segment: Segment
     """The piece by its packed positions, with the piece before it as parent."""
-    parent: Piece | None
+    parent: TreePiece | None
     chunk: int
     owner: int
     """Process that holds the chunk."""
@@ -50,7 +50,7 @@ class Piece:
         return self.segment.length
 
     @property
-    def ancestors(self) -> Iterator[Piece]:
+    def ancestors(self) -> Iterator[TreePiece]:
         """Pieces before this one in its sequences, the nearest first."""
         piece = self.parent
         while piece is not None:
@@ -80,7 +80,7 @@ class ContextTree:
         """Packed position at which each chunk starts, and the end."""
         self.pieces = self._cut(segments)
         """All pieces in packed order."""
-        self.held: list[list[Piece]] = [[] for _ in range(processes)]
+        self.held: list[list[TreePiece]] = [[] for _ in range(processes)]
         """Pieces of each process, in packed order."""
         for piece in self.pieces:
             self.held[piece.owner].append(piece)
@@ -91,10 +91,10 @@ class ContextTree:
         """Return the process that holds a chunk."""
         return min(chunk, 2 * self.processes - 1 - chunk)
 
-    def _cut(self, segments: Sequence[Segment]) -> tuple[Piece, ...]:
+    def _cut(self, segments: Sequence[Segment]) -> tuple[TreePiece, ...]:
         """Cut segments at the ends of chunks."""
-        pieces: list[Piece] = []
-        last_of: dict[int, Piece] = {}  # last piece of a segment, by the segment's start
+        pieces: list[TreePiece] = []
+        last_of: dict[int, TreePiece] = {}  # last piece of a segment, by the segment's start
         counts = [0] * self.processes
         for segment in segments:
             parent = None if segment.parent is None else last_of[segment.parent.start]
@@ -104,7 +104,7 @@ class ContextTree:
                 end = min(segment.end, self.bounds[chunk + 1])
                 owner = self.owner(chunk)
                 before = None if parent is None else parent.segment
-                parent = Piece(
+                parent = TreePiece(
                     segment=Segment(start, end - start, before),
                     parent=parent,
                     chunk=chunk,
@@ -169,9 +169,9 @@ def split_tree(segments: Sequence[Segment], group: ContextGroup) -> Split:
     return Split(ContextTree(segments, rank=group.rank, processes=group.size), group)
 
 
-def _runs(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+def _runs(pieces: Sequence[TreePiece]) -> Iterator[list[TreePiece]]:
     """Yield runs of neighbours with the same parent."""
-    run: list[Piece] = []
+    run: list[TreePiece] = []
     for piece in pieces:
         if run and run[-1].parent is not piece.parent:
             yield run
@@ -192,7 +192,7 @@ def _joined(parts: Sequence[tuple[int, int]]) -> list[slice]:
     return slices
 
 
-def _windowed(query: Piece, key: Piece, window: int) -> Iterator[Call]:
+def _windowed(query: TreePiece, key: TreePiece, window: int) -> Iterator[Call]:
     """Yield calls of a piece's queries over the keys of another one, or of itself, in a window."""
     for first in range(0, query.length, QUERIES):
         last = min(first + QUERIES, query.length)

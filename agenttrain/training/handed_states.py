@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from agenttrain.engines.mixers import Convolution, Scan
-from agenttrain.training.batch import Segment
 from agenttrain.training.context_group import ContextGroup
-from agenttrain.training.context_tree import ContextTree, Piece
+from agenttrain.training.context_tree import ContextTree, TreePiece
 from agenttrain.training.recurrent import RecurrentTree
+from agenttrain.training.segments import Segment
 
 
 class HandedTree:
@@ -91,11 +91,11 @@ class Chunk:
 
 def _make_chunks(tree: ContextTree, device: torch.device) -> list[Chunk]:
     """Return the chunks of a tree."""
-    pieces: dict[int, list[Piece]] = defaultdict(list)
+    pieces: dict[int, list[TreePiece]] = defaultdict(list)
     for piece in tree.pieces:
         pieces[piece.chunk].append(piece)
     # Pieces whose states other chunks need, by chunk, with the processes that need them.
-    needed: dict[int, dict[Piece, set[int]]] = defaultdict(dict)
+    needed: dict[int, dict[TreePiece, set[int]]] = defaultdict(dict)
     for piece in tree.pieces:
         parent = piece.parent
         if parent is not None and parent.chunk != piece.chunk:
@@ -258,7 +258,7 @@ def make_tails(tree: ContextTree, before: int, device: torch.device) -> Tails:
             start += length
         if tails:
             fetched[owner] = sum(tails.values())
-    segment_of: dict[Piece, Segment] = {}
+    segment_of: dict[TreePiece, Segment] = {}
     for piece in tree.pieces:  # parents before their children
         if piece in places:
             first, length = places[piece]
@@ -276,9 +276,9 @@ def make_tails(tree: ContextTree, before: int, device: torch.device) -> Tails:
     return Tails(layout=RecurrentTree(layout, device), sent=sent, fetched=fetched)
 
 
-def _reached(tree: ContextTree, rank: int, before: int) -> list[dict[Piece, int]]:
+def _reached(tree: ContextTree, rank: int, before: int) -> list[dict[TreePiece, int]]:
     """Return the pieces of each process whose last tokens process `rank` reaches, and how many."""
-    tails: list[dict[Piece, int]] = [{} for _ in range(tree.processes)]
+    tails: list[dict[TreePiece, int]] = [{} for _ in range(tree.processes)]
     for piece in tree.held[rank]:
         missing = before
         for ancestor in piece.ancestors:

@@ -35,17 +35,7 @@ from agenttrain.training.attention import (
     has_kernel,
     packing,
 )
-from agenttrain.training.batch import (
-    Microbatch,
-    Segment,
-    SequenceKey,
-    TrainingSequence,
-    one_after_the_other,
-    pack,
-    packed_positions,
-    positions,
-    stand_in,
-)
+from agenttrain.training.batch import Microbatch, SequenceKey, TrainingSequence, pack, stand_in
 from agenttrain.training.compilation import compiled_layers
 from agenttrain.training.config import SharePrefix
 from agenttrain.training.context_group import ContextGroup
@@ -56,6 +46,7 @@ from agenttrain.training.images import hidden_with_images
 from agenttrain.training.kernels import Kernel, counting_calls
 from agenttrain.training.prefixes import least_prefix
 from agenttrain.training.recurrent import MixerCall, kernel_gap, recorded_calls, relative_gap
+from agenttrain.training.segments import Segment, one_after_the_other, packed_positions, positions
 from agenttrain.training.sharding import release_gathered
 from agenttrain.training.world import World
 from agenttrain.types import AgenttrainError
@@ -434,7 +425,7 @@ def pack_evenly(
 
     def pack(sequences: Sequence[TrainingSequence]) -> list[Microbatch]:
         if context is not None:
-            return pack_together(scorer, sequences, token_budget, device, context)
+            return pack_together(scorer.pack, sequences, token_budget, device, context)
         return scorer.pack(sequences, token_budget, device) if sequences else []
 
     microbatches = pack(sequences)

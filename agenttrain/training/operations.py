@@ -28,7 +28,8 @@ from transformers import PreTrainedModel
 from agenttrain.engines.language_model import encoder_weights
 from agenttrain.tracking.cards import peak_tflops
 from agenttrain.tracking.machine import GB
-from agenttrain.training.batch import Microbatch, Segment
+from agenttrain.training.batch import Microbatch
+from agenttrain.training.segments import Segment
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Names of the number of experts in configs of transformers."""

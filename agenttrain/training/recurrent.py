@@ -33,7 +33,8 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from agenttrain.engines.mixers import Convolution, Scan, is_kernel, reference
-from agenttrain.training.batch import PaddedRows, Segment, pad_rows
+from agenttrain.training.batch import PaddedRows, pad_rows
+from agenttrain.training.segments import Segment
 from agenttrain.training.selection import Select
 
 SHORTEST = 0.5

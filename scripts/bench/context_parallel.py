@@ -5,8 +5,10 @@ model of 2 layers of hidden size 64 in float32: forward and backward, one thread
 are the bytes of distinct tensors that autograd saves for the backward pass, weights left out, of
 the process with the most. The figures:
 
-    activations_mb_1               of one process
-    activations_over_share_<n>     of n processes, over those of one process / n
+    activations_mb_plain           of one process without context parallel, whose attention on a
+                                   CPU keeps a mask for every 256 queries; on a GPU it has none
+    activations_mb_1               of one process by the same functions as several, without masks
+    activations_over_share_<n>     of n processes, over activations_mb_1 / n
     sent_mb_<n>                    keys, values and their gradients that the processes send in all
     sent_over_formula_<n>          the same over `ring_bytes`
     seconds_<n>                    both passes; the processes share the machine's cores
@@ -38,13 +40,20 @@ SHAPE = {
     "max_position_embeddings": TOKENS,
 }
 MB = 1e6
+PLAIN = "--plain"
 
 
 def measure(quick: bool) -> dict[str, float]:
     """Measure 1, 2 and 4 processes."""
     tokens = SHORT if quick else TOKENS
+    (plain,) = launched(1, tokens, PLAIN)
     (alone,) = launched(1, tokens)
-    figures = {"activations_mb_1": alone["saved"] / MB, "seconds_1": alone["seconds"]}
+    figures = {
+        "activations_mb_plain": plain["saved"] / MB,
+        "seconds_plain": plain["seconds"],
+        "activations_mb_1": alone["saved"] / MB,
+        "seconds_1": alone["seconds"],
+    }
     for processes in (2, 4):
         found = launched(processes, tokens)
         saved = max(one["saved"] for one in found)
@@ -65,13 +74,13 @@ def formula(tokens: int, processes: int) -> int:
     return SHAPE["num_hidden_layers"] * layer
 
 
-def launched(processes: int, tokens: int) -> list[dict[str, float]]:
+def launched(processes: int, tokens: int, *options: str) -> list[dict[str, float]]:
     """Run this script in some processes; return what each measured."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PROCESS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(
-            [*launch, f"--nproc_per_node={processes}", __file__, str(tokens), folder],
+            [*launch, f"--nproc_per_node={processes}", __file__, str(tokens), folder, *options],
             check=True,
             env={**os.environ, **environment},
             stdout=sys.stderr,
@@ -79,7 +88,7 @@ def launched(processes: int, tokens: int) -> list[dict[str, float]]:
         return [json.loads(file.read_text()) for file in Path(folder).iterdir()]
 
 
-def process(tokens: int, folder: Path) -> None:
+def process(tokens: int, folder: Path, *, plain: bool) -> None:
     """Run both passes in this process, and write what they saved and sent."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -89,7 +98,7 @@ def process(tokens: int, folder: Path) -> None:
     from agenttrain.training.world import World
 
     world, cpu = World.start(), torch.device("cpu")
-    group = ContextGroup(world, world.size) if world.size > 1 else None
+    group = None if plain else ContextGroup(world, world.size)
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(**SHAPE)).eval()
     scorer = Scorer(model, temperature=1.0, logits_budget_mb=1, defer=True)
@@ -139,6 +148,6 @@ def saved_bytes(model: torch.nn.Module, forward: Any) -> tuple[int, Any]:
 
 if __name__ == "__main__":
     if os.environ.get("PROCESS"):
-        process(int(sys.argv[1]), Path(sys.argv[2]))
+        process(int(sys.argv[1]), Path(sys.argv[2]), plain=PLAIN in sys.argv)
     else:
         harness.run(__doc__ or "", measure)

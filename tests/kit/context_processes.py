@@ -20,12 +20,13 @@ from transformers import PreTrainedModel
 
 from agenttrain.launch.worker import leave
 from agenttrain.training.attention import packing
-from agenttrain.training.batch import Segment, stand_in
+from agenttrain.training.batch import stand_in
 from agenttrain.training.context_group import ContextGroup
 from agenttrain.training.context_parallel import pack_together
 from agenttrain.training.context_tree import split_tree
 from agenttrain.training.logprobs import Scorer, checkpoint_layers, packed_hidden
 from agenttrain.training.ring_attention import ring_bytes
+from agenttrain.training.segments import Segment
 from agenttrain.training.world import World
 from agenttrain.utils.exit_codes import DONE
 
@@ -111,7 +112,7 @@ def sent(group: ContextGroup, world: World) -> dict[str, int]:
         stand_in(), token_ids_T=ids_T, targets_S=targets_S, behaviour_S=torch.zeros(259)
     )
     own = [rollout] if world.is_main else []
-    (microbatch,) = pack_together(scorer, own, 100, torch.device("cpu"), group)
+    (microbatch,) = pack_together(scorer.pack, own, 100, torch.device("cpu"), group)
     before = group.sent_bytes
     with scorer.ready():
         logprobs_S, _ = scorer(microbatch)

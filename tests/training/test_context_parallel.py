@@ -14,7 +14,6 @@ from context_processes import TREE, segments_of
 from torchrun import torchrun
 
 from agenttrain.training.attention import attend
-from agenttrain.training.batch import Segment
 from agenttrain.training.context_group import ContextGroup
 from agenttrain.training.context_tree import Call, ContextTree
 from agenttrain.training.handed_states import make_tails
@@ -26,6 +25,7 @@ from agenttrain.training.partial_attention import (
     partial_gradients,
 )
 from agenttrain.training.ring_attention import ring_bytes
+from agenttrain.training.segments import Segment
 from agenttrain.training.world import World
 from agenttrain.types import ConfigError
 
