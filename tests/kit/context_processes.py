@@ -2,17 +2,20 @@
 
 ``context_processes.py <family>…`` tells, from the first process, the largest differences of hidden
 states and gradients from those of one process, relative, for each family and layout, and
-``context_processes.py --bytes`` what was sent beside the formula.
+``context_processes.py --bytes`` what was sent beside the formula, and ``context_processes.py
+--blamed <mode> <folder>`` who is named for an update that is not finite.
 """
 
 from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from packing_families import tiny_family
+from process_states import blamed
 from recurrent_families import RECURRENT, tiny_recurrent
 from torch import Tensor
 from torchrun import tell
@@ -127,12 +130,14 @@ def sent(group: ContextGroup, world: World) -> dict[str, int]:
 
 
 def main() -> None:
-    """The families of the command line, or the bytes."""
+    """The families of the command line, the bytes, or who is blamed."""
     world = World.start()
-    group = ContextGroup(world, world.size)
-    if sys.argv[1] == "--bytes":
-        results: dict = sent(group, world)
+    if sys.argv[1] == "--blamed":
+        results: dict = blamed(sys.argv[2], world, Path(sys.argv[3]))
+    elif sys.argv[1] == "--bytes":
+        results = sent(ContextGroup(world, world.size), world)
     else:
+        group = ContextGroup(world, world.size)
         results = {name: family(name, group) for name in sys.argv[1:]}
     if world.is_main:
         tell(world.rank, results)

@@ -221,6 +221,14 @@ def test_each_process_keeps_its_part_of_the_activations(tmp_path: Path) -> None:
     assert measured["sent_over_formula_2"] == measured["sent_over_formula_4"] == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["ddp-context-2", "fsdp2-context-2"])
+def test_the_rollout_that_breaks_an_update_is_named(mode: str, tmp_path: Path) -> None:
+    """It is the second process's, and the first one computes a part of its tokens."""
+    found = torchrun("context_processes.py", "--blamed", mode, str(tmp_path / "crash"))[0]
+    assert [culprits for _, *culprits in found["errors"]] == [["g1-2"], ["g1-2"]]
+
+
 def test_the_layout_of_the_packing_tests_is_cut_whole() -> None:
     segments = segments_of(TREE)
     tree = ContextTree(segments, rank=0, processes=4)
