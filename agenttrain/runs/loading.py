@@ -190,6 +190,7 @@ def make_policy(
         weights=weights,
         sampled=sampled and not run_spec(config).own_weights,
         vision=vision_of(config),
+        context_parallel=config.distributed.context_parallel,
     )
     note = float32_on_gpu(config) if policy.accelerator.device.type == "cuda" else None
     if note and world.is_main:

@@ -77,6 +77,8 @@ def placeholders_of(config: RunConfig) -> Placeholders | str:
         return "an outside agent's requests hold text alone; leave agent out"
     if config.distributed.name is DistributedName.fsdp2:
         return "distributed=fsdp2 does not share a vision tower; set distributed=ddp or single"
+    if (context := config.distributed.context_parallel) > 1:
+        return f"distributed.context_parallel={context} divides token ids alone; set it to 1"
     return placeholders
 
 

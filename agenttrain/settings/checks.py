@@ -349,6 +349,12 @@ def shared_problems(config: RunConfig) -> Iterator[str]:
             "training.mixed_precision=fp16: with distributed=fsdp2 each process would scale a part "
             "of the gradient; set training.mixed_precision=bf16, or distributed=ddp"
         )
+    context = config.distributed.context_parallel
+    if config.training.compile and context > 1:
+        yield (
+            f"training.compile=true: is not made for distributed.context_parallel={context}, whose "
+            "layers wait for other processes; set training.compile=false"
+        )
     if config.training.compile and config.distributed.name is DistributedName.fsdp2:
         yield (
             "training.compile=true: is not made for distributed=fsdp2, which gathers a layer's "

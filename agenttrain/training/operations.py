@@ -28,7 +28,8 @@ from transformers import PreTrainedModel
 from agenttrain.engines.language_model import encoder_weights
 from agenttrain.tracking.cards import peak_tflops
 from agenttrain.tracking.machine import GB
-from agenttrain.training.batch import Microbatch, Segment
+from agenttrain.training.batch import Microbatch
+from agenttrain.training.segments import Segment
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Names of the number of experts in configs of transformers."""
@@ -185,7 +186,10 @@ class WorkCounter:
         """Count a forward pass, and a backward pass with `backward`."""
         tokens = microbatch.token_ids_T.numel()
         count = self.operations.training if backward else self.operations.forward
-        self._done += count(tokens, microbatch.segments)
+        share = microbatch.context
+        processes = 1 if share is None else share.split.group.size
+        # Each process of a group computes its share of the attention over all tokens.
+        self._done += count(tokens * processes, microbatch.segments) / processes
         self._computed += tokens
         self._trained += microbatch.targets_S.numel() if backward else 0
 

@@ -201,6 +201,28 @@ def test_more_nodes_are_named_as_they_can_be_typed(capsys, short):
 
 
 @pytest.mark.slow
+def test_a_rollout_too_long_for_a_gpu_is_computed_by_several(capsys, short):
+    """40,024 tokens of a rollout, of which a layer and its gradients keep 3.3 GiB."""
+    run = (
+        *("--gpu-memory-gb", "5.5", "--devices", "4", "distributed=fsdp2", "eval.questions=0"),
+        *("model.dtype=bfloat16", "training.gradient_checkpointing=true", "engine.max_rows=1"),
+        *("rollout.max_completion_tokens=39000", "training.token_budget=8192"),
+        "training.logits_budget_mb=64",
+    )
+    code, found = plan(capsys, short, *run)
+    assert code == 1
+    overrides = [remedy["overrides"] for remedy in found["remedies"]]
+    assert overrides == [
+        "distributed.context_parallel=2",
+        "distributed=fsdp2 distributed.processes=8 distributed.context_parallel=8",
+    ]
+    code, again = plan(capsys, short, *run, overrides[0])
+    assert code == 0
+    layer, half = parts(found)["a layer"], parts(again)["a layer"]
+    assert half == pytest.approx(layer / 2, rel=0.01)
+
+
+@pytest.mark.slow
 def test_several_settings_together_where_no_one_is_enough(capsys, short):
     code, found = plan(capsys, short, "--gpu-memory-gb", "7.5")
     assert code == 1

@@ -95,7 +95,7 @@ class Load:
     in_flight: int
     """Rollouts in flight in the whole run."""
     packed: int
-    """Tokens of the largest microbatch."""
+    """Tokens of the largest microbatch; with distributed.context_parallel a process's part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,9 +259,12 @@ def _load(config: RunConfig, sizes: Sizes, machine: PlannedHardware, prompt_toke
         if has_rollout_process(config):
             in_flight = min(in_flight, config.rollout.concurrency)
     per_engine = in_flight if has_policy_copy(config) else ceil(in_flight / devices)
-    per_update = ceil(counts.rollouts_per_update / devices)
-    # A microbatch holds one rollout at least, and at most all rollouts of the update.
-    packed = min(max(config.training.token_budget, context), per_update * context)
+    # A microbatch holds one rollout at least, and at most all rollouts of the update. The processes
+    # of a group divide its tokens.
+    divided = distributed.context_parallel
+    per_update = ceil(counts.rollouts_per_update / max(devices // divided, 1))
+    budget = config.training.token_budget * divided
+    packed = ceil(min(max(budget, context), per_update * context) / divided)
     return Load(
         arithmetic=counts,
         devices=devices,

@@ -21,6 +21,7 @@ Choices = list[tuple[Change, ...]]
 FSDP2: Change = ("distributed.name", DistributedName.fsdp2)
 LAST_RESORTS: list[Choices] = [[(("model.lora.rank", 16),)]]
 """Settings that change what is trained. Proposed only if nothing else is enough."""
+CONTEXT = "distributed.context_parallel"
 FIRST_NODE: Change = ("distributed.rendezvous", "first-node:29500")
 """Required by settings with several nodes."""
 GPUS_PER_NODE, MOST_GPUS = 8, 1024
@@ -78,7 +79,16 @@ class Planner:
         """
         settings = list(self._settings())
         remedies = self._sufficient_alone(settings) or [self._combine([*settings, *LAST_RESORTS])]
-        return [*remedies, *self._sufficient_alone([self._more_gpus()])]
+        more_gpus = self._sufficient_alone([self._more_gpus()])
+        if not more_gpus and self._exceeds_budget:
+            # One rollout is too much for a GPU, however many hold the weights.
+            more_gpus = self._sufficient_alone([list(map(_in_one_group, self._more_gpus()))])
+        return [*remedies, *more_gpus]
+
+    @property
+    def _exceeds_budget(self) -> bool:
+        """True if a single rollout may be longer than a microbatch."""
+        return self.estimate().load.context > self.config.training.token_budget
 
     def _more_gpus(self) -> Choices:
         """Return growing numbers of GPUs, first in one node, then in several."""
@@ -148,10 +158,20 @@ class Planner:
         if config.model.dtype is Dtype.float32:
             # Weights in bfloat16 leave nothing to autocast.
             yield [(("model.dtype", Dtype.bfloat16), ("training.mixed_precision", "no"))]
+        if config.distributed.name is not DistributedName.single and self._exceeds_budget:
+            sizes = [n for n in range(2, load.devices + 1) if load.devices % n == 0]
+            yield [
+                ((CONTEXT, size),) for size in sizes if size > config.distributed.context_parallel
+            ]
         if config.distributed.name is DistributedName.ddp:
             yield [(FSDP2,)]
         if config.distributed.name is DistributedName.fsdp2:
             yield [(("distributed.cpu_offload", True),)]
+
+
+def _in_one_group(changes: tuple[Change, ...]) -> tuple[Change, ...]:
+    """Return changes with all processes of a node in one group of context parallel."""
+    return (*changes, (CONTEXT, dict(changes)["distributed.processes"]))
 
 
 def _halves(value: int, least: int) -> list[int]:
