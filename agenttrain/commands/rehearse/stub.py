@@ -100,11 +100,11 @@ class Stub:
             return ids
         # One tool after the other, so that each is called.
         candidates = stop_tools if kind is Kind.stop else callable_tools
-        chosen = [candidates[(rotation + turn) % len(candidates)]]
+        called = [candidates[(rotation + turn) % len(candidates)]]
         if kind is Kind.two_calls:
-            chosen.append(rng.choice(callable_tools))
+            called.append(rng.choice(callable_tools))
         calls = []
-        for index, tool in enumerate(chosen):
+        for index, tool in enumerate(called):
             arguments = arguments_for(tool, [*column_texts, *words], rng)
             if kind is Kind.stop and rng.random() < 0.5:
                 # The right answer, where argument and column have one name: rewards then differ.
