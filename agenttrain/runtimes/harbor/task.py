@@ -201,6 +201,7 @@ def resolve_variables(env: Mapping[str, str], allowed: Mapping[str, str]) -> dic
 
 
 def _settings(folder: Path) -> dict[str, Any]:
+    """Return the content of a task's task.toml. Raises BadTask."""
     try:
         file = folder / TASK_FILE
         if file.stat().st_size > LARGEST_FILE:
@@ -241,8 +242,8 @@ def _task(folder: Path, settings: Mapping[str, Any]) -> HarborTask:
         return _part(folder, settings, settings.get("agent", {}), settings.get("verifier", {}))
     steps = tuple(_step(folder, settings, table) for table in tables)
     names = [step.step.folder.name.casefold() for step in steps if step.step is not None]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"steps.name={twice[0]}: names two steps")
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"steps.name={repeated[0]}: names two steps")
     strategy = settings.get("multi_step_reward_strategy") or "mean"
     if strategy not in ("mean", "final"):
         raise ValueError(f"multi_step_reward_strategy={strategy}: expected mean or final")
@@ -253,6 +254,7 @@ def _task(folder: Path, settings: Mapping[str, Any]) -> HarborTask:
         step=None,
         steps=steps,
         takes_last_step=strategy == "final",
+        # A step without a limit makes a task without one.
         agent_timeout_s=sum(seconds) if len(seconds) == len(limits) else None,
     )
 
@@ -262,17 +264,17 @@ def _step(folder: Path, settings: Mapping[str, Any], table: Mapping[str, Any]) -
     name = table["name"]
     if not isinstance(name, str) or name in ("", ".", "..") or "/" in name:
         raise ValueError(f"steps.name={name}: expected the name of a folder in steps/")
-    least = table.get("min_reward")
-    if least is None:
-        least = {}
-    elif not isinstance(least, Mapping):
-        least = {"reward": least}
-    for reward in least.values():
+    min_rewards = table.get("min_reward")
+    if min_rewards is None:
+        min_rewards = {}
+    elif not isinstance(min_rewards, Mapping):
+        min_rewards = {"reward": min_rewards}
+    for reward in min_rewards.values():
         if isinstance(reward, bool) or not isinstance(reward, int | float):
             raise ValueError(f"steps.min_reward={reward}: expected a number")
     step = Step(
         folder=folder / "steps" / name,
-        min_rewards={key: float(reward) for key, reward in least.items()},
+        min_rewards={key: float(reward) for key, reward in min_rewards.items()},
         healthcheck=_healthcheck(table.get("healthcheck"), "steps.healthcheck"),
     )
     agent = {**settings.get("agent", {}), **table.get("agent", {})}
