@@ -107,6 +107,7 @@ def export(
 
     logging.disable_progress_bar()
     verify(checkpoint)
+    # Filled under another name, and renamed once it is complete.
     part = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)  # of an export that was killed
     part.mkdir(parents=True)
@@ -120,14 +121,16 @@ def export(
             adapted = (checkpoint / ADAPTER_FILES[0]).is_file()
             if adapted and dtype == "auto":  # adapter files do not name their base model's dtype
                 dtype = _run_config(checkpoint).get("model", {}).get("dtype", dtype)
-            wanted: torch.dtype | str = dtype if dtype == "auto" else getattr(torch, dtype)
+            torch_dtype: torch.dtype | str = dtype if dtype == "auto" else getattr(torch, dtype)
             with only_tensors(checkpoint):
                 if adapted:
-                    model = merged(checkpoint, wanted)
+                    model = merged(checkpoint, torch_dtype)
                     weights += ", adapters (LoRA) merged in float32"
                 else:
                     with keeping_float32():
-                        model = auto_class(checkpoint).from_pretrained(checkpoint, dtype=wanted)
+                        model = auto_class(checkpoint).from_pretrained(
+                            checkpoint, dtype=torch_dtype
+                        )
             model.save_pretrained(part)
             weights += f", saved in {str(model.dtype).removeprefix('torch.')}"
         AutoTokenizer.from_pretrained(checkpoint).save_pretrained(part)

@@ -135,8 +135,8 @@ def _serve_by_engine(config: RunConfig, args: Namespace, listener: socket) -> No
     with TemporaryFolder() as temporary:
         template = temporary / "chat_template.jinja"
         template.write_text(chat.saved_template, encoding="utf-8")
-        ends = {"eos_token_id": list(chat.stop_token_ids)}
-        text = json.dumps(ends)
+        # The server ends a turn at the tokens that ended turns in training.
+        text = json.dumps({"eos_token_id": list(chat.stop_token_ids)})
         (temporary / "generation_config.json").write_text(text, encoding="utf-8")
         served = ServedModel(
             folder=weights,

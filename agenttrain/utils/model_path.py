@@ -120,10 +120,10 @@ def base_folder(
     base = base_model(path, revision)
     if base is None:
         return None
-    name, saved = base
+    name, saved_revision = base
     pinned = None
     if is_hub_id(name):  # no other model has revisions
-        pinned = base_revision or saved
+        pinned = base_revision or saved_revision
     try:
         if weights:
             return weights_folder(name, revision=pinned, key=BASE)

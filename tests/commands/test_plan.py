@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoConfig
 
 from agenttrain import cli
-from agenttrain.commands.plan.command import announced_if_slow, planned
+from agenttrain.commands.plan.command import announced_if_slow, plan_options
 from agenttrain.commands.plan.estimate import GIB, PlannedHardware, Sizes, estimate
 from agenttrain.commands.plan.remedies import Planner
 from agenttrain.commands.verbs import DECLARED
@@ -269,7 +269,7 @@ def test_the_bundled_model_in_words(capsys):
 
 def test_without_a_gpu_the_machines_memory_is_what_counts(capsys, short):
     here = psutil.virtual_memory().total
-    assert 0 < planned(DECLARED["plan"].parse(["--cpu"])[0]).machine.memory <= here
+    assert 0 < plan_options(DECLARED["plan"].parse(["--cpu"])[0]).machine.memory <= here
     small = ("--cpu", "--host-memory-gb", "4", "engine.max_rows=1", "model.dtype=bfloat16")
     code, one = plan(capsys, short, *small)
     moments = one["moments"]
@@ -475,7 +475,7 @@ def test_a_run_still_needs_weights(capsys, folder):
 
 def test_options_may_stand_anywhere():
     args, rest = DECLARED["plan"].parse(["seed=1", "--devices", "2", "--cpu", "engine=vllm"])
-    options = planned(args)
+    options = plan_options(args)
     assert (options.devices, options.machine.kind, rest) == (2, "cpu", ["seed=1", "engine=vllm"])
 
 

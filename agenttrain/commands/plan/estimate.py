@@ -165,8 +165,11 @@ def estimate(
     config: RunConfig, sizes: Sizes, machine: PlannedHardware, prompt_tokens: int
 ) -> MemoryEstimate:
     """Estimate the memory of each GPU and of its host."""
-    load = _load(config, sizes, machine, prompt_tokens)
-    parts = [*_training(config, sizes, machine, load), *_files(config, sizes, machine, load)]
+    load = _count_load(config, sizes, machine, prompt_tokens)
+    parts = [
+        *_training_parts(config, sizes, machine, load),
+        *_file_parts(config, sizes, machine, load),
+    ]
     on_gpu = machine.kind != "cpu"
     engine_load = EngineLoad(
         rows=load.rows,
@@ -191,7 +194,7 @@ def estimate(
         ) from error
     parts += engine.items
     if has_policy_copy(config) and (not on_gpu or machine.shared):
-        parts += _copy(config, sizes, engine_load)
+        parts += _policy_copy(config, sizes, engine_load)
     if on_gpu:
         parts.append(
             MemoryItem(name="reserve", bytes=RESERVE, why="context and workspaces: assumed")
@@ -212,7 +215,7 @@ def has_policy_copy(config: RunConfig) -> bool:
     return samples_apart and spec.server_memory is not None
 
 
-def _copy(config: RunConfig, sizes: Sizes, load: EngineLoad) -> Iterator[MemoryItem]:
+def _policy_copy(config: RunConfig, sizes: Sizes, load: EngineLoad) -> Iterator[MemoryItem]:
     """Yield the parts of a copy of the policy that shares a GPU, or a node, with the trainer."""
     estimate_copy = run_spec(config).server_memory
     assert estimate_copy is not None
@@ -227,7 +230,9 @@ def _copy(config: RunConfig, sizes: Sizes, load: EngineLoad) -> Iterator[MemoryI
         yield MemoryItem(name="its reserve", bytes=RESERVE, why=why, once=True)
 
 
-def _load(config: RunConfig, sizes: Sizes, machine: PlannedHardware, prompt_tokens: int) -> Load:
+def _count_load(
+    config: RunConfig, sizes: Sizes, machine: PlannedHardware, prompt_tokens: int
+) -> Load:
     """Return how many processes, rollouts and tokens are in memory at once."""
     counts = arithmetic(config)
     # Tokens
@@ -279,7 +284,7 @@ def _load(config: RunConfig, sizes: Sizes, machine: PlannedHardware, prompt_toke
     )
 
 
-def _training(
+def _training_parts(
     config: RunConfig, sizes: Sizes, machine: PlannedHardware, load: Load
 ) -> Iterator[MemoryItem]:
     """Yield the parts that training takes: weights, optimizer, gradients, microbatch, …"""
@@ -319,7 +324,7 @@ def _training(
         )
     if sharded:
         yield from _gathered_parts(config, sizes)
-    yield from _microbatch(config, sizes, machine, load)
+    yield from _microbatch_parts(config, sizes, machine, load)
 
 
 def _frozen_models(
@@ -339,7 +344,7 @@ def _frozen_models(
     if teacher is not None:
         yield MemoryItem(
             name="teacher",
-            bytes=weight_bytes(_model_of(teacher)) // shards,
+            bytes=weight_bytes(_empty_teacher(teacher)) // shards,
             why=f"{teacher.path}, {teacher.dtype}{divided}",
             on_host=config.distributed.cpu_offload,
         )
@@ -353,7 +358,7 @@ def _gathered_parts(config: RunConfig, sizes: Sizes) -> Iterator[MemoryItem]:
     teacher = config.algorithm.loaded_teacher
     if teacher is not None:
         # The teacher scores before the policy's forward pass: only the larger one counts.
-        teacher_size = _gathered_bytes(_model_of(teacher))
+        teacher_size = _gathered_bytes(_empty_teacher(teacher))
         teacher_why = "the teacher's embeddings, head and two layers"
         size, why = max((size, why), (teacher_size, teacher_why))
     yield MemoryItem(name="gathered", bytes=size, why=why, when=(When.update,))
@@ -371,7 +376,7 @@ def _shards(config: RunConfig, load: Load) -> int:
     return load.local if config.distributed.shard_within is ShardWithin.node else load.devices
 
 
-def _read_in_slices(config: RunConfig, model: PreTrainedModel) -> bool:
+def _reads_slices(config: RunConfig, model: PreTrainedModel) -> bool:
     """Return True if each process reads only its rows of the weights (`SlicedWeights`)."""
     quantized = getattr(model.config, "quantization_config", None) is not None
     sharded = config.distributed.name is DistributedName.fsdp2
@@ -387,19 +392,19 @@ def _gathered_bytes(model: PreTrainedModel) -> int:
     return weight_bytes(model) - sum(layers) + 2 * max(layers)
 
 
-def _model_of(teacher: TeacherConfig) -> PreTrainedModel:
+def _empty_teacher(teacher: TeacherConfig) -> PreTrainedModel:
     """Return the teacher on the meta device, without its weights."""
-    return _teacher_of(teacher.path, teacher.revision, teacher.dtype)
+    return _make_empty_teacher(teacher.path, teacher.revision, teacher.dtype)
 
 
 @cache
-def _teacher_of(path: str, revision: str | None, dtype: str) -> PreTrainedModel:
+def _make_empty_teacher(path: str, revision: str | None, dtype: str) -> PreTrainedModel:
     folder = model_folder(path, SIZES, revision=revision, key="algorithm.teacher.path")
     architecture = AutoConfig.from_pretrained(folder)
     return empty_model(architecture, getattr(torch, dtype), LoraSettings())
 
 
-def _files(
+def _file_parts(
     config: RunConfig, sizes: Sizes, machine: PlannedHardware, load: Load
 ) -> Iterator[MemoryItem]:
     """Yield the parts that loading and saving take, on the host if there are GPUs."""
@@ -407,7 +412,7 @@ def _files(
     shards = _shards(config, load)
     # Otherwise a process trains the weights that it loads, and "weights" counts them.
     if sharded or on_gpu:
-        size, why = _loading(config, sizes)
+        size, why = _loading_bytes(config, sizes)
         yield MemoryItem(name="loading", bytes=size, why=why, when=(When.start,), on_host=on_gpu)
     in_background = config.checkpoint.in_background
     # A copy that is written in background stays while training goes on.
@@ -436,9 +441,9 @@ def _files(
         )
 
 
-def _loading(config: RunConfig, sizes: Sizes) -> tuple[int, str]:
+def _loading_bytes(config: RunConfig, sizes: Sizes) -> tuple[int, str]:
     """Return the most bytes that a process needs to load the model or the teacher, and why."""
-    if _read_in_slices(config, sizes.model):
+    if _reads_slices(config, sizes.model):
         size, why = sizes.largest_weight, "each process reads its rows, weight by weight"
     else:
         sharded = config.distributed.name is DistributedName.fsdp2
@@ -449,8 +454,8 @@ def _loading(config: RunConfig, sizes: Sizes) -> tuple[int, str]:
     if config.algorithm.loaded_teacher is None:
         return size, why
     # The teacher is loaded after the model: only the larger one counts.
-    teacher = _model_of(config.algorithm.loaded_teacher)
-    if _read_in_slices(config, teacher):
+    teacher = _empty_teacher(config.algorithm.loaded_teacher)
+    if _reads_slices(config, teacher):
         teacher_size = max(p.nbytes for p in teacher.parameters())
         teacher_why = "each process reads its rows of the teacher, weight by weight"
     else:
@@ -459,7 +464,7 @@ def _loading(config: RunConfig, sizes: Sizes) -> tuple[int, str]:
     return max((size, why), (teacher_size, teacher_why))
 
 
-def _microbatch(
+def _microbatch_parts(
     config: RunConfig, sizes: Sizes, machine: PlannedHardware, load: Load
 ) -> Iterator[MemoryItem]:
     """Yield the activations and logits of the largest microbatch."""
