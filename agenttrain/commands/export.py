@@ -111,25 +111,37 @@ def export(
     shutil.rmtree(part, ignore_errors=True)  # of an export that was killed
     part.mkdir(parents=True)
     try:
-        weights = "complete"
+        weights, rounding = "complete", 0.0
         if form == "adapter":
             for file in (*ADAPTER_FILES, GENERATION_FILE):
                 if (checkpoint / file).is_file():
                     shutil.copyfile(checkpoint / file, part / file)
         else:
             adapted = (checkpoint / ADAPTER_FILES[0]).is_file()
+            model_settings = _run_config(checkpoint).get("model", {})
             if adapted and dtype == "auto":  # adapter files do not name their base model's dtype
-                dtype = _run_config(checkpoint).get("model", {}).get("dtype", dtype)
+                dtype = model_settings.get("dtype", dtype)
+            double = None  # the base was in 4 bits: with its scales in 8 bits, or in 32
+            if model_settings.get("quantization") is not None:
+                double = bool(model_settings.get("double_quantization", True))
             wanted: torch.dtype | str = dtype if dtype == "auto" else getattr(torch, dtype)
             with only_tensors(checkpoint):
                 if adapted:
-                    model = merged(checkpoint, wanted)
+                    model, rounding = merged(checkpoint, wanted, double=double)
                     weights += ", adapters (LoRA) merged in float32"
+                    if double is not None:
+                        weights += " into the base as its 4 bits (nf4) stand for it"
                 else:
                     with keeping_float32():
                         model = auto_class(checkpoint).from_pretrained(checkpoint, dtype=wanted)
             model.save_pretrained(part)
             weights += f", saved in {str(model.dtype).removeprefix('torch.')}"
+            if rounding:
+                weights += (
+                    f", whose rounding moves the adapted weights by {100 * rounding:.2g} % of what "
+                    "the adapters change"
+                )
+                print(weights)
         AutoTokenizer.from_pretrained(checkpoint).save_pretrained(part)
         copy_processors(checkpoint, part)
         _describe(checkpoint, part, name or folder.name, form, weights)

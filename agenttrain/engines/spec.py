@@ -95,7 +95,7 @@ class RunFacts:
     """Settings of other sections that an engine's check may see."""
 
     lora_rank: int
-    """model.lora.rank; 0: no adapters."""
+    """model.lora.rank; 0: no adapters, or the base is in 4 bits and adapters are sent merged."""
     transport: Transport
     """weight_sync.transport."""
     mode: WeightSyncMode

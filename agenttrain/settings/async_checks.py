@@ -61,7 +61,8 @@ def async_note(config: RunConfig) -> str | None:
     ahead, mode = config.async_training.max_staleness, config.weight_sync.mode
     if not ahead or mode is not WeightSyncMode.drain or not run_spec(config).own_weights:
         return None
-    if config.model.lora.rank and run_spec(config).fleet:  # servers take adapters without a pause
+    sends_adapters = config.model.lora.rank and config.model.quantization is None
+    if sends_adapters and run_spec(config).fleet:  # servers take adapters without a pause
         return None
     return (
         f"warning: weight_sync.mode=drain with async_training.max_staleness={ahead}: each weight "

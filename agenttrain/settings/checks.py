@@ -26,7 +26,7 @@ from agenttrain.settings.run_config import RunConfig
 from agenttrain.tools.sandbox.config import RUNTIME
 from agenttrain.tracking.config import tracker_problems
 from agenttrain.tracking.names import METRICS, metric_row
-from agenttrain.training.config import Dtype, MixedPrecision, Schedule
+from agenttrain.training.config import Dtype, MixedPrecision, Schedule, Transport
 from agenttrain.types import ConfigError
 from agenttrain.utils.expressions import compiled
 from agenttrain.utils.model_path import PARTS, model_folder, template_file
@@ -230,6 +230,35 @@ def _reference(config: RunConfig) -> Iterator[str]:
             f"algorithm.kl.reference.sync_steps={kl.reference.sync_steps}: the reference of a "
             f"model with adapters (model.lora.rank={config.model.lora.rank}) is the model as the "
             "run began, and two sets of adapters cannot be mixed; leave it out"
+        )
+
+
+def _quantization(config: RunConfig) -> Iterator[str]:
+    """Check a base in 4 bits against the ways in which its weights would be used."""
+    if config.model.quantization is None:
+        return
+    key = f"model.quantization={config.model.quantization}"
+    if config.training.mixed_precision is not MixedPrecision.no:
+        yield (
+            f"training.mixed_precision={config.training.mixed_precision}: with {key} layers "
+            "compute in model.dtype; leave it out, and set model.dtype=bfloat16"
+        )
+    if config.distributed.name is DistributedName.fsdp2:
+        yield (
+            f"{key}: distributed=fsdp2 would cut the packed weights apart from their scales; set "
+            "distributed=ddp or single, where each GPU holds the base in 4 bits, or leave "
+            "model.quantization out"
+        )
+    if config.weight_sync.transport is Transport.lora:
+        yield (
+            f"weight_sync.transport=lora: with {key} servers would add the adapters to the weights "
+            "of the model's files, which are others than those in 4 bits; leave it out, which "
+            "sends these weights with the adapters merged"
+        )
+    if config.training.compile:
+        yield (
+            f"training.compile=true: is not made for {key}; set training.compile=false, or leave "
+            "model.quantization out"
         )
 
 
@@ -579,6 +608,7 @@ CHECKS: tuple[Check | VerbCheck, ...] = (
         ),
     ),
     Check(_reference, ("algorithm", "model")),
+    Check(_quantization, ("model", "training", "distributed", "weight_sync")),
     Check(_router_replay, ("algorithm", "training")),
     Check(
         section_problems,
