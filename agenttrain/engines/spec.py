@@ -95,7 +95,7 @@ class RunFacts:
     """Settings of other sections that an engine's check may see."""
 
     lora_rank: int
-    """model.lora.rank; 0: no adapters, or the base is in 4 bits and adapters are sent merged."""
+    """model.lora.rank; 0: no adapters."""
     transport: Transport
     """weight_sync.transport."""
     mode: WeightSyncMode
@@ -109,6 +109,8 @@ class RunFacts:
     servers: ServersConfig
     rollout_process: bool = False
     """Rollouts run in a process of their own, which has the engine."""
+    sends_merged: bool = False
+    """The base is in 4 bits: engines are sent all weights, with the adapters merged."""
 
 
 def _no_problems(*_: Any) -> Iterable[str]:

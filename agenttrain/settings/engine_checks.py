@@ -98,10 +98,9 @@ def engine_problems(config: RunConfig, *, several: bool | None = None) -> Iterat
         )
     if not spec.fleet:
         yield from _servers_unused(config)
-    # Adapters of a base in 4 bits are merged before they are sent.
-    has_own_adapters = config.model.quantization is None
     facts = RunFacts(
-        lora_rank=config.model.lora.rank if has_own_adapters else 0,
+        lora_rank=config.model.lora.rank,
+        sends_merged=config.model.quantization is not None,
         transport=config.weight_sync.transport,
         mode=config.weight_sync.mode,
         sync_folder=config.weight_sync.folder,

@@ -31,6 +31,9 @@ VALUES, SCALE_VALUES = 16, 256
 FLOAT32 = 4
 """Bytes of a number in float32."""
 
+# Not its warning that a kernel of the hub is missing, which only other layers than these would use.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
 
 def nf4_bytes(numbers: int, *, double: bool) -> int:
     """Return the bytes that a weight of so many numbers takes in NF4.
@@ -102,7 +105,7 @@ def quantize(model: PreTrainedModel, *, double: bool) -> None:
 
 def _quantized(linear: nn.Linear, device: torch.device, double: bool) -> nn.Module:
     """Return a linear layer in 4 bits with the weight and the bias of `linear`."""
-    bnb = _bitsandbytes()
+    bnb = import_module("bitsandbytes.nn")
     layer: Any = bnb.Linear4bit(
         linear.in_features,
         linear.out_features,
@@ -124,12 +127,6 @@ def _quantized(linear: nn.Linear, device: torch.device, double: bool) -> nn.Modu
     # whatever the format of the model: sampling would differ from training.
     layer.support_avx512bf16_for_cpu = False
     return layer.train(linear.training)
-
-
-def _bitsandbytes() -> Any:
-    """Import bitsandbytes.nn, without its warning about a kernel of the hub, which is not used."""
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    return import_module("bitsandbytes.nn")
 
 
 def is_quantized(module: nn.Module) -> bool:
