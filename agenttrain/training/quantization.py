@@ -130,8 +130,9 @@ def _quantized(linear: nn.Linear, device: torch.device, double: bool) -> nn.Modu
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """Return True if a module's weight is stored in 4 bits by `quantize`."""
-    return getattr(getattr(module, "weight", None), "bnb_quantized", False)
+    """Return True if a module's own weight is stored in 4 bits by `quantize`."""
+    # Not `module.weight`: peft's layers have it too, as a property.
+    return getattr(module._parameters.get("weight"), "bnb_quantized", False)
 
 
 def has_quantized(model: nn.Module) -> bool:

@@ -56,9 +56,7 @@ def check(settings: VllmServerSettings, run: RunFacts) -> Iterator[str]:
         )
     if run.transport is Transport.lora and not run.lora_rank:
         yield "weight_sync.transport=lora: has no effect without model.lora.rank; leave it out"
-    sends_adapters = (
-        run.lora_rank and run.transport is not Transport.files and not run.sends_merged
-    )
+    sends_adapters = run.lora_rank and run.transport is not Transport.files and not run.sends_merged
     if sends_adapters and run.lora_rank > LARGEST_RANK:
         yield (
             f"model.lora.rank={run.lora_rank}: vLLM takes adapters of a rank up to {LARGEST_RANK}; "
