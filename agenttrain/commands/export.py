@@ -15,6 +15,7 @@ from agenttrain.settings.saved import checkpoint_of, run_of
 from agenttrain.tracking.run_folder import read_summary
 from agenttrain.types import AgenttrainError, ConfigError
 from agenttrain.utils.hub import ID, is_hub_id
+from agenttrain.utils.model_path import BASE_QUANTIZATION
 from agenttrain.utils.temporary import TemporaryFolder
 
 LATEST = Path("checkpoints", "latest")
@@ -113,17 +114,16 @@ def export(
     try:
         weights, rounding = "complete", 0.0
         if form == "adapter":
-            for file in (*ADAPTER_FILES, GENERATION_FILE):
+            for file in (*ADAPTER_FILES, BASE_QUANTIZATION, GENERATION_FILE):
                 if (checkpoint / file).is_file():
                     shutil.copyfile(checkpoint / file, part / file)
         else:
             adapted = (checkpoint / ADAPTER_FILES[0]).is_file()
-            model_settings = _run_config(checkpoint).get("model", {})
             if adapted and dtype == "auto":  # adapter files do not name their base model's dtype
-                dtype = model_settings.get("dtype", dtype)
-            double = None  # the base was in 4 bits: with its scales in 8 bits, or in 32
-            if model_settings.get("quantization") is not None:
-                double = bool(model_settings.get("double_quantization", True))
+                dtype = _run_config(checkpoint).get("model", {}).get("dtype", dtype)
+            double = None  # else the base was in 4 bits, with its scales in 8 bits or in 32
+            if (quantized := checkpoint / BASE_QUANTIZATION).is_file():
+                double = json.loads(quantized.read_text(encoding="utf-8"))["double_quantization"]
             wanted: torch.dtype | str = dtype if dtype == "auto" else getattr(torch, dtype)
             with only_tensors(checkpoint):
                 if adapted:

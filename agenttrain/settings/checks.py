@@ -26,10 +26,10 @@ from agenttrain.settings.run_config import RunConfig
 from agenttrain.tools.sandbox.config import RUNTIME
 from agenttrain.tracking.config import tracker_problems
 from agenttrain.tracking.names import METRICS, metric_row
-from agenttrain.training.config import Dtype, MixedPrecision, Schedule, Transport
+from agenttrain.training.config import Dtype, MixedPrecision, ModelConfig, Schedule, Transport
 from agenttrain.types import ConfigError
 from agenttrain.utils.expressions import compiled
-from agenttrain.utils.model_path import PARTS, model_folder, template_file
+from agenttrain.utils.model_path import BASE_QUANTIZATION, PARTS, model_folder, template_file
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.sections import raise_config_error, shown
 from agenttrain.utils.text_templates import TextTemplate
@@ -330,6 +330,27 @@ def _updates(config: RunConfig) -> Iterator[str]:
             f"model.lora.rank={model.lora.rank} model.lora.alpha={model.lora.alpha:g}: model.path "
             f"holds other adapters; set model.lora.rank={rank} model.lora.alpha={alpha:g} to go on "
             "with them, or merge them first (agenttrain export)"
+        )
+    yield from _base_quantization(model, file.with_name(BASE_QUANTIZATION))
+
+
+def _base_quantization(model: ModelConfig, file: Path) -> Iterator[str]:
+    """Check that adapters continue on the base in 4 bits that `file` describes, if there is one."""
+    if not file.is_file():
+        return
+    keys = ("quantization", "double_quantization")
+    try:
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        trained_on = {key: saved[key] for key in keys}
+    except (ValueError, KeyError, TypeError) as error:
+        yield f"model.path={model.path}: {file.name} in it cannot be read ({error}); copy it again"
+        return
+    if any(getattr(model, key) != value for key, value in trained_on.items()):
+        remedy = " ".join(f"model.{key}={shown(value)}" for key, value in trained_on.items())
+        yield (
+            f"model.quantization={shown(model.quantization)}: model.path={model.path} holds "
+            f"adapters that were trained on another base ({BASE_QUANTIZATION}); set {remedy}, or "
+            "merge them first (agenttrain export)"
         )
 
 

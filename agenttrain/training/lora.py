@@ -5,6 +5,7 @@ peft is imported where there are adapters: it takes as long as a tenth of a star
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,10 +24,16 @@ from agenttrain.training.checkpoint_files import auto_class, loading_options, se
 from agenttrain.training.config import LoraSettings
 from agenttrain.training.gathering import gather_by_layer
 from agenttrain.training.lora_targets import EXPERTS, LoraTargets, choose_targets
-from agenttrain.training.quantization import dequantize, has_quantized, quantize
+from agenttrain.training.quantization import (
+    NF4,
+    dequantize,
+    has_double_scales,
+    has_quantized,
+    quantize,
+)
 from agenttrain.training.sharding import assign, full_tensor, like_part, own_rows
 from agenttrain.training.tensor_files import read_header
-from agenttrain.utils.model_path import base_folder
+from agenttrain.utils.model_path import BASE_QUANTIZATION, base_folder
 from agenttrain.utils.sections import shown
 
 ADAPTER = "default"
@@ -259,9 +266,15 @@ def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def save_adapter_config(model: PreTrainedModel, folder: Path) -> None:
-    """Write the settings that transformers needs to load the adapters onto their base model."""
+    """Write the settings that transformers needs to load the adapters onto their base model.
+
+    Those of a base in 4 bits are in `BASE_QUANTIZATION`, which agenttrain alone reads.
+    """
     config: Any = model.peft_config[ADAPTER]
     config.save_pretrained(folder)
+    if has_quantized(model):
+        keys = {"quantization": NF4, "double_quantization": has_double_scales(model)}
+        (folder / BASE_QUANTIZATION).write_text(json.dumps(keys), encoding="utf-8")
     if model.generation_config is not None:  # has the tokens that end a turn
         model.generation_config.save_pretrained(folder)
 

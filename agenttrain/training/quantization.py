@@ -187,6 +187,11 @@ def unquantized(layer: Any) -> nn.Linear:
     return linear.train(layer.training)
 
 
+def has_double_scales(model: nn.Module) -> bool:
+    """Return True if the scales of a model's layers in 4 bits are in 8 bits."""
+    return any(layer.weight.quant_state.nested for _, layer in quantized_layers(model))
+
+
 def scales(model: nn.Module) -> Iterator[Tensor]:
     """Yield the tensors that layers in 4 bits keep beside their weights: scales, means, tables."""
     for _, layer in quantized_layers(model):

@@ -19,6 +19,8 @@ from agenttrain.commands.plan.estimate import Sizes
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.engine import TransformersEngine
+from agenttrain.settings.checks import validate
+from agenttrain.settings.compose import Source, compose_run, hydra_session
 from agenttrain.trainer import train_policy
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.config import AdamWSettings, LoraSettings, ModelConfig
@@ -39,7 +41,7 @@ from agenttrain.training.quantization import (
     scales,
 )
 from agenttrain.training.weight_sync import named_weights, policy_logprobs
-from agenttrain.types import Origin
+from agenttrain.types import ConfigError, Origin
 
 pytest.importorskip("bitsandbytes", reason="pip install 'agenttrain[4bit]'")
 
@@ -282,7 +284,7 @@ def test_operations_count_numbers_and_not_bytes() -> None:
     assert count_operations(in_4_bits()) == count_operations(as_linear())
 
 
-def saved(folder: Path, run: Path, quantization: str = "nf4") -> Path:
+def saved(folder: Path, run: Path) -> Path:
     """A trained checkpoint of adapters on the model in `folder`, within a run folder."""
     plain().save_pretrained(folder)
     tiny.tokenizer().save_pretrained(folder)
@@ -292,7 +294,6 @@ def saved(folder: Path, run: Path, quantization: str = "nf4") -> Path:
     train_policy(trained, random_groups(1))
     checkpoints = Checkpoints(run / "checkpoints", tokenizer=tiny.tokenizer(), keep=1)
     path = checkpoints.save(trained, step=2)
-    (run / "config.yaml").write_text(f"model: {{dtype: float32, quantization: {quantization}}}\n")
     torch.save(logits(trained.model), run / "logits.pt")
     return path
 
@@ -316,11 +317,13 @@ def test_an_export_computes_what_was_trained(tmp_path: Path, capsys) -> None:
     assert "%" not in capsys.readouterr().out  # float32 rounds nothing away
     export(path, tmp_path / "short", dtype="bfloat16")
     assert "% of what the adapters change" in capsys.readouterr().out
-    # Merged into the weights of the base's files they are another model.
-    (tmp_path / "run" / "config.yaml").write_text("model: {dtype: float32}\n")
-    export(path, tmp_path / "other")
-    other = AutoModelForCausalLM.from_pretrained(tmp_path / "other").eval()
+    # On the weights of the base's files they are another model.
+    export(path, tmp_path / "adapters", form="adapter")
+    other = AutoModelForCausalLM.from_pretrained(tmp_path / "adapters").eval()
     assert (logits(other) - expected).abs().max() > 1e-2
+    with pytest.raises(ConfigError, match=r"^model\.quantization=null: "), hydra_session(Source()):
+        adapters = [f"model.path={tmp_path / 'adapters'}", "model.lora.rank=4"]
+        validate(compose_run(["experiment=none", *adapters], Source()).config)
 
 
 def test_experts_routers_and_kernels_weights_stay() -> None:
