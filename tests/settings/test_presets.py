@@ -225,3 +225,14 @@ def test_a_laptop_trains_the_smallest(tmp_path: Path) -> None:
 )
 def test_the_plan_says_what_fits(hardware: str, model: str, expected: bool, tmp_path: Path) -> None:
     assert fits(hardware, model, tmp_path) == expected
+
+
+@pytest.mark.slow
+def test_a_base_in_4_bits_is_proposed_where_adapters_do_not_fit(tmp_path: Path) -> None:
+    SHAPES["qwen3-8b"].save_pretrained(tmp_path)
+    settings = ("model=qwen3-8b", "hardware=gpu24", "engine=transformers_small")
+    config = compose(*settings, f"model.path={tmp_path}").config
+    options = planned(DECLARED["plan"].parse(["--gpu-memory-gb", "16"])[0])
+    first = Planner(config, options.machine, 1024).remedies()[0]
+    assert first.fits
+    assert "model.quantization=nf4" in first.overrides.split()
