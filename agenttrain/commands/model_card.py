@@ -61,9 +61,12 @@ def model_card(
         for name, section in dict(config.get("reward", {})).items()
         if isinstance(section, Mapping)
     ]
+    of_adapters = "adapters (LoRA) alone: load them on the base model"
+    if quantization := config.get("model", {}).get("quantization"):
+        of_adapters += f" in 4 bits ({quantization}), on which they were trained"
     facts = {
         "base model": f"`{base}`" + (f" at revision `{revision}`" if revision else ""),
-        "weights": "adapters (LoRA) alone: load them on the base model" if adapter else weights,
+        "weights": of_adapters if adapter else weights,
         "training": f"{algorithm}, {step} steps, seed {config.get('seed')}",
         "data": f"`{source}`" + (f" ({arguments})" if arguments else ""),
         **({} if sft else {"rewards": ", ".join(rewards) or "none"}),

@@ -130,6 +130,13 @@ def _serve_by_engine(config: RunConfig, args: Namespace, listener: socket) -> No
             "wrongly or not at all; merge them first (agenttrain export), or set "
             f"{names_with(own_weights=False)}"
         )
+    if base and config.model.quantization is not None:
+        raise ConfigError(
+            f"model.quantization={config.model.quantization}: the server of "
+            f"engine={config.engine.name} would add the adapters to the weights of the base's "
+            "files, which are others than those in 4 bits; merge them first (agenttrain export), "
+            f"or set {names_with(own_weights=False)}"
+        )
     port = listener.getsockname()[1]
     weights = str(base or weights_folder(path, revision=revision))
     with TemporaryFolder() as temporary:

@@ -7,6 +7,7 @@ does not use it: the job's machine is another one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 
 from agenttrain.engines.placement import placement_problems
 from agenttrain.engines.registry import OutsideEngine, names_with, spec_of
@@ -58,6 +59,11 @@ def machine_problems(
             problems.append(
                 "training.mixed_precision=fp16: needs a GPU, and there is none here; set "
                 "training.mixed_precision=bf16 or no"
+            )
+        if config.model.quantization is not None and find_spec("bitsandbytes") is None:
+            problems.append(
+                f"model.quantization={config.model.quantization}: bitsandbytes is not installed "
+                "here: pip install 'agenttrain[4bit]'"
             )
         if verb not in SAMPLING_VERBS:
             continue

@@ -17,6 +17,8 @@ from agenttrain.utils.sections import shown
 BUNDLED = "bundled:"
 MODELS = PACKAGE / "data" / "models"
 ADAPTER_CONFIG = "adapter_config.json"
+BASE_QUANTIZATION = "base_quantization.json"
+"""Beside adapters that were trained on a base in 4 bits: model.quantization and its keys."""
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 SENT_MERGED = ("rank_pattern", "alpha_pattern", "use_rslora")
 """Keys of adapters that have not one rank and one scale of alpha / rank."""

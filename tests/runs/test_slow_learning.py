@@ -60,6 +60,17 @@ def test_the_agent_with_recurrent_layers_learns_to_chain_queries(tmp_path, algor
     assert chained["2"]["mean"] < 0.15
 
 
+def test_the_shop_agent_learns_with_adapters_on_a_base_in_4_bits(tmp_path):
+    pytest.importorskip("bitsandbytes", reason="pip install 'agenttrain[4bit]'")
+    adapters = ["model.quantization=nf4", "model.lora.rank=16", "optimizer.lr=5e-3"]
+    curve, summary = rewards(tmp_path, *adapters, "steps=14", "eval.questions=100")
+    assert mean(curve[:3]) < 0.45
+    assert mean(curve[-4:]) > 0.65
+    before, after = summary["eval"]["before"], summary["eval"]["after"]
+    assert before["reward"] < 0.45
+    assert after["reward"] > 0.65
+
+
 @pytest.mark.long
 def test_the_calculator_agent_learns(tmp_path):
     curve, summary = rewards(tmp_path, "experiment=calculator", "steps=30", "eval.questions=150")

@@ -41,6 +41,7 @@ from agenttrain.training.footprint import (
 )
 from agenttrain.training.images import freeze_encoders
 from agenttrain.training.lora import adapted_experts, adapter_parameters
+from agenttrain.training.quantization import layers_to_quantize, nf4_bytes
 from agenttrain.types import ConfigError
 from agenttrain.utils.model_path import SIZES, base_folder, model_folder, why_merged
 
@@ -178,7 +179,7 @@ def estimate(
         limit=load.limit,
         on_gpu=on_gpu,
         memory=machine.memory,
-        taken=0 if on_gpu else sizes.weights + PYTHON_ON_CPU,
+        taken=0 if on_gpu else sizes.held + PYTHON_ON_CPU,
         sharded=config.distributed.name is DistributedName.fsdp2,
         adapters=sends_adapters(config, is_merged=sizes.merges_adapters),
         broadcast=config.weight_sync.transport is Transport.nccl,
@@ -294,7 +295,16 @@ def _training_parts(
     divided = f" / {shards}" if sharded else ""
     state = updating(sizes.model, config.optimizer)
     why = f"{sizes.parameters:,} x {config.model.dtype}{divided}"
-    yield MemoryItem(name="weights", bytes=sizes.weights // shards, why=why, on_host=on_host)
+    if sizes.in_4_bits:
+        why += f", {sum(sizes.in_4_bits):,} of them in {config.model.quantization}"
+    yield MemoryItem(name="weights", bytes=sizes.held // shards, why=why, on_host=on_host)
+    if sizes.in_4_bits:
+        yield MemoryItem(
+            name="dequantised",
+            bytes=max(sizes.in_4_bits) * sizes.itemsize,
+            why=f"the largest layer in {config.model.quantization}, while it multiplies",
+            when=(When.rollouts, When.update),
+        )
     size = (state.moments + state.masters) // shards
     copies = " and float32 copies" if state.masters else ""
     why = f"{config.optimizer.name}: moments{copies}{divided}"
@@ -411,7 +421,7 @@ def _file_parts(
     sharded, on_gpu = config.distributed.name is DistributedName.fsdp2, machine.kind != "cpu"
     shards = _shards(config, load)
     # Otherwise a process trains the weights that it loads, and "weights" counts them.
-    if sharded or on_gpu:
+    if sharded or on_gpu or sizes.in_4_bits:
         size, why = _loading_bytes(config, sizes)
         yield MemoryItem(name="loading", bytes=size, why=why, when=(When.start,), on_host=on_gpu)
     in_background = config.checkpoint.in_background
@@ -531,8 +541,19 @@ class Sizes:
         self.continues = base is not None
         """Training continues with adapters of an earlier training."""
         has_adapted_experts = bool(adapted_experts(self.model))
-        self.merges_adapters = has_adapted_experts or bool(base and why_merged(folder))
-        """Engines get the adapters merged into the weights, as vLLM would read them wrongly."""
+        self.merges_adapters = (
+            has_adapted_experts
+            or bool(base and why_merged(folder))
+            or config.quantization is not None
+        )
+        """Engines get the adapters merged into the weights: vLLM would read them wrongly, or add
+        them to other weights."""
+        self._double = config.double_quantization
+        self.in_4_bits: list[int] = []
+        """Numbers of each weight that the trainer stores in 4 bits; empty: of none."""
+        if config.quantization is not None:
+            quantized = layers_to_quantize(self.model).values()
+            self.in_4_bits = [layer.weight.numel() for layer in quantized]
         self._saved = {name: Saved(self.model, dtype) for name, dtype in MIXED_PRECISIONS.items()}
 
     @cached_property
@@ -542,8 +563,14 @@ class Sizes:
 
     @cached_property
     def weights(self) -> int:
-        """Bytes of all weights."""
+        """Bytes of all weights in the model's format."""
         return weight_bytes(self.model)
+
+    @property
+    def held(self) -> int:
+        """Bytes of all weights as the trainer stores them, some of them in 4 bits."""
+        packed = sum(nf4_bytes(numbers, double=self._double) for numbers in self.in_4_bits)
+        return self.weights - sum(self.in_4_bits) * self.itemsize + packed
 
     @cached_property
     def largest_weight(self) -> int:
