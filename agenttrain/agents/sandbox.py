@@ -14,7 +14,7 @@ from pathlib import Path
 
 from agenttrain.agents.config import AgentConfig
 from agenttrain.agents.visible import visible_files
-from agenttrain.tools.sandbox.outside_process import bubblewrap, interpreter, next_user
+from agenttrain.tools.sandbox.outside_process import base_python, bubblewrap, next_user
 from agenttrain.tools.sandbox.root import Root
 from agenttrain.utils.files import PACKAGE
 
@@ -94,7 +94,7 @@ def sandbox_command(
     code = START.format(root=str(PACKAGE.parent))
     # -I -S: the interpreter takes no code from the environment, the folder or site-packages.
     return [
-        *(*bubblewrap(user), "--die-with-parent", "--", interpreter(), "-I", "-S", "-c", code),
+        *(*bubblewrap(user), "--die-with-parent", "--", base_python(), "-I", "-S", "-c", code),
         json.dumps(inside),
     ]
 

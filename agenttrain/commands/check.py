@@ -100,10 +100,10 @@ def certify(runs: Sequence[Composed], verb: str = "train") -> bool:
     for config in (run.config for run in runs):
         structured = config.rollout.structured_calls
         certificate_key = repr([structured, *(getattr(config, part) for part in CERTIFIED)])
-        others = [config.engine, config.eval, config.training, config.optimizer.name]
-        others += [config.algorithm.teacher, config.algorithm.router_replay, config.roles]
-        others += [config.weight_sync]
-        run_key = repr([certificate_key, *others, config.tasks_per_step, config.resume])
+        other_settings = [config.engine, config.eval, config.training, config.optimizer.name]
+        other_settings += [config.algorithm.teacher, config.algorithm.router_replay, config.roles]
+        other_settings += [config.weight_sync]
+        run_key = repr([certificate_key, *other_settings, config.tasks_per_step, config.resume])
         with refusing():
             is_first = certificate_key not in certified
             if is_first:

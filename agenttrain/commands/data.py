@@ -37,7 +37,7 @@ def show(config: RunConfig, prompts: int) -> int:
             with part.located():
                 missing |= _print_rows(part)
         shown = tasks.train.tasks(0, min(prompts, len(tasks.train)))
-        for task in asyncio.run(_with_prompts(shown, components)):
+        for task in asyncio.run(_tasks_with_prompts(shown, components)):
             ids = components.prompt_ids(task)
             later = "".join(f"\n(later) {text}" for text in task.user_turns)
             source = f" of {task.source}" if task.source else ""
@@ -74,12 +74,12 @@ def _print_rows(components: Components) -> bool:
     return missing
 
 
-async def _with_prompts(tasks: Sequence[Task], components: Components) -> list[Task]:
+async def _tasks_with_prompts(tasks: Sequence[Task], components: Components) -> list[Task]:
     """Return the tasks with their complete prompts, including messages of an environment's reset.
 
     Raises ToolUnavailable if the reset fails, or if there is no prompt at all.
     """
-    started, seed = [], components.config.seed
+    complete_tasks, seed = [], components.config.seed
     try:
         for task in tasks:
             rollout = Rollout(task=task, rollout_id=f"data-{task.task_id}")
@@ -89,11 +89,11 @@ async def _with_prompts(tasks: Sequence[Task], components: Components) -> list[T
                 seed=derive_seed(seed, task.task_id),
                 group_seed=derive_seed(seed),
             )
-            started.append(rollout.task)
+            complete_tasks.append(rollout.task)
             await end_episode(rollout, episode)
     finally:
         await components.aclose()
-    return started
+    return complete_tasks
 
 
 def _summary(components: Components, context: int | None) -> Iterator[str]:
@@ -158,10 +158,10 @@ def _lengths(source: TaskSource, components: Components, context: int | None) ->
     if context is None:
         return
     overlong = sum(length >= context for length in lengths)
-    room = components.config.rollout.max_turn_tokens
-    tight = sum(length < context < length + room for length in lengths)
+    most = components.config.rollout.max_turn_tokens
+    tight = sum(length < context < length + most for length in lengths)
     if overlong:
         yield f"  overlong  {overlong} of {len(first):,} fill the context of {context} and are left"
         yield "            out; shorten them, or raise engine.max_context"
     if tight:
-        yield f"  tight  {tight} of {len(first):,} leave less than rollout.max_turn_tokens={room}"
+        yield f"  tight  {tight} of {len(first):,} leave less than rollout.max_turn_tokens={most}"

@@ -108,9 +108,9 @@ def examine() -> Iterator[Finding]:
     """Yield the findings, those that the default command needs first."""
     packages = {name: spec.package for name, spec in specs().items()}
     with ThreadPoolExecutor(2) as pool:
-        torch_report = pool.submit(_python, TORCH)
+        torch_report = pool.submit(_run_python, TORCH)
         imports = {
-            name: pool.submit(_python, f"import {package}")
+            name: pool.submit(_run_python, f"import {package}")
             for name, package in packages.items()
             if package is not None and find_spec(package)
         }
@@ -145,18 +145,18 @@ def examine() -> Iterator[Finding]:
     yield hub()
 
 
-def _python(code: str) -> tuple[str, str]:
+def _run_python(code: str) -> tuple[str, str]:
     """Run code in a new Python process; return its last printed line and the problem, or ""."""
     # -P keeps files of the current folder from hiding packages.
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=IMPORT_S
         )
     except subprocess.TimeoutExpired:
         return "", f"not imported after {IMPORT_S} s"
-    output = done.stdout if done.returncode == 0 else done.stderr
+    output = process.stdout if process.returncode == 0 else process.stderr
     last_line = (output.strip().splitlines() or [""])[-1]
-    if done.returncode == 0:
+    if process.returncode == 0:
         return last_line, ""
     return "", f"fails to import: {last_line}"
 
@@ -321,8 +321,8 @@ def _sandbox() -> Finding:
         # The error ends with what the sandbox takes.
         problem, _, remedy = str(error).partition("; it takes ")
         return Finding("sandbox", State.missing, problem, f"it takes {remedy}")
-    there = "" if shutil.which("bwrap") else "; bubblewrap is not installed"
-    return Finding("sandbox", State.ok, f"works by {backend}{there}")
+    note = "" if shutil.which("bwrap") else "; bubblewrap is not installed"
+    return Finding("sandbox", State.ok, f"works by {backend}{note}")
 
 
 def _containers() -> Finding:

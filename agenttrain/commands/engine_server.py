@@ -55,9 +55,9 @@ def engine_server(args: Namespace, overrides: Sequence[str]) -> int:
         ) from error
     signature = plan.pop("signature", None)
     if args.parent is None and not verifies(plan, signature):
-        named = (f"module={plan['module']}", f"servers.args={plan['servers'].get('args')}")
+        code_names = (f"module={plan['module']}", f"servers.args={plan['servers'].get('args')}")
         argument = f"engine-server {folder}"
-        check_trusted(argument, named, trust=trust, what=f"its {PLAN}")
+        check_trusted(argument, code_names, trust=trust, what=f"its {PLAN}")
     number, count = args.number or 0, plan["servers"]["count"]
     if number >= count:
         raise ConfigError(f"--number {number}: this run has servers.count={count}, numbered from 0")

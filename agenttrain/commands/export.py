@@ -15,6 +15,7 @@ from agenttrain.settings.saved import checkpoint_of, run_of
 from agenttrain.tracking.run_folder import read_summary
 from agenttrain.types import AgenttrainError, ConfigError
 from agenttrain.utils.hub import ID, is_hub_id
+from agenttrain.utils.model_path import BASE_QUANTIZATION
 from agenttrain.utils.temporary import TemporaryFolder
 
 LATEST = Path("checkpoints", "latest")
@@ -107,29 +108,43 @@ def export(
 
     logging.disable_progress_bar()
     verify(checkpoint)
+    # Filled under another name, and renamed once it is complete.
     part = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)  # of an export that was killed
     part.mkdir(parents=True)
     try:
-        weights = "complete"
+        weights, rounding = "complete", 0.0
         if form == "adapter":
-            for file in (*ADAPTER_FILES, GENERATION_FILE):
+            for file in (*ADAPTER_FILES, BASE_QUANTIZATION, GENERATION_FILE):
                 if (checkpoint / file).is_file():
                     shutil.copyfile(checkpoint / file, part / file)
         else:
             adapted = (checkpoint / ADAPTER_FILES[0]).is_file()
             if adapted and dtype == "auto":  # adapter files do not name their base model's dtype
                 dtype = _run_config(checkpoint).get("model", {}).get("dtype", dtype)
-            wanted: torch.dtype | str = dtype if dtype == "auto" else getattr(torch, dtype)
+            double = None  # else the base was in 4 bits, with its scales in 8 bits or in 32
+            if (quantized := checkpoint / BASE_QUANTIZATION).is_file():
+                double = json.loads(quantized.read_text(encoding="utf-8"))["double_quantization"]
+            torch_dtype: torch.dtype | str = dtype if dtype == "auto" else getattr(torch, dtype)
             with only_tensors(checkpoint):
                 if adapted:
-                    model = merged(checkpoint, wanted)
+                    model, rounding = merged(checkpoint, torch_dtype, double=double)
                     weights += ", adapters (LoRA) merged in float32"
+                    if double is not None:
+                        weights += " into the base as its 4 bits (nf4) stand for it"
                 else:
                     with keeping_float32():
-                        model = auto_class(checkpoint).from_pretrained(checkpoint, dtype=wanted)
+                        model = auto_class(checkpoint).from_pretrained(
+                            checkpoint, dtype=torch_dtype
+                        )
             model.save_pretrained(part)
             weights += f", saved in {str(model.dtype).removeprefix('torch.')}"
+            if rounding:
+                weights += (
+                    f", whose rounding moves the adapted weights by {100 * rounding:.2g} % of what "
+                    "the adapters change"
+                )
+                print(weights)
         AutoTokenizer.from_pretrained(checkpoint).save_pretrained(part)
         copy_processors(checkpoint, part)
         _describe(checkpoint, part, name or folder.name, form, weights)

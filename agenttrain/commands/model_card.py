@@ -63,9 +63,12 @@ def model_card(
         }
     else:
         tasks = _tasks(config, data, sft)
+    of_adapters = "adapters (LoRA) alone: load them on the base model"
+    if quantization := config.get("model", {}).get("quantization"):
+        of_adapters += f" in 4 bits ({quantization}), on which they were trained"
     facts = {
         "base model": f"`{base}`" + (f" at revision `{revision}`" if revision else ""),
-        "weights": "adapters (LoRA) alone: load them on the base model" if adapter else weights,
+        "weights": of_adapters if adapter else weights,
         "training": f"{algorithm}, {step} steps, seed {config.get('seed')}",
         **tasks,
         **({"images": "read; none of the training's is in this folder"} if sees else {}),

@@ -86,7 +86,7 @@ def play(config: RunConfig, args: Namespace, folder: Path | None) -> int:
         try:
             with no_garbage_collection():
                 runner.run(session.open())
-            for line in _lines(console):
+            for line in _input_lines(console):
                 try:
                     if not runner.run(session.handle(line)):
                         break
@@ -106,7 +106,7 @@ def play(config: RunConfig, args: Namespace, folder: Path | None) -> int:
     return 0
 
 
-def _lines(console: Console) -> Iterator[str]:
+def _input_lines(console: Console) -> Iterator[str]:
     """Yield the lines of the input; a prompt is shown if a person types them."""
     if not sys.stdin.isatty():
         for line in sys.stdin:
@@ -124,7 +124,11 @@ def _lines(console: Console) -> Iterator[str]:
 
 
 class Player:
-    """One model that answers, with its conversation."""
+    """One model that answers, with its conversation.
+
+    `Session` calls `ask` for each message, and `reset` before a new conversation. Tokens and tool
+    results are printed while the model answers.
+    """
 
     def __init__(self, name: str, components: Components, engine: Engine, console: Console) -> None:
         from agenttrain.chat.streaming import TextStream
@@ -171,7 +175,7 @@ class Player:
                 task=task, sampling=sampling, rollout_id=session, group_seed=seed
             )
             self.conversation = Conversation(self.context, request)
-            text = None
+            text = None  # the first answer is to the task's last message
         try:
             await self.conversation.send(text)
         except asyncio.CancelledError:
@@ -228,13 +232,13 @@ class Player:
                 self._text = self._stream()
                 for call in message.get("tool_calls", ()):
                     if problem := call["function"].get("malformed"):
-                        self._line("✗ ", problem, "red")
+                        self._print_line("✗ ", problem, "red")
             elif message["role"] == "tool":
                 text = shown_text(message["content"])
-                self._line(f"{message['name'] or '(no name)'} → ", text, "cyan")
+                self._print_line(f"{message['name'] or '(no name)'} → ", text, "cyan")
                 show_images(self.console, [message])
 
-    def _line(self, label: str, text: str, style: str) -> None:
+    def _print_line(self, label: str, text: str, style: str) -> None:
         self._end_line()
         self.console.print(Text.assemble((label, f"bold {style}"), (printable(text), style)))
 
@@ -250,7 +254,10 @@ class Player:
 
 
 class Session:
-    """A session of `play`: one model or, with `step=0`, also the model before training."""
+    """A session of `play`: one model or, with `step=0`, also the model before training.
+
+    `open` comes first, then `handle` for each line of the input, and `close` at the end.
+    """
 
     def __init__(
         self, console: Console, config: RunConfig, args: Namespace, folder: Path | None
@@ -312,7 +319,7 @@ class Session:
                 self.print(f"{name:<8} {meaning}")
         elif command == "/tokens":
             for player in self.players:
-                self._head(player)
+                self._print_head(player)
                 self.console.print(player.tokens())
         elif command == "/ask":
             await self.reset()
@@ -321,11 +328,11 @@ class Session:
             await self.reset()
             self.print("a new conversation")
         elif command == "/row" and argument.isdecimal():
-            before, self.row = self.row, int(argument)
+            previous_row, self.row = self.row, int(argument)
             try:
-                self._task()
+                self._task()  # raises if there is no such row
             except ConfigError:
-                self.row = before
+                self.row = previous_row
                 raise
             await self.reset()
             self._print_row()
@@ -358,7 +365,7 @@ class Session:
         for player in self.players:
             if player.stop_reason is not None:
                 await player.reset()
-            self._head(player)
+            self._print_head(player)
             await player.ask(task, text, self._conversations)
             if (reason := player.stop_reason) is not None:
                 assert player.conversation is not None
@@ -366,7 +373,7 @@ class Session:
                 error = f": {rollout.error}" if rollout is not None and rollout.error else ""
                 self.print(f"({reason}{error}; the next message begins a new conversation)")
 
-    def _head(self, player: Player) -> None:
+    def _print_head(self, player: Player) -> None:
         if len(self.players) > 1:
             self.console.print(Text(f"── {player.name}", "bold magenta"))
 

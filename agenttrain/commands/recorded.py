@@ -41,8 +41,8 @@ def recorded_rubric(
     outside agent has tools of its own, which cannot be checked.
     """
     # The rubric has the environments' own reward if the run recorded it.
-    rewarded = any("environment_reward" in record for record in records)
-    rubric = rubric_of(config, list(config.environment) if rewarded else [])
+    has_environment_reward = any("environment_reward" in record for record in records)
+    rubric = rubric_of(config, list(config.environment) if has_environment_reward else [])
     declared = read_declared(folder)
     if declared is not None and not config.agent.outside:
         toolbox, environments = declared

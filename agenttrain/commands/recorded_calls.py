@@ -36,7 +36,7 @@ class RecordedCalls:
         """First trajectory of an agent -> (trajectory, turn in it) of each turn of the agent."""
         for number, trajectory in enumerate(self._trajectories):
             sampled = {s["turn"] for s in trajectory["spans"] if s["origin"] == Origin.sampled}
-            turns = self._agents.setdefault(self._first(number), [])
+            turns = self._agents.setdefault(self._agent_of(number), [])
             turns += [(number, turn) for turn in range(len(sampled))]
         self.sub_agents: dict[CallKey, list[int]] = {}
         """First trajectories of the sub-agents of a call, in their order."""
@@ -46,22 +46,22 @@ class RecordedCalls:
                 key = self._key(caller, delegation["call_id"])
                 self.sub_agents.setdefault(key, []).append(number)
         self.results: dict[CallKey, ToolResult] = {}
-        left = iter(tool_results(record))
-        result = next(left, None)
+        remaining = iter(tool_results(record))
+        result = next(remaining, None)
         for place in self._ended_turns(MAIN_AGENT):
             for call in self._message(place).get("tool_calls", ()):
                 # A turn in which the rollout ended has calls without a result.
                 if result is not None and result.call.id == call["id"]:
                     self.results[self._key(place, result.call.id)] = result
-                    result = next(left, None)
+                    result = next(remaining, None)
 
-    def _first(self, number: int) -> int:
+    def _agent_of(self, number: int) -> int:
         """Return the trajectory with which the agent of a trajectory began."""
         parent = self._trajectories[number]["parent"]
-        return number if parent is None else self._first(parent)
+        return number if parent is None else self._agent_of(parent[0])
 
     def _key(self, place: tuple[int, int], call_id: str) -> CallKey:
-        agent = self._first(place[0])
+        agent = self._agent_of(place[0])
         return CallKey(agent, self._agents[agent].index(place), call_id)
 
     def _ended_turns(self, agent: int) -> Iterator[tuple[int, int]]:
@@ -71,8 +71,10 @@ class RecordedCalls:
         """
         callers = [(key.agent, key.turn, subs) for key, subs in self.sub_agents.items()]
         for turn, place in enumerate(self._agents[agent]):
-            begun = [sub for *caller, subs in callers if caller == [agent, turn] for sub in subs]
-            for sub_agent in sorted(begun):
+            sub_agents = [
+                sub for *caller, subs in callers if caller == [agent, turn] for sub in subs
+            ]
+            for sub_agent in sorted(sub_agents):
                 yield from self._ended_turns(sub_agent)
             yield place
 

@@ -100,11 +100,12 @@ def replay_rollouts(
     refuse_sources(command, config)
     records = step_records(folder, step, command)
     if rollout_id is not None:
-        known = [record["rollout_id"] for record in records]
-        if rollout_id not in known:
+        recorded_ids = [record["rollout_id"] for record in records]
+        if rollout_id not in recorded_ids:
             raise ConfigError(
                 f"{command} --step {step} --rollout {rollout_id}: no such rollout"
-                f"{did_you_mean(rollout_id, known)}; there are {known[0]} to {known[-1]}"
+                f"{did_you_mean(rollout_id, recorded_ids)}; there are {recorded_ids[0]} to "
+                f"{recorded_ids[-1]}"
             )
         records = [record for record in records if record["rollout_id"] == rollout_id]
     components = Components(config, tools=None if live else read_declared(folder))
@@ -196,10 +197,10 @@ def _print_all(records: Sequence[Record], differences: Sequence[str | None], ste
             f"rollout {record['rollout_id']}: identical{note}: {tokens} ids, mask, messages, stop "
             f"reason {stop} ({len(completions(record))} turns, {len(record['tool_calls'])} calls)"
         )
-    same = sum(difference is None for difference in differences)
+    identical = sum(difference is None for difference in differences)
     if len(records) > 1:
-        print(f"{same} of {len(records)} rollouts of step {step} replay to identical ids")
-    return int(same < len(records))
+        print(f"{identical} of {len(records)} rollouts of step {step} replay to identical ids")
+    return int(identical < len(records))
 
 
 async def _replay_all(
@@ -305,7 +306,8 @@ def _token_difference(
     span = next((span for span in recorded["spans"] if position < span["end"]), None)
     place = "after its end" if span is None else f"turn {span['turn']}, {span['origin']}"
 
-    def around(token_ids: Sequence[int]) -> str:
+    def describe(token_ids: Sequence[int]) -> str:
+        """Return the id at the first difference, and the text before and after it."""
         before = decode(token_ids[max(position - BEFORE, 0) : position])
         after = decode(token_ids[position : position + AFTER])
         number = token_ids[position] if position < len(token_ids) else "none"
@@ -314,8 +316,8 @@ def _token_difference(
     error = "" if error is None else f"\n  {error}"
     return (
         f" at position {position} of {len(old)} ({place}){error}\n"
-        f"  recorded  {around(old)}\n"
-        f"  replayed  {around(new)}"
+        f"  recorded  {describe(old)}\n"
+        f"  replayed  {describe(new)}"
     )
 
 
@@ -375,8 +377,8 @@ def recorded_user(
     # The tool loop itself sends the user's messages that the task scripts.
     texts = iter(_user_texts(record)[len(task.user_turns) :])
     # The record says when the user stops, not a limit.
-    endless = UserSettings(max_turns=LARGEST - 1)
-    return SimulatedUser(lambda task, spoken, seed: next(texts, None), endless)
+    no_limit = UserSettings(max_turns=LARGEST - 1)
+    return SimulatedUser(lambda task, spoken, seed: next(texts, None), no_limit)
 
 
 def _user_texts(record: Record) -> list[str]:
@@ -389,21 +391,17 @@ class RecordedToolbox(Toolbox):
 
     def __init__(self, toolboxes: Sequence[Toolbox], record: Record) -> None:
         """Take the results of a record. A call that began a sub-agent begins it again."""
-        named = [(name, toolbox) for toolbox in toolboxes for name in toolbox.names]
+        tool_boxes = [(name, toolbox) for toolbox in toolboxes for name in toolbox.names]
         super().__init__(
-            {name: toolbox.tool(name) for name, toolbox in named},
-            limits={name: toolbox.limits(name) for name, toolbox in named},
-            stop_tools=sorted(name for name, toolbox in named if name in toolbox.stop_tools),
+            {name: toolbox.tool(name) for name, toolbox in tool_boxes},
+            limits={name: toolbox.limits(name) for name, toolbox in tool_boxes},
+            stop_tools=sorted(name for name, toolbox in tool_boxes if name in toolbox.stop_tools),
         )
         self._trajectories: list[Record] = record["trajectories"]
         self._calls = RecordedCalls(record)
 
     async def execute(
-        self,
-        calls: Sequence[ToolCall],
-        context_of: Callable[[ToolCall], ToolContext],
-        *,
-        allowed: Sequence[str] | None = None,
+        self, calls: Sequence[ToolCall], context_of: Callable[[ToolCall], ToolContext]
     ) -> list[ToolResult]:
         """Return the recorded results, and repeat the sub-agents that the calls began.
 

@@ -137,13 +137,20 @@ def _serve_by_engine(config: RunConfig, args: Namespace, listener: socket) -> No
             "wrongly or not at all; merge them first (agenttrain export), or set "
             f"{names_with(own_weights=False)}"
         )
+    if base and config.model.quantization is not None:
+        raise ConfigError(
+            f"model.quantization={config.model.quantization}: the server of "
+            f"engine={config.engine.name} would add the adapters to the weights of the base's "
+            "files, which are others than those in 4 bits; merge them first (agenttrain export), "
+            f"or set {names_with(own_weights=False)}"
+        )
     port = listener.getsockname()[1]
     weights = str(base or weights_folder(path, revision=revision))
     with TemporaryFolder() as temporary:
         template = temporary / "chat_template.jinja"
         template.write_text(chat.saved_template, encoding="utf-8")
-        ends = {"eos_token_id": list(chat.stop_token_ids)}
-        text = json.dumps(ends)
+        # The server ends a turn at the tokens that ended turns in training.
+        text = json.dumps({"eos_token_id": list(chat.stop_token_ids)})
         (temporary / "generation_config.json").write_text(text, encoding="utf-8")
         served = ServedModel(
             folder=weights,

@@ -126,7 +126,7 @@ def all_settings(cls: type = RunConfig, prefix: str = "") -> Iterator[Setting]:
     for field in fields(cls):
         key = prefix + field.name
         if key in choices():
-            yield from _of_choices(key, _description(cls, field.name))
+            yield from _choice_settings(key, _description(cls, field.name))
         elif field.name in below:
             yield from all_settings(below[field.name], f"{key}.")
         else:
@@ -149,7 +149,7 @@ def _of_sources() -> Iterator[Setting]:
             yield setting
 
 
-def _of_choices(section: str, description: str) -> Iterator[Setting]:
+def _choice_settings(section: str, description: str) -> Iterator[Setting]:
     """Yield `<section>.name`, then the keys of all choices of a section.
 
     A key that has different defaults in different choices comes once for each default.
@@ -175,11 +175,11 @@ def _of_choices(section: str, description: str) -> Iterator[Setting]:
             yield replace(setting, choices=() if in_all else tuple(overrides))
 
 
-def _sections(cls: type) -> Iterator[type]:
+def _classes_below(cls: type) -> Iterator[type]:
     """Yield the settings classes of the sections below a class."""
     for section in sections_below(cls).values():
         yield section
-        yield from _sections(section)
+        yield from _classes_below(section)
 
 
 def _setting(cls: type, field: Field[Any], hint: Any, key: str) -> Setting:
@@ -279,7 +279,7 @@ def json_schema() -> dict[str, Any]:
                 key: part.pop(key) for key in ("title", "description", "default") if key in part
             }
             definition["properties"][name] = {**about, "anyOf": [part, INTERPOLATION]}
-    for cls in {*classes.values(), *_sections(RunConfig)}:
+    for cls in {*classes.values(), *_classes_below(RunConfig)}:
         for key, part in definitions.get(cls.__name__, {}).get("properties", {}).items():
             part["description"] = _description(cls, key)
     root = definitions[references["", "validation"]["$ref"].rpartition("/")[2]]
@@ -309,7 +309,8 @@ def json_schema() -> dict[str, Any]:
         name = beside["$ref"].rpartition("/")[2]
         # Beside the settings stand the arguments of the `_target_`.
         target["properties"] |= definitions[name]["properties"]
-        one = section in ONE_BESIDE
-        root["properties"][section] |= target if one else {"additionalProperties": target}
+        # `user` is one component; `tools` holds several, by name.
+        is_single = section in ONE_BESIDE
+        root["properties"][section] |= target if is_single else {"additionalProperties": target}
         root["properties"][section].pop("anyOf")
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **root, "$defs": definitions}

@@ -52,9 +52,9 @@ def tools(args: Namespace, overrides: Sequence[str]) -> int:
 
 def plan(args: Namespace, overrides: Sequence[str]) -> int:
     """Print the memory per GPU; return exit code 1 if the run does not fit."""
-    from agenttrain.commands.plan.command import announced_if_slow, planned, show
+    from agenttrain.commands.plan.command import announced_if_slow, plan_options, show
 
-    options = planned(args)
+    options = plan_options(args)
     composed = compose_single("plan", args, overrides)
     admit_engine(composed, "plan")
     with announced_if_slow(composed.config.model.path):

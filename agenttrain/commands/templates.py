@@ -248,8 +248,8 @@ def _sources(family: Family) -> dict[str, Family]:
     """
     if family.marks:
         return dict.fromkeys(family.originals, family)
-    others = [other for other in families().values() if not other.tools]
-    return {source: other for other in others for source in other.originals}
+    without_tools = [other for other in families().values() if not other.tools]
+    return {source: other for other in without_tools for source in other.originals}
 
 
 def markdown(table: Sequence[TableRow]) -> str:

@@ -45,11 +45,13 @@ def show(
     with refusing():
         components = Components(config)
         toolbox, environments = components.toolbox, components.environments
-        row_tools, results = asyncio.run(_try(components, args, calls))
+        row_tools, results = asyncio.run(_tools_and_results(components, args, calls))
     # Environment -> its tools. None: tools outside of environments, or all tools of the named row.
-    tools: dict[str | None, list[dict[str, Any]]] = {None: _described(row_tools or toolbox)}
+    tools: dict[str | None, list[dict[str, Any]]] = {None: _describe_tools(row_tools or toolbox)}
     if row_tools is None:
-        tools |= {name: _described(methods) for name, methods in environments.toolboxes.items()}
+        tools |= {
+            name: _describe_tools(methods) for name, methods in environments.toolboxes.items()
+        }
     console = Console()
     listed = [{**tool, "environment": name} for name, box in tools.items() for tool in box]
     reports = [
@@ -64,10 +66,10 @@ def show(
         for result in results:
             arguments = json.dumps(result.call.arguments, ensure_ascii=False)
             console.print(Text.assemble((result.call.name, "bold cyan"), " ", arguments))
-            console.print(_inset(Text(result.content)))
+            console.print(_indented(Text(result.content)))
             outcome = f"error: {result.error}" if result.error else "no error"
             style = "red" if result.error else "dim"
-            console.print(_inset(Text(f"{result.seconds:.3f} s, {outcome}", style), below=1))
+            console.print(_indented(Text(f"{result.seconds:.3f} s, {outcome}", style), below=1))
     elif prints_text:
         row = [] if args.row is None else ["--row", str(args.row)]
         row += [] if args.task is None else ["--task", args.task]
@@ -81,28 +83,28 @@ def show(
     return int(any(result.error for result in results))
 
 
-async def _try(
+async def _tools_and_results(
     components: Components, args: Namespace, calls: Sequence[ToolCall]
 ) -> tuple[RowTools | None, list[ToolResult]]:
     """Return the tools of the named row (None: no row is named), and the results of the calls."""
-    named = args.row is not None or args.task is not None
+    names_row = args.row is not None or args.task is not None
     try:
-        if not calls and not named:
+        if not calls and not names_row:
             return None, []
         toolbox, environments = components.toolbox, components.environments
         task = _row(args, components.tasks.by_key["data.train"])
-        tools_of = f"row {task.task_id}" if named else "the first row"
+        tools_of = f"row {task.task_id}" if names_row else "the first row"
         machines = components.machines
         machine = await machines.start(TRIED, task) if machines is not None and calls else None
         results = await _call(toolbox, environments, calls, task, tools_of, machine)
         tools = RowTools(task, toolbox, environments)
-        results = [_clipped(result, tools, components) for result in results]
-        return tools if named else None, results
+        results = [_clip(result, tools, components) for result in results]
+        return tools if names_row else None, results
     finally:
         await components.aclose()
 
 
-def _clipped(result: ToolResult, tools: RowTools, components: Components) -> ToolResult:
+def _clip(result: ToolResult, tools: RowTools, components: Components) -> ToolResult:
     """Return the result with its text clipped as in a rollout, as the model reads it."""
     limit = tools.limits(result.call.name).max_result_tokens
     limit = limit or components.config.rollout.max_result_tokens
@@ -144,12 +146,12 @@ async def _call(
 
     `tools_of` is the name of the row for an error, `machine` its container.
     """
-    known = RowTools(task, toolbox, environments).names
+    tool_names = RowTools(task, toolbox, environments).names
     for call in calls:
-        if call.name not in known:
+        if call.name not in tool_names:
             raise ValueError(
-                f"--call {call.name}: there is no such tool{did_you_mean(call.name, known)}; the "
-                f"tools of {tools_of} are: {', '.join(known) or 'none'}"
+                f"--call {call.name}: there is no such tool{did_you_mean(call.name, tool_names)}; "
+                f"the tools of {tools_of} are: {', '.join(tool_names) or 'none'}"
             )
     if not calls:
         return []
@@ -177,7 +179,7 @@ async def _call(
     return results
 
 
-def _described(tools: Toolbox | RowTools) -> list[dict[str, Any]]:
+def _describe_tools(tools: Toolbox | RowTools) -> list[dict[str, Any]]:
     """Return the tools as plain data."""
     schemas = tools.schemas() if isinstance(tools, Toolbox) else tools.schemas
     names = [schema["function"]["name"] for schema in schemas]
@@ -197,9 +199,9 @@ def _print_tool(console: Console, tool: Mapping[str, Any], words: Sequence[str])
     limits = {name: value for name, value in tool["limits"].items() if value not in (None, [])}
     title = Text.assemble((tool["name"], "bold cyan"), ("  stop tool", "magenta"))
     console.print(title if tool["stop_tool"] else Text(tool["name"], "bold cyan"))
-    console.print(_inset(JSON.from_data(tool["schema"], ensure_ascii=False)))
+    console.print(_indented(JSON.from_data(tool["schema"], ensure_ascii=False)))
     limited = ", ".join(f"{name} {value}" for name, value in limits.items())
-    console.print(_inset(Text(limited, "dim")))
+    console.print(_indented(Text(limited, "dim")))
     # A value for each required argument, by its type.
     arguments = arguments_for(tool["schema"]["function"], ["…"], None)
     values = json.dumps(arguments, ensure_ascii=False)
@@ -208,6 +210,6 @@ def _print_tool(console: Console, tool: Mapping[str, Any], words: Sequence[str])
     console.print(Text(f"  try it: {command}\n", "dim"), soft_wrap=True)
 
 
-def _inset(content: Text | JSON, below: int = 0) -> Padding:
+def _indented(content: Text | JSON, below: int = 0) -> Padding:
     """Return the content indented, with `below` empty lines after it."""
     return Padding(content, (0, 0, below, 2), expand=False)

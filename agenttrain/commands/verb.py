@@ -150,7 +150,11 @@ class VerbParser(ArgumentParser):
         return parsed, settings
 
     def _divide(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Return the words for argparse (options, their values, arguments), and the settings."""
+        """Return the words for argparse (options, their values, arguments), and the settings.
+
+        Example: for `rescore` ``["runs/a", "step=3", "seed=1"]`` -> ``(["runs/a", "--step=3"],
+        ["seed=1"])``, because `--step` is an option of the verb.
+        """
         options, seen = self.options, set[str]()
         arguments: list[str] = []
         settings: list[str] = []
@@ -176,8 +180,8 @@ class VerbParser(ArgumentParser):
                 arguments.append(f"{option_name}={value}")
             elif option is not None and option.nargs == "?":
                 # argparse would take any word that follows: a setting, a folder.
-                follows = bool(remaining) and _is_optional_value(option, remaining[0])
-                arguments.append(f"{word}={remaining.popleft() if follows else option.const}")
+                has_value = bool(remaining) and _is_optional_value(option, remaining[0])
+                arguments.append(f"{word}={remaining.popleft() if has_value else option.const}")
             elif option is not None:
                 number = option.nargs if isinstance(option.nargs, int) else 1
                 arguments += [

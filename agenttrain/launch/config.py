@@ -56,6 +56,10 @@ class DistributedConfig:
     """fsdp2: keep weights and optimizer in the host's memory."""
     shard_within: Data[ShardWithin] = ShardWithin.run
     """fsdp2: the processes among which a copy of the policy is spread."""
+    context_parallel: Whole = Field(default=1, ge=1)
+    """Successive processes that compute the tokens of a microbatch together, so that each holds a
+    part of a long rollout's activations; it must divide the processes of the run. It has never been
+    run on GPUs."""
     restarts: Whole = Field(default=0, ge=0)
     """Number of automatic restarts from the newest checkpoint, each after a training process was
     killed by a signal or ended by the watchdog; servers stay up after a signal."""
@@ -74,6 +78,13 @@ class DistributedConfig:
                         f"distributed.{key}={value}: distributed=single is one process; add "
                         "distributed=ddp or distributed=fsdp2"
                     )
+            if self.context_parallel > 1:
+                yield (
+                    f"distributed.context_parallel={self.context_parallel}: distributed=single is "
+                    "one process; add distributed=ddp or distributed=fsdp2"
+                )
+        elif self.processes is not None:
+            yield from uneven_groups(self, self.processes)
         by_node = self.shard_within is ShardWithin.node
         for setting, is_set in (
             ("cpu_offload=true", self.cpu_offload),
@@ -116,6 +127,18 @@ class DistributedConfig:
                 f"distributed.node_rank={self.node_rank}: distributed.nodes={self.nodes} are "
                 f"numbered 0 to {self.nodes - 1}"
             )
+
+
+def uneven_groups(section: DistributedConfig, processes: int) -> Iterator[str]:
+    """Yield the problem if `processes` of each node are no groups of `context_parallel`."""
+    size, total = section.context_parallel, processes * section.nodes
+    if total % size:
+        divisors = [str(n) for n in range(1, total + 1) if total % n == 0]
+        yield (
+            f"distributed.context_parallel={size}: {total} processes cannot be divided into groups "
+            f"of {size}; set it to one of {', '.join(divisors)}, or distributed.processes to a "
+            f"multiple of {size}"
+        )
 
 
 def several_processes(section: DistributedConfig) -> bool:

@@ -42,6 +42,7 @@ from agenttrain.training.logprobs import checkpoint_layers
 from agenttrain.training.lora import adapted_experts, add_lora, describe_adapters, is_adapted
 from agenttrain.training.optimizers import build_optimizer
 from agenttrain.training.policy import Policy
+from agenttrain.training.quantization import check_quantizable, describe_quantization
 from agenttrain.training.sharding import Sharding
 from agenttrain.training.sliced_weights import WrongWeights, stand_ins
 from agenttrain.training.world import World
@@ -88,6 +89,8 @@ def check_model(config: RunConfig, verb: str = "train") -> None:
     # Each of these raises for an architecture that it does not support.
     if config.training.gradient_checkpointing:
         checkpoint_layers(model)
+    if config.model.quantization is not None:
+        check_quantizable(model, config.model)
     if config.model.lora.rank:
         add_lora(model, config.model.lora)
         if sampled:
@@ -173,8 +176,11 @@ def make_policy(
             targets = add_lora(model, config.model.lora)
         if world.is_main:
             line = describe_adapters(model, targets)
-            if run_spec(config).own_weights and adapted_experts(model):
+            in_4_bits = config.model.quantization is not None
+            if run_spec(config).own_weights and (adapted_experts(model) or in_4_bits):
                 line += "; the engine gets all weights, with them merged"
+            if in_4_bits:
+                line = f"{describe_quantization(model)}\n{line}"
             print(line, flush=True)
     policy = Policy(
         model,
@@ -190,6 +196,7 @@ def make_policy(
         weights=weights,
         sampled=sampled and not run_spec(config).own_weights,
         vision=vision_of(config),
+        context_parallel=config.distributed.context_parallel,
     )
     note = float32_on_gpu(config) if policy.accelerator.device.type == "cuda" else None
     if note and world.is_main:

@@ -77,6 +77,8 @@ def placeholders_of(config: RunConfig) -> Placeholders | str:
         return "an outside agent's requests hold text alone; leave agent out"
     if config.distributed.name is DistributedName.fsdp2:
         return "distributed=fsdp2 does not share a vision tower; set distributed=ddp or single"
+    if (context := config.distributed.context_parallel) > 1:
+        return f"distributed.context_parallel={context} divides token ids alone; set it to 1"
     return placeholders
 
 
@@ -163,6 +165,7 @@ def _set_threads(model: Any, threads: int) -> None:
     """Use one thread for a small model, `threads` for others; OMP_NUM_THREADS overrides both."""
     import torch
 
+    # Weights in 4 bits count as bytes, of two numbers each: near enough.
     is_small = sum(parameter.numel() for parameter in model.parameters()) < SMALL
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1 if is_small else threads)
@@ -191,6 +194,7 @@ def _load(config: RunConfig) -> Any:
 
     from agenttrain.engines.mixers import keep_float32
     from agenttrain.training.lora import load_saved_adapters
+    from agenttrain.training.quantization import check_quantizable, quantize
     from agenttrain.training.sliced_weights import load_whole
 
     logging.disable_progress_bar()  # bars for each checkpoint would tear up the live display
@@ -207,10 +211,14 @@ def _load(config: RunConfig) -> Any:
     # The model that the adapters in `source` are for; None if `source` is a whole model.
     base = base_folder(path, revision, config.model.base_revision)
     with only_tensors(source):
+        # The base of adapters is loaded here: transformers would look it up by its name, in any
+        # revision.
+        model = load_whole(base or source, dtype, uniform=uniform)
+        if config.model.quantization is not None:
+            check_quantizable(model, config.model)
+            quantize(model, double=config.model.double_quantization)
         if base is None:
-            return load_whole(source, dtype, uniform=uniform)
-        # Loaded here: transformers would look up the base by its name, in any revision.
-        model = load_whole(base, dtype, uniform=uniform)
+            return model
         load_saved_adapters(model, source)
     _record_revision(model, base)
     return model

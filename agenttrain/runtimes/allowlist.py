@@ -62,6 +62,7 @@ async def serve(listener: socket.socket, hosts: Sequence[str]) -> asyncio.Server
 async def _handle(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hosts: Sequence[str]
 ) -> None:
+    """Read one request, and connect the client with the host that it names if that is allowed."""
     async with asyncio.timeout(HEAD_S):
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
     line, *headers = head.split("\r\n")[:-2]
@@ -83,9 +84,9 @@ async def _handle(
             writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
         else:
             # One request a connection: the next one could be for another host.
-            kept = [h for h in headers if h.partition(":")[0].lower() not in PER_REQUEST]
+            forwarded = [h for h in headers if h.partition(":")[0].lower() not in PER_REQUEST]
             path = f"{url.path or '/'}?{url.query}" if url.query else url.path or "/"
-            lines = [f"{method} {path} {version}", *kept, "Connection: close", "", ""]
+            lines = [f"{method} {path} {version}", *forwarded, "Connection: close", "", ""]
             far_writer.write("\r\n".join(lines).encode("latin-1"))
         await asyncio.gather(_pump(reader, far_writer), _pump(far_reader, writer))
     finally:

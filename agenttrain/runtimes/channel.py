@@ -56,6 +56,7 @@ PAUSE_S = 0.005
 """Seconds between two reads of an output, so that a program that prints byte by byte does not keep
 the event loop busy."""
 KILLED = 137
+"""Exit code of a command that SIGKILL ended, as shells count: 128 + 9."""
 ENDED = "the container ended by itself"
 HANGS = "its shell hangs"
 
@@ -68,12 +69,15 @@ class _Command:
     """File descriptor of its output."""
     output: Clipped
     ended: asyncio.Future[int]
+    """Gets its exit code when the shell reports its end: ``7 0``."""
     killed: asyncio.Future[None]
+    """Done when the shell reports that it has killed the command: ``7 k``."""
     pid: str = ""
     """Its process in the container; empty until the shell has started it."""
     is_ending: bool = False
     """The shell is asked to end it as soon as it has started it."""
     files: list[Path] = field(default_factory=list)
+    """FIFO and files in the channel's folder that are removed with it."""
 
 
 class ExecChannel:
@@ -101,6 +105,7 @@ class ExecChannel:
         self._is_ready: asyncio.Future[None] = self._loop.create_future()
         self._received = b""
         self._commands: dict[str, _Command] = {}
+        """Number of a command, as a text -> the command, until its output is read."""
         self._count = 0
         self._unreaped: list[str] = []
         """Processes that have ended, for which the shell has not waited."""
@@ -338,9 +343,9 @@ class ExecChannel:
         self._loop.remove_reader(running.reader)
         if data:  # b"": all writers are gone, and the report of its end follows
             running.output.add(data)
-            self._loop.call_later(PAUSE_S, self._read_on, running)
+            self._loop.call_later(PAUSE_S, self._resume_reading, running)
 
-    def _read_on(self, running: _Command) -> None:
+    def _resume_reading(self, running: _Command) -> None:
         is_read = running in self._commands.values() and not running.is_ending
         if is_read and not running.ended.done():
             self._loop.add_reader(running.reader, self._read_output, running)

@@ -45,6 +45,7 @@ PROBLEM_CHARS = 500
 DISK_CHECK_S = 1.0
 """Seconds between two measurements of what containers have written."""
 KILLED = 137
+"""Exit code of a command that SIGKILL ended, as shells count: 128 + 9."""
 INODE = 4096
 """Bytes that count for each file and folder, also an empty one."""
 DEEPEST = 200
@@ -110,7 +111,8 @@ class Container:
         folder = cwd if cwd is not None else self.spec.workdir
         options = ["--interactive"] if stdin else []
         options += [] if folder is None else ["-w", folder]
-        started = ("sh", "-c", f'echo {output.mark}; exec "$@"', "sh")
+        # The mark divides what the client prints from what the command prints.
+        print_mark = ("sh", "-c", f'echo {output.mark}; exec "$@"', "sh")
         try:
             with env_options(env or {}) as variables:
                 result = await call_client(
@@ -122,7 +124,7 @@ class Container:
                         *options,
                         *variables,
                         self.name,
-                        *started,
+                        *print_mark,
                         *command,
                     ],
                     timeout_s=timeout_s,
@@ -268,9 +270,11 @@ class Containers:
         self.client, self._start_timeout_s = client, start_timeout_s
         self._pull = "missing" if pull else "never"
         self._live: dict[str, Container] = {}
+        """Name -> a container that is not removed yet."""
         self._prefix = own_prefix()
         self._is_podman = os.path.basename(client) == "podman"
         self._maps_ids = self._is_podman and os.geteuid() == 0
+        """True: ids of a container are FIRST_ID and above on the host. Its root is not ours."""
         self._folder: TemporaryFolder | None = None
         self._has_reaper = False
         self._warned_of_disk = False

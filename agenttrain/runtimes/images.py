@@ -48,6 +48,7 @@ def content_tag(folder: Path) -> str:
         elif path.is_file():
             content = hashlib.sha256(path.read_bytes()).hexdigest()
             digest.update(f"{name} {path.stat().st_mode & 0o111:o} {content}\n".encode())
+    # A Harbor task has its Dockerfile in the folder `environment`: the task names the image.
     owner = folder.parent.name if folder.name == "environment" else folder.name
     name = "".join(c if c.isalnum() and c.isascii() else "-" for c in owner.lower()).strip("-")
     return f"{TAG}{name or 'image'}:{digest.hexdigest()[:12]}"
@@ -92,17 +93,17 @@ async def install(client: str, image: str, script: Path, *, timeout_s: float, is
 
     The script runs with ``sh``, as the image's own user. Raises MachineLost.
     """
-    asked = await call_client(
+    result = await call_client(
         [client, "image", "inspect", "--format", "{{.Id}}", image], timeout_s=ASK_S
     )
-    if asked.code:
-        raise MachineLost(f"image {image}: {asked.problem}")
+    if result.code:
+        raise MachineLost(f"image {image}: {result.problem}")
     with TemporaryFolder() as parent:
         folder = parent / f"{image.rpartition('/')[2].partition(':')[0]}-agent"
         folder.mkdir()
         shutil.copyfile(script, folder / "install.sh")
         lines = [
-            f"# {asked.out.decode().strip()}",  # the image's content is a part of the name
+            f"# {result.out.decode().strip()}",  # the image's content is a part of the name
             f"FROM {image}",
             "COPY install.sh /tmp/agenttrain-install.sh",
             "RUN sh /tmp/agenttrain-install.sh",

@@ -29,7 +29,7 @@ def machine_id() -> str:
     return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
 
 
-def started(pid: int) -> str | None:
+def start_time(pid: int) -> str | None:
     """Return the time at which a process started; None if there is no such process.
 
     With the boot's id: a pid and its time could come again after a restart of the machine.
@@ -43,7 +43,7 @@ def started(pid: int) -> str | None:
 
 def own_prefix() -> str:
     """Return the beginning of the names of this process's containers."""
-    return f"{PREFIX}{machine_id()}-{os.getpid()}-{started(os.getpid())}-"
+    return f"{PREFIX}{machine_id()}-{os.getpid()}-{start_time(os.getpid())}-"
 
 
 def is_left(name: str) -> bool:
@@ -51,7 +51,7 @@ def is_left(name: str) -> bool:
     parts = name.split("-")
     if len(parts) != 5 or f"{parts[0]}-" != PREFIX or parts[1] != machine_id():
         return False
-    return parts[2].isdigit() and started(int(parts[2])) != parts[3]
+    return parts[2].isdigit() and start_time(int(parts[2])) != parts[3]
 
 
 def remove_leftovers(client: str) -> list[str]:

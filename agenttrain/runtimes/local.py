@@ -19,6 +19,7 @@ from agenttrain.types import CommandResult
 from agenttrain.utils.temporary import TemporaryFolder
 
 KILLED = 137
+"""Exit code of a command that SIGKILL ended, as shells count: 128 + 9."""
 
 
 class LocalMachine:
@@ -69,7 +70,7 @@ class LocalMachine:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
-        code = 128 - code if code < 0 else code
+        code = 128 - code if code < 0 else code  # ended by a signal: 128 + its number, as in shells
         return CommandResult(
             code=code, output=output.bytes(), size=output.size, timed_out=timed_out
         )

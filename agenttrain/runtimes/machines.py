@@ -67,11 +67,13 @@ class Machines:
         """
         self.settings = settings
         self._runtime = runtime or make_runtime(settings)
-        self._own = settings._target_ is not None or runtime is not None
+        self._is_custom = settings._target_ is not None or runtime is not None
+        """True: a runtime of the user's, which gets the image's setting as it is."""
         self._machines: dict[str, RolloutMachine] = {}
         self._progress: dict[str, Progress] = {}
         """Of rollouts whose task has several steps."""
         self._loop: asyncio.AbstractEventLoop | None = None
+        # `max_running` and `max_starting` of the settings; `_bind_to_loop` makes both.
         self._running = self._starting = asyncio.Semaphore()
         self._env = {name: os.environ[name] for name in settings.env if name in os.environ}
         self._images: dict[tuple[str, bool], str] = {}
@@ -94,7 +96,7 @@ class Machines:
         self._bind_to_loop()
         await self._running.acquire()
         try:
-            machine = await self._start_again(rollout_id, task)
+            machine = await self._start_with_retries(rollout_id, task)
         except BaseException:
             self._running.release()
             raise
@@ -166,6 +168,7 @@ class Machines:
             if isinstance(machine, EndsProcesses) and not self.settings.keep_processes:
                 await machine.end_processes()
             user = task.agent_user or self.settings.user
+            # Only the image of `verifier_place` can hold the tests: copy them into this container.
             shared = replace(task, agent_user=user, bundled_tests=False)
             grades = await grading.grade(machine, shared, env)
             if task.step is not None:
@@ -173,6 +176,7 @@ class Machines:
             return grades
         fresh = await self._start_place(task, place, user=task.verifier_user)
         try:
+            # Commands in this container run as the verifier's user, with which it was started.
             alone = replace(task, agent_user=None, verifier_user=None)
             await grading.make_folders(fresh)
             await grading.move_artifacts(machine, fresh, alone)
@@ -228,17 +232,17 @@ class Machines:
         Raises ConfigError for tasks without an image, tasks that cannot be run, and folders that
         are not trusted.
         """
-        found: dict[str, float] = {}
+        timeouts: dict[str, float] = {}
         for task in tasks:
             harbor = harbor_task(task)
             parts = [] if harbor is None else [harbor, *harbor.steps]
             places = [place for part in parts for place in (part.place, part.verifier_place)]
             for place in filter(None, places):
-                found[place.image] = min(place.build_timeout_s, self.settings.build_timeout_s)
+                timeouts[place.image] = min(place.build_timeout_s, self.settings.build_timeout_s)
             if harbor is None:
-                found[self._image_name(task)] = self.settings.build_timeout_s
-        self._check_trust(_strangers_files(tasks, found))
-        return found
+                timeouts[self._image_name(task)] = self.settings.build_timeout_s
+        self._check_trust(_strangers_files(tasks, timeouts))
+        return timeouts
 
     def _check_trust(self, files: Iterable[Path]) -> None:
         """Raise ConfigError if files of task folders would run, and are not trusted."""
@@ -260,7 +264,7 @@ class Machines:
             self._running = asyncio.Semaphore(self.settings.max_running)
             self._starting = asyncio.Semaphore(self.settings.max_starting)
 
-    async def _start_again(self, rollout_id: str, task: Task) -> RolloutMachine:
+    async def _start_with_retries(self, rollout_id: str, task: Task) -> RolloutMachine:
         """Start a machine, at most `retries` times more if it fails."""
         pause = RETRY_S
         for attempt in range(self.settings.retries + 1):
@@ -315,7 +319,7 @@ class Machines:
         timeout_s = min(place.build_timeout_s, self.settings.build_timeout_s)
         image = await self._image(place.image, timeout_s, for_rollout=for_rollout)
         spec = self._spec(image, labels or {})
-        is_open, hosts = self._reach_of(place)
+        is_open, hosts = self._network_of(place)
         spec = replace(
             spec,
             cpus=min(place.cpus or spec.cpus, spec.cpus),
@@ -330,7 +334,7 @@ class Machines:
         async with self._starting:
             return await self._runtime.start(spec)
 
-    def _reach_of(self, place: TaskPlace) -> tuple[bool, tuple[str, ...]]:
+    def _network_of(self, place: TaskPlace) -> tuple[bool, tuple[str, ...]]:
         """Return True for a network, and the hosts without one: what both task and run allow."""
         is_open, hosts = self.settings.network is Network.open, tuple(self.settings.hosts)
         if not place.wants_network:
@@ -371,7 +375,7 @@ class Machines:
         """Return the name of an image, which is built if it is a folder. Raises MachineLost."""
         if images.is_folder(image):  # rows that no check has seen come here too
             self._check_trust([images.folder_of(image) / images.DOCKERFILE])
-        if self._own:
+        if self._is_custom:
             return image
         key = (image, for_rollout)
         if key not in self._images:
@@ -424,7 +428,10 @@ def harbor_task(task: Task) -> HarborTask | None:
 
 
 def make_runtime(settings: RuntimeConfig) -> Runtime:
-    """Return the runtime that the settings name. Raises ConfigError."""
+    """Return the runtime that the settings name: a class of the user's, or containers.
+
+    Raises ConfigError.
+    """
     if settings._target_ is not None:
         target = locate(settings._target_, key="runtime._target_")
         try:
@@ -476,7 +483,7 @@ def limits_problem(*, is_root: bool, cgroups: Path = CGROUPS) -> str | None:
 def client_problem(client: str) -> tuple[str, str] | None:
     """Return why a client can make no containers, and the remedy; None if it answers."""
     try:
-        asked = subprocess.run(
+        result = subprocess.run(
             [client, "info"],
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -488,8 +495,8 @@ def client_problem(client: str) -> tuple[str, str] | None:
         return f"does not answer within {CLIENT_S:g} s", "restart its daemon"
     except OSError as error:
         return str(error.strerror), "install it again"
-    if asked.returncode:
-        lines = asked.stderr.strip().splitlines() or ["it fails"]
+    if result.returncode:
+        lines = result.stderr.strip().splitlines() or ["it fails"]
         return lines[-1], "start its daemon, or repair it, until `info` works"
     if os.geteuid() and client == "podman":
         user = getpass.getuser()
@@ -506,9 +513,9 @@ def package_of(client: Client) -> str:
     return "podman runc" if client is Client.podman else "docker.io"
 
 
-def _strangers_files(tasks: Sequence[Task], found: Mapping[str, float]) -> Iterator[Path]:
-    """Yield the files of task folders that would run."""
-    for image in found:
+def _strangers_files(tasks: Sequence[Task], needed: Iterable[str]) -> Iterator[Path]:
+    """Yield the files of task folders that would run, and the Dockerfiles of `needed` images."""
+    for image in needed:
         if images.is_folder(image):
             yield images.folder_of(image) / images.DOCKERFILE
     for task in tasks:

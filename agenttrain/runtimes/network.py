@@ -19,7 +19,7 @@ def listener_inside(pid: int, port: int) -> socket.socket:
     A socket stays in the network in which it was made, so a thread enters that network, makes the
     socket and ends. Needs root. Raises MachineLost.
     """
-    made: list[socket.socket] = []
+    sockets: list[socket.socket] = []
     failures: list[OSError] = []
 
     def make() -> None:
@@ -32,7 +32,7 @@ def listener_inside(pid: int, port: int) -> socket.socket:
                     raise OSError(number, os.strerror(number))
             finally:
                 os.close(descriptor)
-            made.append(socket.create_server(("127.0.0.1", port), backlog=BACKLOG))
+            sockets.append(socket.create_server(("127.0.0.1", port), backlog=BACKLOG))
         except OSError as error:
             failures.append(error)
 
@@ -42,5 +42,5 @@ def listener_inside(pid: int, port: int) -> socket.socket:
     thread.join()
     if failures:
         raise MachineLost(f"its network cannot be entered: {failures[0].strerror}")
-    made[0].setblocking(False)
-    return made[0]
+    sockets[0].setblocking(False)
+    return sockets[0]

@@ -31,10 +31,10 @@ from agenttrain.settings.run_config import RunConfig
 from agenttrain.tools.sandbox.config import RUNTIME
 from agenttrain.tracking.config import tracker_problems
 from agenttrain.tracking.names import METRICS, metric_row
-from agenttrain.training.config import Dtype, MixedPrecision, Schedule
+from agenttrain.training.config import Dtype, MixedPrecision, ModelConfig, Schedule, Transport
 from agenttrain.types import ConfigError
 from agenttrain.utils.expressions import compiled
-from agenttrain.utils.model_path import PARTS, model_folder, template_file
+from agenttrain.utils.model_path import BASE_QUANTIZATION, PARTS, model_folder, template_file
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.sections import raise_config_error, shown
 from agenttrain.utils.text_templates import TextTemplate
@@ -256,6 +256,35 @@ def _reference(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _quantization(config: RunConfig) -> Iterator[str]:
+    """Check a base in 4 bits against the ways in which its weights would be used."""
+    if config.model.quantization is None:
+        return
+    key = f"model.quantization={config.model.quantization}"
+    if config.training.mixed_precision is not MixedPrecision.no:
+        yield (
+            f"training.mixed_precision={config.training.mixed_precision}: with {key} layers "
+            "compute in model.dtype; leave it out, and set model.dtype=bfloat16"
+        )
+    if config.distributed.name is DistributedName.fsdp2:
+        yield (
+            f"{key}: distributed=fsdp2 would cut the packed weights apart from their scales; set "
+            "distributed=ddp or single, where each GPU holds the base in 4 bits, or leave "
+            "model.quantization out"
+        )
+    if config.weight_sync.transport is Transport.lora:
+        yield (
+            f"weight_sync.transport=lora: with {key} servers would add the adapters to the weights "
+            "of the model's files, which are others than those in 4 bits; leave it out, which "
+            "sends these weights with the adapters merged"
+        )
+    if config.training.compile:
+        yield (
+            f"training.compile=true: is not made for {key}; set training.compile=false, or leave "
+            "model.quantization out"
+        )
+
+
 def _texts_and_files(config: RunConfig) -> Iterator[str]:
     """Check expressions and templates of `data`, and that the files that settings name exist."""
     expressions = {f"data.map.{name}": text for name, text in config.data.map.items()}
@@ -325,6 +354,27 @@ def _updates(config: RunConfig) -> Iterator[str]:
             f"holds other adapters; set model.lora.rank={rank} model.lora.alpha={alpha:g} to go on "
             "with them, or merge them first (agenttrain export)"
         )
+    yield from _base_quantization(model, file.with_name(BASE_QUANTIZATION))
+
+
+def _base_quantization(model: ModelConfig, file: Path) -> Iterator[str]:
+    """Check that adapters continue on the base in 4 bits that `file` describes, if there is one."""
+    if not file.is_file():
+        return
+    keys = ("quantization", "double_quantization")
+    try:
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        trained_on = {key: saved[key] for key in keys}
+    except (ValueError, KeyError, TypeError) as error:
+        yield f"model.path={model.path}: {file.name} in it cannot be read ({error}); copy it again"
+        return
+    if any(getattr(model, key) != value for key, value in trained_on.items()):
+        remedy = " ".join(f"model.{key}={shown(value)}" for key, value in trained_on.items())
+        yield (
+            f"model.quantization={shown(model.quantization)}: model.path={model.path} holds "
+            f"adapters that were trained on another base ({BASE_QUANTIZATION}); set {remedy}, or "
+            "merge them first (agenttrain export)"
+        )
 
 
 def _evaluation(config: RunConfig) -> Iterator[str]:
@@ -371,6 +421,12 @@ def shared_problems(config: RunConfig) -> Iterator[str]:
         yield (
             "training.mixed_precision=fp16: with distributed=fsdp2 each process would scale a part "
             "of the gradient; set training.mixed_precision=bf16, or distributed=ddp"
+        )
+    context = config.distributed.context_parallel
+    if config.training.compile and context > 1:
+        yield (
+            f"training.compile=true: is not made for distributed.context_parallel={context}, whose "
+            "layers wait for other processes; set training.compile=false"
         )
     if config.training.compile and config.distributed.name is DistributedName.fsdp2:
         yield (
@@ -609,6 +665,7 @@ CHECKS: tuple[Check | VerbCheck, ...] = (
         ),
     ),
     Check(_reference, ("algorithm", "model")),
+    Check(_quantization, ("model", "training", "distributed", "weight_sync")),
     Check(
         section_problems,
         ("algorithm", "tools", "environment", "reward", "user", "tracker", "data", "rollout"),

@@ -158,14 +158,18 @@ def sends_adapters(config: RunConfig, *, is_merged: bool) -> bool:
 
 
 def merges_adapters(config: RunConfig) -> bool | None:
-    """Return True if adapters are merged because vLLM 0.32 reads them wrongly in most families.
+    """Return True if adapters are merged because vLLM 0.32 would compute something else with them.
 
-    Those are the adapters of experts, and those of several ranks or scales. None: the settings do
-    not tell whether experts have adapters, the model's architecture does.
+    In most families it reads adapters of experts wrongly, and in all those of several ranks or
+    scales. It would add adapters of a base in 4 bits to the weights of the base's files, which are
+    others. None: the settings do not tell whether experts have adapters, the model's architecture
+    does.
     """
     model = config.model
     if not model.lora.rank:
         return False
+    if model.quantization is not None:
+        return True
     try:
         folder = model_folder(model.path, (), revision=model.revision)
     except ConfigError:  # reported as a problem of model.path

@@ -7,11 +7,12 @@ does not use it: the job's machine is another one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 
 from agenttrain.engines.placement import placement_problems
 from agenttrain.engines.registry import OutsideEngine, names_with, spec_of
 from agenttrain.engines.vllm_server.spec import installed_problems
-from agenttrain.launch.config import DistributedConfig, DistributedName
+from agenttrain.launch.config import DistributedConfig, DistributedName, uneven_groups
 from agenttrain.settings.command_line import CHECK
 from agenttrain.settings.engine_checks import policy_gpus, replays_routes
 from agenttrain.settings.role_checks import SAMPLING, fleets, used_roles
@@ -59,6 +60,11 @@ def machine_problems(
                 "training.mixed_precision=fp16: needs a GPU, and there is none here; set "
                 "training.mixed_precision=bf16 or no"
             )
+        if config.model.quantization is not None and find_spec("bitsandbytes") is None:
+            problems.append(
+                f"model.quantization={config.model.quantization}: bitsandbytes is not installed "
+                "here: pip install 'agenttrain[4bit]'"
+            )
         if verb not in SAMPLING_VERBS:
             continue
         problems += broadcast_problems(config, count_gpus)
@@ -100,6 +106,8 @@ def broadcast_problems(config: RunConfig, count_gpus: Callable[[], int]) -> list
 
 def process_count_problem(section: DistributedConfig, gpus: int) -> str | None:
     """Return the problem of the number of processes on a machine with `gpus` GPUs."""
+    if section.processes is None and gpus:  # a process for each
+        return next(uneven_groups(section, gpus), None)
     if section.processes is None and gpus == 0:
         return (
             f"distributed={section.name}: there is no GPU here to run a process on each; say how "

@@ -96,11 +96,11 @@ def describe_type(hint: Any, *, shown: bool = True) -> ParameterType:
 
     Raises ValueError for a type without JSON.
     """
-    readable = _for_pydantic(hint, ())
+    pydantic_hint = _for_pydantic(hint, ())
     # As transformers' `get_json_schema`, which has shorter forms for annotations without classes.
     dialect = PlainToolDialect if _is_plain(hint) else ToolDialect
     try:
-        adapter = TypeAdapter(readable)
+        adapter = TypeAdapter(pydantic_hint)
         schema = _json_schema(adapter, dialect) if shown else {}
     except UNREADABLE as error:
         raise ValueError(f"{hint!r} {NO_JSON}") from error
@@ -150,8 +150,10 @@ def _is_plain(hint: Any) -> bool:
 def _for_pydantic(hint: Any, within: tuple[Any, ...]) -> Any:
     """Return the annotation that pydantic gets in place of `hint`.
 
-    `within` are the classes around it, to find one that contains itself. Raises ValueError for a
-    type that cannot be written as JSON.
+    A class with fields becomes a TypedDict whose validator calls the class. An abstract container
+    becomes a concrete one: ``Sequence[int]`` -> ``list[int]``. `within` are the classes around
+    `hint`, to find one that contains itself. Raises ValueError for a type that cannot be written as
+    JSON.
     """
     if any(hint is outer for outer in within):
         raise ValueError(f"{hint.__name__} contains itself, so its schema would have no end")
@@ -179,7 +181,10 @@ def _for_pydantic(hint: Any, within: tuple[Any, ...]) -> Any:
 
 
 def _leaf(hint: Any) -> Any:
-    """Return the annotation that pydantic gets in place of one without parts. Raises ValueError."""
+    """Return the annotation that pydantic gets for a hint without parts, such as `int` or an enum.
+
+    Raises ValueError for a type that cannot be written as JSON.
+    """
     if _is_enum(hint):  # without the docstring that pydantic would add
         values = [member.value for member in hint]
         return Annotated[hint, WithJsonSchema(_values(values, hint.__name__))]
@@ -195,7 +200,10 @@ def _leaf(hint: Any) -> Any:
 
 
 def _metadata(metadata: Sequence[Any]) -> list[Any]:
-    """Return the metadata of Annotated, with the first text as the description."""
+    """Return the metadata of Annotated, with the first text as the description.
+
+    Example: ``("How many.", Field(ge=1))`` -> ``[Field(description="How many."), Field(ge=1)]``
+    """
     texts = [part for part in metadata if isinstance(part, str)]
     fields: list[Any] = [Field(description=text) for text in texts[:1]]
     for part in metadata:
@@ -244,7 +252,7 @@ def _fields(cls: Any) -> _Fields:
     """Return the fields of a dataclass, a named tuple or a TypedDict."""
     hints = typing.get_type_hints(cls, include_extras=True)
     defaults: dict[str, Any] = {}
-    descriptions: dict[str, str] = dict(
+    descriptions: dict[str, str] = dict(  # of lines `name (type): Its meaning.`
         DESCRIBED.findall((inspect.getdoc(cls) or "").replace("\r", ""))
     )
     if dataclasses.is_dataclass(cls):
@@ -263,14 +271,14 @@ def _fields(cls: Any) -> _Fields:
     elif typing.is_typeddict(cls):
         names = list(hints)
         # With postponed annotations __required_keys__ ignores Required and NotRequired.
-        is_optional = {Required: False, NotRequired: True}
+        optional_by_marker = {Required: False, NotRequired: True}
         optional = {
             name
             for name, hint in hints.items()
-            if is_optional.get(get_origin(hint), name in cls.__optional_keys__)
+            if optional_by_marker.get(get_origin(hint), name in cls.__optional_keys__)
         }
         for name, hint in hints.items():
-            if get_origin(hint) in is_optional:
+            if get_origin(hint) in optional_by_marker:
                 hints[name] = get_args(hint)[0]
     else:  # a named tuple
         names, defaults = list(cls._fields), dict(cls._field_defaults)
@@ -334,7 +342,7 @@ def _builder(adapter: TypeAdapter[Any]) -> Build:
         """Make the function's argument; InvalidArguments names the places that do not fit."""
         try:
             return adapter.validate_python(value)
-        except AgenttrainError:
+        except AgenttrainError:  # ToolUnavailable and the like have their usual meaning
             raise
         except ValidationError as error:
             problems = [
@@ -349,10 +357,11 @@ def _builder(adapter: TypeAdapter[Any]) -> Build:
 
 
 def _place(value: Any, problem: ErrorDetails) -> str:
-    """Return the place in a value where pydantic found a problem: ``[1].color``.
+    """Return the place in a value where pydantic found a problem, for the model.
 
-    pydantic's steps also name the options of unions, which are no part of the value and are left
-    out: ``(1, "Pen", "color")``. The last step of a `missing` problem is the absent key.
+    Example: in a value of ``list[Pen | Book]`` pydantic reports the steps ``(1, "Pen", "color")``,
+    and the place is ``[1].color``. A step that names an option of a union is no part of the value
+    and is left out. The last step of a `missing` problem is the absent key.
     """
     steps = problem["loc"]
     place = ""
@@ -391,7 +400,10 @@ def _values(values: list[Any], name: str) -> dict[str, Any]:
 
 
 class ToolDialect(GenerateJsonSchema):
-    """Writes schemas as chat templates know them: those of transformers' `get_json_schema`."""
+    """Writes schemas as chat templates know them: those of transformers' `get_json_schema`.
+
+    pydantic calls ``<kind>_schema`` for each part of an annotation.
+    """
 
     def sort(self, value: JsonSchemaValue, parent_key: str | None = None) -> JsonSchemaValue:
         """Keep the order in which keys are written."""
@@ -440,7 +452,7 @@ class PlainToolDialect(ToolDialect):
     def tuple_schema(self, schema: core_schema.TupleSchema) -> JsonSchemaValue:
         """Leave out the length; a tuple of another length is refused when it is built."""
         described = super().tuple_schema(schema)
-        if "variadic_item_index" not in schema:
+        if "variadic_item_index" not in schema:  # tuple[int, str]; tuple[int, ...] has no length
             del described["minItems"], described["maxItems"]
         return described
 

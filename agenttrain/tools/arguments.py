@@ -67,7 +67,7 @@ class ArgumentSchema:
         'qurey' (did you mean 'query'?); missing argument 'query'``.
         """
         try:
-            with remembered_checks():
+            with remembered_checks():  # else a schema that contains itself takes exponential time
                 coerced = _Coercion(self._resolver, self._validator).convert(
                     dict(arguments), self._resolver.root
                 )
@@ -157,6 +157,7 @@ def _short(text: str, limit: int) -> str:
 
 
 NOTHING = object()
+"""Stands for "no value", because None is the value of JSON's null."""
 PYTHON_BOOLEANS = {"True": "true", "False": "false"}
 
 

@@ -68,6 +68,7 @@ def _rebuild(name: str, section: Mapping[str, Any]) -> Tool:
     """Build the one tool of a section, in a worker or in the main process."""
     key = f"tools.{name}"
     located = locate_section(section, key=key)
+    # Without the limits and `stop`, which are no arguments of the target.
     _, located.bound = beside(ToolSettings, located.bound, key)
     tools = _build(located, name)
     # A method's tool has the method's name, not the section's.
@@ -114,7 +115,8 @@ def _makes_tool(target: Callable[..., Any]) -> bool:
     if inspect.isclass(target):
         return True
     with suppress(NameError, TypeError):  # annotations that cannot be resolved
-        returned = get_type_hints(target).get("return")
-        is_callable_hint = get_origin(returned) is get_origin(Callable[[], None])
-        return returned in (Tool, FunctionTool, Callable) or is_callable_hint
+        return_hint = get_type_hints(target).get("return")
+        # Callable[[str], str] and the like; the bare Callable is compared below.
+        is_callable_hint = get_origin(return_hint) is get_origin(Callable[[], None])
+        return return_hint in (Tool, FunctionTool, Callable) or is_callable_hint
     return False

@@ -64,7 +64,7 @@ class CallSlots:
                 if not self._waits and not self._ended:
                     await self._acquire()
                     self._waited_s += time.monotonic() - self._waiting_since
-                    # If another sub-agent began while this waited for slots, or the call ended:
+                    # Another sub-agent began while this waited for slots, or the call ended.
                     if self._waits or self._ended:
                         self._release()
 

@@ -119,7 +119,7 @@ def check_mcp_server(
             "command=[python,my_server.py], or reached, e.g. url=http://127.0.0.1:8000/mcp"
         )
     if command is not None:
-        path = expanded("env", env).get("PATH")
+        path = expand_variables("env", env).get("PATH")
         if not isinstance(command, list | tuple) or not command:
             words = command.split() if isinstance(command, str) else []
             words = words or ["python", "my_server.py"]
@@ -140,7 +140,7 @@ def check_mcp_server(
             kind = "a server that is started" if name == "env" else "a url"
             hidden = hide_in_settings({name: value})[name]
             raise ValueError(f"{name}={hidden}: is of use with {kind} only; leave it out")
-        expanded(name, value)
+        expand_variables(name, value)
     if allow is not None and (not isinstance(allow, list | tuple) or not allow):
         raise ValueError(
             f"allow={allow}: must be a list of the server's tools; leave it out for all"
@@ -152,7 +152,7 @@ def check_mcp_server(
             raise ValueError(f"{name}={value}: must be a number of seconds above 0")
 
 
-def expanded(name: str, values: object) -> dict[str, str]:
+def expand_variables(name: str, values: object) -> dict[str, str]:
     """Fill in ``$NAME`` in the texts of a setting with the environment variable NAME.
 
     Secrets then need not stand in a configuration, of which every run keeps a copy. Example:
@@ -196,7 +196,7 @@ def _check_url(url: Any) -> None:
             f"'url={hidden.replace('***', '$NAME:$PASSWORD')}', or "
             "'headers={Authorization: Bearer $TOKEN}'"
         )
-    expanded("url", {"url": str(url)})
+    expand_variables("url", {"url": str(url)})
 
 
 SEARCH = "agenttrain.tools.builtin.search.Search"

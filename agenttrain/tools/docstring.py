@@ -54,7 +54,7 @@ def read_docstring(text: str) -> Docstring:
     parameters: dict[str, dict[str, Any]] = {}
     if section is not None:
         lines = "\n".join(line for line in section[1].split("\n") if line.strip())
-        for _, name, lines_of_meaning in _ARGUMENT.findall(lines):
+        for _indent, name, lines_of_meaning in _ARGUMENT.findall(lines):
             meaning = re.sub(r"\s*\n+\s*", " ", lines_of_meaning.strip())
             parameters[name] = {"description": meaning}
             if (choices := _CHOICES.search(meaning)) is not None:

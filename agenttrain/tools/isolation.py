@@ -89,7 +89,7 @@ class ToolWorker:
                 self._socket = parent_end  # for `kill`, to wake a thread that reads
                 self._connection = Connection(os.dup(parent_end.fileno()))
         except BaseException:
-            if self.process is None:  # else `gone` closes it
+            if self.process is None:  # else `has_ended` closes it
                 parent_end.close()
             raise
         finally:
@@ -120,7 +120,7 @@ class ToolWorker:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for an answer
 
-    def gone(self, timeout_s: float = 0.0) -> bool:
+    def has_ended(self, timeout_s: float = 0.0) -> bool:
         """Wait for at most `timeout_s` for a killed worker; return True once it has ended."""
         if self.process is None:
             return True
@@ -153,7 +153,7 @@ class ToolWorker:
         return answer if isinstance(answer, dict) else {}
 
     def _died(self) -> ToolUnavailable:
-        """Make the error that says how the worker ended."""
+        """Return the error that says how the worker ended, and kill what is left of it."""
         assert self.process is not None
         how_it_ended = self.process.gone()
         self.kill()
@@ -209,7 +209,7 @@ class ProcessTool:
     @asynccontextmanager
     async def worker(self) -> AsyncIterator[BoundWorker]:
         """Lend a worker for one call; kill the worker afterwards if the call is not over."""
-        self._dying = [worker for worker in self._dying if not worker.gone()]
+        self._dying = [worker for worker in self._dying if not worker.has_ended()]
         while self._idle:
             worker = self._idle.pop()
             if worker.alive:
@@ -255,10 +255,10 @@ class ProcessTool:
         dying, self._dying = self._dying, []
         deadline = time.monotonic() + END_S
         await self._threads.run(
-            lambda: [worker.gone(max(deadline - time.monotonic(), 0.0)) for worker in dying]
+            lambda: [worker.has_ended(max(deadline - time.monotonic(), 0.0)) for worker in dying]
         )
         self._threads.close()
-        running = [str(w.process.pid) for w in dying if w.process is not None and not w.gone()]
+        running = [str(w.process.pid) for w in dying if w.process is not None and not w.has_ended()]
         if running:
             warnings.warn(
                 f"tool {self.name}: what its calls started has not ended, below the processes "
@@ -326,7 +326,7 @@ class BoundWorker:
     async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> object:
         """Run one call; cancelling it kills the worker."""
         tool, worker = self.tool, self.worker
-        if tool.releases:  # the worker is told of the rollout's end
+        if tool.releases:  # `ProcessTool.release` then finds this worker
             worker.served.add(context.rollout_id)
         released, worker.released = tuple(worker.released), []
         request = WorkerRequest(

@@ -39,6 +39,7 @@ CHOOSE = (
     'if command -v bash >/dev/null 2>&1; then exec bash -c "$1" bash "$2"; '
     'else exec sh -c "$1" sh "$2"; fi'
 )
+"""Runs the script $1 with the argument $2, in bash if the machine has it, else in sh."""
 CLIENT = f"""
 import array, json, os, socket, sys
 request = json.load(sys.stdin)
@@ -121,6 +122,8 @@ sys.exit({{b"": 3, b"0": 0}}.get(answer, 2))
 """
 """Sends the code to the interpreter, a process of the machine that the first call starts."""
 FAILED, ENDED, MISSING = 2, 3, 127
+"""Exit statuses of CLIENT: the code raised, or the interpreter ended during the call. 127 is the
+status of a command that the machine does not have."""
 
 
 def machine_of(context: ToolContext) -> RolloutMachine:

@@ -54,7 +54,7 @@ def make_reply(value: Any, *, max_chars: int) -> Reply:
         if parts := _with_images(value, max_chars):
             return Reply(content=text_of(parts), done=done, reward=reward, parts=parts)
         text = result_to_text(value, max_chars=max_chars)
-    except BaseException as error:  # e.g. the value's own __str__ or __iter__ raises
+    except BaseException as error:  # the value's own __str__ or __iter__ may raise anything
         return error_reply(with_fixed_text(error), max_chars=max_chars)
     return Reply(content=text, done=done, reward=reward)
 
@@ -198,6 +198,7 @@ def plain_form(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     # The type has a `__str__` of its own: the default one shows only an address.
+    # A complex number has one only in its `__repr__`.
     has_text = value_type.__str__ is not object.__str__ or isinstance(value, complex)
     if not (has_text or isinstance(value, type)) and hasattr(value_type, "keys"):
         return {key: value[key] for key in value.keys()}  # noqa: SIM118 - a database's row, a table

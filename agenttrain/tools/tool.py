@@ -133,7 +133,8 @@ async def call_optional(owner: object, method: str, *arguments: object) -> None:
 def public_methods(cls: type, reserved: Collection[str] = LIFE_CYCLE) -> list[str]:
     """Return the names of a class's public methods, inherited ones too, in source order.
 
-    Class methods (often constructors), nested classes and properties are left out.
+    Names in `reserved`, class methods (often constructors), nested classes and properties are left
+    out.
     """
     # The base classes first, without `object`.
     names = dict.fromkeys(name for base in reversed(cls.__mro__[:-1]) for name in vars(base))

@@ -29,10 +29,15 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from agenttrain.engines.language_model import language_attention
-from agenttrain.engines.mixers import layout_keywords
-from agenttrain.training.batch import Block, Segment, make_blocks, packed_positions
+from agenttrain.engines.mixers import MixerLayout, layout_keywords
+from agenttrain.training.batch import Block, make_blocks
+from agenttrain.training.context_tree import Split
+from agenttrain.training.handed_states import HandedTree
 from agenttrain.training.kernels import Kernel, count_call, fit, in_format, is_restrictive
+from agenttrain.training.partial_attention import Scoring
 from agenttrain.training.recurrent import RecurrentTree
+from agenttrain.training.ring_attention import ring_attention
+from agenttrain.training.segments import Segment, packed_positions
 from agenttrain.training.selection import Select
 from agenttrain.types import AgenttrainError
 
@@ -100,6 +105,8 @@ def packed_attention(
         )
     scoring = Scoring(scale=scaling, window=window, softcap=softcap, sinks=s_aux)
     states = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # [T, heads, d]
+    if blocks.split is not None:
+        return ring_attention(*in_format(*states), *blocks.split, scoring)[None], None
     if blocks.use_varlen and (kernel := varlen_kernel()) is not None:
         query_T, key_T, value_T = in_format(*states)
         if varlen_takes(query_T, value_T, scoring):
@@ -209,19 +216,6 @@ def packing(model: PreTrainedModel) -> Iterator[None]:
 QUERIES = 256
 """Queries of one call. A CPU kernel computes the scores of later keys too and drops them: calls
 over 256 queries, each up to its own last key, take 0.7 to 0.95 times as long from 512 tokens on."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scoring:
-    """Deviations of a model's attention scores from plain attention. None: no deviation."""
-
-    scale: float | None = None
-    window: int | None = None
-    """Number of keys that a query attends to, its own included."""
-    softcap: float | None = None
-    """Scores s become softcap * tanh(s / softcap)."""
-    sinks: Tensor | None = None
-    """[h] Score of an additional key without a value, to which every query attends."""
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
@@ -396,9 +390,16 @@ class PackedTree:
     """
 
     def __init__(
-        self, segments: Sequence[Segment], device: torch.device, *, use_varlen: bool = False
+        self,
+        segments: Sequence[Segment],
+        device: torch.device,
+        *,
+        use_varlen: bool = False,
+        split: Split | None = None,
     ) -> None:
+        """With `split` the forward pass has this process's tokens of the segments."""
         self.segments, self.device, self.use_varlen = segments, device, use_varlen
+        self.split = split
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
@@ -412,12 +413,15 @@ class PackedTree:
 
     @cached_property
     def recurrent(self) -> RecurrentTree:
-        """Layout for recurrent mixers."""
+        """Layout for recurrent mixers of all tokens in this process."""
         return RecurrentTree(self.segments, self.device)
 
     def keywords(self, model: PreTrainedModel) -> dict[str, Any]:
         """Return the keywords of a forward pass over this tree, inside `packing`."""
-        return {"blocks": self, "use_cache": False, **layout_keywords(model, self.recurrent)}
+        layout: MixerLayout = self.recurrent
+        if self.split is not None:
+            layout = HandedTree(*self.split, self.device)
+        return {"blocks": self, "use_cache": False, **layout_keywords(model, layout)}
 
 
 @cache

@@ -37,7 +37,9 @@ import torch
 from torch import Tensor
 
 from agenttrain.engines.vision import Layout, Piece
+from agenttrain.training.context_share import ContextShare
 from agenttrain.training.prefixes import Branch, cut, grow
+from agenttrain.training.segments import Segment, packed_positions
 from agenttrain.types import AgenttrainError, LedgerError, Origin, Rollout, Task, Trajectory
 
 Item = TypeVar("Item")
@@ -264,6 +266,9 @@ class Microbatch:
     routes_TLK: Tensor | None = None
     """Experts that the policy's forward pass uses, int16; -1 where its routers choose. None: they
     choose everywhere."""
+    context: ContextShare | None = None
+    """Part of a forward pass of several processes. Then `token_ids_T` and `routes_TLK` are those of
+    this process's tokens. None: this process computes all tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -407,32 +412,6 @@ SHORTEST = 0.85
 of 80 to 250 tokens: 0.8 to 0.95 differ little, one call per sequence is 4 % slower."""
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Neighbouring tokens that attend to each other causally, and to all of their prefix."""
-
-    start: int
-    """Packed position of the first token."""
-    length: int
-    parent: Segment | None = None
-    """Earlier segment with which the prefix ends. None: this segment starts its sequences."""
-
-    @property
-    def end(self) -> int:
-        """Packed position after the last token."""
-        return self.start + self.length
-
-    @property
-    def prefix(self) -> tuple[Segment, ...]:
-        """The segments before this one in its sequences, the first one first."""
-        return () if self.parent is None else (*self.parent.prefix, self.parent)
-
-    @property
-    def prefix_length(self) -> int:
-        """Number of tokens before this segment in its sequences."""
-        return sum(segment.length for segment in self.prefix)
-
-
 class BlockSlice(NamedTuple):
     """Tokens `start` to `end` - 1 of the block with this index."""
 
@@ -531,24 +510,3 @@ def make_blocks(segments: Sequence[Segment], device: torch.device) -> tuple[Bloc
             )
         )
     return tuple(blocks)
-
-
-def one_after_the_other(lengths: Sequence[int]) -> tuple[Segment, ...]:
-    """Return segments of these lengths, packed one after the other without a shared prefix."""
-    segments, start = [], 0
-    for length in lengths:
-        segments.append(Segment(start, length))
-        start += length
-    return tuple(segments)
-
-
-def positions(segments: Sequence[Segment]) -> Tensor:
-    """Return each token's position in its own sequence, from 0, [T]."""
-    starts = [segment.prefix_length for segment in segments]
-    pairs = zip(segments, starts, strict=True)
-    return torch.cat([torch.arange(start, start + segment.length) for segment, start in pairs])
-
-
-def packed_positions(last: Segment) -> Tensor:
-    """Return the packed position of each token of a sequence that ends with this segment, [T]."""
-    return torch.cat([torch.arange(part.start, part.end) for part in (*last.prefix, last)])

@@ -1,7 +1,8 @@
 """Checkpoints: complete or absent, never half-written.
 
 checkpoints/step-000010/   model.safetensors, config.json, tokenizer: loadable by transformers
-                           (with LoRA: adapter_model.safetensors and adapter_config.json;
+                           (with LoRA: adapter_model.safetensors and adapter_config.json, on a base
+                           in 4 bits base_quantization.json;
                            sharded: model-00001-of-00002.safetensors, …)
                            policy.pt      optimizer and step; sharded: policy-0.pt, policy-1.pt, …
                            rng-0.pt       python, numpy and torch random states of process 0

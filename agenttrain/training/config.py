@@ -269,6 +269,13 @@ class Init(StrEnum):
     """Drawn with `seed`, of the sizes that its config.json says; for `agenttrain sft`."""
 
 
+class Quantization(StrEnum):
+    """Storage of the linear layers of a frozen base model."""
+
+    nf4 = "nf4"
+    """4 bits for each number and a scale for each 64 (https://arxiv.org/abs/2305.14314)."""
+
+
 class VisionTower(StrEnum):
     """Treatment of the part of a model that reads images."""
 
@@ -339,17 +346,40 @@ class ModelConfig:
     """Number format of the weights; the optimizer keeps float32 copies of others."""
     init: Data[Init] = Init.pretrained
     """Where the first weights come from; random ones are for `agenttrain sft`."""
+    quantization: Data[Quantization | None] = None
+    """Storage of the frozen linear layers under adapters; None: in `dtype`. nf4: 4 bits, by
+    bitsandbytes (pip install 'agenttrain[4bit]')."""
+    double_quantization: Data[bool] = True
+    """With nf4 the scales of blocks are in 8 bits instead of 32: 4.13 bits a number, not 4.5."""
     lora: LoraSettings = field(default_factory=LoraSettings)
     vision: Data[VisionTower] = VisionTower.frozen
     """Training of the part that reads images, for a model that has one."""
 
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:
+        problems = []
         if self.vision is VisionTower.trained and self.lora.rank:
-            raise InvalidSettings(
+            problems.append(
                 f"model.vision=trained: model.lora.rank={self.lora.rank} trains adapters of the "
                 "language model alone; leave one of them out"
             )
+        key = f"model.quantization={self.quantization}"
+        if self.quantization is not None and self.lora.rank == 0:
+            problems.append(
+                f"{key}: weights in 4 bits cannot be trained, and model.lora.rank=0 has no "
+                "adapters; set a rank, e.g. model.lora.rank=32, or leave model.quantization out"
+            )
+        if self.quantization is not None and self.init is Init.random:
+            problems.append(
+                f"{key}: model.init=random draws a base model that would never be trained; leave "
+                "one of them out"
+            )
+        if self.quantization is None and not self.double_quantization:
+            problems.append(
+                "model.double_quantization=false: has no effect without model.quantization=nf4; "
+                "leave it out"
+            )
+        raise_problems(problems)
         return self
 
 

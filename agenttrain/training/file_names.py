@@ -17,6 +17,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
 from agenttrain.training.lora import base_name
+from agenttrain.training.quantization import full_state
 
 
 def in_files(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -61,8 +62,10 @@ def _try_one_by_one(model: PreTrainedModel) -> bool:
         conversions = get_model_conversion_mapping(model, add_legacy=False)
     if not any(isinstance(conversion, WeightConverter) for conversion in conversions):
         return True
-    state = {base_name(name): t for name, t in model.state_dict().items() if "lora_" not in name}
-    shapes = on_meta(state)
+    shapes: dict[str, Tensor] = {}
+    for name, tensor in full_state(model):
+        if "lora_" not in name:
+            shapes |= on_meta({base_name(name): tensor})
     together = {name: t.shape for name, t in in_files(model, shapes).items()}
     alone: dict[str, torch.Size] = {}
     for name, tensor in shapes.items():

@@ -26,12 +26,12 @@ from transformers.integrations import moe
 
 from agenttrain.engines.language_model import backbone, language_model, model_class
 from agenttrain.training.attention import PackedTree, packing
-from agenttrain.training.batch import one_after_the_other
 from agenttrain.training.config import LoraSettings, OptimizerConfig
 from agenttrain.training.equal_layers import equal_layers_run_twice
 from agenttrain.training.head import CPU_TILE, GPU_TILE
 from agenttrain.training.lora import add_lora, add_saved_adapters
 from agenttrain.training.optimizers import MasterWeights, build_optimizer
+from agenttrain.training.segments import one_after_the_other
 from agenttrain.training.sharding import layers
 
 FLOAT32 = 4

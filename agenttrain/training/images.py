@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from agenttrain.engines.language_model import encoder_weights, language_model
 from agenttrain.engines.vision import Features, Piece, Vision, embed
 from agenttrain.training.attention import PackedTree
-from agenttrain.training.batch import Microbatch, PackedImages, packed_positions
+from agenttrain.training.batch import Microbatch, PackedImages
+from agenttrain.training.segments import packed_positions
 
 
 def hidden_with_images(

@@ -36,6 +36,8 @@ class Kernel(StrEnum):
     flash = "flash"
     cudnn = "cudnn"
     efficient = "efficient"
+    tiles = "tiles"
+    """Products of matrices, tile by tile: `partial_attention.py`."""
     math = "math"
     """Products of matrices, with all scores in memory."""
 

@@ -35,24 +35,18 @@ from agenttrain.training.attention import (
     has_kernel,
     packing,
 )
-from agenttrain.training.batch import (
-    Microbatch,
-    Segment,
-    SequenceKey,
-    TrainingSequence,
-    one_after_the_other,
-    pack,
-    packed_positions,
-    positions,
-    stand_in,
-)
+from agenttrain.training.batch import Microbatch, SequenceKey, TrainingSequence, pack, stand_in
 from agenttrain.training.compilation import compiled_layers
 from agenttrain.training.config import SharePrefix
+from agenttrain.training.context_group import ContextGroup
+from agenttrain.training.context_parallel import pack_together
+from agenttrain.training.context_tree import Split, split_tree
 from agenttrain.training.head import LogitTransform, linear_logprobs
 from agenttrain.training.images import hidden_with_images
 from agenttrain.training.kernels import Kernel, counting_calls
 from agenttrain.training.prefixes import least_prefix
 from agenttrain.training.recurrent import MixerCall, kernel_gap, recorded_calls, relative_gap
+from agenttrain.training.segments import Segment, one_after_the_other, packed_positions, positions
 from agenttrain.training.sharding import release_gathered
 from agenttrain.training.world import World
 from agenttrain.types import AgenttrainError
@@ -139,16 +133,21 @@ class Scorer(nn.Module):
         device: torch.device,
         world: World | None = None,
         autocast: AbstractContextManager[None] | None = None,
+        context: ContextGroup | None = None,
     ) -> None:
         """Set `packed`, `varlen`, `least_shared`, `kernels`, `replay` by a trial.
 
-        Raises UnsupportedModel and UnknownRouters.
+        `context` are the processes that compute microbatches together, if there are any. Raises
+        UnsupportedModel and UnknownRouters.
         """
         model, inside = self.model, self.inside
         check_head(model, device=device, inside=inside, key=self._key)
-        reason = self._choose_packing(device, world or World())
+        # Attention over several processes has kernels of its own.
+        reason = self._choose_packing(device, world or World(), may_use_varlen=context is None)
         self.packed = reason is None
         name = type(model).__name__
+        if context is not None:
+            check_context(self, reason, device, context, world or World())
         if reason is not None and self._share_prefix is SharePrefix.always:
             raise UnsupportedModel(
                 f"training.share_prefix=always: {name} cannot be packed: {reason}. Set "
@@ -168,9 +167,12 @@ class Scorer(nn.Module):
             self._check_passes(name)
             self.replay = RouteReplay(inside(find_routers))
         ids_T = trial_ids(model, device)
+        split = None if context is None else split_tree(TRIAL, context)
+        if split is not None:
+            ids_T = ids_T[split.tree.packed_positions().to(device)]
         with self._ready(), autocast or nullcontext():
             with torch.no_grad(), counting_calls() as self.kernels:
-                hidden_TH = inside(lambda _: self._hidden(ids_T, TRIAL))
+                hidden_TH = inside(lambda _: self._hidden(ids_T, TRIAL, split))
             if self.use_compile:
                 self._check_compiled(ids_T, hidden_TH)
         # The varlen kernel takes 16 bits: in float32 without autocast no layer called it.
@@ -187,13 +189,16 @@ class Scorer(nn.Module):
                 "Set one of them to its default."
             )
 
-    def _choose_packing(self, device: torch.device, world: World) -> str | None:
+    def _choose_packing(
+        self, device: torch.device, world: World, *, may_use_varlen: bool
+    ) -> str | None:
         """Set `varlen` to True if packing works with it, else to False.
 
         Return None if packing works in either way, else why it does not. All processes pack in the
         same way, because all of them must run as many passes.
         """
-        all_have_kernel = all(world.gather([has_kernel(device)], "whether there is a kernel"))
+        has_varlen = may_use_varlen and has_kernel(device)
+        all_have_kernel = all(world.gather([has_varlen], "whether there is a kernel"))
         # The varlen kernel first: it computes attention in one call per layer.
         candidates = (True, False) if all_have_kernel else (False,)
         reason = None
@@ -278,9 +283,15 @@ class Scorer(nn.Module):
 
     def forward(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         """Return the logprob of every sampled token and the entropy at its position, [S] each."""
-        images = microbatch.images
+        images, share = microbatch.images, microbatch.context
         if self.replay is not None:
             self.replay.load(microbatch.routes_TLK)
+        if share is not None:
+            hidden_TH = packed_hidden(
+                self.model, microbatch.token_ids_T, microbatch.segments, split=share.split
+            )
+            scores = self._score(hidden_TH, share.targets_s, share.labels_s)
+            return share.exchange(*scores)
         if images is None:
             hidden_TH = self._hidden(microbatch.token_ids_T, microbatch.segments)
         else:
@@ -294,22 +305,33 @@ class Scorer(nn.Module):
                 varlen=self.varlen,
                 begin=self._begin_segment,
             )
+        return self._score(hidden_TH, microbatch.targets_S, microbatch.labels_S)
+
+    def _score(
+        self, hidden_TH: Tensor, targets_S: Tensor, labels_S: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return logprobs and entropies of the labels after the targets, [S] each."""
         return head_logprobs(
             # Not `hidden_TH[...]`: on CPU threads its gradient adds up the sequences that share a
             # position in any order, so that two runs differ in their last bits.
-            hidden_TH.index_select(0, microbatch.targets_S),
+            hidden_TH.index_select(0, targets_S),
             self.model.get_output_embeddings(),
-            microbatch.labels_S,
+            labels_S,
             transform=self.transform,
             logits_budget_mb=self.logits_budget_mb,
             entropy_grad=self.entropy_grad,
             compile=self.use_compile,
         )
 
-    def _hidden(self, token_ids_T: Tensor, segments: Sequence[Segment]) -> Tensor:
-        """Return the last hidden states of packed segments, [T, H]."""
+    def _hidden(
+        self, token_ids_T: Tensor, segments: Sequence[Segment], split: Split | None = None
+    ) -> Tensor:
+        """Return the last hidden states of packed segments, [T, H].
+
+        With `split` ids and states are those of this process's tokens.
+        """
         if self.packed:
-            return packed_hidden(self.model, token_ids_T, segments, varlen=self.varlen)
+            return packed_hidden(self.model, token_ids_T, segments, varlen=self.varlen, split=split)
         return separate_hidden(self.model, token_ids_T, segments, begin=self._begin_segment)
 
     def _begin_segment(self, places_T: Tensor) -> None:
@@ -318,24 +340,98 @@ class Scorer(nn.Module):
             self.replay.select(places_T)
 
 
+def check_context(
+    scorer: Scorer,
+    why_not_packed: str | None,
+    device: torch.device,
+    context: ContextGroup,
+    world: World,
+) -> None:
+    """Raise UnsupportedModel in all processes unless the model can be computed by several together.
+
+    Hidden states and gradients of a trial are compared with those of one process. `why_not_packed`
+    is the reason why rollouts cannot be packed, if there is one.
+    """
+    model, name = scorer.model, type(scorer.model).__name__
+    reason = why_not_packed
+    if reason is None and (scorer.lengths.long or scorer.lengths.dynamic):
+        reason = "its rotary frequencies depend on the longest position of a forward pass"
+    if reason is None:
+        was_training = model.training
+        model.eval()
+        try:
+            with packing(model):
+                local = _why_not_split(scorer, device, context)
+        finally:
+            model.train(was_training)
+        reasons = world.gather([local], "the trial of context parallel")
+        reason = next((reason for reason in reasons if reason is not None), None)
+    if reason is not None:
+        raise UnsupportedModel(
+            f"distributed.context_parallel={context.size}: {name} cannot be computed by several "
+            f"processes together: {reason}. Set distributed.context_parallel=1."
+        )
+
+
+def _why_not_split(scorer: Scorer, device: torch.device, context: ContextGroup) -> str | None:
+    """Return why hidden states or gradients of a trial differ from those of one process."""
+    model = scorer.model
+    segments = trial_segments(model)
+    ids_T = trial_ids(model, device, segments)
+    split = split_tree(segments, context)
+    places_t = split.tree.packed_positions().to(device)
+
+    def hidden(function: HiddenFunction, ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            states: Tensor = scorer.inside(lambda model: function(model, ids, segments))
+        return states
+
+    def gradient(function: HiddenFunction, ids: Tensor) -> Tensor:
+        # The other processes take the gradients of their own states.
+        slopes: Tensor = scorer.inside(partial(_input_gradient, function, ids, segments))
+        return slopes
+
+    exact = True
+    for name, function, tolerances in (
+        ("hidden states", hidden, (1e-4, 5e-2)),
+        ("gradients", gradient, (EXACT_GRADIENT_GAP, GRADIENT_GAP)),
+    ):
+        whole = function(packed_hidden, ids_T)[places_t]
+        part = function(partial(packed_hidden, split=split), ids_T[places_t])
+        # Gradients may be in float32 where states are not: FSDP2 computes in a shorter format.
+        exact = exact and whole.dtype in EXACT
+        tolerance = tolerances[0] if exact else tolerances[1]
+        gap = ((part - whole).abs().max() / whole.abs().max()).item()
+        if not gap <= tolerance:  # NaN counts as a difference
+            return f"its {name} differ by {gap:.2g} (relative)"
+    return None
+
+
 def pack_evenly(
     scorer: Scorer,
     sequences: Sequence[TrainingSequence],
     token_budget: int,
     device: torch.device,
     peers: World | None,
+    context: ContextGroup | None = None,
 ) -> list[Microbatch]:
     """Pack sequences, into the same number of microbatches in every process of `peers`.
 
     Processes that hold a part of each weight gather them together in every forward pass. So those
     with fewer microbatches get stand-ins, which add nothing to the loss. With `peers` None other
-    processes take no part in the passes.
+    processes take no part in the passes. With a `context` its members pack their sequences
+    together.
     """
-    microbatches = scorer.pack(sequences, token_budget, device) if sequences else []
+
+    def pack(sequences: Sequence[TrainingSequence]) -> list[Microbatch]:
+        if context is not None:
+            return pack_together(scorer.pack, sequences, token_budget, device, context)
+        return scorer.pack(sequences, token_budget, device) if sequences else []
+
+    microbatches = pack(sequences)
     if peers is not None:
         count = int(peers.max(len(microbatches), "the number of microbatches"))
-        fillers = scorer.pack([stand_in()], token_budget, device)
-        microbatches += fillers * (count - len(microbatches))
+        microbatches += pack([stand_in()]) * (count - len(microbatches))
     return microbatches
 
 
@@ -475,17 +571,20 @@ def packed_hidden(
     segments: Sequence[Segment],
     *,
     varlen: bool = False,
+    split: Split | None = None,
 ) -> Tensor:
     """Return the last hidden states of packed segments by one forward pass, [T, H].
 
     Call it inside `packing(model)`. Positions count from 0 in each sequence. With `varlen`, torch's
-    varlen kernel is used, which the device must have.
+    varlen kernel is used, which the device must have. With `split` the ids and the result are those
+    of this process's tokens.
     """
     device = token_ids_T.device
+    position_ids = positions(segments) if split is None else split.tree.positions()
     output = backbone(model)(
         input_ids=token_ids_T[None],
-        position_ids=positions(segments)[None].to(device, non_blocking=True),
-        **PackedTree(segments, device, use_varlen=varlen).keywords(model),
+        position_ids=position_ids[None].to(device, non_blocking=True),
+        **PackedTree(segments, device, use_varlen=varlen, split=split).keywords(model),
     )
     return output.last_hidden_state[0]
 

@@ -5,6 +5,7 @@ peft is imported where there are adapters: it takes as long as a tenth of a star
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,9 +24,16 @@ from agenttrain.training.checkpoint_files import auto_class, loading_options, se
 from agenttrain.training.config import LoraSettings
 from agenttrain.training.gathering import gather_by_layer
 from agenttrain.training.lora_targets import EXPERTS, LoraTargets, choose_targets
+from agenttrain.training.quantization import (
+    NF4,
+    dequantize,
+    has_double_scales,
+    has_quantized,
+    quantize,
+)
 from agenttrain.training.sharding import assign, full_tensor, like_part, own_rows
 from agenttrain.training.tensor_files import read_header
-from agenttrain.utils.model_path import base_folder
+from agenttrain.utils.model_path import BASE_QUANTIZATION, base_folder
 from agenttrain.utils.sections import shown
 
 ADAPTER = "default"
@@ -70,6 +78,7 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> LoraTargets | No
         )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
+    _cast_adapters(model)
     return targets
 
 
@@ -92,6 +101,13 @@ def _add_new_adapters(model: PreTrainedModel, settings: LoraSettings) -> LoraTar
     except ValueError as error:
         raise ValueError(f"model.lora.targets={shown(settings.targets)}: {error}") from error
     return targets
+
+
+def _cast_adapters(model: PreTrainedModel) -> None:
+    """Cast the adapters of a base in 4 bits to the model's format, as peft does beside others."""
+    if has_quantized(model):
+        for weight in adapter_parameters(model).values():
+            weight.data = weight.data.to(model.dtype)
 
 
 def describe_adapters(model: PreTrainedModel, targets: LoraTargets | None = None) -> str:
@@ -131,6 +147,7 @@ def load_saved_adapters(model: Any, folder: Path) -> None:
     conversions = getattr(model, CONVERSIONS, None)
     with _patterns_match():
         model.load_adapter(str(folder))
+    _cast_adapters(model)
     setattr(model, CONVERSIONS, conversions)
 
 
@@ -249,9 +266,15 @@ def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def save_adapter_config(model: PreTrainedModel, folder: Path) -> None:
-    """Write the settings that transformers needs to load the adapters onto their base model."""
+    """Write the settings that transformers needs to load the adapters onto their base model.
+
+    Those of a base in 4 bits are in `BASE_QUANTIZATION`, which agenttrain alone reads.
+    """
     config: Any = model.peft_config[ADAPTER]
     config.save_pretrained(folder)
+    if has_quantized(model):
+        keys = {"quantization": NF4, "double_quantization": has_double_scales(model)}
+        (folder / BASE_QUANTIZATION).write_text(json.dumps(keys), encoding="utf-8")
     if model.generation_config is not None:  # has the tokens that end a turn
         model.generation_config.save_pretrained(folder)
 
@@ -269,26 +292,59 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
             assign(parameter, state[f"{PEFT}{stored_name}"])
 
 
-def merged(folder: Path, dtype: torch.dtype | str) -> PreTrainedModel:
+def merged(
+    folder: Path, dtype: torch.dtype | str, *, double: bool | None = None
+) -> tuple[PreTrainedModel, float]:
     """Load the base model of a folder of adapters and merge the adapters into its weights.
 
     Base and adapters are added in float32, whatever the files' formats, and the sum is cast once:
     to `dtype`, or for ``auto`` to the format of the adapters, which is that of their training. The
-    end-of-sequence tokens are those of the folder.
+    end-of-sequence tokens are those of the folder. Returns the model, and how far the cast moves
+    the adapted weights, as a share of what the adapters change (`_rounding`).
+
+    `double`: the adapters were trained on a base in 4 bits (`quantize`), and are merged into the
+    numbers that it stands for; None: into the weights as they are in the base's files.
     """
     from peft import PeftModel
 
     base = base_folder(str(folder))
     assert base is not None
-    model = auto_class(base).from_pretrained(base, dtype=torch.float32, **loading_options(base))
+    trained = adapter_dtype(folder)
+    loaded = torch.float32 if double is None else trained  # 4 bits are made of that format
+    model = auto_class(base).from_pretrained(base, dtype=loaded, **loading_options(base))
+    if double is not None:
+        quantize(model, double=double)
+        dequantize(model)
+        model = model.float().cpu()
+    wanted = trained if isinstance(dtype, str) else dtype
     with _patterns_match():
-        model = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+        adapted = PeftModel.from_pretrained(model, str(folder))
+        rounding = _rounding(adapted, wanted)
+        model = adapted.merge_and_unload()
     if (folder / GENERATION_CONFIG_NAME).is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
         eos_ids = model.generation_config.eos_token_id
         if eos_ids is not None:
             set_stop_tokens(model, eos_ids if isinstance(eos_ids, list) else [eos_ids])
-    return cast(model, adapter_dtype(folder) if isinstance(dtype, str) else dtype)
+    return cast(model, wanted), rounding
+
+
+@torch.no_grad()
+def _rounding(model: Any, dtype: torch.dtype) -> float:
+    """Return how far casting the merged weights moves them, as a share of the adapters' change.
+
+    Both are norms over all adapted weights, in float32. Example: a weight of 1 and a change of
+    0.003 give 1.003, which bfloat16 rounds to 1: the share is 1, the change is lost.
+    """
+    moved = changed = 0.0
+    for layer in adapted_weights(model).values():
+        is_packed = hasattr(layer, "parameter_name")
+        weight = layer.get_param() if is_packed else layer.get_base_layer().weight
+        change = delta(layer, weight).float()
+        total = weight.float() + change
+        moved += float((total.to(dtype).float() - total).square().sum())
+        changed += float(change.square().sum())
+    return (moved / changed) ** 0.5 if changed else 0.0
 
 
 def adapter_dtype(folder: Path) -> torch.dtype:

@@ -72,6 +72,25 @@ def packed_experts(model: PreTrainedModel) -> list[str]:
     ]
 
 
+def linear_modules(model: PreTrainedModel, encoders: str | None) -> list[str]:
+    """Return the names of the linear layers besides head, encoders, routers and adapters."""
+    routers = set(_routers(model))
+    names = (name for name in _all_linear(model, encoders) if name not in routers)
+    return [name for name in names if "lora_" not in name]
+
+
+def _all_linear(model: PreTrainedModel, encoders: str | None) -> list[str]:
+    """Return the names of the linear layers besides head and encoders."""
+    head = model.get_output_embeddings()
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D)
+        and module is not head
+        and not (encoders and re.fullmatch(encoders, name))
+    ]
+
+
 def _linear_modules(
     model: PreTrainedModel, encoders: str | None
 ) -> tuple[list[str], dict[str, str]]:
@@ -79,14 +98,7 @@ def _linear_modules(
 
     Head and encoders are in neither: nobody expects adapters of them.
     """
-    head = model.get_output_embeddings()
-    linear = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D)
-        and module is not head
-        and not (encoders and re.fullmatch(encoders, name))
-    ]
+    linear = _all_linear(model, encoders)
     routers = set(_routers(model))
     taken = _taken_for_experts(model, {_last(name) for name in linear})
     refuses_out_proj = getattr(model.config, "model_type", None) in MAMBA_TYPES

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from agenttrain.engines.registry import names_with
 from agenttrain.training.lora import adapted_weights, base_name, delta, zero_matrix
+from agenttrain.training.quantization import dequantized, is_quantized, unquantized
 from agenttrain.training.sharding import assign, full_tensor
 from agenttrain.types import AgenttrainError
 
@@ -43,7 +44,7 @@ def check_merging(model: PreTrainedModel, score: Callable[[], list[float]]) -> N
     `score` returns the policy's log-probabilities of a text. All processes call this together. The
     policy is as it was at the end.
     """
-    weights = {base_name(name): w for name, w in model.state_dict(keep_vars=True).items()}
+    weights = {base_name(name): w for name, w in model.named_parameters(remove_duplicate=False)}
     layers = adapted_weights(model)
     # The first weight of each kind: model.layers.0.mlp.experts.down_proj for those of all layers.
     kinds = {re.sub(r"\.\d+\.", ".N.", name): name for name in reversed(layers)}
@@ -82,9 +83,11 @@ def _random_adapter(layer: Any, weight: Tensor) -> Iterator[None]:
     try:
         assign(matrix, values)
         with torch.no_grad():
+            base = layer.get_base_layer()
+            numbers = dequantized(base) if is_quantized(base) else weight
             of_weight, of_change = (
                 torch.linalg.vector_norm(full_tensor(tensor), dtype=torch.float32)
-                for tensor in (weight, delta(layer, weight))
+                for tensor in (numbers, delta(layer, weight))
             )
         assign(matrix, values * (of_weight / of_change).to(values))
         yield
@@ -94,11 +97,18 @@ def _random_adapter(layer: Any, weight: Tensor) -> Iterator[None]:
 
 @contextmanager
 def _merged(layer: Any, weight: Tensor) -> Iterator[None]:
-    """Merge an adapter into its weight, and switch the adapter off, within the block."""
-    former = weight.detach().clone()
+    """Merge an adapter into its weight, and switch the adapter off, within the block.
+
+    A layer in 4 bits is replaced by a linear one of the merged weight.
+    """
     trained = [(parameter, parameter.requires_grad) for parameter in layer.parameters()]
+    former_layer, former = layer.base_layer, weight.detach().clone()
+    in_4_bits = is_quantized(former_layer)
     try:
         with torch.no_grad():
+            if in_4_bits:
+                layer.base_layer = unquantized(former_layer)
+                weight = layer.base_layer.weight
             weight.add_(delta(layer, weight).to(weight.dtype))
         layer.enable_adapters(False)
         yield
@@ -107,4 +117,7 @@ def _merged(layer: Any, weight: Tensor) -> Iterator[None]:
         # peft changes which weights have a gradient when it switches adapters off and on.
         for parameter, requires_grad in trained:
             parameter.requires_grad_(requires_grad)
-        assign(weight, former)
+        if in_4_bits:
+            layer.base_layer = former_layer
+        else:
+            assign(weight, former)

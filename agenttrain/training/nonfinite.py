@@ -121,15 +121,18 @@ def find_culprits(
     run_alone: RunAlone,
     model: nn.Module,
     world: World | None = None,
+    *,
+    in_turns: bool = False,
 ) -> list[Culprit]:
     """Run this process's sequences one by one; return those with a number that is not finite.
 
-    Clears the gradients after each. Sharded weights need all processes for every pass: while one
-    process runs a sequence of its own, the others run a stand-in.
+    Clears the gradients after each. Sharded weights need all processes for every pass, and so does
+    context parallel (`in_turns`): while one process runs a sequence of its own, the others run a
+    stand-in.
     """
     world = world or World()
     passes: list[TrainingSequence | None] = list(sequences)
-    if is_sharded(model):
+    if in_turns or is_sharded(model):
         # The ranks take turns. None: a pass for another process's sequence.
         counts = world.gather([len(sequences)], "the sequences of a broken update")
         earlier, later = sum(counts[: world.rank]), sum(counts[world.rank + 1 :])

@@ -28,7 +28,9 @@ from transformers import PreTrainedModel
 from agenttrain.engines.language_model import encoder_weights
 from agenttrain.tracking.cards import peak_tflops
 from agenttrain.tracking.machine import GB
-from agenttrain.training.batch import Microbatch, Segment
+from agenttrain.training.batch import Microbatch
+from agenttrain.training.quantization import numbers_of
+from agenttrain.training.segments import Segment
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Names of the number of experts in configs of transformers."""
@@ -102,12 +104,13 @@ def count_operations(model: PreTrainedModel) -> Operations:
     uncounted = {id(w) for w in (*embeddings, *encoder_weights(model).values())}
     uncounted -= {id(weight) for weight in (head.parameters() if head is not None else ())}
     used_share = _share_of_experts(config)
+    in_4_bits = numbers_of(model)
     totals = {True: 0.0, False: 0.0}  # numbers of weights, by whether they have a gradient
     for name, weight in model.named_parameters():  # a tied weight comes once
         if id(weight) in uncounted:
             continue
         share = used_share if ".experts." in name else 1.0
-        totals[weight.requires_grad] += weight.numel() * share
+        totals[weight.requires_grad] += in_4_bits.get(name, weight.numel()) * share
     return Operations(trained=totals[True], frozen=totals[False], widths=_widths(config))
 
 
@@ -185,7 +188,10 @@ class WorkCounter:
         """Count a forward pass, and a backward pass with `backward`."""
         tokens = microbatch.token_ids_T.numel()
         count = self.operations.training if backward else self.operations.forward
-        self._done += count(tokens, microbatch.segments)
+        share = microbatch.context
+        processes = 1 if share is None else share.split.group.size
+        # Each process of a group computes its share of the attention over all tokens.
+        self._done += count(tokens * processes, microbatch.segments) / processes
         self._computed += tokens
         self._trained += microbatch.targets_S.numel() if backward else 0
 

@@ -43,6 +43,7 @@ from agenttrain.training.batch import (
 )
 from agenttrain.training.checkpoint_files import CheckpointError
 from agenttrain.training.config import OptimizerConfig, TrainingConfig
+from agenttrain.training.context_group import ContextGroup
 from agenttrain.training.gathering import gather_by_layer
 from agenttrain.training.heap import map_large_blocks, return_free_memory
 from agenttrain.training.images import freeze_encoders
@@ -115,13 +116,15 @@ class Policy:
         weights: SlicedWeights | None = None,
         sampled: bool = False,
         vision: Vision | None = None,
+        context_parallel: int = 1,
     ) -> None:
         """Prepare `model` for training; the reference is a copy of it as it is now.
 
         Load a checkpoint's weights afterwards. `steps` is the run's length, `temperature` that of
         its rollouts. With `weights`, `model` is on the meta device and each process reads its part
         once it is sharded. `sampled`: an engine of this process samples from `self.sampler`, an
-        unsharded copy if the policy is sharded.
+        unsharded copy if the policy is sharded. With `context_parallel`, groups of that many
+        successive ranks compute their microbatches together.
         """
         self.world = world or World()
         self.accelerator = accelerator or make_accelerator(training.mixed_precision)
@@ -135,6 +138,10 @@ class Policy:
         self._max_completion_tokens = max_completion_tokens
         self._steps = steps
         self._sharding = sharding
+        self._context: ContextGroup | None = None
+        """Processes that compute microbatches together with this one."""
+        if context_parallel > 1:
+            self._context = ContextGroup(self.world, context_parallel)
         self.vision = vision
         self.reward_weights = dict(reward_weights or {})
         """Weights of the rubric, for algorithms that normalise each reward function."""
@@ -174,7 +181,9 @@ class Policy:
         if self.sampler is not self.model:
             self.sampler.to(self.device)
         # Try how rollouts can be computed, now that the weights are where they are trained.
-        self._scorer.choose_layout(self.device, self.world, self.accelerator.autocast())
+        self._scorer.choose_layout(
+            self.device, self.world, self.accelerator.autocast(), self._context
+        )
         if self._reference is not None:
             self._reference.scorer.copy_layout(self._scorer)
         longest = max(training.token_budget, max_completion_tokens)
@@ -566,18 +575,24 @@ class Policy:
 
         def score_alone(sequence: TrainingSequence) -> tuple[Tensor, Tensor]:
             """Run one sequence forward and backward; return its loss and logprobs, [S]."""
-            (microbatch,) = self._scorer.pack([sequence], sequence.length, self.device)
+            (microbatch,) = pack_evenly(
+                *(self._scorer, [sequence], sequence.length, self.device, None, self._context)
+            )
             with self.accelerator.no_sync(self._wrapped):
                 inputs = loss_inputs(
                     microbatch, *self.forward(microbatch), minibatch, self.algorithm
                 )
                 loss, _ = policy_loss(inputs, self.algorithm)
                 loss.backward()
+            if self._context is not None and self._sharding is None:
+                self._context.add_gradients(self.model)
             return loss.detach(), inputs.logprobs_S.detach()
 
         world = self.world
         weights = dict(world.gather(list(broken_weights(self.model).items()), "broken weights"))
-        local_culprits = find_culprits(trained, score_alone, self.model, world)
+        local_culprits = find_culprits(
+            trained, score_alone, self.model, world, in_turns=self._context is not None
+        )
         broken_rollouts = world.gather(local_culprits, "the culprits")
         local_places = [place_of(sequence.rollout, sequence.trajectory) for sequence in trained]
         places = world.gather(local_places, "the culprits")
@@ -601,7 +616,8 @@ class Policy:
     def _pack(self, sequences: Sequence[TrainingSequence]) -> list[Microbatch]:
         """Pack sequences; with sharded weights, return as many microbatches in every process."""
         peers = None if self._sharding is None else self.world
-        return pack_evenly(self._scorer, sequences, self._training.token_budget, self.device, peers)
+        budget = self._training.token_budget
+        return pack_evenly(self._scorer, sequences, budget, self.device, peers, self._context)
 
     def _pack_to_score(self, sequences: Sequence[TrainingSequence]) -> list[Microbatch]:
         """Pack sequences as `_pack` does, and count their forward passes as work of the step."""

@@ -20,7 +20,7 @@ tokens of its longest.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -33,7 +33,8 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from agenttrain.engines.mixers import Convolution, Scan, is_kernel, reference
-from agenttrain.training.batch import PaddedRows, Segment, pad_rows
+from agenttrain.training.batch import PaddedRows, pad_rows
+from agenttrain.training.segments import Segment
 from agenttrain.training.selection import Select
 
 SHORTEST = 0.5
@@ -61,19 +62,30 @@ class Wave:
 class RecurrentTree:
     """Layout of packed segments as recurrent mixers need it (a `MixerLayout`)."""
 
-    def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        device: torch.device,
+        *,
+        given: Sequence[Segment] = (),
+        wanted: Collection[Segment] = (),
+    ) -> None:
+        """Take segments that follow each other. `given` and `wanted` are for `scan_waves`."""
         self.segments, self.device = tuple(segments), device
+        self.given, self.wanted = tuple(given), frozenset(wanted)
         self._halos: dict[int, Halo] = {}
 
     @cached_property
     def waves(self) -> tuple[Wave, ...]:
         """Waves in the order in which they are scanned, parents before their children."""
         max_tokens = CPU_WAVE if self.device.type == "cpu" else None
-        return make_waves(self.segments, max_tokens, self.device)
+        return make_waves(
+            self.segments, max_tokens, self.device, given=self.given, wanted=self.wanted
+        )
 
     @cached_property
     def _order(self) -> tuple[Tensor, Tensor] | None:
-        """[T] Packed position of every token in the order of waves, and the inverse.
+        """[T] Index of every token in the order of waves, and the inverse.
 
         None if both orders are the same.
         """
@@ -81,6 +93,7 @@ class RecurrentTree:
         if in_waves == list(self.segments):
             return None
         order = torch.cat([torch.arange(segment.start, segment.end) for segment in in_waves])
+        order -= self.segments[0].start
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order))
         return order.to(self.device), inverse.to(self.device)
@@ -112,15 +125,27 @@ class RecurrentTree:
         if torch.is_grad_enabled() and not is_kernel(scan.function):
             # transformers' torch code keeps about ten times its inputs for the backward pass.
             call = partial(checkpoint, scan, use_reentrant=False, preserve_rng_state=False)
+        packed, _ = self.scan_waves(call, [tensor[0] for tensor in scan.inputs], ())
+        return packed[None], None
+
+    def scan_waves(
+        self, call: Any, tensors: Sequence[Tensor], states: Sequence[Tensor]
+    ) -> tuple[Tensor, dict[Segment, Tensor]]:
+        """Return the output of inputs [T, …], and the last states of the `wanted` segments.
+
+        `call` is a scan. `states` are the last states of the `given` segments, which come before
+        these and are parents of some.
+        """
         order = self._order
         sizes = [wave.rows.scatter.numel() for wave in self.waves]
         inputs = []
-        for tensor in scan.inputs:
-            tokens = tensor[0] if order is None else Select.apply(tensor[0], *order, None)
+        for tensor in tensors:
+            tokens = tensor if order is None else Select.apply(tensor, *order, None)
             inputs.append(tokens.split(sizes))  # a piece for each wave
         # Last states of the segments so far, from which their children start.
-        states: list[Tensor] = []
+        states = list(states)
         outputs: list[Tensor] = []
+        last: dict[Segment, Tensor] = {}
         for wave, *wave_inputs in zip(self.waves, *inputs, strict=True):
             initial_states = None  # zeros
             if wave.parents:
@@ -129,12 +154,14 @@ class RecurrentTree:
                 [_pad(wave, tensor) for tensor in wave_inputs], initial_states, wave.keeps
             )
             if wave.keeps:
-                states += last_states.unbind()
+                rows = last_states.unbind()
+                states += rows
+                last |= dict(zip(wave.segments, rows, strict=True))
             outputs.append(_unpad(wave, output.flatten(0, 1)))
         packed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         if order is not None:
             packed = Select.apply(packed, *reversed(order), None)
-        return packed[None], None
+        return packed, {segment: last[segment] for segment in last if segment in self.wanted}
 
 
 def _pad(wave: Wave, tokens: Tensor) -> Tensor:
@@ -154,14 +181,20 @@ def _unpad(wave: Wave, padded: Tensor) -> Tensor:
 
 
 def make_waves(
-    segments: Sequence[Segment], max_tokens: int | None, device: torch.device
+    segments: Sequence[Segment],
+    max_tokens: int | None,
+    device: torch.device,
+    *,
+    given: Sequence[Segment] = (),
+    wanted: Collection[Segment] = (),
 ) -> tuple[Wave, ...]:
     """Divide segments into waves of at most `max_tokens` padded tokens. None: of any size.
 
     The segments of a wave have equally many ancestors and similar lengths. Either all of them have
-    children, whose scans start from their last states, or none has.
+    children, whose scans start from their last states, or none has. The states of the `given`
+    segments come before those of the waves. The `wanted` segments count as having children.
     """
-    parents = {segment.parent for segment in segments}
+    parents = {*wanted, *(segment.parent for segment in segments)}
     levels: dict[int, list[Segment]] = defaultdict(list)
     for segment in segments:
         levels[len(segment.prefix)].append(segment)
@@ -178,7 +211,8 @@ def make_waves(
                     runs.append([])
             runs[-1].append(segment)
     waves: list[Wave] = []
-    state_of: dict[Segment | None, int] = {}  # index among the last states of all waves so far
+    # Index among the last states of all waves so far.
+    state_of: dict[Segment | None, int] = {segment: i for i, segment in enumerate(given)}
     for run in runs:
         keeps = run[0] in parents
         waves.append(

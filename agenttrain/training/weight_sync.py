@@ -40,6 +40,7 @@ from agenttrain.training.lora import (
 )
 from agenttrain.training.merge_check import check_merging
 from agenttrain.training.policy import Policy
+from agenttrain.training.quantization import full_state
 from agenttrain.training.sharding import is_sharded
 from agenttrain.types import AgenttrainError
 
@@ -421,7 +422,7 @@ def _own_parts(
     for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
         in_fp32.update(getattr(model, attribute, None) or ())
     adapter_layers = adapted_weights(model) if merged and is_adapted(model) else {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in full_state(model):
         if "lora_" in name:
             continue
         layer = adapter_layers.get(base_name(name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from agenttrain.engines.language_model import encoder_weights
 from agenttrain.engines.mixers import stays_float32
 from agenttrain.training.logprobs import Scorer
+from agenttrain.training.quantization import scales
 from agenttrain.training.sharding import Sharding, layers
 from agenttrain.training.world import World
 from agenttrain.types import ConfigError
@@ -48,9 +50,9 @@ def share_weights(model: nn.Module, world: World) -> None:
     """Copy the main process's weights into every process, before any copy is made."""
     if world.size > 1:
         with torch.no_grad():
-            for parameter in model.parameters():
-                if not parameter.is_meta:
-                    dist.broadcast(parameter, 0)
+            for tensor in chain(model.parameters(), scales(model)):
+                if not tensor.is_meta:
+                    dist.broadcast(tensor, 0)
 
 
 def wrap(scorer: Scorer, accelerator: Any, sharding: Sharding | None) -> Any:

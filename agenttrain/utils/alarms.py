@@ -37,19 +37,19 @@ def alarms_refused() -> Iterator[list[str]]:
     The list also reveals a function that swallows the ValueError. Without this, only
     `signal.signal` is refused, and an alarm kills the process.
     """
-    tried: list[str] = []
-    outer: list[str] | None = getattr(_thread, "tried", None)  # the list of a block around this one
+    refused: list[str] = []
+    outer: list[str] | None = getattr(_thread, "refused", None)  # of a block around this one
     if threading.current_thread() is threading.main_thread():
-        yield tried
+        yield refused
         return
     _patch()
-    _thread.tried = tried
+    _thread.refused = refused
     try:
-        yield tried
+        yield refused
     finally:
-        _thread.tried = outer
+        _thread.refused = outer
         if outer is not None:
-            outer += tried
+            outer += refused
 
 
 @functools.cache
@@ -67,11 +67,12 @@ def _check_before(module: ModuleType, name: str) -> None:
 
     @functools.wraps(original)
     def checked(*arguments: Any) -> Any:
-        tried: list[str] | None = getattr(_thread, "tried", None)  # None where alarms are allowed
+        # The list of the innermost `alarms_refused` of this thread; None where alarms are allowed.
+        refused: list[str] | None = getattr(_thread, "refused", None)
         # `signal.signal` is refused only for the signals of timers.
         is_alarm = name != "signal" or arguments[:1] in [(timer,) for timer in TIMERS]
-        if tried is not None and is_alarm:
-            tried.append(name)
+        if refused is not None and is_alarm:
+            refused.append(name)
             raise ValueError(f"signal.{name}: alarms work in the main thread only")
         return original(*arguments)
 
@@ -126,14 +127,14 @@ def may_set_alarms(function: Callable[..., Any]) -> str | None:
             continue
         seen.add(id(value))
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        closure = {name: cell.cell_contents for name, cell in cells if _filled(cell)}
+        closure = {name: cell.cell_contents for name, cell in cells if _has_contents(cell)}
         names = sorted({*_names(value.__code__), *closure})
         if not set(names).isdisjoint(SETTERS):
             return f"{value.__module__}.{value.__qualname__}"
         # Where the names may lead: the function's own scopes, and the modules that it names.
         scopes = [closure, value.__globals__, sys.modules, methods]
-        found = [scope[name] for scope in scopes for name in names if name in scope]
-        scopes += [vars(module) for module in found if isinstance(module, ModuleType)]
+        named = [scope[name] for scope in scopes for name in names if name in scope]
+        scopes += [vars(module) for module in named if isinstance(module, ModuleType)]
         reached = [scope[name] for scope in scopes for name in names if name in scope]
         to_visit += [item for item in reached if callable(item) and not inspect.isclass(item)]
     return None
@@ -147,7 +148,7 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _filled(cell: Any) -> bool:
+def _has_contents(cell: Any) -> bool:
     try:
         return cell.cell_contents is not None
     except ValueError:  # not assigned yet

@@ -60,6 +60,8 @@ def how_ended(code: int) -> str:
 class _Lifeline:
     """This process's socket to a keeper, which kills its processes if this process ends.
 
+    `theirs` is the keeper's end, which is closed in this process once the keeper has it.
+
     Forked processes inherit the socket: its end of file alone does not show that this one ended.
     """
 
@@ -368,11 +370,11 @@ class AsyncChildProcess:
 @contextmanager
 def _blocked(signals: Sequence[signal.Signals]) -> Iterator[None]:
     """Block signals in this thread, so that a process started in the block inherits the mask."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 def end_with_parent(

@@ -4,8 +4,8 @@
     codec.decode(codec.encode({"spans": (span,), "ids": array("q", [1, 2])}))
 
 The bytes are JSON and, behind it, the numbers of arrays and of long tuples as they are in memory.
-All numbers keep their bits, tuples stay tuples, and nothing but a known class is ever made. In JSON
-a list is a list, and everything else that is not plain is an object of one key, its kind::
+All numbers keep their bits, tuples stay tuples, and nothing but a known class is ever made. Lists
+map to JSON lists, and every other type that JSON lacks maps to ``{kind: content}``::
 
     {"record": ["Span", [{"enum": ["Origin", "sampled"]}, {"ints": 0}, …]]}     0: first raw array
 """

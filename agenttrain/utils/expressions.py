@@ -78,10 +78,11 @@ def compiled(text: object, key: str) -> Expression:
 
 def _check_functions(node: dict[str, Any], where: str) -> None:
     """Raise ValueError for an unknown function; JMESPath itself only does so at the first use."""
-    known = sorted(_MoreFunctions.FUNCTION_TABLE)
-    if node.get("type") == "function_expression" and node["value"] not in known:
+    function_names = sorted(_MoreFunctions.FUNCTION_TABLE)
+    if node.get("type") == "function_expression" and node["value"] not in function_names:
         raise ValueError(
-            f"{where}: there is no function {node['value']}(); there are: {', '.join(known)}"
+            f"{where}: there is no function {node['value']}(); there are: "
+            f"{', '.join(function_names)}"
         )
     for child in node.get("children", ()):
         if isinstance(child, dict):

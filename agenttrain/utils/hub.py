@@ -327,21 +327,23 @@ def _problem(
             "there is no such folder, it is not in the cache of the hub, and HF_HUB_OFFLINE is "
             f"set; unset it, or {offline}"
         )
-    full = [c for c in causes if isinstance(c, OSError) and c.errno in (errno.ENOSPC, errno.EDQUOT)]
-    if full:
+    disk_errors = [
+        c for c in causes if isinstance(c, OSError) and c.errno in (errno.ENOSPC, errno.EDQUOT)
+    ]
+    if disk_errors:
         free = shutil.disk_usage(next(p for p in (store, *store.parents) if p.exists())).free
         return (
-            f"the disk of the cache ({store}) is full: {full[0].strerror}, {_size(free)} are free; "
-            "make room, or set HF_HOME to a folder on another disk"
+            f"the disk of the cache ({store}) is full: {disk_errors[0].strerror}, {_size(free)} "
+            "are free; make room, or set HF_HOME to a folder on another disk"
         )
     if is_a(PermissionError):
         return f"the cache ({store}) may not be written; set HF_HOME to a folder that may"
     if is_a(HTTPError, LocalEntryNotFoundError, ConnectionError):
-        broken = next((c for c in reversed(causes) if isinstance(c, HTTPError)), causes[-1])
+        failure = next((c for c in reversed(causes) if isinstance(c, HTTPError)), causes[-1])
         return (
             f"is no folder, and {hub} cannot be reached, or the connection broke off "
-            f"({str(broken) or type(broken).__name__}); files that are complete stay in the cache. "
-            f"Try again, or {offline}"
+            f"({str(failure) or type(failure).__name__}); files that are complete stay in the "
+            f"cache. Try again, or {offline}"
         )
     if isinstance(error, OSError):  # a file of the wrong length, for one
         return f"the download failed: {' '.join(str(error).split())}; try again"

@@ -281,8 +281,8 @@ def _merge(merged: dict[str, Any], part: Schema) -> None:
         elif key == "properties":
             both = {**merged[key]}
             for name, schema in value.items():
-                same = name not in both or both[name] == schema
-                both[name] = schema if same else {"allOf": [both[name], schema]}
+                is_compatible = name not in both or both[name] == schema
+                both[name] = schema if is_compatible else {"allOf": [both[name], schema]}
             merged[key] = both
         elif key == "required":
             merged[key] = list(dict.fromkeys([*merged[key], *value]))

@@ -46,7 +46,7 @@ def schema_problem(schema: Any) -> str | None:
 def make_validator(schema: Any) -> Any:
     """Make a validator of a schema in which `schema_problem` finds nothing."""
     kind = validator_for(schema, default=Draft202012Validator)
-    return _linear(kind)(_without_draft(schema), registry=Registry())
+    return _linear_validators(kind)(_without_draft(schema), registry=Registry())
 
 
 def _without_draft(schema: Any) -> Any:
@@ -132,9 +132,10 @@ def _escaped(pattern: str) -> str:
 
 
 @lru_cache(maxsize=8)
-def _linear(kind: Any) -> Any:
+def _linear_validators(kind: Any) -> Any:
     """Return a class of validators whose keywords match patterns by `matches`."""
-    stock = kind.VALIDATORS["additionalProperties"]
+    # jsonschema's own checks, which those below call.
+    check_additional = kind.VALIDATORS["additionalProperties"]
     follow = kind.VALIDATORS["$ref"]
 
     def additional_properties(
@@ -153,7 +154,7 @@ def _linear(kind: Any) -> Any:
                 for name, value in instance.items()
                 if not any(matches(pattern, name) for pattern in patterns)
             }
-        yield from stock(validator, allowed, instance, schema) or ()
+        yield from check_additional(validator, allowed, instance, schema) or ()
 
     def reference(
         validator: Any, target: Any, instance: Any, schema: Any

@@ -91,8 +91,8 @@ def about_argument(error: ValueError, key: str, bound: Mapping[str, Any]) -> str
 
     Example: ``split='tets': must be one of train, test`` -> ``data.test.split='tets': must be …``.
     """
-    named = any(str(error).partition(mark)[0] in bound for mark in "=:")
-    return f"{key}.{error}" if named else f"{key}: {error}"
+    begins_with_argument = any(str(error).partition(mark)[0] in bound for mark in "=:")
+    return f"{key}.{error}" if begins_with_argument else f"{key}: {error}"
 
 
 def error_with_line(error: BaseException) -> str:

@@ -33,10 +33,10 @@ def normal_message(message: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"tool_calls: expected a list of calls, not {calls!r:.100}")
         if calls:
             normal["tool_calls"] = [normal_call(call) for call in calls]
-    first, *others = REASONING_KEYS
-    for key in others:
-        if isinstance(normal.get(key), str) and not normal.get(first):
-            normal[first] = normal.pop(key)
+    our_key, *other_keys = REASONING_KEYS
+    for key in other_keys:
+        if isinstance(normal.get(key), str) and not normal.get(our_key):
+            normal[our_key] = normal.pop(key)
     return normal
 
 

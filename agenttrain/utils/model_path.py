@@ -17,6 +17,8 @@ from agenttrain.utils.sections import shown
 BUNDLED = "bundled:"
 MODELS = PACKAGE / "data" / "models"
 ADAPTER_CONFIG = "adapter_config.json"
+BASE_QUANTIZATION = "base_quantization.json"
+"""Beside adapters that were trained on a base in 4 bits: model.quantization and its keys."""
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 SENT_MERGED = ("rank_pattern", "alpha_pattern", "use_rslora")
 """Keys of adapters that have not one rank and one scale of alpha / rank."""
@@ -120,10 +122,10 @@ def base_folder(
     base = base_model(path, revision)
     if base is None:
         return None
-    name, saved = base
+    name, saved_revision = base
     pinned = None
     if is_hub_id(name):  # no other model has revisions
-        pinned = base_revision or saved
+        pinned = base_revision or saved_revision
     try:
         if weights:
             return weights_folder(name, revision=pinned, key=BASE)

@@ -64,8 +64,8 @@ def protect() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
     for name, number in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is getattr(sys, f"__{name}__"):
-            made = unfailing(number, like=getattr(sys, name), hides=name == "stderr")
-            setattr(sys, name, made)
+            stream = unfailing(number, like=getattr(sys, name), hides=name == "stderr")
+            setattr(sys, name, stream)
 
 
 class _HidingStream(io.TextIOWrapper):

@@ -9,7 +9,9 @@ from typing import Any
 
 HIDDEN = "***"
 _USER = re.compile(r"(\w://)([^/\s?#]+)@")
+"""``http://me:s3cret@``: the end of the scheme, and the credentials."""
 _NAMED = re.compile(r"\$(\w+|\{\w+\})[:.,;!)\]}]*")
+"""A value that is the name of a variable, ``$KEY`` or ``${KEY}``, and no secret."""
 _PARAMETER = re.compile(
     r"""
     (?P<name>
@@ -29,6 +31,9 @@ _PARAMETER = re.compile(
 """Matched in linear time, for models and tools write the texts: hence the bounds of names."""
 TYPE_AGAIN = f"type the secrets again in place of {HIDDEN}"
 _VARIABLE = re.compile(r"(?<!\$)\$(\w|\{)")
+"""The beginning of a variable in a text: ``Bearer $TOKEN``. ``$$`` is a dollar."""
+# Settings whose values are hidden, alone and with a mapping in Hydra's notation; an item of such a
+# mapping.
 _SECTION = re.compile(r"\b(env|headers)\b")
 _SECTION_TEXT = re.compile(r"(\b(?:env|headers)[\"']?\s*:\s*)(\{[^{}]*\})")
 _ITEM = re.compile(r"""([{,]\s*[^:,{}]+:\s*)("[^"]*"|'[^']*'|[^,}]*)""")

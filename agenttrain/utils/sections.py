@@ -194,15 +194,16 @@ def with_known_keys(
 
     `unknown` returns the messages about a key (with its value) that the settings do not have.
     """
-    known = field_names(settings)
-    lines = [line for n, v in section.items() if n not in known for line in unknown(str(n), v)]
-    ours = {name: value for name, value in section.items() if name in known}
+    names = field_names(settings)
+    lines = [line for n, v in section.items() if n not in names for line in unknown(str(n), v)]
+    # The known keys are validated too, so that one error has all problems.
+    known_keys = {name: value for name, value in section.items() if name in names}
     try:
-        made = TypeAdapter(settings).validate_python(ours)
+        result = TypeAdapter(settings).validate_python(known_keys)
     except ValidationError as error:
         lines += problem_lines(error, key)
     raise_problems(lines)
-    return made
+    return result
 
 
 def owners_of(key: str, choices: Mapping[str, Any]) -> list[str]:
@@ -223,9 +224,9 @@ def beside(
     Example: ``{"_target_": "my.find", "timeout_s": 2.0, "table": "a.csv"}`` of ToolSettings ->
     ``(ToolSettings(timeout_s=2.0), {"table": "a.csv"})``. Raises ConfigError as `validated` does.
     """
-    ours = field_names(settings)
-    arguments = {n: v for n, v in section.items() if n not in (*ours, "_target_")}
-    return validated(settings, {n: v for n, v in section.items() if n in ours}, key), arguments
+    names = field_names(settings)
+    arguments = {n: v for n, v in section.items() if n not in (*names, "_target_")}
+    return validated(settings, {n: v for n, v in section.items() if n in names}, key), arguments
 
 
 def plain(value: Any) -> Any:

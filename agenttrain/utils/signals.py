@@ -89,13 +89,13 @@ class StopRequest:
 
         Raises KeyboardInterrupt to interrupt, or has asyncio cancel its main task.
         """
-        first = self.name is None
+        is_first = self.name is None
         self.name = self.name or self.passed_on() or signal.Signals(number).name
         leave_terminal()
         if number == signal.SIGTERM and self._terms.arrive():
             self.insisted = True
             raise KeyboardInterrupt
-        if not first:
+        if not is_first:
             return
         if not self._deferred:
             self.at_once = True
@@ -205,10 +205,10 @@ def listening() -> Iterator[StopRequest]:
         return
     _active = request = StopRequest()
     numbers = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
-    before = {number: signal.signal(number, request.arrive) for number in numbers}
+    previous = {number: signal.signal(number, request.arrive) for number in numbers}
     try:
         yield request
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
         _active = None

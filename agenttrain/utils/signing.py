@@ -34,12 +34,13 @@ def verifies(value: Any, written: object) -> bool:
 
 def _key(*, make: bool) -> bytes | None:
     """Return the user's key, made if need be; None without one that only the user can write."""
-    named = os.environ.get(KEY_FILE)
+    key_file = os.environ.get(KEY_FILE)
     home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
-    path = Path(named) if named else Path(home) / "agenttrain" / "key"
+    path = Path(key_file) if key_file else Path(home) / "agenttrain" / "key"
     with suppress(OSError):
         if make and not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
+            # Written under another name: a file with the name of the key is complete.
             part = path.with_name(f".{path.name}.{os.getpid()}")
             with suppress(FileExistsError):
                 descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -40,14 +40,14 @@ class TemporaryFolder:
         parent = Path(tempfile.gettempdir() if parent is None else parent)
         remove_abandoned(parent)
         # Only a folder that has its lock gets the name that `remove_abandoned` looks for.
-        made = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=parent))
-        self._lock = os.open(made / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        unfinished = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=parent))
+        self._lock = os.open(unfinished / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX)
         except OSError as error:  # a file system without locks, on which nothing is abandoned
             if error.errno not in NO_LOCKS:
                 raise
-        self.path = made.rename(parent / made.name.replace(UNFINISHED, PREFIX, 1))
+        self.path = unfinished.rename(parent / unfinished.name.replace(UNFINISHED, PREFIX, 1))
 
     def __enter__(self) -> Path:
         return self.path

@@ -59,7 +59,7 @@ def attempt_with_alarms(function: Callable[[], object]) -> Outcome:
         raise RuntimeError("alarms work in the main thread only")
     with alarms_kept_apart():
         outcome = attempt(function)
-    if outcome.error is not None and _of_signal(outcome.error):
+    if outcome.error is not None and _raised_by_signal(outcome.error):
         raise outcome.error
     return outcome
 
@@ -86,7 +86,7 @@ async def attempt_async(
             raise
         raised: BaseException = error  # nobody has cancelled this task: the user's code raised it
     except BaseException as error:
-        if _of_signal(error):
+        if _raised_by_signal(error):
             raise
         raised = error.stopped if isinstance(error, _Stopped) else error
     finally:
@@ -153,7 +153,7 @@ def _has_plain_text(error: BaseException) -> bool:
     return are_builtin and all(type(part) in PLAIN for part in parts)
 
 
-def _of_signal(error: BaseException) -> bool:
+def _raised_by_signal(error: BaseException) -> bool:
     """Return True if a signal handler raised this KeyboardInterrupt, False if user code did."""
     if not isinstance(error, KeyboardInterrupt):
         return False
@@ -161,7 +161,7 @@ def _of_signal(error: BaseException) -> bool:
         return False
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         return True  # Python's own handler is in no traceback; a Ctrl-C must never be swallowed
-    codes: set[CodeType | None] = set()
+    codes: set[CodeType | None] = set()  # of the functions that handle signals
     for number in signal.Signals:
         handler: Any = signal.getsignal(number)
         if not callable(handler):
@@ -214,22 +214,22 @@ class _Contained(Coroutine[Any, Any, Any]):
         try:
             return step(*arguments)
         except (SystemExit, KeyboardInterrupt) as error:
-            if _of_signal(error):
+            if _raised_by_signal(error):
                 raise
             raise _Stopped(error) from error
 
 
 def _contain_tasks(loop: asyncio.AbstractEventLoop) -> None:
     """Install a task factory that wraps the tasks of user code (asyncio.wait_for) in _Contained."""
-    before: Any = loop.get_task_factory()
-    if getattr(before, "contains", False):  # it is installed
+    previous: Any = loop.get_task_factory()
+    if getattr(previous, "contains", False):  # it is installed
         return
 
     def make(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> Any:
         work = _Contained(work) if _in_user_code.get() else work
-        if before is None:
+        if previous is None:
             return asyncio.Task(work, loop=loop, **options)
-        return before(loop, work, **options)
+        return previous(loop, work, **options)
 
     make.contains = True  # type: ignore[attr-defined]
     loop.set_task_factory(make)

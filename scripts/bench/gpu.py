@@ -46,10 +46,11 @@ import train_step_cases as cases
 import transformers
 
 from agenttrain.tracking.cards import peak_tflops
-from agenttrain.training.batch import Segment, TrainingSequence, make_sequences, one_after_the_other
+from agenttrain.training.batch import TrainingSequence, make_sequences
 from agenttrain.training.config import SharePrefix
 from agenttrain.training.logprobs import Scorer
 from agenttrain.training.operations import TERA, card_name, count_operations
+from agenttrain.training.segments import Segment, one_after_the_other
 
 SHAPES = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16,

@@ -21,7 +21,7 @@ from collections.abc import Awaitable
 import harness
 
 from agenttrain.tools.sandbox.config import BACKENDS, SandboxSettings
-from agenttrain.tools.sandbox.outside_process import interpreter
+from agenttrain.tools.sandbox.outside_process import base_python
 from agenttrain.tools.sandbox.pool import Pool, usable_backend
 
 ROLLOUTS = 64
@@ -76,7 +76,7 @@ async def seconds(work: Awaitable[object]) -> float:
 def timed_process() -> float:
     """Seconds of a plain interpreter's start and end."""
     started = time.perf_counter()
-    subprocess.run([interpreter(), "-I", "-S", "-c", "1"], check=True)
+    subprocess.run([base_python(), "-I", "-S", "-c", "1"], check=True)
     return time.perf_counter() - started
 
 

@@ -13,9 +13,10 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agenttrain.algorithms.credit import set_advantages
-from agenttrain.training.batch import TrainingSequence, make_sequences, one_after_the_other
+from agenttrain.training.batch import TrainingSequence, make_sequences
 from agenttrain.training.config import SharePrefix
 from agenttrain.training.logprobs import Scorer
+from agenttrain.training.segments import one_after_the_other
 from agenttrain.types import Completion, Finish, Origin, Rollout, Task
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoConfig
 
 from agenttrain import cli
-from agenttrain.commands.plan.command import announced_if_slow, planned
+from agenttrain.commands.plan.command import announced_if_slow, plan_options
 from agenttrain.commands.plan.estimate import GIB, PlannedHardware, Sizes, estimate
 from agenttrain.commands.plan.remedies import Planner
 from agenttrain.commands.verbs import DECLARED
@@ -201,6 +201,28 @@ def test_more_nodes_are_named_as_they_can_be_typed(capsys, short):
 
 
 @pytest.mark.slow
+def test_a_rollout_too_long_for_a_gpu_is_computed_by_several(capsys, short):
+    """40,024 tokens of a rollout, of which a layer and its gradients keep 3.3 GiB."""
+    run = (
+        *("--gpu-memory-gb", "5.5", "--devices", "4", "distributed=fsdp2", "eval.questions=0"),
+        *("model.dtype=bfloat16", "training.gradient_checkpointing=true", "engine.max_rows=1"),
+        *("rollout.max_completion_tokens=39000", "training.token_budget=8192"),
+        "training.logits_budget_mb=64",
+    )
+    code, found = plan(capsys, short, *run)
+    assert code == 1
+    overrides = [remedy["overrides"] for remedy in found["remedies"]]
+    assert overrides == [
+        "distributed.context_parallel=2",
+        "distributed=fsdp2 distributed.processes=8 distributed.context_parallel=8",
+    ]
+    code, again = plan(capsys, short, *run, overrides[0])
+    assert code == 0
+    layer, half = parts(found)["a layer"], parts(again)["a layer"]
+    assert half == pytest.approx(layer / 2, rel=0.01)
+
+
+@pytest.mark.slow
 def test_several_settings_together_where_no_one_is_enough(capsys, short):
     code, found = plan(capsys, short, "--gpu-memory-gb", "7.5")
     assert code == 1
@@ -247,7 +269,7 @@ def test_the_bundled_model_in_words(capsys):
 
 def test_without_a_gpu_the_machines_memory_is_what_counts(capsys, short):
     here = psutil.virtual_memory().total
-    assert 0 < planned(DECLARED["plan"].parse(["--cpu"])[0]).machine.memory <= here
+    assert 0 < plan_options(DECLARED["plan"].parse(["--cpu"])[0]).machine.memory <= here
     small = ("--cpu", "--host-memory-gb", "4", "engine.max_rows=1", "model.dtype=bfloat16")
     code, one = plan(capsys, short, *small)
     moments = one["moments"]
@@ -453,7 +475,7 @@ def test_a_run_still_needs_weights(capsys, folder):
 
 def test_options_may_stand_anywhere():
     args, rest = DECLARED["plan"].parse(["seed=1", "--devices", "2", "--cpu", "engine=vllm"])
-    options = planned(args)
+    options = plan_options(args)
     assert (options.devices, options.machine.kind, rest) == (2, "cpu", ["seed=1", "engine=vllm"])
 
 

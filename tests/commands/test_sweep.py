@@ -342,10 +342,13 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     write_record(tmp_path / "s", record)
     assert replace(read_record(tmp_path / "s"), signature=None) == record
     assert read_record(tmp_path / "s").signature is not None
-    assert read_record(tmp_path / "s").own
+    assert read_record(tmp_path / "s").is_signed_by_user
     searching = replace(record, search=SEARCH)
     write_record(tmp_path / "s", searching)
-    assert read_record(tmp_path / "s").search == SEARCH and read_record(tmp_path / "s").own
+    assert (
+        read_record(tmp_path / "s").search == SEARCH
+        and read_record(tmp_path / "s").is_signed_by_user
+    )
     arguments = record.arguments(tmp_path / "s", record.jobs[0], "steps=3")
     assert arguments[:6] == ["sft", "--config-name", "mine", "seed=0", "data.path='a b'", "steps=3"]
     assert arguments[6] == f"hydra.run.dir={quote_path(tmp_path / 's' / '0')}"

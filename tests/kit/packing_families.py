@@ -83,10 +83,10 @@ FAMILIES: dict[str, dict[str, object]] = {
 }
 
 
-def tiny_family(name: str) -> PreTrainedModel:
+def tiny_family(name: str, **changes: object) -> PreTrainedModel:
     """A random model of the family, fp32, with weights large enough for attention to matter."""
     base = {"Gemma3": "Gemma3Text", "Gemma4": "Gemma4Text"}.get(name, name.split("-")[0])
-    config = getattr(transformers, f"{base}Config")(**{**SMALL, **FAMILIES[name]})
+    config = getattr(transformers, f"{base}Config")(**{**SMALL, **FAMILIES[name], **changes})
     head = name.split("-")[0]
     torch.manual_seed(0)
     model = getattr(transformers, f"{head}ForCausalLM")(config).float().eval()

@@ -1,7 +1,8 @@
 """Run by torchrun in each process: updates of a policy on this process's share of the rollouts.
 
-``two_processes.py <ddp|fsdp2> <case>…`` tells, from the first process, ``{case: {"metrics":
-…, "weights": …, "advantages": …}}``. Without torchrun the one process has all rollouts.
+``two_processes.py <mode> <case>…`` tells, from the first process, ``{case: {"metrics":
+…, "weights": …, "advantages": …}}``. A mode is ``ddp``, ``fsdp2``, or ``ddp-context-2`` for groups
+of two processes that compute together. Without torchrun the one process has all rollouts.
 """
 
 from __future__ import annotations
@@ -162,6 +163,7 @@ WHAT = {
     "turns of branches": Case(
         algorithm={"credit": {"name": "turn_reward", "gamma": 0.5}}, branches=True
     ),
+    "states, none left": Case(algorithm={"credit": {"name": "gigpo"}}, shares=NONE_LEFT),
     "states of branches": Case(
         algorithm={"credit": {"name": "gigpo"}, "aggregation": Aggregation.sequence_sum},
         branches=True,
@@ -267,12 +269,18 @@ def make(case: Case, mode: str, world: World, *, sampled: bool = False) -> Polic
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.02)
-    sharding = Sharding(cpu_offload=case.offload, within=case.within) if mode == "fsdp2" else None
+    way, _, context = mode.partition("-context-")
+    sharding = Sharding(cpu_offload=case.offload, within=case.within) if way == "fsdp2" else None
     return policy(
         model,
         algorithm=case.algorithm,
         training=case.training,
-        processes={"world": world, "sharding": sharding, "sampled": sampled},
+        processes={
+            "world": world,
+            "sharding": sharding,
+            "sampled": sampled,
+            "context_parallel": int(context or 1),
+        },
         **{"lr": 1e-3, **case.optimizer},
     )
 
@@ -302,7 +310,7 @@ def advantages_of(rollout: Rollout) -> list[tuple[str, float | None]]:
 
 def run(case: Case, mode: str, world: World) -> dict[str, object]:
     """Steps on the process's share."""
-    share = case.shares[world.rank] if world.size > 1 else range(GROUPS)
+    share = dict(enumerate(case.shares)).get(world.rank, ()) if world.size > 1 else range(GROUPS)
     trained = make(case, mode, world)
     teacher = teacher_of(case, trained, mode)
     found, advantages = [], []

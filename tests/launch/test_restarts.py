@@ -44,11 +44,13 @@ def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
-def test_a_run_whose_process_is_killed_equals_one_that_was_not(orders: Path) -> None:
+@pytest.mark.parametrize("context", [1, 2])
+def test_a_run_whose_process_is_killed_equals_one_that_was_not(orders: Path, context: int) -> None:
     whole, folder = orders / "whole", orders / "run"
-    agenttrain(*RUN, f"hydra.run.dir={whole}")
+    run = (*RUN, f"distributed.context_parallel={context}")
+    agenttrain(*run, f"hydra.run.dir={whole}")
     (orders / "kill-1").touch()
-    printed = agenttrain(*RUN, "distributed.restarts=2", f"hydra.run.dir={folder}")
+    printed = agenttrain(*run, "distributed.restarts=2", f"hydra.run.dir={folder}")
     assert printed.count("the run is restarted from checkpoints/step-") == 1
     assert "(distributed.restarts=2, 1 left)" in printed
     assert not [*orders.glob("kill-*")]

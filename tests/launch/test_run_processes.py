@@ -30,8 +30,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("first", "then"),
-    [(["distributed=fsdp2", TWO], ["distributed=single"]), ([], ["distributed=ddp", TWO])],
-    ids=["two-one", "one-two"],
+    [
+        (["distributed=fsdp2", TWO], ["distributed=single"]),
+        ([], ["distributed=ddp", TWO]),
+        (["distributed=ddp", TWO, "distributed.context_parallel=2"], ["distributed=single"]),
+    ],
+    ids=["two-one", "one-two", "together-one"],
 )
 def test_a_run_goes_on_with_another_number_of_processes(
     first: list[str], then: list[str], whole: Path, tmp_path: Path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 
 import pytest
@@ -13,14 +14,22 @@ from parts import LIMITS, TASK, call, chat, ids, rollout, toolbox
 from test_rollout_property import BYE, FINAL, LONG, PLANS, Plan, engine_of, task_of, the_chat
 from test_rollout_property import toolbox as tools_of
 
+from agenttrain.commands.replay import RecordedToolbox
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.rollout.compaction import DropToolResults, Summary, check_compaction
 from agenttrain.rollout.config import RolloutConfig, RolloutRequest
 from agenttrain.rollout.ledger import verify
 from agenttrain.rollout.loop import run_rollout
 from agenttrain.rollout.request import RolloutContext
-from agenttrain.tracking.rollouts import added_messages, read_rollout, read_step, write_step
+from agenttrain.tracking.rollouts import (
+    added_messages,
+    read_rollout,
+    read_step,
+    rollout_record,
+    write_step,
+)
 from agenttrain.types import Origin, Rollout, StopReason, Task
+from agenttrain.utils.json_lines import dumps
 
 PROMPT = len(chat().prompt_ids(TASK.messages, toolbox().schemas()))
 ADD = {n: call("add", f'{{"a": {n}, "b": 4}}') for n in (3, 5, 6)}
@@ -96,6 +105,20 @@ def test_a_summary_and_the_last_turn_take_the_place_of_the_context(tmp_path) -> 
         list(t.token_ids) for t in done.trajectories
     ]
     assert [r.content for r in again.tool_results] == ["7", "9"]
+
+
+def test_calls_after_a_summary_get_their_recorded_results_in_a_replay() -> None:
+    summary = "so far 7<|im_end|>"
+    answers = [ADD[3], ADD[5], summary, ADD[6], summary, ANSWER]
+    done, _ = compacted(*answers, max_turns=6)
+    assert [t.turns for t in done.trajectories] == [2, 1, 1, 1, 1]
+    replayed, _ = compacted(
+        *answers,
+        tools=RecordedToolbox([toolbox()], json.loads(dumps(rollout_record(done)))),
+        max_turns=6,
+    )
+    assert [r.content for r in replayed.tool_results] == ["7", "9", "10"]
+    assert [t.token_ids for t in replayed.trajectories] == [t.token_ids for t in done.trajectories]
 
 
 def test_the_kept_turn_has_its_sampled_ids_and_not_those_of_its_text() -> None:

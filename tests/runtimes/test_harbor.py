@@ -259,7 +259,7 @@ def test_a_task_reaches_what_both_it_and_the_run_allow(tmp_path: Path) -> None:
         ),
         "endpoint": Machines(RuntimeConfig(name="podman")),
     }
-    assert {(r, p): runs[r]._reach_of(places[p]) for r in runs for p in places} == {
+    assert {(r, p): runs[r]._network_of(places[p]) for r in runs for p in places} == {
         ("open", "all"): (True, ()),
         ("open", "some"): (False, ("example.org", "*.a.com")),
         ("open", "none"): (False, ()),

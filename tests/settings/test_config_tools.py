@@ -9,7 +9,7 @@ import pytest
 from agenttrain.cli import main
 from agenttrain.settings.checks import validate
 from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
-from agenttrain.tools.config import expanded
+from agenttrain.tools.config import expand_variables
 from agenttrain.types import ConfigError
 
 MCP = ("tools=[mcp]", "stop_tools=[]")
@@ -72,7 +72,7 @@ def test_stop_tools_may_be_a_servers_which_only_the_server_knows() -> None:
 
 def test_secrets_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKEN", "s3cret")
-    assert expanded("headers", {"Authorization": "Bearer $TOKEN", "X": "$$5"}) == {
+    assert expand_variables("headers", {"Authorization": "Bearer $TOKEN", "X": "$$5"}) == {
         "Authorization": "Bearer s3cret",
         "X": "$5",
     }

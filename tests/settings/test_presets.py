@@ -26,7 +26,8 @@ from agenttrain.utils.hub import is_hub_id
 GROUPS = list_groups(conf_folder())
 MODELS = [name for name in GROUPS["model"] if name != "folder"]
 REAL = (
-    *("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-32b", "qwen3-30b-a3b"),
+    *("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b"),
+    *("qwen3-32b", "qwen3-30b-a3b"),
     *("llama3.1-8b", "llama3.2-1b", "llama3.2-3b", "gemma3-1b", "smollm3", "lfm2-1.2b"),
     *("qwen3.5-0.8b", "qwen3.5-2b", "qwen3.5-4b", "qwen3.5-9b", "qwen3.6-35b-a3b", "qwen3.8-27b"),
     *("lfm2.5-1.2b", "nemotron3-nano-4b", "nemotron3-nano-30b-a3b", "gpt-oss-20b"),
@@ -47,9 +48,12 @@ TARGETS = {
 MACHINES = {
     "laptop": ["--cpu", "--host-memory-gb", "16"],
     "gpu24": ["--gpu-memory-gb", "24"],
+    "gpu24_nf4": ["--gpu-memory-gb", "24"],
     "gpu80": ["--gpu-memory-gb", "80"],
     "node8x80": ["--gpu-memory-gb", "80", "--devices", "8"],
 }
+LATER = ("gpu24", "gpu24_nf4", "gpu80")
+"""Machines that `scripts/test-long` composes with every model."""
 
 
 @cache
@@ -62,9 +66,9 @@ def compose(*overrides: str) -> Composed:
     ("hardware", "models"),
     [
         *(("laptop", MODELS[::2]), ("node8x80", MODELS[1::2])),
-        *(pytest.param(name, MODELS, marks=pytest.mark.long) for name in ("gpu24", "gpu80")),
+        *(pytest.param(name, MODELS, marks=pytest.mark.long) for name in LATER),
     ],
-    ids=("laptop", "node8x80", "gpu24", "gpu80"),
+    ids=("laptop", "node8x80", *LATER),
 )
 def test_every_model_composes_on_every_machine(hardware: str, models: list[str]) -> None:
     for model in models:
@@ -73,7 +77,7 @@ def test_every_model_composes_on_every_machine(hardware: str, models: list[str])
         assert config.model.path == alone.model.path
         assert config.model.lora.targets == alone.model.lora.targets
         assert config.chat_template == alone.chat_template
-        if hardware in ("laptop", "gpu24"):
+        if hardware in ("laptop", "gpu24", "gpu24_nf4"):
             assert (config.model.lora.rank, config.optimizer.lr) == (32, 1e-5)
         else:
             assert (config.model.dtype, config.optimizer.lr) == ("bfloat16", alone.optimizer.lr)
@@ -125,6 +129,14 @@ SHAPES: dict[str, PreTrainedConfig] = {
         intermediate_size=12288,
         num_hidden_layers=36,
         num_attention_heads=32,
+        num_key_value_heads=8,
+        **QWEN3,
+    ),
+    "qwen3-14b": Qwen3Config(
+        hidden_size=5120,
+        intermediate_size=17408,
+        num_hidden_layers=40,
+        num_attention_heads=40,
         num_key_value_heads=8,
         **QWEN3,
     ),
@@ -205,9 +217,22 @@ def test_a_laptop_trains_the_smallest(tmp_path: Path) -> None:
         ("gpu24", "qwen3-0.6b", True),
         ("gpu24", "qwen3-1.7b", True),
         ("gpu24", "qwen3-8b", False),
+        ("gpu24_nf4", "qwen3-8b", True),
+        ("gpu24_nf4", "qwen3-14b", True),
         ("gpu80", "qwen3-0.6b", True),
         ("gpu80", "qwen3-1.7b", True),
     ],
 )
 def test_the_plan_says_what_fits(hardware: str, model: str, expected: bool, tmp_path: Path) -> None:
     assert fits(hardware, model, tmp_path) == expected
+
+
+@pytest.mark.slow
+def test_a_base_in_4_bits_is_proposed_where_adapters_do_not_fit(tmp_path: Path) -> None:
+    SHAPES["qwen3-8b"].save_pretrained(tmp_path)
+    settings = ("model=qwen3-8b", "hardware=gpu24", "engine=transformers_small")
+    config = compose(*settings, f"model.path={tmp_path}").config
+    options = planned(DECLARED["plan"].parse(["--gpu-memory-gb", "16"])[0])
+    first = Planner(config, options.machine, 1024).remedies()[0]
+    assert first.fits
+    assert "model.quantization=nf4" in first.overrides.split()

@@ -8,14 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from training_cases import rollout, with_tool
 
-from agenttrain.training.batch import (
-    Segment,
-    make_blocks,
-    make_sequences,
-    one_after_the_other,
-    pack,
-    split,
-)
+from agenttrain.training.batch import make_blocks, make_sequences, pack, split
+from agenttrain.training.segments import Segment, one_after_the_other
 from agenttrain.types import LedgerError, Origin
 
 CPU = torch.device("cpu")

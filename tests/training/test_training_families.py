@@ -14,7 +14,7 @@ from agenttrain.training.attention import (
     packed_mask,
     packing,
 )
-from agenttrain.training.batch import Segment, make_sequences, one_after_the_other
+from agenttrain.training.batch import make_sequences
 from agenttrain.training.config import SharePrefix
 from agenttrain.training.logprobs import (
     Scorer,
@@ -26,6 +26,7 @@ from agenttrain.training.logprobs import (
     why_not_packed,
 )
 from agenttrain.training.policy import score_microbatches
+from agenttrain.training.segments import Segment, one_after_the_other
 from agenttrain.types import Origin
 
 CPU = torch.device("cpu")

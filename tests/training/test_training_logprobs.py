@@ -11,7 +11,7 @@ from agenttrain.algorithms.config import AlgorithmConfig
 from agenttrain.algorithms.credit import set_advantages
 from agenttrain.algorithms.loss import LossInputs, policy_loss
 from agenttrain.training.attention import UnsupportedAttention, packed_attention, packing
-from agenttrain.training.batch import make_sequences, one_after_the_other, stand_in
+from agenttrain.training.batch import make_sequences, stand_in
 from agenttrain.training.config import SharePrefix
 from agenttrain.training.head import LogitTransform
 from agenttrain.training.logprobs import (
@@ -21,6 +21,7 @@ from agenttrain.training.logprobs import (
     packed_hidden,
     separate_hidden,
 )
+from agenttrain.training.segments import one_after_the_other
 from agenttrain.types import Origin, Rollout
 
 CPU = torch.device("cpu")

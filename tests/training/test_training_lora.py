@@ -211,7 +211,8 @@ def test_adapters_without_ends_of_sequence_keep_those_of_their_base(tmp_path: Pa
     trained = policy(adapted(base(tmp_path / "m", eos_token_id=2)))
     path = Checkpoints(tmp_path / "c", tokenizer=tiny.tokenizer(), keep=1).save(trained, step=1)
     (path / "generation_config.json").write_text("{}")
-    assert merged(path, "auto").config.eos_token_id == 2
+    model, _ = merged(path, "auto")
+    assert model.config.eos_token_id == 2
 
 
 def test_export_converts_the_format_of_full_weights(tmp_path: Path) -> None:

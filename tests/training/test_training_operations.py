@@ -9,13 +9,13 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agenttrain.tracking.cards import PEAK_TFLOPS, peak_tflops
 from agenttrain.trainer import train_policy
-from agenttrain.training.batch import Segment, one_after_the_other
 from agenttrain.training.operations import (
     Operations,
     StepWork,
     count_operations,
     work_metrics,
 )
+from agenttrain.training.segments import Segment, one_after_the_other
 from agenttrain.types import Origin
 
 PROMPT = Segment(0, 3)

@@ -1,4 +1,4 @@
-"""Two processes make the update that one makes of the same rollouts: real ones, over gloo."""
+"""Several processes make the update that one makes of the same rollouts: real ones, over gloo."""
 
 from __future__ import annotations
 
@@ -13,18 +13,38 @@ from agenttrain.training.world import World
 
 CHEAP = "recorded"
 """The case that every run of the tests tries."""
-PAIRS = [(name, "ddp") for name in CASES] + [(name, "fsdp2") for name in HOW]
+CONTEXT = {
+    "ddp-context-2": [
+        *("recorded, none left", "recorded, kl and minibatches", "recorded, recomputed layers"),
+        *("synced reference", "adapters", "recurrent layers", "mixed precision", "sequences"),
+        *("none left, every mask", "turns of branches", "every mask"),
+    ],
+    "fsdp2-context-2": [
+        *("recorded, none left", "recurrent layers", "bf16", "mixed precision", "offload"),
+        *("teacher, none left", "adapters"),
+    ],
+    "ddp-context-2-of-4": ["recorded, kl and minibatches", "minibatches"],
+    "fsdp2-context-4-of-4": ["recorded, recomputed layers", "recurrent layers"],
+}
+"""Cases whose microbatches are computed by groups of processes, of 2 processes or of 4."""
+PAIRS = [
+    *((name, "ddp") for name in CASES),
+    *((name, "fsdp2") for name in HOW),
+    *((name, mode) for mode, names in CONTEXT.items() for name in names),
+]
 
 
 @pytest.fixture(scope="module")
 def of_two() -> Callable[[str, str], dict]:
-    """What two processes found in a case of a mode; all but the cheap ones run together."""
+    """What several processes found in a case of a mode; all but the cheap ones run together."""
     found: dict[str, dict] = {}
 
     def result(name: str, mode: str) -> dict:
         if name not in found.get(mode, {}):
             names = [CHEAP] if name == CHEAP else [n for n, m in PAIRS if m == mode and n != CHEAP]
-            found.setdefault(mode, {}).update(torchrun("two_processes.py", mode, *names)[0])
+            way, _, processes = mode.partition("-of-")
+            told = torchrun("two_processes.py", way, *names, processes=int(processes or 2))
+            found.setdefault(mode, {}).update(told[0])
         return found[mode][name]
 
     return result
@@ -64,6 +84,6 @@ def check(case: Case, one: dict, two: dict) -> None:
         assert advantages == pytest.approx(one["advantages"][step], abs=1e-5)
     assert one["metrics"][0]["grad_norm"] > 0
     (weights,) = one["weights"]
-    first, second = two["weights"]
-    assert first == second  # to the bit: they never drift apart
+    first, *others = two["weights"]
+    assert all(other == first for other in others)  # to the bit: they never drift apart
     assert first == pytest.approx(weights, rel=case.tolerance)

@@ -21,7 +21,6 @@ from recurrent_families import (
 
 from agenttrain.engines.mixers import ADAPTERS, is_kernel, reference
 from agenttrain.training.attention import packing
-from agenttrain.training.batch import Segment, packed_positions
 from agenttrain.training.config import LoraSettings
 from agenttrain.training.logprobs import (
     UnsupportedModel,
@@ -33,6 +32,7 @@ from agenttrain.training.logprobs import (
 )
 from agenttrain.training.lora import add_lora
 from agenttrain.training.recurrent import RecurrentTree, make_halo, make_waves
+from agenttrain.training.segments import Segment, packed_positions
 
 CPU = torch.device("cpu")
 FAMILIES = family_params(RECURRENT)

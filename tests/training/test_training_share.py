@@ -11,16 +11,11 @@ from packing_families import tiny_family
 from training_cases import rollout
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from agenttrain.training.batch import (
-    Microbatch,
-    Segment,
-    make_sequences,
-    pack,
-    positions,
-)
+from agenttrain.training.batch import Microbatch, make_sequences, pack
 from agenttrain.training.config import SharePrefix
 from agenttrain.training.logprobs import Scorer
 from agenttrain.training.prefixes import Branch, grow, least_prefix
+from agenttrain.training.segments import Segment, positions
 from agenttrain.types import Completion, Finish, Origin, Rollout, Trajectory
 
 CPU = torch.device("cpu")

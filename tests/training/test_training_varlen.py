@@ -21,7 +21,6 @@ from agenttrain.training.attention import (
     varlen_kernel,
     varlen_takes,
 )
-from agenttrain.training.batch import Segment, one_after_the_other
 from agenttrain.training.kernels import Kernel, counting_calls
 from agenttrain.training.logprobs import (
     TRIAL,
@@ -30,6 +29,7 @@ from agenttrain.training.logprobs import (
     separate_hidden,
     why_not_packed,
 )
+from agenttrain.training.segments import Segment, one_after_the_other
 
 CPU = torch.device("cpu")
 PREFIX = Segment(5, 3)

@@ -42,11 +42,11 @@ def completion(args: Namespace) -> int:
             )
         print(script(what), end="")
         return 0
-    named = os.environ.get("SHELL", "")
-    shell = shell or Path(named).name
+    shell_path = os.environ.get("SHELL", "")
+    shell = shell or Path(shell_path).name
     if shell not in SHELLS:
         raise ConfigError(
-            f"SHELL={named}: no completion for this shell; name one that has it: agenttrain "
+            f"SHELL={shell_path}: no completion for this shell; name one that has it: agenttrain "
             "completion install bash, or zsh"
         )
     install(shell)

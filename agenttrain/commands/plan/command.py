@@ -43,7 +43,7 @@ class PlanOptions:
     speeds: Speeds
 
 
-def planned(args: argparse.Namespace) -> PlanOptions:
+def plan_options(args: argparse.Namespace) -> PlanOptions:
     """Return the options for the verb's arguments and this machine; raises ConfigError."""
     if args.cpu and args.gpu_memory_gb is not None:
         raise ConfigError(

@@ -41,6 +41,7 @@ from agenttrain.training.footprint import (
 )
 from agenttrain.training.images import freeze_encoders
 from agenttrain.training.lora import adapted_experts, adapter_parameters
+from agenttrain.training.quantization import layers_to_quantize, nf4_bytes
 from agenttrain.types import ConfigError
 from agenttrain.utils.model_path import SIZES, base_folder, model_folder, why_merged
 
@@ -95,7 +96,7 @@ class Load:
     in_flight: int
     """Rollouts in flight in the whole run."""
     packed: int
-    """Tokens of the largest microbatch."""
+    """Tokens of the largest microbatch; with distributed.context_parallel a process's part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,8 +166,11 @@ def estimate(
     config: RunConfig, sizes: Sizes, machine: PlannedHardware, prompt_tokens: int
 ) -> MemoryEstimate:
     """Estimate the memory of each GPU and of its host."""
-    load = _load(config, sizes, machine, prompt_tokens)
-    parts = [*_training(config, sizes, machine, load), *_files(config, sizes, machine, load)]
+    load = _count_load(config, sizes, machine, prompt_tokens)
+    parts = [
+        *_training_parts(config, sizes, machine, load),
+        *_file_parts(config, sizes, machine, load),
+    ]
     on_gpu = machine.kind != "cpu"
     engine_load = EngineLoad(
         rows=load.rows,
@@ -175,7 +179,7 @@ def estimate(
         limit=load.limit,
         on_gpu=on_gpu,
         memory=machine.memory,
-        taken=0 if on_gpu else sizes.weights + PYTHON_ON_CPU,
+        taken=0 if on_gpu else sizes.held + PYTHON_ON_CPU,
         sharded=config.distributed.name is DistributedName.fsdp2,
         adapters=sends_adapters(config, is_merged=sizes.merges_adapters),
         broadcast=config.weight_sync.transport is Transport.nccl,
@@ -191,7 +195,7 @@ def estimate(
         ) from error
     parts += engine.items
     if has_policy_copy(config) and (not on_gpu or machine.shared):
-        parts += _copy(config, sizes, engine_load)
+        parts += _policy_copy(config, sizes, engine_load)
     if on_gpu:
         parts.append(
             MemoryItem(name="reserve", bytes=RESERVE, why="context and workspaces: assumed")
@@ -212,7 +216,7 @@ def has_policy_copy(config: RunConfig) -> bool:
     return samples_apart and spec.server_memory is not None
 
 
-def _copy(config: RunConfig, sizes: Sizes, load: EngineLoad) -> Iterator[MemoryItem]:
+def _policy_copy(config: RunConfig, sizes: Sizes, load: EngineLoad) -> Iterator[MemoryItem]:
     """Yield the parts of a copy of the policy that shares a GPU, or a node, with the trainer."""
     estimate_copy = run_spec(config).server_memory
     assert estimate_copy is not None
@@ -227,7 +231,9 @@ def _copy(config: RunConfig, sizes: Sizes, load: EngineLoad) -> Iterator[MemoryI
         yield MemoryItem(name="its reserve", bytes=RESERVE, why=why, once=True)
 
 
-def _load(config: RunConfig, sizes: Sizes, machine: PlannedHardware, prompt_tokens: int) -> Load:
+def _count_load(
+    config: RunConfig, sizes: Sizes, machine: PlannedHardware, prompt_tokens: int
+) -> Load:
     """Return how many processes, rollouts and tokens are in memory at once."""
     counts = arithmetic(config)
     # Tokens
@@ -259,9 +265,12 @@ def _load(config: RunConfig, sizes: Sizes, machine: PlannedHardware, prompt_toke
         if has_rollout_process(config):
             in_flight = min(in_flight, config.rollout.concurrency)
     per_engine = in_flight if has_policy_copy(config) else ceil(in_flight / devices)
-    per_update = ceil(counts.rollouts_per_update / devices)
-    # A microbatch holds one rollout at least, and at most all rollouts of the update.
-    packed = min(max(config.training.token_budget, context), per_update * context)
+    # A microbatch holds one rollout at least, and at most all rollouts of the update. The processes
+    # of a group divide its tokens.
+    divided = distributed.context_parallel
+    per_update = ceil(counts.rollouts_per_update / max(devices // divided, 1))
+    budget = config.training.token_budget * divided
+    packed = ceil(min(max(budget, context), per_update * context) / divided)
     return Load(
         arithmetic=counts,
         devices=devices,
@@ -276,7 +285,7 @@ def _load(config: RunConfig, sizes: Sizes, machine: PlannedHardware, prompt_toke
     )
 
 
-def _training(
+def _training_parts(
     config: RunConfig, sizes: Sizes, machine: PlannedHardware, load: Load
 ) -> Iterator[MemoryItem]:
     """Yield the parts that training takes: weights, optimizer, gradients, microbatch, …"""
@@ -286,7 +295,16 @@ def _training(
     divided = f" / {shards}" if sharded else ""
     state = updating(sizes.model, config.optimizer)
     why = f"{sizes.parameters:,} x {config.model.dtype}{divided}"
-    yield MemoryItem(name="weights", bytes=sizes.weights // shards, why=why, on_host=on_host)
+    if sizes.in_4_bits:
+        why += f", {sum(sizes.in_4_bits):,} of them in {config.model.quantization}"
+    yield MemoryItem(name="weights", bytes=sizes.held // shards, why=why, on_host=on_host)
+    if sizes.in_4_bits:
+        yield MemoryItem(
+            name="dequantised",
+            bytes=max(sizes.in_4_bits) * sizes.itemsize,
+            why=f"the largest layer in {config.model.quantization}, while it multiplies",
+            when=(When.rollouts, When.update),
+        )
     size = (state.moments + state.masters) // shards
     copies = " and float32 copies" if state.masters else ""
     why = f"{config.optimizer.name}: moments{copies}{divided}"
@@ -316,7 +334,7 @@ def _training(
         )
     if sharded:
         yield from _gathered_parts(config, sizes)
-    yield from _microbatch(config, sizes, machine, load)
+    yield from _microbatch_parts(config, sizes, machine, load)
 
 
 def _frozen_models(
@@ -336,7 +354,7 @@ def _frozen_models(
     if teacher is not None:
         yield MemoryItem(
             name="teacher",
-            bytes=weight_bytes(_model_of(teacher)) // shards,
+            bytes=weight_bytes(_empty_teacher(teacher)) // shards,
             why=f"{teacher.path}, {teacher.dtype}{divided}",
             on_host=config.distributed.cpu_offload,
         )
@@ -350,7 +368,7 @@ def _gathered_parts(config: RunConfig, sizes: Sizes) -> Iterator[MemoryItem]:
     teacher = config.algorithm.loaded_teacher
     if teacher is not None:
         # The teacher scores before the policy's forward pass: only the larger one counts.
-        teacher_size = _gathered_bytes(_model_of(teacher))
+        teacher_size = _gathered_bytes(_empty_teacher(teacher))
         teacher_why = "the teacher's embeddings, head and two layers"
         size, why = max((size, why), (teacher_size, teacher_why))
     yield MemoryItem(name="gathered", bytes=size, why=why, when=(When.update,))
@@ -368,7 +386,7 @@ def _shards(config: RunConfig, load: Load) -> int:
     return load.local if config.distributed.shard_within is ShardWithin.node else load.devices
 
 
-def _read_in_slices(config: RunConfig, model: PreTrainedModel) -> bool:
+def _reads_slices(config: RunConfig, model: PreTrainedModel) -> bool:
     """Return True if each process reads only its rows of the weights (`SlicedWeights`)."""
     quantized = getattr(model.config, "quantization_config", None) is not None
     sharded = config.distributed.name is DistributedName.fsdp2
@@ -384,27 +402,27 @@ def _gathered_bytes(model: PreTrainedModel) -> int:
     return weight_bytes(model) - sum(layers) + 2 * max(layers)
 
 
-def _model_of(teacher: TeacherConfig) -> PreTrainedModel:
+def _empty_teacher(teacher: TeacherConfig) -> PreTrainedModel:
     """Return the teacher on the meta device, without its weights."""
-    return _teacher_of(teacher.path, teacher.revision, teacher.dtype)
+    return _make_empty_teacher(teacher.path, teacher.revision, teacher.dtype)
 
 
 @cache
-def _teacher_of(path: str, revision: str | None, dtype: str) -> PreTrainedModel:
+def _make_empty_teacher(path: str, revision: str | None, dtype: str) -> PreTrainedModel:
     folder = model_folder(path, SIZES, revision=revision, key="algorithm.teacher.path")
     architecture = AutoConfig.from_pretrained(folder)
     return empty_model(architecture, getattr(torch, dtype), LoraSettings())
 
 
-def _files(
+def _file_parts(
     config: RunConfig, sizes: Sizes, machine: PlannedHardware, load: Load
 ) -> Iterator[MemoryItem]:
     """Yield the parts that loading and saving take, on the host if there are GPUs."""
     sharded, on_gpu = config.distributed.name is DistributedName.fsdp2, machine.kind != "cpu"
     shards = _shards(config, load)
     # Otherwise a process trains the weights that it loads, and "weights" counts them.
-    if sharded or on_gpu:
-        size, why = _loading(config, sizes)
+    if sharded or on_gpu or sizes.in_4_bits:
+        size, why = _loading_bytes(config, sizes)
         yield MemoryItem(name="loading", bytes=size, why=why, when=(When.start,), on_host=on_gpu)
     in_background = config.checkpoint.in_background
     # A copy that is written in background stays while training goes on.
@@ -433,9 +451,9 @@ def _files(
         )
 
 
-def _loading(config: RunConfig, sizes: Sizes) -> tuple[int, str]:
+def _loading_bytes(config: RunConfig, sizes: Sizes) -> tuple[int, str]:
     """Return the most bytes that a process needs to load the model or the teacher, and why."""
-    if _read_in_slices(config, sizes.model):
+    if _reads_slices(config, sizes.model):
         size, why = sizes.largest_weight, "each process reads its rows, weight by weight"
     else:
         sharded = config.distributed.name is DistributedName.fsdp2
@@ -446,8 +464,8 @@ def _loading(config: RunConfig, sizes: Sizes) -> tuple[int, str]:
     if config.algorithm.loaded_teacher is None:
         return size, why
     # The teacher is loaded after the model: only the larger one counts.
-    teacher = _model_of(config.algorithm.loaded_teacher)
-    if _read_in_slices(config, teacher):
+    teacher = _empty_teacher(config.algorithm.loaded_teacher)
+    if _reads_slices(config, teacher):
         teacher_size = max(p.nbytes for p in teacher.parameters())
         teacher_why = "each process reads its rows of the teacher, weight by weight"
     else:
@@ -456,7 +474,7 @@ def _loading(config: RunConfig, sizes: Sizes) -> tuple[int, str]:
     return max((size, why), (teacher_size, teacher_why))
 
 
-def _microbatch(
+def _microbatch_parts(
     config: RunConfig, sizes: Sizes, machine: PlannedHardware, load: Load
 ) -> Iterator[MemoryItem]:
     """Yield the activations and logits of the largest microbatch."""
@@ -523,8 +541,19 @@ class Sizes:
         self.continues = base is not None
         """Training continues with adapters of an earlier training."""
         has_adapted_experts = bool(adapted_experts(self.model))
-        self.merges_adapters = has_adapted_experts or bool(base and why_merged(folder))
-        """Engines get the adapters merged into the weights, as vLLM would read them wrongly."""
+        self.merges_adapters = (
+            has_adapted_experts
+            or bool(base and why_merged(folder))
+            or config.quantization is not None
+        )
+        """Engines get the adapters merged into the weights: vLLM would read them wrongly, or add
+        them to other weights."""
+        self._double = config.double_quantization
+        self.in_4_bits: list[int] = []
+        """Numbers of each weight that the trainer stores in 4 bits; empty: of none."""
+        if config.quantization is not None:
+            quantized = layers_to_quantize(self.model).values()
+            self.in_4_bits = [layer.weight.numel() for layer in quantized]
         self._saved = {name: Saved(self.model, dtype) for name, dtype in MIXED_PRECISIONS.items()}
 
     @cached_property
@@ -534,8 +563,14 @@ class Sizes:
 
     @cached_property
     def weights(self) -> int:
-        """Bytes of all weights."""
+        """Bytes of all weights in the model's format."""
         return weight_bytes(self.model)
+
+    @property
+    def held(self) -> int:
+        """Bytes of all weights as the trainer stores them, some of them in 4 bits."""
+        packed = sum(nf4_bytes(numbers, double=self._double) for numbers in self.in_4_bits)
+        return self.weights - sum(self.in_4_bits) * self.itemsize + packed
 
     @cached_property
     def largest_weight(self) -> int:

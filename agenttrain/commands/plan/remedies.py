@@ -12,15 +12,16 @@ from agenttrain.commands.plan.estimate import MemoryEstimate, PlannedHardware, S
 from agenttrain.launch.config import DistributedName
 from agenttrain.settings.engine_checks import engine_problems
 from agenttrain.settings.run_config import RunConfig
-from agenttrain.training.config import Dtype, ModelConfig
+from agenttrain.training.config import Dtype, MixedPrecision, ModelConfig, Quantization
 
 Change = tuple[str, Any]
 """A setting and its new value."""
 Choices = list[tuple[Change, ...]]
 """Values of one setting, the mildest first, each with further changes that it requires."""
 FSDP2: Change = ("distributed.name", DistributedName.fsdp2)
-LAST_RESORTS: list[Choices] = [[(("model.lora.rank", 16),)]]
-"""Settings that change what is trained. Proposed only if nothing else is enough."""
+ADAPTERS: Change = ("model.lora.rank", 16)
+IN_4_BITS: Change = ("model.quantization", Quantization.nf4)
+CONTEXT = "distributed.context_parallel"
 FIRST_NODE: Change = ("distributed.rendezvous", "first-node:29500")
 """Required by settings with several nodes."""
 GPUS_PER_NODE, MOST_GPUS = 8, 1024
@@ -77,14 +78,40 @@ class Planner:
         little (`fits` is False), no known setting helps.
         """
         settings = list(self._settings())
-        remedies = self._sufficient_alone(settings) or [self._combine([*settings, *LAST_RESORTS])]
-        return [*remedies, *self._sufficient_alone([self._more_gpus()])]
+        remedies = self._sufficient_alone(settings)
+        if not remedies:
+            remedies = [self._combine([*settings, *self._last_resorts()])]
+        more_gpus = self._sufficient_alone([self._more_gpus()])
+        if not more_gpus and self._exceeds_budget:
+            # One rollout is too much for a GPU, however many hold the weights.
+            more_gpus = self._sufficient_alone([list(map(_in_one_group, self._more_gpus()))])
+        return [*remedies, *more_gpus]
+
+    @property
+    def _exceeds_budget(self) -> bool:
+        """True if a single rollout may be longer than a microbatch."""
+        return self.estimate().load.context > self.config.training.token_budget
+
+    def _last_resorts(self) -> Iterator[Choices]:
+        """Yield settings that change what is trained, proposed only if nothing else is enough."""
+        if not self.config.model.lora.rank:
+            yield [(ADAPTERS,)]
+        # Neither autocast nor fsdp2, which may be another remedy of several processes, is made for
+        # layers in 4 bits.
+        elif (
+            self.config.model.quantization is None
+            and self.config.training.mixed_precision is MixedPrecision.no
+            and self.config.distributed.name is DistributedName.single
+        ):
+            yield [(IN_4_BITS,)]
 
     def _more_gpus(self) -> Choices:
         """Return growing numbers of GPUs, first in one node, then in several."""
         choices: Choices = []
         if list(engine_problems(self.config, several=True)):
             return choices  # the engine works in a single process only
+        if self.config.model.quantization is not None:
+            return choices  # fsdp2 is refused, and with ddp each GPU holds as much as one alone
         devices = self.estimate().load.devices
         for count in (devices * 2**power for power in range(1, 10)):
             if count > MOST_GPUS:
@@ -148,10 +175,20 @@ class Planner:
         if config.model.dtype is Dtype.float32:
             # Weights in bfloat16 leave nothing to autocast.
             yield [(("model.dtype", Dtype.bfloat16), ("training.mixed_precision", "no"))]
-        if config.distributed.name is DistributedName.ddp:
+        if config.distributed.name is not DistributedName.single and self._exceeds_budget:
+            sizes = [n for n in range(2, load.devices + 1) if load.devices % n == 0]
+            yield [
+                ((CONTEXT, size),) for size in sizes if size > config.distributed.context_parallel
+            ]
+        if config.distributed.name is DistributedName.ddp and config.model.quantization is None:
             yield [(FSDP2,)]
         if config.distributed.name is DistributedName.fsdp2:
             yield [(("distributed.cpu_offload", True),)]
+
+
+def _in_one_group(changes: tuple[Change, ...]) -> tuple[Change, ...]:
+    """Return changes with all processes of a node in one group of context parallel."""
+    return (*changes, (CONTEXT, dict(changes)["distributed.processes"]))
 
 
 def _halves(value: int, least: int) -> list[int]:

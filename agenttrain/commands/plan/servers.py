@@ -90,20 +90,20 @@ def trainers_of(config: RunConfig, devices: int | None, *, on_gpu: bool = True) 
 
     None if `devices` is None. Raises ConfigError if no GPU is left.
     """
-    fleet_by_key, copy = fleets(config, "train"), on_gpu and has_policy_copy(config)
-    if devices is None or not (fleet_by_key or copy):
+    fleet_by_key, has_copy = fleets(config, "train"), on_gpu and has_policy_copy(config)
+    if devices is None or not (fleet_by_key or has_copy):
         return devices
     is_single = config.distributed.name is DistributedName.single
-    if copy and is_single and devices == 1 and not fleet_by_key:
+    if has_copy and is_single and devices == 1 and not fleet_by_key:
         return 1  # the trainer and the copy share it
-    used = sum(servers.gpu_count for servers in fleet_by_key.values()) + (1 if copy else 0)
+    used = sum(servers.gpu_count for servers in fleet_by_key.values()) + (1 if has_copy else 0)
     if used >= devices:
         parts = [
             f"{key}.count={servers.count} x "
             f"{key}.tensor_parallel_size={servers.tensor_parallel_size}"
             for key, servers in fleet_by_key.items()
         ]
-        if copy:
+        if has_copy:
             parts.append("the copy of the policy in the rollout process")
         raise ConfigError(
             f"--devices {devices}: {' + '.join(parts)} take {used} GPUs and leave none to the "

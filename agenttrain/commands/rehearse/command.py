@@ -139,12 +139,13 @@ def rehearse(config: RunConfig, args: Namespace, overrides: Sequence[str]) -> in
 
 
 async def _rehearse(components: Components, args: Namespace, overrides: Sequence[str]) -> Report:
-    """Collect the rollouts of the stub, score them, and return their report."""
+    """Collect the rollouts of the stub, with their rewards, and return their report."""
     config = components.config
     samples = min(config.algorithm.group_size, args.rollouts)
     tasks = components.tasks.train.tasks(0, ceil(args.rollouts / samples))
     context = context_of(config) or CONTEXT
     stub = Stub(components, tasks)
+    # Nobody looks at the requests, so the engine need not keep them.
     engine = ScriptedEngine(stub, keeps_sent=False, max_context=context, reads_images=True)
     collector = components.collector(engine)
     problems: list[str] = []
@@ -157,7 +158,7 @@ async def _rehearse(components: Components, args: Namespace, overrides: Sequence
                 samples=samples,
                 sampling=Sampling(temperature=config.rollout.temperature),
                 seed_path=(config.seed, "rehearse"),
-                may_be_empty=True,
+                may_be_empty=True,  # rewards that teach nothing are findings, not errors
             )
             collected = await collect(collector, request)
         except AgenttrainError as error:
@@ -167,9 +168,29 @@ async def _rehearse(components: Components, args: Namespace, overrides: Sequence
         finally:
             seconds = perf_counter() - started
             await components.aclose()
+    report = _make_report(
+        components, collector, collected, stub, memory, args.tokens_per_s, seconds, problems
+    )
+    _add_findings(report, collected, components, overrides)
+    return report
+
+
+def _make_report(
+    components: Components,
+    collector: Collector,
+    collected: Collected,
+    stub: Stub,
+    memory: _Memory,
+    speed: float | None,
+    seconds: float,
+    problems: list[str],
+) -> Report:
+    """Count what the rollouts show, and extrapolate the tokens and seconds of a training step.
+
+    `speed` is --tokens-per-s, `seconds` the time that the rollouts took.
+    """
+    config, context = components.config, context_of(components.config) or CONTEXT
     rollouts = collected.rollouts
-    tools = list(_tool_reports(collector, rollouts))
-    rewards = [_reward_report(name, rollouts) for name in components.metric_names.rewards]
     results = [result for rollout in rollouts for result in rollout.tool_results]
     limits = config.rollout
     per_step = config.tasks_per_step * config.algorithm.group_size
@@ -178,16 +199,16 @@ async def _rehearse(components: Components, args: Namespace, overrides: Sequence
     max_tokens = min(
         limits.max_turns * limits.max_turn_tokens, limits.max_completion_tokens, context
     )
-    tokens = round(per_step * mean(sampled)) if sampled else 0
-    speed = args.tokens_per_s
-    report = Report(
+    # A step whose rollouts are as long as the stub's, and one in which all use their budget.
+    tokens, most_tokens = round(per_step * mean(sampled)) if sampled else 0, per_step * max_tokens
+    return Report(
         rollouts=len(rollouts),
         turns={str(kind): count for kind, count in stub.written.items()},
         # Plain dictionaries: `asdict` would count the items of a Counter.
         answers=dict(Counter(str(r.error) for r in results if r.error in REFUSED)),
         stop_reasons=dict(Counter(str(rollout.stop_reason) for rollout in rollouts)),
-        tools=tools,
-        rewards=rewards,
+        tools=list(_tool_reports(collector, rollouts)),
+        rewards=[_reward_report(name, rollouts) for name in components.metric_names.rewards],
         prompt_tokens=_min_median_max(prompts),
         sampled_tokens=_min_median_max(sampled),
         context=context,
@@ -197,13 +218,11 @@ async def _rehearse(components: Components, args: Namespace, overrides: Sequence
         children_mib=memory.children / MIB,
         step_rollouts=per_step,
         step_tokens=tokens,
-        step_tokens_most=per_step * max_tokens,
-        step_s=None if speed is None else [tokens / speed, per_step * max_tokens / speed],
+        step_tokens_most=most_tokens,
+        step_s=None if speed is None else [tokens / speed, most_tokens / speed],
         problems=problems,
         warnings=[],
     )
-    _add_findings(report, collected, components, overrides)
-    return report
 
 
 def _add_findings(
@@ -234,7 +253,7 @@ def _add_findings(
             )
     called = {tool.tool for tool in report.tools}
     if missing := [name for name in _tool_names(components, collected) if name not in called]:
-        warnings.append(f"not called: {', '.join(missing)}; make more rollouts: rollouts=…")
+        warnings.append(f"not called: {', '.join(missing)}; make more: --rollouts N")
     if collected.overlong:
         warnings.append(
             f"data.train: {collected.overlong} prompts fill the context of {report.context} tokens"
@@ -337,20 +356,20 @@ class _Memory:
     def __enter__(self) -> _Memory:
         self._process = psutil.Process()
         self._start = self._process.memory_info().rss
-        self._over = threading.Event()
+        self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._measure, daemon=True)
         self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._over.set()
+        self._is_over.set()
         self._thread.join()
 
     def _measure(self) -> None:
         """Update the peaks every INTERVAL_S, and once at the end: the thread's body."""
         over = False
         while not over:
-            over = self._over.wait(INTERVAL_S)
+            over = self._is_over.wait(INTERVAL_S)
             total = 0
             for child in self._process.children(recursive=True):
                 try:

@@ -71,19 +71,19 @@ class Stub:
         rng = random.Random(f"{self.components.config.seed}-{session}-{turn}")
         # Samples of one task differ in their kind, and so do the first samples of the tasks.
         rotation = int(place) + int(sample)
-        kind = FIRST[rotation % len(FIRST)]
-        if turn:
-            kind = rng.choices(list(LATER), list(LATER.values()))[0]
         stops = self.components.stop_tools(task)
         tools = [schema["function"] for schema in schemas]
         callable_tools = [tool for tool in tools if tool["name"] not in stops]
         stop_tools = [tool for tool in tools if tool["name"] in stops]
-        if kind is Kind.two_calls and chat.one_call_per_turn:
-            kind = Kind.call
-        if kind is Kind.stop and not stop_tools:
-            kind = Kind.answer
-        if not callable_tools and kind not in (Kind.stop, Kind.endless):
-            kind = Kind.stop if stop_tools else Kind.answer
+        kind = FIRST[rotation % len(FIRST)]
+        if turn:
+            kind = rng.choices(list(LATER), list(LATER.values()))[0]
+        kind = _possible_kind(
+            kind,
+            has_tools=bool(callable_tools),
+            has_stop_tools=bool(stop_tools),
+            one_call=chat.one_call_per_turn,
+        )
         self.written[kind] += 1
 
         after = self._after.get(session, "user")
@@ -100,11 +100,11 @@ class Stub:
             return ids
         # One tool after the other, so that each is called.
         candidates = stop_tools if kind is Kind.stop else callable_tools
-        chosen = [candidates[(rotation + turn) % len(candidates)]]
+        called = [candidates[(rotation + turn) % len(candidates)]]
         if kind is Kind.two_calls:
-            chosen.append(rng.choice(callable_tools))
+            called.append(rng.choice(callable_tools))
         calls = []
-        for index, tool in enumerate(chosen):
+        for index, tool in enumerate(called):
             arguments = arguments_for(tool, [*column_texts, *words], rng)
             if kind is Kind.stop and rng.random() < 0.5:
                 # The right answer, where argument and column have one name: rewards then differ.
@@ -127,6 +127,17 @@ class Stub:
             ids = ids[:middle] + ids[middle + max(len(ids) // 6, 1) :]
         self._after[session] = "tool"
         return ids
+
+
+def _possible_kind(kind: Kind, *, has_tools: bool, has_stop_tools: bool, one_call: bool) -> Kind:
+    """Return `kind`, or the nearest one that the row's tools and the chat template allow."""
+    if kind is Kind.two_calls and one_call:
+        kind = Kind.call
+    if kind is Kind.stop and not has_stop_tools:
+        kind = Kind.answer
+    if not has_tools and kind not in (Kind.stop, Kind.endless):
+        kind = Kind.stop if has_stop_tools else Kind.answer
+    return kind
 
 
 def turn_ids(chat: Chat, turn: AssistantTurn, schemas: Sequence[dict], after: str) -> list[int]:

@@ -269,13 +269,13 @@ def _job_script(
 @contextmanager
 def _offline(offline: bool) -> Iterator[None]:
     """If `offline`, keep the block off the network, so that missing data sets are noticed now."""
-    before = {name: os.environ.get(name) for name in OFFLINE}
+    previous = {name: os.environ.get(name) for name in OFFLINE}
     if offline:
         os.environ.update(dict.fromkeys(OFFLINE, "1"))
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous.items():
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value

@@ -126,7 +126,7 @@ def _resume_held(
         repeats = record.search.repeats
         recorded += [*record.search.space, *(text for repeat in repeats for text in repeat)]
     # Settings name code. Those that this user signed need no agreement.
-    untrusted = [] if record.own else recorded
+    untrusted = [] if record.is_signed_by_user else recorded
     check_trusted(f"resume={folder}", untrusted, trust=command.trust, what="its sweep.json")
     sweep_changes = [text for text in command.overrides if key_of(text) in CHANGEABLE]
     changes = [text for text in command.overrides if text not in sweep_changes]

@@ -104,7 +104,7 @@ def write(comparison: Comparison, path: Path) -> None:
     """Write the picture; `.html` has the table too. Raises OSError."""
     from matplotlib.figure import Figure
 
-    wanted = image_format(path)
+    file_format = image_format(path)
     figure = Figure(figsize=(11, 4.5 + PER_LEGEND_LINE * len(comparison.configurations)), dpi=120)
     figure.set_layout_engine("constrained")
     # Rows of metrics.jsonl: configuration -> job -> step.
@@ -122,8 +122,8 @@ def write(comparison: Comparison, path: Path) -> None:
     labels = [settings_line(each.chosen) or "all jobs" for each in configurations]
     figure.legend(lines, labels, loc="outside lower center", frameon=False, ncols=1)
     figure.suptitle("/".join(comparison.sweep.resolve().parts[-2:]), fontsize=10)
-    if wanted != "html":
-        figure.savefig(path, format=wanted)
+    if file_format != "html":
+        figure.savefig(path, format=file_format)
         return
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg")
@@ -165,10 +165,10 @@ def _draw_curves(axes: Any, name: str, measured: Sequence[Sequence[Rows]]) -> No
 def _draw_results(axes: Any, name: str, comparison: Comparison) -> None:
     """Draw a dot per seed and a line at their mean."""
     pairs = zip(comparison.jobs, comparison.results, strict=True)
-    results = {job.folder: figures for job, figures in pairs}
+    results = {job.folder: job_figures for job, job_figures in pairs}
     for number, configuration in enumerate(comparison.configurations):
-        found = [results[job.folder].get(name) for job in configuration.jobs]
-        values = [value for value in found if value is not None]
+        figures = [results[job.folder].get(name) for job in configuration.jobs]
+        values = [value for value in figures if value is not None]
         axes.scatter([number] * len(values), values, color=colour(number), zorder=3)
         if values:
             mean = sum(values) / len(values)

@@ -82,16 +82,16 @@ def expand(overrides: Sequence[str], source: Source) -> Expansion:
             combinations = [
                 [*trial_overrides(axes, values), *repeat] for values in trials for repeat in repeats
             ]
-        listed = []
+        listed_runs = []
         for run in raw.sweep.runs:
             try:
-                listed.append(open_keys(shlex.split(run)))
+                listed_runs.append(open_keys(shlex.split(run)))
             except ValueError as error:
                 raise ConfigError(f"sweep.runs: {run}: {error}; quotes come in pairs") from error
-    if not listed:
+    if not listed_runs:
         return Expansion(runs=combinations, search=None)
-    _check_number(len(listed) * len(combinations), "sweep.runs")
-    runs = [[*run, *values] for run, values in product(listed, combinations)]
+    _check_number(len(listed_runs) * len(combinations), "sweep.runs")
+    runs = [[*run, *values] for run, values in product(listed_runs, combinations)]
     _check_distinct(runs)
     return Expansion(runs=runs, search=None)
 
@@ -125,14 +125,14 @@ def _check_number(number: int, setting: str) -> None:
 
 def _check_distinct(runs: Sequence[Sequence[str]]) -> None:
     """Raise ConfigError if two runs have the same settings."""
-    known = set()
+    seen = set()
     for run in runs:
         # The last override of a key counts.
-        settings = {text.lstrip("+").partition("=")[0]: text.lstrip("+") for text in run}
-        if (same := frozenset(settings.values())) in known:
+        by_key = {text.lstrip("+").partition("=")[0]: text.lstrip("+") for text in run}
+        if (settings := frozenset(by_key.values())) in seen:
             typed = " ".join(as_typed(text) for text in run)
             raise ConfigError(f"{typed}: the sweep has this run twice; name each value once")
-        known.add(same)
+        seen.add(settings)
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
@@ -184,9 +184,9 @@ def _expand_search(overrides: Sequence[Override], raw: DictConfig) -> Expansion:
     direction = settings.direction or (Direction.minimize if low else Direction.maximize)
     # Examples are checked before the first run, instead of trials that are not chosen yet. Each
     # repeat and each corner occurs once, not every pair of them.
-    first_corner, *others = [trial_overrides(axes, values) for values in corners(axes)]
+    first_corner, *other_corners = [trial_overrides(axes, values) for values in corners(axes)]
     runs = [[*first_corner, *repeat] for repeat in repeats]
-    runs += [[*corner, *repeats[0]] for corner in others]
+    runs += [[*corner, *repeats[0]] for corner in other_corners]
     search = TrialSearch(
         trials=settings.trials,
         seed=settings.trials_seed,

@@ -106,13 +106,13 @@ def forward_signals() -> Iterator[Forwarder]:
     # Under nohup SIGHUP is ignored, by the jobs too: it must not end the sweep with its terminal.
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     numbers = [number for number in FORWARDED if number != signal.SIGHUP or not ignored]
-    before = {number: signal.signal(number, forwarder) for number in numbers}
+    previous = {number: signal.signal(number, forwarder) for number in numbers}
     try:
         yield forwarder
     finally:
         for job in forwarder.jobs:
             job.stop()
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 

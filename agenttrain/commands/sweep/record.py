@@ -88,8 +88,8 @@ class SweepRecord:
         return search is not None and len(self.jobs) < search.trials * len(search.repeats)
 
     @property
-    def own(self) -> bool:
-        """True if this user wrote the record."""
+    def is_signed_by_user(self) -> bool:
+        """True if this user wrote the record: overrides of others may name code to run."""
         return verifies(self.signed_fields(), self.signature)
 
     def signed_fields(self) -> dict[str, Any]:

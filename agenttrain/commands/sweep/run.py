@@ -45,7 +45,7 @@ from agenttrain.utils import exit_codes
 from agenttrain.utils.redaction import shell_command
 
 OUTPUT = "output.txt"
-"""File in a job's folder: its output where several run at once."""
+"""File in a job's folder: its output job_folder several run at once."""
 POLL_S = 0.2
 """Seconds between two checks of the jobs' processes."""
 THREADS = "OMP_NUM_THREADS"
@@ -160,12 +160,12 @@ def _start(
     sweep: Sweep, folder: Path, job: SweepJob, share: dict[str, str], signals: Forwarder
 ) -> JobProcess | None:
     """Start a job with a share of the machine; None if another process runs or finished it."""
-    record, where = read_record(folder), folder / job.folder
-    if is_held(where):
-        print(f"{where}: another process works there; it is left alone", flush=True)
+    record, job_folder = read_record(folder), folder / job.folder
+    if is_held(job_folder):
+        print(f"{job_folder}: another process works there; it is left alone", flush=True)
         return None
-    if job_state(where, job).status == FINISHED:  # by another process
-        print(f"{where}: has finished in the meantime", flush=True)
+    if job_state(job_folder, job).status == FINISHED:  # by another process
+        print(f"{job_folder}: has finished in the meantime", flush=True)
         return None
     number, total = _number(record, job), len(record.jobs)
     if record.search is None:
@@ -177,13 +177,13 @@ def _start(
         values = {
             key: value for key, value in settings_by_key(job.overrides).items() if key in keys
         }
-    print(f"\njob {number} of {total}: {settings_line(values)} -> {where}", flush=True)
-    if read_summary(where):
-        update_summary(where, status=None, error=None)  # remove those of the last attempt
+    print(f"\njob {number} of {total}: {settings_line(values)} -> {job_folder}", flush=True)
+    if read_summary(job_folder):
+        update_summary(job_folder, status=None, error=None)  # remove those of the last attempt
     output = None
     if len(sweep.shares) > 1:
-        where.mkdir(parents=True, exist_ok=True)
-        output = where / OUTPUT
+        job_folder.mkdir(parents=True, exist_ok=True)
+        output = job_folder / OUTPUT
     arguments = _arguments(folder, record, job, sweep.changes, sweep.trust)
     process = JobProcess(arguments, output, share)
     signals.add(process)
@@ -221,8 +221,8 @@ def _arguments(
     if record.verb == "eval":
         config.unlink(missing_ok=True)  # an evaluation cannot be resumed: it starts again
     if config.exists():
-        allowed = [TRUSTED] if trust else []
-        return [record.verb, *record.options, f"resume={folder}", *changes, *allowed]
+        trusted = [TRUSTED] if trust else []
+        return [record.verb, *record.options, f"resume={folder}", *changes, *trusted]
     return record.arguments(sweep, job, *changes)
 
 
@@ -299,10 +299,10 @@ def print_outcome(sweep: Path, code: int) -> int:
     print(f"\nsweep      {sweep}: {status_counts(jobs)}")
     if record.search is not None:
         past = trials(sweep, record, record.search)
-        done = [trial for trial in past if trial.result is not None]
+        complete = [trial for trial in past if trial.result is not None]
         choose = max if record.search.direction == Direction.maximize else min
-        if done:
-            best = choose(done, key=lambda trial: trial.result or 0.0)
+        if complete:
+            best = choose(complete, key=lambda trial: trial.result or 0.0)
             values = dict(zip(settings_by_key(record.search.space), best.values, strict=True))
             print(f"best       {settings_line(values)}: {record.objective} {best.result:.4g}")
     print(f"results    {shell_command(['compare', str(sweep)])}")

@@ -75,11 +75,11 @@ def check_space(axes: Mapping[str, Override], trials: int) -> None:
             problem = "must rise between finite numbers, and with log from above 0"
             raise ConfigError(f"{line}: {problem}")
         sizes.append(end - start + 1 if isinstance(start, int) else math.inf)
-    most = math.prod(sizes)
-    if trials > most:
+    combinations = math.prod(sizes)
+    if trials > combinations:
         raise ConfigError(
-            f"sweep.trials={trials}: there are only {most} combinations; leave it out, or add "
-            "values or ranges"
+            f"sweep.trials={trials}: there are only {combinations} combinations; leave it out, or "
+            "add values or ranges"
         )
 
 
@@ -90,7 +90,7 @@ def _choices(axis: Override) -> list[str]:
 
 def draw_trials(axes: Mapping[str, Override], trials: int, seed: int) -> list[tuple[str, ...]]:
     """Draw the values of trials at random, no two the same. Raises ConfigError."""
-    values = list(islice(_sampled(axes, Sampler.random, seed, Direction.maximize, ()), trials))
+    values = list(islice(_new_values(axes, Sampler.random, seed, Direction.maximize, ()), trials))
     if len(values) < trials:
         raise ConfigError(
             f"sweep.trials={trials}: the ranges are too narrow for so many, at {DIGITS} digits a "
@@ -103,11 +103,11 @@ def next_trial(
     axes: Mapping[str, Override], seed: int, direction: Direction, trials: Sequence[Trial]
 ) -> tuple[str, ...] | None:
     """Return the values to try next, given all trials so far; None if no new ones are found."""
-    own_seed = derive_seed(seed, len(trials)) % 2**32
-    return next(_sampled(axes, Sampler.tpe, own_seed, direction, trials), None)
+    trial_seed = derive_seed(seed, len(trials)) % 2**32
+    return next(_new_values(axes, Sampler.tpe, trial_seed, direction, trials), None)
 
 
-def _sampled(
+def _new_values(
     axes: Mapping[str, Override],
     sampler: Sampler,
     seed: int,
@@ -142,14 +142,14 @@ def _sampled(
                 state=state_without_result if trial.result is None else state.COMPLETE,
             )
         )
-    known, repeated = {trial.values for trial in trials}, 0
-    while repeated < ATTEMPTS:
+    seen, vain_draws = {trial.values for trial in trials}, 0
+    while vain_draws < ATTEMPTS:
         params = study.ask(distributions).params
         values = tuple(_text(params[key], distributions[key]) for key in axes)
-        repeated += 1
-        if values not in known:
-            known.add(values)
-            repeated = 0
+        vain_draws += 1
+        if values not in seen:
+            seen.add(values)
+            vain_draws = 0
             yield values
 
 

@@ -123,16 +123,16 @@ def _metrics(
     record: SweepRecord, named: Sequence[str], figures: Sequence[Mapping[str, float]]
 ) -> list[str]:
     """Return the names of the table's columns: `named`, or else the objective and DEFAULT's."""
-    known = dict.fromkeys(name for values in figures for name in values)
+    available = dict.fromkeys(name for values in figures for name in values)
     for name in named:
-        if known and name not in known:  # `known` is empty until a job has finished
-            plain = [key for key in known if "/" not in key or key.startswith("eval/")]
+        if available and name not in available:  # `available` is empty until a job has finished
+            plain = [key for key in available if "/" not in key or key.startswith("eval/")]
             raise ConfigError(
-                f"{name}: no finished job has such a figure{did_you_mean(name, known)}; there are "
-                f"{', '.join(plain)}, and the others of metrics.jsonl"
+                f"{name}: no finished job has such a figure{did_you_mean(name, available)}; there "
+                f"are {', '.join(plain)}, and the others of metrics.jsonl"
             )
     objective = [] if record.objective is None else [record.objective]
-    wanted = named or [*objective, *(name for name in DEFAULT[record.verb] if name in known)]
+    wanted = named or [*objective, *(name for name in DEFAULT[record.verb] if name in available)]
     return list(dict.fromkeys(wanted))
 
 
@@ -154,8 +154,8 @@ def print_table(comparison: Comparison) -> None:
     """Print the table in its full width: wrapped figures cannot be read."""
     head, body = rows(comparison)
     has_seeds = any(len(each.jobs) > 1 for each in comparison.configurations)
-    explained = "mean ± standard deviation over the seeds, " if has_seeds else ""
-    table = Table(title=f"{explained}{status_counts(comparison.jobs)}", title_justify="left")
+    legend = "mean ± standard deviation over the seeds, " if has_seeds else ""
+    table = Table(title=f"{legend}{status_counts(comparison.jobs)}", title_justify="left")
     for name in head:
         justify: Literal["left", "right"] = "right" if name in comparison.metrics else "left"
         table.add_column(name, justify=justify, no_wrap=True)

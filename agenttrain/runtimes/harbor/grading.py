@@ -95,7 +95,7 @@ async def grade(machine: RolloutMachine, task: HarborTask, env: dict[str, str]) 
     script = f"({TESTS}/test.sh) > {VERIFIER_LOGS}/test-stdout.txt 2>&1"
     await _run(machine, f"chmod +x {TESTS}/test.sh")
     user = task.verifier_user
-    if user is None and task.agent_user is not None:
+    if user is None and task.agent_user is not None:  # else the tests would run as the agent's user
         user = ROOT
     result = await machine.exec(
         ["sh", "-c", script], timeout_s=task.verifier_timeout_s, env=env, user=user

@@ -49,7 +49,11 @@ class BadTask(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Healthcheck:
-    """A command that has to succeed before the agent begins."""
+    """A command that has to succeed before the agent begins; the names are Harbor's.
+
+    For `start_period_sec` it is tried every `start_interval_sec`, and failures do not count. Then
+    it is tried every `interval_sec`, until it has failed `retries` times.
+    """
 
     command: str
     interval_sec: float = 5.0
@@ -201,6 +205,7 @@ def resolve_variables(env: Mapping[str, str], allowed: Mapping[str, str]) -> dic
 
 
 def _settings(folder: Path) -> dict[str, Any]:
+    """Return the content of a task's task.toml. Raises BadTask."""
     try:
         file = folder / TASK_FILE
         if file.stat().st_size > LARGEST_FILE:
@@ -238,11 +243,11 @@ def _task(folder: Path, settings: Mapping[str, Any]) -> HarborTask:
     """Return a whole task: of one instruction, or of several steps."""
     tables = settings.get("steps") or []
     if not tables:
-        return _part(folder, settings, settings.get("agent", {}), settings.get("verifier", {}))
+        return _make_task(folder, settings, settings.get("agent", {}), settings.get("verifier", {}))
     steps = tuple(_step(folder, settings, table) for table in tables)
     names = [step.step.folder.name.casefold() for step in steps if step.step is not None]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"steps.name={twice[0]}: names two steps")
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"steps.name={repeated[0]}: names two steps")
     strategy = settings.get("multi_step_reward_strategy") or "mean"
     if strategy not in ("mean", "final"):
         raise ValueError(f"multi_step_reward_strategy={strategy}: expected mean or final")
@@ -253,6 +258,7 @@ def _task(folder: Path, settings: Mapping[str, Any]) -> HarborTask:
         step=None,
         steps=steps,
         takes_last_step=strategy == "final",
+        # A step without a limit makes a task without one.
         agent_timeout_s=sum(seconds) if len(seconds) == len(limits) else None,
     )
 
@@ -262,23 +268,23 @@ def _step(folder: Path, settings: Mapping[str, Any], table: Mapping[str, Any]) -
     name = table["name"]
     if not isinstance(name, str) or name in ("", ".", "..") or "/" in name:
         raise ValueError(f"steps.name={name}: expected the name of a folder in steps/")
-    least = table.get("min_reward")
-    if least is None:
-        least = {}
-    elif not isinstance(least, Mapping):
-        least = {"reward": least}
-    for reward in least.values():
+    min_rewards = table.get("min_reward")
+    if min_rewards is None:
+        min_rewards = {}
+    elif not isinstance(min_rewards, Mapping):
+        min_rewards = {"reward": min_rewards}
+    for reward in min_rewards.values():
         if isinstance(reward, bool) or not isinstance(reward, int | float):
             raise ValueError(f"steps.min_reward={reward}: expected a number")
     step = Step(
         folder=folder / "steps" / name,
-        min_rewards={key: float(reward) for key, reward in least.items()},
+        min_rewards={key: float(reward) for key, reward in min_rewards.items()},
         healthcheck=_healthcheck(table.get("healthcheck"), "steps.healthcheck"),
     )
     agent = {**settings.get("agent", {}), **table.get("agent", {})}
     verifier = _verifier_of_step(settings.get("verifier", {}), table.get("verifier", {}))
     artifacts = [*settings.get("artifacts", []), *table.get("artifacts", [])]
-    return _part(folder, {**settings, "artifacts": artifacts}, agent, verifier, step)
+    return _make_task(folder, {**settings, "artifacts": artifacts}, agent, verifier, step)
 
 
 def _verifier_of_step(task: Mapping[str, Any], step: Mapping[str, Any]) -> dict[str, Any]:
@@ -293,7 +299,7 @@ def _verifier_of_step(task: Mapping[str, Any], step: Mapping[str, Any]) -> dict[
     return merged
 
 
-def _part(
+def _make_task(
     folder: Path,
     settings: Mapping[str, Any],
     agent: Mapping[str, Any],
@@ -348,6 +354,7 @@ def _verifier_place(
         raise ValueError("verifier.environment: contradicts verifier.environment_mode=shared")
     if mode == "shared" or (mode is None and "environment" not in verifier):
         return None, False
+    # An image or Dockerfile of the tests holds them: the step's before the task's.
     for tests in dict.fromkeys((files / "tests", folder / "tests")):
         test_place = _place(verifier.get("environment", {}), tests, required=False)
         if test_place.docker_image is not None or (test_place.folder / "Dockerfile").is_file():
@@ -356,6 +363,10 @@ def _verifier_place(
 
 
 def _place(section: Mapping[str, Any], folder: Path, *, required: bool = True) -> TaskPlace:
+    """Return the container that a section `environment` describes, with the Dockerfile in `folder`.
+
+    Raises ValueError if it cannot be made; without an image only if one is `required`.
+    """
     image = _text(section.get("docker_image"))
     if image is not None and image.startswith("-"):
         raise ValueError(f"environment.docker_image={image}: names no image")

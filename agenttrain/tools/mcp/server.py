@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agenttrain.tools.config import check_mcp_server, expanded
+from agenttrain.tools.config import check_mcp_server, expand_variables
 from agenttrain.tools.mcp.connection import (
     CannotConnect,
     Connection,
@@ -64,12 +64,15 @@ class McpServer:
             ) from error
         self._command = None if command is None else [str(word) for word in command]
         self._url, self._prefix = url, prefix
-        self._env, self._headers = expanded("env", env), expanded("headers", headers)
+        self._env, self._headers = (
+            expand_variables("env", env),
+            expand_variables("headers", headers),
+        )
         self._stderr = StderrTail()
         self._refused: list[int] = []
         """HTTP status of the last refused request of the connection in use, if there was one."""
         self._connection = Connection(
-            self._client, start_timeout_s=start_timeout_s, reconnect_s=reconnect_s
+            self._make_client, start_timeout_s=start_timeout_s, reconnect_s=reconnect_s
         )
         try:
             listed = self._connection.start()
@@ -111,7 +114,7 @@ class McpServer:
             )
         return tools
 
-    def _client(self) -> Any:
+    def _make_client(self) -> Any:
         """Make a new client, which connects when it is entered."""
         from mcp import Client
 
@@ -119,7 +122,7 @@ class McpServer:
             return Client(process_transport(self._command, self._env, self._stderr))
         self._refused.clear()
         # Expanded only here: `_url` stands in errors, where no secret may.
-        url = expanded("url", {"url": self._url})["url"]
+        url = expand_variables("url", {"url": self._url})["url"]
         return Client(http_transport(url, self._headers, self._refused))
 
     def _cannot_connect(self, error: CannotConnect) -> str:

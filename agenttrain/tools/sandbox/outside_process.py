@@ -158,12 +158,14 @@ class Jail:
         with self._inner_end as inner_end:
             number = inner_end.fileno()
             user = None if self.backend == "none" else next_user()
-            settings = inside(self.settings, self.backend, control=number, work=work, user=user)
+            settings = settings_inside(
+                self.settings, self.backend, control=number, work=work, user=user
+            )
             wrapper = [*bubblewrap(user), "--"] if self.backend == "bwrap" else []
             code = START.format(root=PACKAGE_ROOT)
             # The code sees none of the environment variables of this process.
             environment = {
-                "PATH": f"{os.path.dirname(interpreter())}:/usr/local/bin:/usr/bin:/bin",
+                "PATH": f"{os.path.dirname(base_python())}:/usr/local/bin:/usr/bin:/bin",
                 "HOME": work,
                 "LANG": "C.UTF-8",
                 "TMPDIR": "/tmp" if work == "/work" else work,
@@ -175,7 +177,7 @@ class Jail:
             # A file: reading a pipe would take a thread for each rollout.
             with tempfile.TemporaryFile() as output:
                 self._process = ChildProcess(
-                    [*wrapper, interpreter(), "-I", "-S", "-c", code, json.dumps(settings)],
+                    [*wrapper, base_python(), "-I", "-S", "-c", code, json.dumps(settings)],
                     keeper=self.backend == "none",  # otherwise the namespace ends as a whole
                     pass_fds=(number,),
                     env=environment,
@@ -184,7 +186,7 @@ class Jail:
                 )
 
 
-def inside(
+def settings_inside(
     settings: SandboxSettings, backend: str, *, control: int, work: str, user: int | None
 ) -> dict[str, object]:
     """Return the settings with which `inside_setup.py` starts a sandbox."""
@@ -206,7 +208,7 @@ def inside(
     }
 
 
-def interpreter() -> str:
+def base_python() -> str:
     """Return the Python that runs agenttrain, outside of any virtual environment."""
     path = getattr(sys, "_base_executable", sys.executable) or sys.executable
     return os.path.realpath(path)

@@ -1,0 +1,158 @@
+"""Context parallel: the members of a group compute the packed trees of their sequences together.
+
+Each process keeps its rollouts, their losses and their metrics. The members tell each other only
+the token ids, and pack them into the same microbatches. Of each microbatch a process computes its
+part of the tokens, the head included, and the log-probabilities go to the process that has the
+rollout. Two processes with a rollout each, of which the longer one is `a`::
+
+    packed             a a a a a a a a | b b b b
+    computed by        0 0 0 1 1 1 1 1   1 0 0 0
+    loss, metrics of   rank 0            rank 1
+
+Shapes: T tokens of a microbatch, t of them this process's; S sampled tokens, s of them this
+process's to compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from agenttrain.training.batch import (
+    Microbatch,
+    SequenceRoutes,
+    TrainingSequence,
+    stand_in,
+)
+from agenttrain.training.context_group import ContextGroup
+from agenttrain.training.context_share import ContextShare
+from agenttrain.training.context_tree import split_tree
+from agenttrain.training.segments import Segment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tokens:
+    """What the other members of a group have to know of a sequence."""
+
+    token_ids_T: Tensor
+    targets_S: Tensor
+    routes: SequenceRoutes | None
+
+    def as_sequence(self) -> TrainingSequence:
+        """Return a sequence with these tokens and without a loss."""
+        return replace(
+            stand_in(),
+            token_ids_T=self.token_ids_T,
+            targets_S=self.targets_S,
+            routes=self.routes,
+            behaviour_S=torch.zeros(len(self.targets_S)),
+            ref_logprobs_S=None,
+        )
+
+
+Pack = Callable[[Sequence[TrainingSequence], int, torch.device], list[Microbatch]]
+"""`Scorer.pack`: packs sequences into microbatches of at most that many tokens."""
+
+
+def pack_together(
+    pack: Pack,
+    sequences: Sequence[TrainingSequence],
+    token_budget: int,
+    device: torch.device,
+    group: ContextGroup,
+) -> list[Microbatch]:
+    """Return this process's parts of the microbatches of all sequences of its group.
+
+    Every member gets equally many, of `token_budget` tokens for each member. Empty if no member has
+    a sequence.
+    """
+    tokens = [
+        _Tokens(token_ids_T=s.token_ids_T, targets_S=s.targets_S, routes=s.routes)
+        for s in sequences
+    ]
+    members = group.gather((token_budget, tokens))
+    all_sequences: list[TrainingSequence] = []
+    for rank, (_, foreign) in enumerate(members):
+        if rank == group.rank:
+            all_sequences += sequences
+        else:
+            all_sequences += [one.as_sequence() for one in foreign]
+    if not all_sequences:
+        return []
+    budget = max(budget for budget, _ in members) * group.size
+    own = {id(sequence) for sequence in sequences}
+    packed = pack(all_sequences, budget, device)
+    return [_share(microbatch, own, group) for microbatch in packed]
+
+
+def _share(whole: Microbatch, own: set[int], group: ContextGroup) -> Microbatch:
+    """Return this process's part of its group's microbatch.
+
+    `own` are the Python ids of its own sequences. The part has their loss, and the tokens and
+    routes of the forward pass.
+    """
+    device = whole.token_ids_T.device
+    whole = _fill(whole, 2 * group.size)
+    split = split_tree(whole.segments, group)
+    positions_t = split.tree.packed_positions()
+    place_T = torch.full((len(whole.token_ids_T),), -1)
+    place_T[positions_t] = torch.arange(len(positions_t))
+    targets_S = place_T[whole.targets_S.cpu()]  # -1: another process's
+    places_s = (targets_S >= 0).nonzero()[:, 0]
+    is_own_B = torch.tensor([id(sequence) in own for sequence in whole.sequences])
+    sequence_S = whole.sequence_S.cpu()
+    own_S = is_own_B[sequence_S].nonzero()[:, 0]
+    share = ContextShare(
+        split=split,
+        targets_s=targets_S[places_s].to(device),
+        labels_s=whole.labels_S[places_s.to(device)],
+        places_s=places_s.to(device),
+        own=own_S.to(device),
+        sampled=len(targets_S),
+    )
+    own_S, positions_t = own_S.to(device), positions_t.to(device)
+    sequences = tuple(sequence for sequence in whole.sequences if id(sequence) in own)
+    ref_logprobs_S = whole.ref_logprobs_S  # only this process's own sequences have any
+    weights_B = whole.weights_B[is_own_B.to(device)]
+    if not sequences:
+        sequences, weights_B = (stand_in(),), whole.weights_B.new_zeros(1)
+        ref_logprobs_S = whole.behaviour_S.new_zeros(0)
+    index_B = (is_own_B.cumsum(0) - 1).to(device)
+    routes_TLK = whole.routes_TLK
+    return replace(
+        whole,
+        sequences=sequences,
+        token_ids_T=whole.token_ids_T[positions_t],
+        targets_S=whole.targets_S[own_S],
+        labels_S=whole.labels_S[own_S],
+        behaviour_S=whole.behaviour_S[own_S],
+        sequence_S=index_B[whole.sequence_S[own_S]],
+        advantages_S=whole.advantages_S[own_S],
+        weights_B=weights_B,
+        ref_logprobs_S=ref_logprobs_S,
+        routes_TLK=None if routes_TLK is None else routes_TLK[positions_t],
+        context=share,
+    )
+
+
+def _fill(microbatch: Microbatch, least: int) -> Microbatch:
+    """Return a microbatch of at least that many tokens, so that every chunk has one.
+
+    The tokens that are added are a sequence of their own, without a loss.
+    """
+    missing = least - len(microbatch.token_ids_T)
+    if missing <= 0:
+        return microbatch
+    ids_T, routes_TLK = microbatch.token_ids_T, microbatch.routes_TLK
+    if routes_TLK is not None:
+        chosen = routes_TLK.new_full((missing, *routes_TLK.shape[1:]), -1)
+        routes_TLK = torch.cat((routes_TLK, chosen))
+    return replace(
+        microbatch,
+        token_ids_T=torch.cat((ids_T, ids_T.new_zeros(missing))),
+        segments=(*microbatch.segments, Segment(len(ids_T), missing)),
+        routes_TLK=routes_TLK,
+    )

@@ -1,0 +1,57 @@
+"""A process's part of a forward pass of several, and the way of its results to their owners.
+
+S sampled tokens of a microbatch, s of them this process's to compute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from agenttrain.training.context_tree import Split
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextShare:
+    """A process's part of the forward pass over a microbatch of its group."""
+
+    split: Split
+    targets_s: Tensor
+    """Indices, among this process's tokens, of those whose next token was sampled."""
+    labels_s: Tensor
+    """The sampled tokens."""
+    places_s: Tensor
+    """Their indices among the group's S sampled tokens."""
+    own: Tensor
+    """Indices among the S sampled tokens of those of this process's rollouts."""
+    sampled: int
+    """S."""
+
+    def exchange(self, logprobs_s: Tensor, entropy_s: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logprobs and entropies of this process's rollouts, from those it has computed."""
+        logprobs, entropy = _ToOwners.apply(torch.stack((logprobs_s, entropy_s)), self)
+        return logprobs, entropy if entropy_s.requires_grad else entropy.detach()
+
+
+class _ToOwners(torch.autograd.Function):
+    """Values of tokens from the processes that computed them to those that have the rollouts."""
+
+    @staticmethod
+    def forward(ctx: Any, values_2s: Tensor, share: ContextShare) -> tuple[Tensor, Tensor]:
+        ctx.share = share
+        values_2S = values_2s.new_zeros(2, share.sampled)
+        values_2S[:, share.places_s] = values_2s
+        first_S, second_S = share.split.group.add(values_2S)
+        return first_S.index_select(0, share.own), second_S.index_select(0, share.own)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        share: ContextShare = ctx.share
+        gradient_2S = gradients[0].new_zeros(2, share.sampled)
+        gradient_2S[:, share.own] = torch.stack(gradients)
+        return share.split.group.add(gradient_2S).index_select(1, share.places_s), None

@@ -1,0 +1,211 @@
+"""A packed tree cut over n processes.
+
+The packed row is cut into 2n chunks of equal length, and process r holds the chunks r and
+2n - 1 - r: late tokens attend to many keys, early ones to few, so that all processes have about as
+much to attend to. A segment that crosses the end of a chunk becomes a chain of pieces, each the
+parent of the next. So the pieces are a tree of segments that computes the same, and each piece has
+one owner. Two processes, a prompt P and two answers::
+
+    packed   P P P P P P P P | A A A | B B B B B
+    chunk    0 0 0 0 1 1 1 1   2 2 2   2 3 3 3 3      owner of chunks 0 1 2 3: 0 1 1 0
+    pieces   P0 ───── P1 ─┬─── A
+                          └──────────  B0 ── B1
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from agenttrain.training.context_group import ContextGroup
+from agenttrain.training.segments import Segment
+
+QUERIES = 256
+"""Most queries of a call within a window, whose keys are then few more."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class TreePiece:
+    """Neighbouring tokens of a segment in one chunk."""
+
+    segment: Segment
+    """The piece by its packed positions, with the piece before it as parent."""
+    parent: TreePiece | None
+    chunk: int
+    owner: int
+    """Process that holds the chunk."""
+    offset: int
+    """Index of the first token among those of the owner."""
+    position: int
+    """Position of the first token in its sequences."""
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return self.segment.length
+
+    @property
+    def ancestors(self) -> Iterator[TreePiece]:
+        """Pieces before this one in its sequences, the nearest first."""
+        piece = self.parent
+        while piece is not None:
+            yield piece
+            piece = piece.parent
+
+
+class Call(NamedTuple):
+    """Queries and keys that attend in one call, by their indices among those of their owners."""
+
+    queries: slice
+    keys: slice
+    shift: int | None
+    """Query a attends to key b if b <= a + shift, within the window; None: to all keys."""
+
+
+class ContextTree:
+    """The pieces of a packed tree, as process `rank` of `processes` computes them."""
+
+    def __init__(self, segments: Sequence[Segment], *, rank: int, processes: int) -> None:
+        """Cut segments of at least two tokens for each process."""
+        self.rank, self.processes = rank, processes
+        self._calls: dict[tuple[int, int | None], list[Call]] = {}
+        chunks = 2 * processes
+        tokens = segments[-1].end
+        self.bounds = [tokens * chunk // chunks for chunk in range(chunks + 1)]
+        """Packed position at which each chunk starts, and the end."""
+        self.pieces = self._cut(segments)
+        """All pieces in packed order."""
+        self.held: list[list[TreePiece]] = [[] for _ in range(processes)]
+        """Pieces of each process, in packed order."""
+        for piece in self.pieces:
+            self.held[piece.owner].append(piece)
+        self.counts = [sum(piece.length for piece in pieces) for pieces in self.held]
+        """Tokens of each process."""
+
+    def owner(self, chunk: int) -> int:
+        """Return the process that holds a chunk."""
+        return min(chunk, 2 * self.processes - 1 - chunk)
+
+    def _cut(self, segments: Sequence[Segment]) -> tuple[TreePiece, ...]:
+        """Cut segments at the ends of chunks."""
+        pieces: list[TreePiece] = []
+        last_of: dict[int, TreePiece] = {}  # last piece of a segment, by the segment's start
+        counts = [0] * self.processes
+        for segment in segments:
+            parent = None if segment.parent is None else last_of[segment.parent.start]
+            start = segment.start
+            while start < segment.end:
+                chunk = bisect_right(self.bounds, start) - 1
+                end = min(segment.end, self.bounds[chunk + 1])
+                owner = self.owner(chunk)
+                before = None if parent is None else parent.segment
+                parent = TreePiece(
+                    segment=Segment(start, end - start, before),
+                    parent=parent,
+                    chunk=chunk,
+                    owner=owner,
+                    offset=counts[owner],
+                    position=0 if parent is None else parent.position + parent.length,
+                )
+                pieces.append(parent)
+                counts[owner] += end - start
+                start = end
+            assert parent is not None  # a segment has tokens
+            last_of[segment.start] = parent
+        return tuple(pieces)
+
+    def calls(self, source: int, window: int | None) -> list[Call]:
+        """Return the calls of this process's queries over the keys of process `source`."""
+        if (source, window) not in self._calls:
+            self._calls[source, window] = list(self._make_calls(source, window))
+        return self._calls[source, window]
+
+    def _make_calls(self, source: int, window: int | None) -> Iterator[Call]:
+        """Yield the calls of `calls`: siblings together, in a window each tile of a piece."""
+        held = self.held[self.rank]
+        if window is not None:
+            for piece in held:
+                for key in (piece, *piece.ancestors):
+                    if key.owner == source:
+                        yield from _windowed(piece, key, window)
+            return
+        for siblings in _runs(held):
+            first, last = siblings[0], siblings[-1]
+            queries = slice(first.offset, last.offset + last.length)
+            # Siblings attend to all of their prefix, so that they are one call.
+            prefix = sorted((p.offset, p.length) for p in first.ancestors if p.owner == source)
+            for keys in _joined(prefix):
+                yield Call(queries, keys, None)
+        if source == self.rank:
+            for piece in held:
+                tokens = slice(piece.offset, piece.offset + piece.length)
+                yield Call(tokens, tokens, 0)
+
+    def packed_positions(self) -> Tensor:
+        """Return the packed position of each token of this process."""
+        chunks = (self.rank, 2 * self.processes - 1 - self.rank)
+        return torch.cat([torch.arange(*self.bounds[c : c + 2]) for c in chunks])
+
+    def positions(self) -> Tensor:
+        """Return the position in its sequences of each token of this process."""
+        pieces = self.held[self.rank]
+        return torch.cat([torch.arange(p.position, p.position + p.length) for p in pieces])
+
+
+class Split(NamedTuple):
+    """A packed tree with the processes that compute it together."""
+
+    tree: ContextTree
+    group: ContextGroup
+
+
+def split_tree(segments: Sequence[Segment], group: ContextGroup) -> Split:
+    """Return packed segments as a group computes them."""
+    return Split(ContextTree(segments, rank=group.rank, processes=group.size), group)
+
+
+def _runs(pieces: Sequence[TreePiece]) -> Iterator[list[TreePiece]]:
+    """Yield runs of neighbours with the same parent."""
+    run: list[TreePiece] = []
+    for piece in pieces:
+        if run and run[-1].parent is not piece.parent:
+            yield run
+            run = []
+        run.append(piece)
+    if run:
+        yield run
+
+
+def _joined(parts: Sequence[tuple[int, int]]) -> list[slice]:
+    """Join (start, length) that follow each other. Example: (0, 2) (2, 3) (7, 1) are 0:5 and 7:8"""
+    slices: list[slice] = []
+    for start, length in parts:
+        if slices and slices[-1].stop == start:
+            slices[-1] = slice(slices[-1].start, start + length)
+        else:
+            slices.append(slice(start, start + length))
+    return slices
+
+
+def _windowed(query: TreePiece, key: TreePiece, window: int) -> Iterator[Call]:
+    """Yield calls of a piece's queries over the keys of another one, or of itself, in a window."""
+    for first in range(0, query.length, QUERIES):
+        last = min(first + QUERIES, query.length)
+        distance = query.position + first - key.position  # of the first query from the first key
+        low = max(0, distance - window + 1)
+        high = min(key.length, distance + last - first)
+        if low >= high:
+            continue
+        shift = distance - low
+        # The first query sees the last key, and the last query the first key.
+        sees_all = high - low - 1 <= shift and last - first - 1 + shift < window
+        yield Call(
+            slice(query.offset + first, query.offset + last),
+            slice(key.offset + low, key.offset + high),
+            None if sees_all else shift,
+        )

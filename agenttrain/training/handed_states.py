@@ -1,0 +1,328 @@
+"""Recurrent mixers of a packed tree over several processes: states go from chunk to chunk.
+
+A scan computes one chunk after the other, whoever holds it. A process waits for the last states of
+the segments before its chunk, and sends on those of its own. A convolution needs the last K-1
+tokens before each piece, which their owners send at once. Both backward passes go the other way.
+
+Shapes: t tokens of this process, C channels, K taps, f tokens that others hold.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from agenttrain.engines.mixers import Convolution, Scan
+from agenttrain.training.context_group import ContextGroup
+from agenttrain.training.context_tree import ContextTree, TreePiece
+from agenttrain.training.recurrent import RecurrentTree
+from agenttrain.training.segments import Segment
+
+
+class HandedTree:
+    """Layout of this process's pieces as recurrent mixers need it (a `MixerLayout`)."""
+
+    def __init__(self, tree: ContextTree, group: ContextGroup, device: torch.device) -> None:
+        self.tree, self.group, self.device = tree, group, device
+        self.chunks = _make_chunks(tree, device)
+        """Those of all processes, in the order of their scans."""
+        self._tails: dict[int, Tails] = {}
+        self._state_shapes: dict[tuple[Any, ...], Tensor] = {}
+
+    # Left out of torch.compile, as `RecurrentTree` is.
+    @torch.compiler.disable
+    def convolve(self, convolution: Convolution) -> Tensor:
+        """Return the convolved states of this process's tokens, [1, C, t]."""
+        before = convolution.weight.shape[-1] - 1
+        if before not in self._tails:
+            self._tails[before] = make_tails(self.tree, before, self.device)
+        tails = self._tails[before]
+        rows_tC = convolution.states[0].transpose(0, 1)
+        fetched_fC = _FetchTails.apply(rows_tC, tails, self.group)
+        extended = torch.cat((rows_tC, fetched_fC)).transpose(0, 1)[None]
+        local = Convolution(
+            function=convolution.function,
+            states=extended,
+            weight=convolution.weight,
+            bias=convolution.bias,
+            activation=convolution.activation,
+        )
+        return tails.layout.convolve(local)[..., : len(rows_tC)]
+
+    @torch.compiler.disable
+    def scan(self, scan: Scan) -> tuple[Tensor, None]:
+        """Return the output of this process's tokens, [1, t, …]. Raises ValueError for a cache."""
+        if scan.state is not None or scan.keeps:
+            raise ValueError("a packed tree starts its sequences: it takes no cache")
+        inputs = [tensor[0] for tensor in scan.inputs]
+        output: Tensor = _HandedScan.apply(self, scan, len(inputs), *inputs, *scan.weights)
+        return output[None], None
+
+    def state_like(self, scan: Scan) -> Tensor:
+        """Return a tensor of the shape and format of one state, from a scan of one token."""
+        key = (scan.function, *(tensor.shape[2:] for tensor in scan.inputs))
+        if key not in self._state_shapes:
+            with torch.no_grad():
+                tokens = [tensor[:, :1].detach() for tensor in scan.inputs]
+                _, state = scan(tokens, None, True)
+            assert state is not None
+            self._state_shapes[key] = state[0]
+        return self._state_shapes[key]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """One chunk of the tree in the order of scans."""
+
+    owner: int
+    tokens: slice
+    """Indices of its tokens among those of the owner."""
+    layout: RecurrentTree
+    """Its pieces, which start from states of `layout.given` and leave those of `layout.wanted`."""
+    sent: dict[int, tuple[Segment, ...]]
+    """Pieces whose last states other processes need, by process."""
+
+
+def _make_chunks(tree: ContextTree, device: torch.device) -> list[Chunk]:
+    """Return the chunks of a tree."""
+    pieces: dict[int, list[TreePiece]] = defaultdict(list)
+    for piece in tree.pieces:
+        pieces[piece.chunk].append(piece)
+    # Pieces whose states other chunks need, by chunk, with the processes that need them.
+    needed: dict[int, dict[TreePiece, set[int]]] = defaultdict(dict)
+    for piece in tree.pieces:
+        parent = piece.parent
+        if parent is not None and parent.chunk != piece.chunk:
+            needed[parent.chunk].setdefault(parent, set()).add(piece.owner)
+    chunks = []
+    for number, held in sorted(pieces.items()):
+        given = {p.parent: None for p in held if p.parent and p.parent.chunk != number}
+        owner = held[0].owner
+        receivers = sorted({rank for ranks in needed[number].values() for rank in ranks} - {owner})
+        chunks.append(
+            Chunk(
+                owner=owner,
+                tokens=slice(held[0].offset, held[-1].offset + held[-1].length),
+                layout=RecurrentTree(
+                    [piece.segment for piece in held],
+                    device,
+                    given=[piece.segment for piece in given],
+                    wanted=[piece.segment for piece in needed[number]],
+                ),
+                sent={
+                    rank: tuple(p.segment for p, ranks in needed[number].items() if rank in ranks)
+                    for rank in receivers
+                },
+            )
+        )
+    return chunks
+
+
+class _HandedScan(torch.autograd.Function):
+    """Scan of one chunk after the other; the backward pass computes each chunk again."""
+
+    @staticmethod
+    def forward(ctx: Any, handed: HandedTree, scan: Scan, count: int, *tensors: Tensor) -> Tensor:
+        """Return the output of this process's tokens; `tensors` are `count` inputs and weights."""
+        inputs, group = tensors[:count], handed.group
+        like = handed.state_like(scan)
+        states: dict[Segment, Tensor] = {}
+        sending = []  # works with the tensors that they read
+        outputs: list[Tensor] = []
+        starts: list[Tensor] = []  # initial states of this process's chunks
+        for chunk in handed.chunks:
+            received = chunk.sent.get(group.rank)
+            if received:
+                rows = group.receive((len(received), *like.shape), like, chunk.owner)
+                states |= dict(zip(received, rows.unbind(), strict=True))
+            if chunk.owner != group.rank:
+                continue
+            given = [states[segment] for segment in chunk.layout.given]
+            starts += given
+            output, last = chunk.layout.scan_waves(
+                scan, [tensor[chunk.tokens] for tensor in inputs], given
+            )
+            outputs.append(output)
+            states |= last
+            for rank, segments in chunk.sent.items():
+                rows = torch.stack([last[segment] for segment in segments]).to(like.dtype)
+                sending.append((group.send(rows, rank), rows))
+        for work, _ in sending:
+            work.wait()
+        ctx.save_for_backward(*tensors, *starts)
+        ctx.handed, ctx.scan, ctx.count, ctx.starts = handed, scan, count, len(starts)
+        device = inputs[0].device.type
+        # The backward pass computes in the formats of this one.
+        ctx.autocast = {
+            "enabled": torch.is_autocast_enabled(device),
+            "dtype": torch.get_autocast_dtype(device),
+        }
+        return torch.cat(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Go through the chunks from the last to the first; hand gradients of states back."""
+        handed, scan, count, group = ctx.handed, ctx.scan, ctx.count, ctx.handed.group
+        saved = ctx.saved_tensors
+        tensors, starts = saved[: len(saved) - ctx.starts], saved[len(saved) - ctx.starts :]
+        inputs, weights = tensors[:count], tensors[count:]
+        like = handed.state_like(scan)
+        sums = [torch.zeros_like(tensor) for tensor in tensors]
+        of_states: dict[Segment, Tensor] = {}  # gradients of last states
+        sending = []
+        remaining = len(starts)
+
+        def add(segments: Sequence[Segment], rows: Sequence[Tensor]) -> None:
+            for segment, row in zip(segments, rows, strict=True):
+                of_states[segment] = of_states[segment] + row if segment in of_states else row
+
+        for chunk in reversed(handed.chunks):
+            layout = chunk.layout
+            if chunk.owner == group.rank:
+                for rank, segments in chunk.sent.items():  # from those that were sent the states
+                    rows = group.receive((len(segments), *like.shape), like, rank)
+                    add(segments, rows.unbind())
+                remaining -= len(layout.given)
+                given = starts[remaining : remaining + len(layout.given)]
+                autocast = torch.autocast(inputs[0].device.type, **ctx.autocast)
+                with torch.enable_grad(), autocast:
+                    local = [t[chunk.tokens].detach().requires_grad_() for t in inputs]
+                    shared = [t.detach().requires_grad_() for t in weights]
+                    begins = [t.detach().requires_grad_() for t in given]
+                    output, last = layout.scan_waves(_with_weights(scan, shared), local, begins)
+                leaves = [*local, *shared, *begins]
+                ends = [segment for segment in last if segment in of_states]
+                gradients = torch.autograd.grad(
+                    (output, *(last[segment] for segment in ends)),
+                    leaves,
+                    (gradient[chunk.tokens], *(of_states[segment] for segment in ends)),
+                    allow_unused=True,
+                )
+                parts = [
+                    torch.zeros_like(leaf) if part is None else part
+                    for leaf, part in zip(leaves, gradients, strict=True)
+                ]
+                for total, part in zip(sums[:count], parts, strict=False):
+                    total[chunk.tokens] += part
+                for total, part in zip(sums[count:], parts[count:], strict=False):
+                    total += part
+                add(layout.given, parts[count + len(shared) :])
+            elif group.rank in chunk.sent:
+                # All of this process's later chunks are done: their sum goes back.
+                segments = chunk.sent[group.rank]
+                rows = torch.stack([of_states[segment] for segment in segments]).to(like.dtype)
+                sending.append((group.send(rows, chunk.owner), rows))
+        for work, _ in sending:
+            work.wait()
+        return None, None, None, *sums
+
+
+def _with_weights(scan: Scan, weights: Sequence[Tensor]) -> Any:
+    """Return a call of a scan with other weights."""
+
+    def call(inputs: Sequence[Tensor], state: Tensor | None, keeps: bool) -> Any:
+        return scan.apply(scan.function, inputs, weights, state, keeps)
+
+    return call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tails:
+    """Tokens of other processes that this one's convolutions reach."""
+
+    layout: RecurrentTree
+    """This process's pieces, and behind them the fetched tokens as segments of their own."""
+    sent: dict[int, Tensor]
+    """Indices of the tokens that other processes fetch, by process."""
+    fetched: dict[int, int]
+    """Number of tokens that come from each process, in this order."""
+
+
+def make_tails(tree: ContextTree, before: int, device: torch.device) -> Tails:
+    """Return what a convolution that reaches `before` tokens back has to fetch."""
+    reached = [_reached(tree, rank, before) for rank in range(tree.processes)]
+    # (first index, length) of this process's pieces, and of the tails behind them.
+    places = {piece: (piece.offset, piece.length) for piece in tree.held[tree.rank]}
+    fetched: dict[int, int] = {}
+    start = tree.counts[tree.rank]
+    for owner, tails in enumerate(reached[tree.rank]):
+        for piece, length in tails.items():
+            places[piece] = (start, length)
+            start += length
+        if tails:
+            fetched[owner] = sum(tails.values())
+    segment_of: dict[TreePiece, Segment] = {}
+    for piece in tree.pieces:  # parents before their children
+        if piece in places:
+            first, length = places[piece]
+            # Nothing reaches further back than a tail that is a part of its piece.
+            is_whole = length == piece.length and piece.parent is not None
+            parent = segment_of.get(piece.parent) if is_whole and piece.parent else None
+            segment_of[piece] = Segment(first, length, parent)
+    layout = sorted(segment_of.values(), key=lambda segment: segment.start)
+    sent = {}
+    for rank in range(tree.processes):
+        tails = reached[rank][tree.rank] if rank != tree.rank else {}
+        if tails:
+            ends = [(p.offset + p.length, length) for p, length in tails.items()]
+            sent[rank] = torch.cat([torch.arange(end - n, end) for end, n in ends]).to(device)
+    return Tails(layout=RecurrentTree(layout, device), sent=sent, fetched=fetched)
+
+
+def _reached(tree: ContextTree, rank: int, before: int) -> list[dict[TreePiece, int]]:
+    """Return the pieces of each process whose last tokens process `rank` reaches, and how many."""
+    tails: list[dict[TreePiece, int]] = [{} for _ in range(tree.processes)]
+    for piece in tree.held[rank]:
+        missing = before
+        for ancestor in piece.ancestors:
+            if missing <= 0:
+                break
+            length = min(missing, ancestor.length)
+            if ancestor.owner != rank:
+                longest = tails[ancestor.owner].get(ancestor, 0)
+                tails[ancestor.owner][ancestor] = max(longest, length)
+            missing -= length
+    # Packed order: parents before their children.
+    return [dict(sorted(part.items(), key=lambda pair: pair[0].segment.start)) for part in tails]
+
+
+class _FetchTails(torch.autograd.Function):
+    """Fetch the tokens [f, C] of other processes; the backward pass sends their gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_tC: Tensor, tails: Tails, group: ContextGroup) -> Tensor:
+        """Return the fetched tokens, [f, C]."""
+        ctx.tails, ctx.group, ctx.tokens = tails, group, len(rows_tC)
+        sends = {rank: rows_tC.index_select(0, index) for rank, index in tails.sent.items()}
+        receives = {
+            rank: rows_tC.new_empty(count, *rows_tC.shape[1:])
+            for rank, count in tails.fetched.items()
+        }
+        with group.exchanging(sends, receives):
+            pass
+        return torch.cat((rows_tC[:0], *receives.values()))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_fC: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient of the tokens that others fetched, [t, C]."""
+        tails: Tails = ctx.tails
+        parts = gradient_fC.split(list(tails.fetched.values())) if tails.fetched else ()
+        sends = {rank: part.contiguous() for rank, part in zip(tails.fetched, parts, strict=True)}
+        receives = {
+            rank: gradient_fC.new_empty(len(index), *gradient_fC.shape[1:])
+            for rank, index in tails.sent.items()
+        }
+        with ctx.group.exchanging(sends, receives):
+            pass
+        rows_tC = gradient_fC.new_zeros(ctx.tokens, *gradient_fC.shape[1:])
+        for rank, index in tails.sent.items():  # a token occurs once in each index
+            rows_tC.index_add_(0, index, receives[rank])
+        return rows_tC, None, None

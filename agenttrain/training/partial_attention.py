@@ -1,0 +1,246 @@
+"""Attention to a part of the keys, and the merge of such parts.
+
+A query's output over some keys, with the logarithm of the sum of their weights, is all that is
+needed to merge it with its output over other keys (https://arxiv.org/abs/1805.02867). The backward
+pass of a part takes the merged output and logarithm, because the weights of all keys are known by
+then.
+
+Shapes: m queries, n keys, h heads (k of keys and values), d head size, e head size of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agenttrain.training.kernels import MULTIPLE, Kernel, count_call
+
+TILE = (256, 2048)
+"""Queries and keys of a tile whose scores are in memory at once."""
+LOWEST = -1e30
+"""Score of a key that a query does not attend to: finite, so that differences are numbers."""
+FUSED_HEAD = 256
+"""Largest head of torch's FlashAttention."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scoring:
+    """Deviations of a model's attention scores from plain attention. None: no deviation."""
+
+    scale: float | None = None
+    window: int | None = None
+    """Number of keys that a query attends to, its own included."""
+    softcap: float | None = None
+    """Scores s become softcap * tanh(s / softcap)."""
+    sinks: Tensor | None = None
+    """[h] Score of an additional key without a value, to which every query attends."""
+
+
+def nothing_yet(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return output [m, h, e] and logarithm [m, h] of queries that attended to no key so far."""
+    shape, exact = query.shape[:2], torch.promote_types(query.dtype, torch.float32)
+    output = torch.zeros(*shape, value.shape[-1], dtype=exact, device=query.device)
+    return output, torch.full(shape, LOWEST, dtype=exact, device=query.device)
+
+
+def merge(output: Tensor, log: Tensor, part: Tensor, part_log: Tensor) -> None:
+    """Merge attention to further keys into `output` [m, h, e] and `log` [m, h], in place.
+
+    Example: a part of two keys and one of a key, all with score 0, have the logarithms log 2 and 0,
+    and weigh 2/3 and 1/3.
+    """
+    total = torch.logaddexp(log, part_log)
+    output.mul_((log - total).exp()[..., None])
+    output.add_(part * (part_log - total).exp()[..., None])
+    log.copy_(total)
+
+
+def attend_partially(
+    query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, shift: int | None
+) -> tuple[Tensor, Tensor]:
+    """Return the output [m, h, e] over these keys, and the logarithm of their sum [m, h].
+
+    Query a attends to key b if b <= a + shift, within the window of `scoring`; to all keys if
+    `shift` is None. Sinks do not count here: see `add_sinks`.
+    """
+    if _is_fused(query, value, scoring, shift):
+        count_call(Kernel.flash)
+        states = _for_kernel(query, key, value)
+        function: Any = _FORWARD[query.device.type]
+        output, log, *_ = function(*states, 0.0, shift is not None, scale=scoring.scale)
+        return output[0].transpose(0, 1), log[0].transpose(0, 1)
+    count_call(Kernel.tiles)
+    output, log = nothing_yet(query, value)
+    for queries, keys in _tiles(query.shape[0], key.shape[0], shift, scoring.window):
+        scores, _ = _scores(query, key, scoring, shift, queries, keys)
+        part_log = scores.logsumexp(-1)
+        weights = (scores - part_log[..., None]).exp()
+        part = weights @ _by_query_head(value[keys], query).to(weights.dtype)
+        merge(output[queries], log[queries], part.transpose(0, 1), part_log.T)
+    return output, log
+
+
+def partial_gradients(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scoring: Scoring,
+    shift: int | None,
+    output: Tensor,
+    log: Tensor,
+    gradient: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value by their attention to each other.
+
+    `output` and `log` are those over all keys, `gradient` is that of the output.
+    """
+    if _is_fused(query, value, scoring, shift):
+        states = _for_kernel(query, key, value)
+        saved = _for_kernel(gradient, output)
+        return _fused_gradients(states, saved, log, scoring, causal=shift is not None)
+    exact = log.dtype
+    sum_query = torch.zeros(query.shape, dtype=exact, device=query.device)
+    sum_key, sum_value = (
+        torch.zeros(tensor.shape, dtype=exact, device=query.device) for tensor in (key, value)
+    )
+    gradient = gradient.to(exact)
+    product = (gradient * output).sum(-1)  # of each query and head
+    scale = query.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
+    for queries, keys in _tiles(query.shape[0], key.shape[0], shift, scoring.window):
+        scores, slope = _scores(query, key, scoring, shift, queries, keys)
+        weights = (scores - log[queries].T[..., None]).exp()
+        by_head = gradient[queries].transpose(0, 1)
+        sum_value[keys] += _by_key_head(weights.mT @ by_head, value)
+        of_weights = by_head @ _by_query_head(value[keys], query).to(exact).mT
+        of_scores = weights * (of_weights - product[queries].T[..., None])
+        of_scores *= slope * scale
+        expanded = _by_query_head(key[keys], query).to(exact)
+        sum_query[queries] += (of_scores @ expanded).transpose(0, 1)
+        of_key = of_scores.mT @ query[queries].transpose(0, 1).to(exact)
+        sum_key[keys] += _by_key_head(of_key, key)
+    return sum_query, sum_key, sum_value
+
+
+def add_sinks(output: Tensor, log: Tensor, sinks: Tensor) -> None:
+    """Add a key without a value and with the score `sinks` [h] to every query, in place."""
+    total = torch.logaddexp(log, sinks.to(log.dtype))
+    output.mul_((log - total).exp()[..., None])
+    log.copy_(total)
+
+
+def sink_gradient(output: Tensor, log: Tensor, gradient: Tensor, sinks: Tensor) -> Tensor:
+    """Return the gradient of `sinks` [h], from the output with them and its gradient."""
+    weights = (sinks.to(log.dtype) - log).exp()
+    return -(weights * (gradient.to(log.dtype) * output).sum(-1)).sum(0)
+
+
+def _is_fused(query: Tensor, value: Tensor, scoring: Scoring, shift: int | None) -> bool:
+    """Return True if torch's FlashAttention computes this: plain, causal from the first key on."""
+    plain = scoring.softcap is None and shift in (None, 0) and (shift is None or not scoring.window)
+    size = query.shape[-1]
+    if not plain or size != value.shape[-1]:
+        return False
+    if query.device.type == "cpu":
+        return True
+    short = query.dtype in (torch.float16, torch.bfloat16)
+    return query.device.type == "cuda" and short and size <= FUSED_HEAD and size % MULTIPLE == 0
+
+
+_FORWARD = {
+    "cpu": torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    "cuda": torch.ops.aten._scaled_dot_product_flash_attention,
+}
+
+
+def _for_kernel(*states: Tensor) -> list[Tensor]:
+    """Return states [tokens, heads, d] as [1, heads, tokens, d]; on a CPU in float32 or more.
+
+    A CPU has no kernel in 16 bits that is as fast, and a part's output would be rounded there.
+    """
+    if states[0].device.type == "cpu":
+        exact = torch.promote_types(states[0].dtype, torch.float32)
+        states = tuple(state.to(exact) for state in states)
+    return [state.transpose(0, 1)[None] for state in states]
+
+
+def _fused_gradients(
+    states: list[Tensor], saved: list[Tensor], log: Tensor, scoring: Scoring, *, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value by torch's FlashAttention."""
+    query, key, value = states
+    gradient, output = (tensor.to(query.dtype) for tensor in saved)
+    by_head = log.T[None].contiguous()
+    if query.device.type == "cpu":
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient, *states, output, by_head, 0.0, causal, scale=scoring.scale
+        )
+    else:
+        # Heads of keys are repeated: the backward kernel takes as many as of queries.
+        groups = query.shape[1] // key.shape[1]
+        repeated = [state.repeat_interleave(groups, dim=1) for state in (key, value)]
+        unused = torch.zeros(2, dtype=torch.uint64, device=query.device)  # no dropout
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            *(gradient, query, *repeated, output, by_head.float(), None, None),
+            *(query.shape[2], key.shape[2], 0.0, causal, unused, unused),
+            scale=scoring.scale,
+        )
+        of_query, *of_repeated = gradients
+        gradients = (of_query, *(g.unflatten(1, (-1, groups)).sum(2) for g in of_repeated))
+    of_query, of_key, of_value = (tensor[0].transpose(0, 1) for tensor in gradients)
+    return of_query, of_key, of_value
+
+
+def _tiles(
+    queries: int, keys: int, shift: int | None, window: int | None
+) -> Iterator[tuple[slice, slice]]:
+    """Yield the tiles of queries and keys in which a query attends to a key."""
+    for first in range(0, queries, TILE[0]):
+        last = min(first + TILE[0], queries)
+        low, high = 0, keys
+        if shift is not None:
+            high = min(keys, last + shift)
+            low = 0 if window is None else max(0, first + shift - window + 1)
+        for start in range(low, high, TILE[1]):
+            yield slice(first, last), slice(start, min(start + TILE[1], high))
+
+
+def _scores(
+    query: Tensor,
+    key: Tensor,
+    scoring: Scoring,
+    shift: int | None,
+    queries: slice,
+    keys: slice,
+) -> tuple[Tensor, Tensor | float]:
+    """Return a tile's scores, [h, queries, keys], and their slope by what a soft cap is put on."""
+    exact = torch.promote_types(query.dtype, torch.float32)
+    scale = query.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
+    rows = query[queries].transpose(0, 1).to(exact)
+    scores = rows @ _by_query_head(key[keys], query).to(exact).mT * scale
+    slope: Tensor | float = 1.0
+    if scoring.softcap is not None:
+        bounded = torch.tanh(scores / scoring.softcap)
+        scores, slope = scoring.softcap * bounded, 1 - bounded.square()
+    if shift is not None:
+        a = torch.arange(queries.start, queries.stop, device=query.device)[:, None]
+        b = torch.arange(keys.start, keys.stop, device=query.device)
+        visible = b <= a + shift
+        if scoring.window is not None:
+            visible &= b > a + shift - scoring.window
+        scores = scores.masked_fill(~visible, LOWEST)
+    return scores, slope
+
+
+def _by_query_head(tokens: Tensor, query: Tensor) -> Tensor:
+    """Return keys or values [n, k, d] as [h, n, d], each head repeated for its queries' heads."""
+    return tokens.transpose(0, 1).repeat_interleave(query.shape[1] // tokens.shape[1], dim=0)
+
+
+def _by_key_head(by_head: Tensor, tokens: Tensor) -> Tensor:
+    """Return [h, n, d] summed over the heads that share one of keys, [n, k, d]."""
+    heads = tokens.shape[1]
+    return by_head.unflatten(0, (heads, -1)).sum(1).transpose(0, 1)

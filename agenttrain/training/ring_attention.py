@@ -1,0 +1,149 @@
+"""Attention of a packed tree over several processes: keys and values go round in a ring.
+
+Each process keeps its queries. In n steps it sees the keys and values of all processes, and merges
+its attention to each (https://arxiv.org/abs/2310.01889). The backward pass sends them round once
+more, together with the sum of their gradients, which comes home after n steps.
+
+Shapes: t tokens of this process, h heads (k of keys and values), d head size, e of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from agenttrain.training.context_group import ContextGroup
+from agenttrain.training.context_tree import ContextTree
+from agenttrain.training.partial_attention import (
+    Scoring,
+    add_sinks,
+    attend_partially,
+    merge,
+    nothing_yet,
+    partial_gradients,
+    sink_gradient,
+)
+
+
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tree: ContextTree,
+    group: ContextGroup,
+    scoring: Scoring,
+) -> Tensor:
+    """Return the attention of this process's tokens to all keys of the tree, [t, h, e].
+
+    Shapes: query [t, h, d], key [t, k, d], value [t, k, e].
+    """
+    output: Tensor = _RingAttention.apply(query, key, value, scoring.sinks, tree, group, scoring)
+    return output
+
+
+class _RingAttention(torch.autograd.Function):
+    """`ring_attention`, which saves this process's own states alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        tree: ContextTree,
+        group: ContextGroup,
+        scoring: Scoring,
+    ) -> Tensor:
+        """Merge the attention to the keys of each process as they come round."""
+        size = key.shape[-1]
+        with torch.autocast(query.device.type, enabled=False):
+            output, log = nothing_yet(query, value)
+            states = torch.cat((key, value), dim=-1)
+            for source, received in _circulate(states, tree, group):
+                keys, values = received[..., :size], received[..., size:]
+                for call in tree.calls(source, scoring.window):
+                    part = attend_partially(
+                        *(query[call.queries], keys[call.keys], values[call.keys]),
+                        *(scoring, call.shift),
+                    )
+                    merge(output[call.queries], log[call.queries], *part)
+            if sinks is not None:
+                add_sinks(output, log, sinks)
+            result = output.to(query.dtype)
+        ctx.save_for_backward(query, key, value, sinks, result, log)
+        ctx.tree, ctx.group, ctx.scoring = tree, group, scoring
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Send keys and values round again, and with them the sum of their gradients."""
+        query, key, value, sinks, output, log = ctx.saved_tensors
+        tree, group, scoring = ctx.tree, ctx.group, ctx.scoring
+        size, exact, gradient = key.shape[-1], log.dtype, gradient.contiguous()
+        with torch.autocast(query.device.type, enabled=False):
+            of_query = torch.zeros(query.shape, dtype=exact, device=query.device)
+            states = torch.cat((key, value), dim=-1)
+            of_states = torch.zeros(states.shape, dtype=exact, device=query.device)
+            for source, received in _circulate(states, tree, group):
+                keys, values = received[..., :size], received[..., size:]
+                for call in tree.calls(source, scoring.window):
+                    q, k = call.queries, call.keys
+                    parts = partial_gradients(
+                        *(query[q], keys[k], values[k], scoring, call.shift),
+                        *(output[q], log[q], gradient[q]),
+                    )
+                    of_query[q] += parts[0]
+                    of_states[k] += torch.cat(parts[1:], dim=-1)
+                # The last hop brings the sum home.
+                *_, (_, of_states) = _circulate(of_states, tree, group, source, hops=1)
+            of_sinks = None
+            if sinks is not None:
+                of_sinks = sink_gradient(output, log, gradient, sinks).to(sinks.dtype)
+        of_key, of_value = of_states[..., :size], of_states[..., size:]
+        return (
+            *(of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)),
+            *(of_sinks, None, None, None),
+        )
+
+
+def _circulate(
+    states: Tensor,
+    tree: ContextTree,
+    group: ContextGroup,
+    source: int | None = None,
+    hops: int | None = None,
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield the states of each process as they come round: (process, states).
+
+    They begin with `states`, those of process `source` (None: this one). `hops` is the number of
+    times that they are sent on (None: until this process has seen all). They travel while the
+    caller computes.
+    """
+    source = group.rank if source is None else source
+    following, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    for _ in range(group.size - 1 if hops is None or group.size == 1 else hops):
+        previous = (source - 1) % group.size
+        shape = (tree.counts[previous], *states.shape[1:])
+        buffer = torch.empty(shape, dtype=states.dtype, device=states.device)
+        with group.exchanging({following: states}, {before: buffer}):
+            yield source, states
+        source, states = previous, buffer
+    yield source, states
+
+
+def ring_bytes(tokens: int, processes: int, width: int, *, state: int, gradient: int) -> int:
+    """Return the bytes that n processes send in all, in an attention layer's two passes.
+
+    `width` are the numbers that a token has in keys and values: heads x (d + e). `state` and
+    `gradient` are the bytes of one number. Keys and values make n - 1 hops in each pass, their
+    gradients n. Example: 8 tokens of width 4 in float32 over 2 processes are
+    8 x 4 x (1 x 4 + 1 x 4 + 2 x 4) = 512 bytes.
+    """
+    hops = 2 * (processes - 1) * state + (processes * gradient if processes > 1 else 0)
+    return tokens * width * hops
