@@ -63,7 +63,7 @@ def check_model(config: RunConfig, *, sampled: bool = True) -> None:
             dtype = getattr(torch, config.model.dtype)
             model = auto_class(folder).from_config(architecture, dtype=dtype)
     except (ValueError, OSError, KeyError) as error:
-        raise ValueError(f"model.path={config.model.path}: cannot be loaded: {error}") from error
+        raise ConfigError(f"model.path={config.model.path}: cannot be loaded: {error}") from error
     # Random weights need no files, and a model of the hub is downloaded later, with its weights.
     may_lack_weights = config.model.init is Init.random or is_hub_id(config.model.path)
     index_files = [] if may_lack_weights else folder.glob("*.safetensors.index.json")
@@ -71,7 +71,7 @@ def check_model(config: RunConfig, *, sampled: bool = True) -> None:
         listed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         missing = sorted(name for name in listed if not (folder / name).is_file())
         if missing:
-            raise ValueError(
+            raise ConfigError(
                 f"model.path={config.model.path}: {index.name} names {', '.join(missing)}, which "
                 "the folder lacks; copy the whole model"
             )
