@@ -7,7 +7,7 @@ import os
 import shutil
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -16,6 +16,9 @@ from agenttrain.tracking.run_folder import read_summary
 from agenttrain.types import AgenttrainError, ConfigError
 from agenttrain.utils.hub import ID, is_hub_id
 from agenttrain.utils.temporary import TemporaryFolder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 LATEST = Path("checkpoints", "latest")
 HUB = "hub:"
@@ -35,7 +38,7 @@ def export_checkpoint(args: Namespace) -> int:
     to, form, dtype = args.to, args.format, args.dtype
     if args.public and not to.startswith(HUB):
         raise ConfigError(f"--public {args.public}: goes with --to {HUB}org/name; leave it out")
-    checkpoint = _checkpoint(args.folder or args.run, args.step)
+    checkpoint = checkpoint_to_export(args.folder or args.run, args.step)
     adapted = (checkpoint / ADAPTER_FILES[0]).is_file()
     if form != "transformers" and not adapted:
         raise ConfigError(
@@ -64,7 +67,7 @@ def export_checkpoint(args: Namespace) -> int:
     return 0
 
 
-def _checkpoint(source: Path, step: str | None) -> Path:
+def checkpoint_to_export(source: Path, step: str | None) -> Path:
     """Return the checkpoint of a `--step`, else the newest of a run, else `source` itself.
 
     Raises ConfigError if that is no checkpoint.
@@ -74,7 +77,7 @@ def _checkpoint(source: Path, step: str | None) -> Path:
     checkpoint = source / LATEST if (source / LATEST).is_dir() else source
     if not (checkpoint / "manifest.json").is_file():
         raise ConfigError(
-            f"export {source}: neither a run with a checkpoint nor a checkpoint; name a folder as "
+            f"{source}: neither a run with a checkpoint nor a checkpoint; name a folder as "
             "outputs/<experiment>/<run> or <run>/checkpoints/step-000010"
         )
     return checkpoint.resolve()
@@ -96,16 +99,11 @@ def export(
     `float16`. The folder appears once it is complete. `name` is the model's in its card. Raises
     CheckpointError for an incomplete checkpoint.
     """
-    import torch
     from transformers import AutoTokenizer
-    from transformers.utils import logging
 
     from agenttrain.engines.vision import copy_processors
-    from agenttrain.training.checkpoint_files import auto_class, only_tensors, verify
-    from agenttrain.training.lora import merged
-    from agenttrain.training.sliced_weights import keeping_float32
+    from agenttrain.training.checkpoint_files import verify
 
-    logging.disable_progress_bar()
     verify(checkpoint)
     part = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)  # of an export that was killed
@@ -117,17 +115,9 @@ def export(
                 if (checkpoint / file).is_file():
                     shutil.copyfile(checkpoint / file, part / file)
         else:
-            adapted = (checkpoint / ADAPTER_FILES[0]).is_file()
-            if adapted and dtype == "auto":  # adapter files do not name their base model's dtype
-                dtype = _run_config(checkpoint).get("model", {}).get("dtype", dtype)
-            wanted: torch.dtype | str = dtype if dtype == "auto" else getattr(torch, dtype)
-            with only_tensors(checkpoint):
-                if adapted:
-                    model = merged(checkpoint, wanted)
-                    weights += ", adapters (LoRA) merged in float32"
-                else:
-                    with keeping_float32():
-                        model = auto_class(checkpoint).from_pretrained(checkpoint, dtype=wanted)
+            model, adapted = _load_model(checkpoint, dtype)
+            if adapted:
+                weights += ", adapters (LoRA) merged in float32"
             model.save_pretrained(part)
             weights += f", saved in {str(model.dtype).removeprefix('torch.')}"
         AutoTokenizer.from_pretrained(checkpoint).save_pretrained(part)
@@ -139,6 +129,43 @@ def export(
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
+
+
+def load_checkpoint(checkpoint: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return the model and the tokenizer of `checkpoint`, as `export` writes them.
+
+    Raises CheckpointError for an incomplete checkpoint.
+    """
+    from transformers import AutoTokenizer
+
+    from agenttrain.training.checkpoint_files import verify
+
+    verify(checkpoint)
+    return _load_model(checkpoint, "auto")[0], AutoTokenizer.from_pretrained(checkpoint)
+
+
+def _load_model(checkpoint: Path, dtype: str) -> tuple[PreTrainedModel, bool]:
+    """Load the model of a checkpoint in `dtype`; return it, and True if adapters were merged.
+
+    `dtype` is as for `export`.
+    """
+    import torch
+    from transformers.utils import logging
+
+    from agenttrain.training.checkpoint_files import auto_class, only_tensors
+    from agenttrain.training.lora import merged
+    from agenttrain.training.sliced_weights import keeping_float32
+
+    logging.disable_progress_bar()
+    adapted = (checkpoint / ADAPTER_FILES[0]).is_file()
+    if adapted and dtype == "auto":  # adapter files do not name their base model's dtype
+        dtype = _run_config(checkpoint).get("model", {}).get("dtype", dtype)
+    wanted: torch.dtype | str = dtype if dtype == "auto" else getattr(torch, dtype)
+    with only_tensors(checkpoint):
+        if adapted:
+            return merged(checkpoint, wanted), True
+        with keeping_float32():
+            return auto_class(checkpoint).from_pretrained(checkpoint, dtype=wanted), False
 
 
 def _run_config(checkpoint: Path) -> dict[str, Any]:
