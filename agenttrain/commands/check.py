@@ -101,7 +101,8 @@ def certify(runs: Sequence[Composed], verb: str = "train") -> bool:
         structured = config.rollout.structured_calls
         certificate_key = repr([structured, *(getattr(config, part) for part in CERTIFIED)])
         others = [config.engine, config.eval, config.training, config.optimizer.name]
-        others += [config.algorithm.teacher, config.roles]
+        others += [config.algorithm.teacher, config.algorithm.router_replay, config.roles]
+        others += [config.weight_sync]
         run_key = repr([certificate_key, *others, config.tasks_per_step, config.resume])
         with refusing():
             is_first = certificate_key not in certified

@@ -15,11 +15,13 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agenttrain.commands.recorded import EVALUATED, Record, recorded_tasks, step_records
+from agenttrain.commands.recorded_calls import MAIN_AGENT, CallKey, RecordedCalls
 from agenttrain.engines.base import EngineError
 from agenttrain.engines.config import Sampling
 from agenttrain.environments.config import UserSettings
@@ -43,7 +45,6 @@ from agenttrain.tracking.rollouts import (
     completions,
     prompt_messages,
     rollout_record,
-    tool_results,
 )
 from agenttrain.tracking.run_folder import read_summary
 from agenttrain.types import (
@@ -78,6 +79,9 @@ UNREPEATABLE = (
 )
 """Stop reasons with causes that no file records: the clock, a fault, or a sub-agent that did not
 begin. Only the tokens before the stop are compared."""
+AGENT: ContextVar[int] = ContextVar("AGENT", default=MAIN_AGENT)
+"""The agent whose calls are answered, by the number of its first trajectory. Calls of one turn are
+answered in tasks of their own, each of which may run a sub-agent."""
 BEFORE, AFTER = 8, 24
 """Tokens shown on either side of a difference."""
 
@@ -340,7 +344,7 @@ def recorded_tools(
     """
     kind = environments.kind_of(task)
     boxes = [toolbox, *([] if kind is None else [environments.toolbox_of(kind)])]
-    tools = RecordedToolbox(boxes, tool_results(record), record["trajectories"])
+    tools = RecordedToolbox(boxes, record)
     if kind is None:
         return tools, Environments()
     prompt = prompt_messages(record["trajectories"][0])
@@ -381,31 +385,16 @@ def _user_texts(record: Record) -> list[str]:
 class RecordedToolbox(Toolbox):
     """The schemas, limits and stop tools of toolboxes, with the recorded results of one rollout."""
 
-    def __init__(
-        self,
-        toolboxes: Sequence[Toolbox],
-        results: Iterable[ToolResult],
-        trajectories: Sequence[Record] = (),
-    ) -> None:
-        """Index `results` by the ids of their calls, which may repeat between turns.
-
-        A call that began a sub-agent in `trajectories` begins it again.
-        """
+    def __init__(self, toolboxes: Sequence[Toolbox], record: Record) -> None:
+        """Take the results of a record. A call that began a sub-agent begins it again."""
         named = [(name, toolbox) for toolbox in toolboxes for name in toolbox.names]
         super().__init__(
             {name: toolbox.tool(name) for name, toolbox in named},
             limits={name: toolbox.limits(name) for name, toolbox in named},
             stop_tools=sorted(name for name, toolbox in named if name in toolbox.stop_tools),
         )
-        self._results: dict[str, list[ToolResult]] = {}
-        for result in results:
-            self._results.setdefault(result.call.id, []).append(result)
-        self._delegated: dict[str, list[Record]] = {}
-        """Call id -> first trajectory of each sub-agent that the call began."""
-        for trajectory in trajectories:
-            if "delegation" in trajectory and trajectory["parent"] is None:
-                call_id = trajectory["delegation"]["call_id"]
-                self._delegated.setdefault(call_id, []).append(trajectory)
+        self._trajectories: list[Record] = record["trajectories"]
+        self._calls = RecordedCalls(record)
 
     async def execute(
         self,
@@ -418,21 +407,34 @@ class RecordedToolbox(Toolbox):
 
         Raises ToolUnavailable for a call without a recorded result.
         """
+        results = []
         for call in calls:
-            if not self._results.get(call.id):
+            context = context_of(call)
+            key = CallKey(AGENT.get(), context.turn, call.id)
+            if (result := self._calls.results.get(key)) is None:
                 raise ToolUnavailable(f"no result was recorded for the call {call.id} {call.name}")
-            for trajectory in self._delegated.pop(call.id, ()):
-                delegation = trajectory["delegation"]
-                with suppress(ToolFailure):  # a limit stopped the recorded sub-agent too
-                    await context_of(call).delegate(
-                        prompt_messages(trajectory),
-                        tools=[schema["function"]["name"] for schema in delegation["schemas"]],
-                        role=trajectory["role"],
-                        max_turns=delegation["max_turns"],
-                        max_tokens=delegation["max_tokens"],
-                    )
-        # `call` is the call as it was parsed now: a difference from the recorded call must show.
-        return [replace(self._results[call.id].pop(0), call=call) for call in calls]
+            for number in self._calls.sub_agents.get(key, ()):
+                await self._delegate(number, context)
+            # `call` is the call as it was parsed now: a difference from the recorded one must show.
+            results.append(replace(result, call=call))
+        return results
+
+    async def _delegate(self, number: int, context: ToolContext) -> None:
+        """Repeat the sub-agent that began with the recorded trajectory `number`."""
+        trajectory = self._trajectories[number]
+        delegation = trajectory["delegation"]
+        caller = AGENT.set(number)
+        try:
+            with suppress(ToolFailure):  # a limit stopped the recorded sub-agent too
+                await context.delegate(
+                    prompt_messages(trajectory),
+                    tools=[schema["function"]["name"] for schema in delegation["schemas"]],
+                    role=trajectory["role"],
+                    max_turns=delegation["max_turns"],
+                    max_tokens=delegation["max_tokens"],
+                )
+        finally:
+            AGENT.reset(caller)
 
     async def release(self, rollout_id: str) -> None:
         """Do nothing: no tool ran."""

@@ -105,7 +105,7 @@ def _machine_problems(command: Command, runs: Sequence[Composed]) -> list[str]:
     check_processes(command, runs)
     if command.verb in SAMPLING_VERBS:
         for composed in runs:
-            admit_engine(composed)
+            admit_engine(composed, command.verb)
     return machine_problems(command.verb, [composed.config for composed in runs], count_gpus)
 
 

@@ -56,7 +56,7 @@ def plan(args: Namespace, overrides: Sequence[str]) -> int:
 
     options = planned(args)
     composed = compose_single("plan", args, overrides)
-    admit_engine(composed)
+    admit_engine(composed, "plan")
     with announced_if_slow(composed.config.model.path):
         return show(composed.config, options)
 
@@ -76,7 +76,7 @@ def play(args: Namespace, overrides: Sequence[str]) -> int:
     checkpoint_step = None if args.step == "0" else args.step
     folder, words = at_step(overrides, checkpoint_step, typed=args.step)
     composed = compose_single("play", args, words)
-    admit_engine(composed)
+    admit_engine(composed, "play")
     from agenttrain.commands.play import check_engine, play  # imports torch
 
     check_engine(composed.config, words)
@@ -87,7 +87,7 @@ def serve(args: Namespace, overrides: Sequence[str]) -> int:
     """Answer chat requests."""
     folder, words = at_step(overrides, args.step)
     composed = compose_single("serve", args, words)
-    admit_engine(composed)
+    admit_engine(composed, "serve")
     from agenttrain.commands.serve import serve
 
     if not args.name:

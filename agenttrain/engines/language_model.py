@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+STATEFUL = {"linear_attention", "mamba", "hybrid"}
+"""Names in `layer_types` of a config for layers with a recurrent state."""
+
+
+def has_states(architecture: Any) -> bool:
+    """Return True if layers of a language model, by its config, have recurrent states."""
+    return bool(STATEFUL.intersection(getattr(architecture, "layer_types", None) or ()))
+
+
 def model_class(model_type: str) -> Any:
     """Return transformers' class that loads the models of a type (`model_type` in config.json).
 

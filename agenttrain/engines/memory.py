@@ -120,7 +120,7 @@ class EngineLoad:
     sharded: bool
     """The policy's weights are divided among the processes."""
     adapters: bool
-    """The policy has adapters."""
+    """The engine is sent the policy's adapters as they are, not all weights."""
     broadcast: bool = False
     """Weights reach servers by weight_sync.transport=nccl."""
 

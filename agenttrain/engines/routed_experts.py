@@ -40,8 +40,10 @@ def read_routes(experts: Any, sampled: int) -> Routes:
     return Routes(experts=rows.astype("<u2").tobytes(), layers=layers, top_k=top_k)
 
 
-def read_encoded_routes(text: str, sampled: int) -> Routes:
-    """Return the routes of a server's answer: the base64 text of a .npy file."""
+def read_encoded_routes(text: str | None, sampled: int) -> Routes:
+    """Return the routes of a server's answer: the base64 text of a .npy file. See `read_routes`."""
+    if text is None:
+        return read_routes(None, sampled)
     try:
         experts = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
     except ValueError as error:

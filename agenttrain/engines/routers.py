@@ -243,11 +243,11 @@ NO_EXPERTS = "has no layer that chooses experts"
 def check_experts(model: nn.Module) -> None:
     """Raise UnknownRouters for a model without experts; it may be on the meta device.
 
-    The weights of experts are in one parameter of three dimensions, as convolutions' are.
+    A module with experts knows their number, and has a weight [experts, …] for each projection.
     """
     for module in model.modules():
-        is_convolution = isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-        if not is_convolution and any(p.dim() == 3 for p in module.parameters(recurse=False)):
+        experts = getattr(module, "num_experts", None)
+        if any(w.dim() == 3 and len(w) == experts for w in module.parameters(recurse=False)):
             return
     raise _refusal(model, NO_EXPERTS)
 

@@ -33,7 +33,7 @@ class EngineInputs:
     dtype: str
     """Number format of the policy's weights, e.g. float32."""
     adapters: LoraSettings | None
-    """The policy's adapters; None: it has none."""
+    """The policy's adapters, where they are sent as they are. None: all weights are sent."""
     tokenizer: Path | None
     """Folder of the tokenizer, where requests come with a grammar."""
     sync_mode: WeightSyncMode
@@ -109,6 +109,9 @@ class RunFacts:
     servers: ServersConfig
     rollout_process: bool = False
     """Rollouts run in a process of their own, which has the engine."""
+    sends_adapters: bool = False
+    """The engine gets the policy's adapters as they are. False: it gets all weights, or the model's
+    architecture has to be read to tell. Then the check is made again."""
 
 
 def _no_problems(*_: Any) -> Iterable[str]:

@@ -43,7 +43,7 @@ def start(
     `program` is the module whose `run` workers call with the command's arguments.
     """
     if command.verb in SAMPLING_VERBS:
-        admit_engine(composed)
+        admit_engine(composed, command.verb)
     if command.verb == "train":
         complete_objective(composed)
     if composed.config.distributed.name is not DistributedName.single and not is_rank():

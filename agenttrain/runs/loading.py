@@ -19,8 +19,19 @@ from agenttrain.engines.registry import names_with, spec_of
 from agenttrain.engines.routers import check_experts
 from agenttrain.engines.spec import EngineInputs
 from agenttrain.launch.config import DistributedName, ShardWithin
-from agenttrain.runs.sampling import engine_inputs, load_empty, load_model, vision_of
-from agenttrain.settings.engine_checks import run_spec
+from agenttrain.runs.sampling import (
+    architecture_folder,
+    engine_inputs,
+    load_empty,
+    load_model,
+    vision_of,
+)
+from agenttrain.settings.engine_checks import (
+    merges_adapters,
+    replays_routes,
+    run_spec,
+    sent_problems,
+)
 from agenttrain.settings.machine import float32_on_gpu
 from agenttrain.settings.role_checks import named_gpus
 from agenttrain.settings.run_config import RunConfig
@@ -37,33 +48,28 @@ from agenttrain.training.world import World
 from agenttrain.types import ConfigError
 from agenttrain.utils.hub import is_hub_id
 from agenttrain.utils.model_path import ADAPTER_CONFIG, model_folder, why_merged, why_not_sent
+from agenttrain.utils.sections import raise_config_error
 from agenttrain.utils.seeds import derive_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def check_model(config: RunConfig, *, sampled: bool = True) -> None:
-    """Raise if the model's architecture cannot do what the run needs, or if weights are missing.
+def check_model(config: RunConfig, verb: str = "train") -> None:
+    """Raise if the model's architecture cannot do what a run of `verb` needs, or weights lack.
 
-    The model is built on the meta device, without weights. `sampled`: an engine samples from it.
+    The model is built on the meta device, without weights.
     """
-    import torch
-    from transformers import AutoConfig
-
+    sampled = verb != "sft"
     folder = model_folder(config.model.path, revision=config.model.revision)
-    # Adapters were trained on their base model, so that model needs no check.
+    # Adapters were trained on their base model, so that model needs few checks.
     if (folder / ADAPTER_CONFIG).is_file():
         if sampled:
             _check_adapters_are_sent(config, folder)
+        if replays_routes(config, verb):
+            check_experts(_empty_model(config, architecture_folder(config)))
         return
-    try:
-        architecture = AutoConfig.from_pretrained(folder)
-        with torch.device("meta"):
-            dtype = getattr(torch, config.model.dtype)
-            model = auto_class(folder).from_config(architecture, dtype=dtype)
-    except (ValueError, OSError, KeyError) as error:
-        raise ConfigError(f"model.path={config.model.path}: cannot be loaded: {error}") from error
+    model = _empty_model(config, folder)
     # Random weights need no files, and a model of the hub is downloaded later, with its weights.
     may_lack_weights = config.model.init is Init.random or is_hub_id(config.model.path)
     index_files = [] if may_lack_weights else folder.glob("*.safetensors.index.json")
@@ -77,16 +83,31 @@ def check_model(config: RunConfig, *, sampled: bool = True) -> None:
             )
     if sampled:
         spec_of(config.engine).check_model(config.engine, model)
-        if config.algorithm.replays_routes:
+        if replays_routes(config, verb):
             check_experts(model)
     # Each of these raises for an architecture that it does not support.
     if config.training.gradient_checkpointing:
         checkpoint_layers(model)
     if config.model.lora.rank:
         add_lora(model, config.model.lora)
-        if sampled and config.weight_sync.transport is Transport.lora:
-            _refuse_sent_experts(config, model)
+        if sampled:
+            _check_sent(config, model)
     build_optimizer(model, config.optimizer)
+
+
+def _empty_model(config: RunConfig, folder: Path) -> PreTrainedModel:
+    """Return the model of a folder's config.json on the meta device; raises ValueError."""
+    import torch
+    from transformers import AutoConfig
+
+    try:
+        architecture = AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            dtype = getattr(torch, config.model.dtype)
+            model: PreTrainedModel = auto_class(folder).from_config(architecture, dtype=dtype)
+    except (ValueError, OSError, KeyError) as error:
+        raise ConfigError(f"model.path={config.model.path}: cannot be loaded: {error}") from error
+    return model
 
 
 def _check_adapters_are_sent(config: RunConfig, folder: Path) -> None:
@@ -105,14 +126,20 @@ def _check_adapters_are_sent(config: RunConfig, folder: Path) -> None:
         )
 
 
-def _refuse_sent_experts(config: RunConfig, model: PreTrainedModel) -> None:
-    """Raise ConfigError for adapters of experts, which servers are not sent as they are."""
-    if names := adapted_experts(model):
+def _check_sent(config: RunConfig, model: PreTrainedModel) -> None:
+    """Raise ConfigError for settings that do not go with the weights that the engine is sent.
+
+    The model, which has its adapters, tells whether these are on experts.
+    """
+    names = adapted_experts(model)
+    if names and config.weight_sync.transport is Transport.lora:
         raise ConfigError(
             f"weight_sync.transport=lora: the adapters of experts ({names[0]}, …) are merged "
             "before they are sent, because vLLM 0.32 reads them wrongly in most families; leave it "
             "out, or set model.lora.target_parameters=[]"
         )
+    if merges_adapters(config) is None:  # the settings alone could not be checked for it
+        raise_config_error(sent_problems(config, is_merged=bool(names)))
 
 
 def make_policy(
@@ -182,8 +209,10 @@ def sharding_of(config: RunConfig) -> Sharding | None:
     return Sharding(cpu_offload=distributed.cpu_offload, within=within)
 
 
-def make_engine(config: RunConfig, policy: Policy, folder: Path | None = None) -> Engine:
-    """Build the engine that samples from the policy; its log goes to the run folder.
+def make_engine(
+    config: RunConfig, policy: Policy, folder: Path | None = None, *, verb: str = "train"
+) -> Engine:
+    """Build the engine of a run of `verb`, over the policy; its log goes to the run folder.
 
     Raises ConfigError for an engine whose SPEC says that weights are sent to it, and that has no
     methods for them.
@@ -194,6 +223,7 @@ def make_engine(config: RunConfig, policy: Policy, folder: Path | None = None) -
         folder,
         on_gpu=policy.accelerator.device.type == "cuda",
         rank=policy.world.rank,
+        verb=verb,
     )
     inputs = replace(inputs, vision=policy.vision)
     # Some engines seed the process's generators, alike on all ranks: keep the states, so that tools
@@ -211,7 +241,7 @@ def make_standalone_engine(
 
     `trainers` is the number of training processes of this machine.
     """
-    inputs = engine_inputs(config, None, folder, on_gpu=on_gpu, rank=0)
+    inputs = engine_inputs(config, None, folder, on_gpu=on_gpu, rank=0, verb=verb)
     taken_gpus = named_gpus(config, verb)
     return _build_engine(config, replace(inputs, trainers=trainers, taken=taken_gpus))
 

@@ -137,7 +137,7 @@ class RolloutService:
     def __init__(self, start: StartRequest, stack: AsyncExitStack) -> None:
         """Build components, engine and source of the run; the stack closes them."""
         composed = convert(start.settings)
-        admit_engine(composed)  # imports an engine from outside the package
+        admit_engine(composed, start.verb)  # imports an engine from outside the package
         self._config = config = composed.config
         if config.async_training.max_staleness:
             # Rollouts that begin at any time share decode batches: their bits do not repeat.

@@ -18,7 +18,13 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from agenttrain.algorithms.config import Advantage, Aggregation, AlgorithmConfig, Scale
+from agenttrain.algorithms.config import (
+    Advantage,
+    Aggregation,
+    AlgorithmConfig,
+    RouterReplay,
+    Scale,
+)
 from agenttrain.algorithms.objectives.config import build_objective
 from agenttrain.chat.saving import saved_tokenizer
 from agenttrain.engines.base import Engine, EngineDead
@@ -43,7 +49,12 @@ from agenttrain.runs.sources import make_recorded_source, make_sampled_source
 from agenttrain.runs.teacher import make_teacher, teacher_prompt
 from agenttrain.settings.async_checks import async_note
 from agenttrain.settings.command_line import resuming
-from agenttrain.settings.engine_checks import broadcast_note, has_rollout_process, run_spec
+from agenttrain.settings.engine_checks import (
+    broadcast_note,
+    has_rollout_process,
+    replays_routes,
+    run_spec,
+)
 from agenttrain.settings.machine import run_gpus
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.saved import done_steps
@@ -588,7 +599,7 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
     rollouts = await _start_rollout_process(run, components, stack)
     policy = make_policy(
         config,
-        CROSS_ENTROPY if supervised else config.algorithm,
+        _algorithm_of(run),
         temperature=1.0 if supervised else config.rollout.temperature,
         reward_weights=None if supervised else components.rubric.weights,
         world=world,
@@ -644,6 +655,16 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
     return trainer
 
 
+def _algorithm_of(run: Run) -> AlgorithmConfig:
+    """Return the algorithm of the run's policy, without the replay of experts that none records."""
+    if run.verb == "sft":
+        return CROSS_ENTROPY
+    algorithm = run.config.algorithm
+    if replays_routes(run.config, run.verb):
+        return algorithm
+    return replace(algorithm, router_replay=RouterReplay.off)
+
+
 async def _start_rollout_process(
     run: Run, components: Components, stack: AsyncExitStack
 ) -> Rollouts | None:
@@ -666,7 +687,9 @@ async def _make_engine(run: Run, policy: Policy, rollouts: Rollouts | None) -> E
     if rollouts is not None:
         sender = run_spec(config).sender
         return await make_remote_engine(rollouts, config.model.dtype, sender)
-    return None if run.verb == "sft" else make_engine(config, policy, run.folder)
+    if run.verb == "sft":
+        return None
+    return make_engine(config, policy, run.folder, verb=run.verb)
 
 
 def _make_teacher(run: Run, components: Components, policy: Policy) -> Teacher | None:

@@ -17,7 +17,12 @@ from agenttrain.engines.config import DEFAULT_ENGINE
 from agenttrain.engines.registry import names_with, spec_of, specs
 from agenttrain.engines.spec import EngineInputs
 from agenttrain.launch.config import DistributedName
-from agenttrain.settings.engine_checks import run_spec
+from agenttrain.settings.engine_checks import (
+    merges_adapters,
+    replays_routes,
+    run_spec,
+    sends_adapters,
+)
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.checkpoint_files import (
     MANIFEST,
@@ -28,7 +33,7 @@ from agenttrain.training.checkpoint_files import (
 from agenttrain.training.config import Init, VisionTower
 from agenttrain.types import ConfigError
 from agenttrain.utils.hub import COMMIT
-from agenttrain.utils.model_path import base_folder, model_folder, weights_folder, why_merged
+from agenttrain.utils.model_path import base_folder, model_folder, weights_folder
 from agenttrain.utils.placeholders import Placeholders
 
 if TYPE_CHECKING:
@@ -228,7 +233,7 @@ def sampling_engine(config: RunConfig) -> Engine:
         settings = specs()[DEFAULT_ENGINE].settings(max_context=config.engine.max_context)
     spec = spec_of(settings)
     spec.check_model(settings, model)
-    inputs = engine_inputs(config, model, None, on_gpu=on_gpu, rank=0)
+    inputs = engine_inputs(config, model, None, on_gpu=on_gpu, rank=0, verb="play")
     # Nothing is trained, so no weights will be sent; no calls are held to a grammar either.
     inputs = replace(
         inputs,
@@ -238,27 +243,34 @@ def sampling_engine(config: RunConfig) -> Engine:
         sync_folder=None,
         max_staleness=0,
         vision=vision_of(config),
-        record_routes=False,
     )
     return spec.build(settings, inputs)
 
 
 def engine_inputs(
-    config: RunConfig, policy: Any, folder: Path | None, *, on_gpu: bool, rank: int
+    config: RunConfig,
+    policy: Any,
+    folder: Path | None,
+    *,
+    on_gpu: bool,
+    rank: int,
+    verb: str = "train",
 ) -> EngineInputs:
-    """Return the inputs from which the engine of a run is built."""
+    """Return the inputs from which the engine of a run of `verb` is built."""
     lora = config.model.lora
     path, revision = config.model.path, config.model.revision
     source_folder = model_folder(path, revision=revision)
     # The model that the adapters in `source_folder` are for; None if it holds a whole model.
     base = base_folder(path, revision, config.model.base_revision)
-    # Adapters that an engine cannot apply are merged into the weights that are sent to it.
-    is_merged = lora.rank > 0 and run_spec(config).own_weights and sends_merged(config)
+    adapters = None
+    # Nothing is merged for an engine that samples from the policy itself.
+    if lora.rank and (not run_spec(config).own_weights or _are_sent(config)):
+        adapters = lora
     return EngineInputs(
         policy=policy,
         model=base or source_folder,
         dtype=config.model.dtype,
-        adapters=lora if lora.rank and not is_merged else None,
+        adapters=adapters,
         tokenizer=source_folder if config.rollout.structured_calls else None,  # for grammars
         sync_mode=config.weight_sync.mode,
         sync_folder=config.weight_sync.folder,
@@ -270,27 +282,29 @@ def engine_inputs(
         run_folder=folder,
         mixed_precision=config.training.mixed_precision,
         max_staleness=config.async_training.max_staleness,
-        record_routes=config.algorithm.replays_routes,
+        record_routes=replays_routes(config, verb),
     )
 
 
-def sends_merged(config: RunConfig) -> bool:
-    """Return True if engines get the adapters of `model.lora` merged into the weights.
+def _are_sent(config: RunConfig) -> bool:
+    """Return True if the engine is sent the adapters of `model.lora` as they are."""
+    is_merged = merges_adapters(config)
+    return sends_adapters(
+        config, is_merged=_adapts_experts(config) if is_merged is None else is_merged
+    )
 
-    vLLM 0.32 reads adapters of experts wrongly in most families, and adapters of several ranks or
-    scales in all of them.
-    """
+
+def _adapts_experts(config: RunConfig) -> bool:
+    """Return True if the adapters of `model.lora` are on experts, by the model's architecture."""
     import torch
     from transformers import AutoConfig
 
     from agenttrain.training.footprint import empty_model
     from agenttrain.training.lora import adapted_experts
 
-    path, revision = config.model.path, config.model.revision
-    folder = model_folder(path, revision=revision)
-    if base_folder(path, revision, config.model.base_revision, weights=False) is not None:
-        return why_merged(folder) is not None
-    architecture = AutoConfig.from_pretrained(folder)
+    architecture = AutoConfig.from_pretrained(
+        model_folder(config.model.path, revision=config.model.revision)
+    )
     dtype = getattr(torch, config.model.dtype)
     return bool(adapted_experts(empty_model(architecture, dtype, config.model.lora)))
 

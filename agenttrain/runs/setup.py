@@ -79,7 +79,7 @@ def prepare(
         with world.together("the files of model.path", CheckpointError, patient=True):
             verify_model(config, world.rank, world.size)
     if verb == "sft":  # `complete` checks the model for the other verbs
-        check_model(config, sampled=False)
+        check_model(config, verb)
     components.certificate.raise_if_refused()
     complete(components)
     return components
@@ -94,7 +94,7 @@ def complete(components: Components) -> None:
 
     config, verb = components.config, components.verb
     if verb != "sft":
-        check_model(config)
+        check_model(config, verb)
     # Checkpoints save the tokenizer: a server then renders and parses as the training did.
     components.tokenizer.chat_template = components.chat.saved_template
     components.tokenizer.response_template = response_template(components.chat)

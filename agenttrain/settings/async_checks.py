@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from agenttrain.algorithms.config import Behaviour
 from agenttrain.rollout.config import RolloutPlace
-from agenttrain.settings.engine_checks import run_spec
+from agenttrain.settings.engine_checks import merges_adapters, run_spec, sends_adapters
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.config import WeightSyncMode
 
@@ -61,7 +61,9 @@ def async_note(config: RunConfig) -> str | None:
     ahead, mode = config.async_training.max_staleness, config.weight_sync.mode
     if not ahead or mode is not WeightSyncMode.drain or not run_spec(config).own_weights:
         return None
-    if config.model.lora.rank and run_spec(config).fleet:  # servers take adapters without a pause
+    # Servers take adapters without a pause. None: only the architecture tells what they get.
+    is_merged = merges_adapters(config) is not False
+    if run_spec(config).fleet and sends_adapters(config, is_merged=is_merged):
         return None
     return (
         f"warning: weight_sync.mode=drain with async_training.max_staleness={ahead}: each weight "

@@ -19,7 +19,7 @@ from agenttrain.health.config import StopWhenConfig
 from agenttrain.launch.config import DistributedName
 from agenttrain.settings.async_checks import async_problems
 from agenttrain.settings.components import SECTIONS, code_problems, section_problems
-from agenttrain.settings.engine_checks import engine_problems
+from agenttrain.settings.engine_checks import WITHOUT_REPLAY, engine_problems, recorder_problems
 from agenttrain.settings.overrides import as_typed, key_of
 from agenttrain.settings.role_checks import role_problems, used_roles
 from agenttrain.settings.run_config import RunConfig
@@ -233,14 +233,6 @@ def _reference(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _router_replay(config: RunConfig) -> Iterator[str]:
-    if config.algorithm.replays_routes and config.training.compile:
-        yield (
-            "algorithm.router_replay=rollout: compiled layers do not let the choices of their "
-            "routers be replaced; set training.compile=false, or leave it out"
-        )
-
-
 def _texts_and_files(config: RunConfig) -> Iterator[str]:
     """Check expressions and templates of `data`, and that the files that settings name exist."""
     expressions = {f"data.map.{name}": text for name, text in config.data.map.items()}
@@ -429,6 +421,18 @@ def _folder_problem(path: str, revision: str | None, key: str) -> Iterator[str]:
         yield str(error)
 
 
+def _router_replay(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterator[str]:
+    """Check that experts can be recorded and replayed. An engine from outside is not imported."""
+    if not config.algorithm.replays_routes:
+        return
+    if config.training.compile:
+        yield (
+            "algorithm.router_replay=rollout: compiled layers do not let the choices of their "
+            "routers be replaced; set training.compile=false, or leave it out"
+        )
+    yield from recorder_problems(config)
+
+
 def _own_objective(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterator[str]:
     """Import an objective of the user's, check its metrics, and call it once."""
     objective = config.algorithm.objective
@@ -540,7 +544,10 @@ UNPLAYED = (
 UNREAD = {
     "sft": (*RL_ONLY, "slurm"),
     "train": ("sft", "slurm"),
-    "eval": ("sft", "slurm", "data.curriculum", "stop_when", "async_training"),
+    "eval": (
+        *("sft", "slurm", "data.curriculum", "stop_when", "async_training"),
+        "algorithm.router_replay",
+    ),
     "play": (*UNPLAYED, "data.curriculum"),
     "serve": (*UNPLAYED, "data", "tools", "rollout"),
 }
@@ -579,7 +586,6 @@ CHECKS: tuple[Check | VerbCheck, ...] = (
         ),
     ),
     Check(_reference, ("algorithm", "model")),
-    Check(_router_replay, ("algorithm", "training")),
     Check(
         section_problems,
         ("algorithm", "tools", "environment", "reward", "user", "tracker", "data", "rollout"),
@@ -610,6 +616,11 @@ CHECKS: tuple[Check | VerbCheck, ...] = (
     Check(_environments, ("algorithm", "reward", "environment")),
     VerbCheck(_unread, ()),
     VerbCheck(_task_rows, ("data",)),
+    VerbCheck(
+        _router_replay,
+        ("algorithm", "training", "engine", "rollout", "async_training"),
+        skips=WITHOUT_REPLAY,
+    ),
     VerbCheck(_structured, ("rollout", "algorithm", "guards"), skips=UNTRAINED),
     VerbCheck(_teacher_folder, ("algorithm",), skips=UNTRAINED),
     VerbCheck(_role_folders, ("roles", "reward", "user", "algorithm")),

@@ -13,9 +13,13 @@ from agenttrain.rollout.config import RolloutPlace
 from agenttrain.settings.compose import Composed
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.config import Transport, WeightSyncConfig
+from agenttrain.types import ConfigError
+from agenttrain.utils.model_path import ADAPTER_CONFIG, has_experts, model_folder, why_merged
 from agenttrain.utils.sections import plain as plain_settings
 from agenttrain.utils.sections import raise_config_error, shown
 
+WITHOUT_REPLAY = ("eval", "sft", "play", "serve")
+"""Verbs without updates by sampled tokens: no experts are recorded, whatever router_replay says."""
 SERVERS = plain_settings(ServersConfig())
 """Default of every key of the section `servers`."""
 
@@ -45,6 +49,27 @@ def policy_gpus(config: RunConfig, trainers: int) -> int:
     return trainers + (run_spec(config) is not spec_of(config.engine))
 
 
+def replays_routes(config: RunConfig, verb: str) -> bool:
+    """Return True if a run of `verb` trains with the experts by which its rollouts were sampled.
+
+    `agenttrain check` without a verb stands for a run that trains.
+    """
+    return config.algorithm.replays_routes and verb not in WITHOUT_REPLAY
+
+
+def recorder_problems(config: RunConfig) -> Iterator[str]:
+    """Yield why the engine cannot record the experts that algorithm.router_replay needs.
+
+    An engine from outside is not checked before `admit_engine`.
+    """
+    engine = config.engine
+    if not isinstance(engine, OutsideEngine) and not run_spec(config).records_routes:
+        yield (
+            f"algorithm.router_replay=rollout: engine={engine.name} does not return the experts by "
+            f"which it samples; set {names_with(records_routes=True)}, or leave it out"
+        )
+
+
 def engine_problems(config: RunConfig, *, several: bool | None = None) -> Iterator[str]:
     """Yield settings that the engine does not support, or that have no effect with it.
 
@@ -70,11 +95,6 @@ def engine_problems(config: RunConfig, *, several: bool | None = None) -> Iterat
             f"rollout.structured_calls=true: engine={engine.name} has no grammars; set "
             f"{names_with(grammars=True)}, or leave it out"
         )
-    if config.algorithm.replays_routes and not spec.records_routes:
-        yield (
-            f"algorithm.router_replay=rollout: engine={engine.name} does not return the experts by "
-            f"which it samples; set {names_with(records_routes=True)}, or leave it out"
-        )
     apart = has_rollout_process(config)  # the engine is in another process than the trainer
     if apart and not spec.standalone:
         ahead = config.async_training.max_staleness
@@ -98,7 +118,19 @@ def engine_problems(config: RunConfig, *, several: bool | None = None) -> Iterat
         )
     if not spec.fleet:
         yield from _servers_unused(config)
-    facts = RunFacts(
+    # For adapters of which only the architecture tells, `runs.loading.check_model` checks again.
+    is_merged = merges_adapters(config) is not False
+    yield from spec.check(engine, _facts(config, is_merged=is_merged, several=several))
+
+
+def sent_problems(config: RunConfig, *, is_merged: bool) -> Iterator[str]:
+    """Yield problems of an engine with the weights that it is sent; see `sends_adapters`."""
+    yield from run_spec(config).check(config.engine, _facts(config, is_merged=is_merged))
+
+
+def _facts(config: RunConfig, *, is_merged: bool, several: bool | None = None) -> RunFacts:
+    """Return the settings of other sections that an engine's check may see."""
+    return RunFacts(
         lora_rank=config.model.lora.rank,
         transport=config.weight_sync.transport,
         mode=config.weight_sync.mode,
@@ -106,9 +138,43 @@ def engine_problems(config: RunConfig, *, several: bool | None = None) -> Iterat
         distributed=str(config.distributed.name),
         several=several_processes(config.distributed) if several is None else several,
         servers=config.servers,
-        rollout_process=apart,
+        rollout_process=has_rollout_process(config),
+        sends_adapters=sends_adapters(config, is_merged=is_merged),
     )
-    yield from spec.check(engine, facts)
+
+
+def sends_adapters(config: RunConfig, *, is_merged: bool) -> bool:
+    """Return True if the engine is sent the policy's adapters as they are.
+
+    `is_merged` says that an engine would read them wrongly, so that they are merged into the
+    weights; see `merges_adapters`.
+    """
+    return (
+        config.model.lora.rank > 0
+        and not is_merged
+        and run_spec(config).own_weights
+        and config.weight_sync.transport is not Transport.files
+    )
+
+
+def merges_adapters(config: RunConfig) -> bool | None:
+    """Return True if adapters are merged because vLLM 0.32 reads them wrongly in most families.
+
+    Those are the adapters of experts, and those of several ranks or scales. None: the settings do
+    not tell whether experts have adapters, the model's architecture does.
+    """
+    model = config.model
+    if not model.lora.rank:
+        return False
+    try:
+        folder = model_folder(model.path, (), revision=model.revision)
+    except ConfigError:  # reported as a problem of model.path
+        return None
+    if (folder / ADAPTER_CONFIG).is_file():
+        return why_merged(folder) is not None
+    if model.lora.target_parameters:
+        return True
+    return None if has_experts(folder) else False
 
 
 def broadcast_note(config: RunConfig) -> str | None:
@@ -137,15 +203,16 @@ def _servers_unused(config: RunConfig) -> Iterator[str]:
             )
 
 
-def admit_engine(composed: Composed) -> None:
+def admit_engine(composed: Composed, verb: str) -> None:
     """Import an engine from outside, and check its keys; raises ConfigError.
 
-    Call it for a run that samples, once its other settings are valid and the code that a saved run
-    names is trusted. A bundled engine stays as it is.
+    Call it for a run of a verb that samples, once its other settings are valid and the code that a
+    saved run names is trusted. A bundled engine stays as it is.
     """
     config = composed.config
     if not isinstance(config.engine, OutsideEngine):
         return
     config.engine = admit(config.engine)
     composed.plain["engine"] = plain(config.engine)
-    raise_config_error(engine_problems(config))
+    recorder = recorder_problems(config) if replays_routes(config, verb) else ()
+    raise_config_error([*engine_problems(config), *recorder])

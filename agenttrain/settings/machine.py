@@ -13,7 +13,7 @@ from agenttrain.engines.registry import OutsideEngine, names_with, spec_of
 from agenttrain.engines.vllm_server.spec import installed_problems
 from agenttrain.launch.config import DistributedConfig, DistributedName
 from agenttrain.settings.command_line import CHECK
-from agenttrain.settings.engine_checks import policy_gpus
+from agenttrain.settings.engine_checks import policy_gpus, replays_routes
 from agenttrain.settings.role_checks import SAMPLING, fleets, used_roles
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.config import Dtype, MixedPrecision, Transport
@@ -65,7 +65,7 @@ def machine_problems(
         if not config.servers.outside:
             spec = spec_of(config.engine)
             problems += spec.check_machine(config.engine, count_gpus)
-            needs_gpu = config.algorithm.replays_routes and spec.routes_need_gpu
+            needs_gpu = replays_routes(config, verb) and spec.routes_need_gpu
             if needs_gpu and not config.servers.nodes and not count_gpus():
                 remedy = names_with(records_routes=True, routes_need_gpu=False)
                 problems.append(

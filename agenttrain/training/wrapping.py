@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
 from torch.nn.parallel import DistributedDataParallel
 
 from agenttrain.engines.language_model import encoder_weights
+from agenttrain.engines.mixers import stays_float32
 from agenttrain.training.logprobs import Scorer
 from agenttrain.training.sharding import Sharding, layers
 from agenttrain.training.world import World
@@ -89,8 +90,8 @@ def shard(scorer: Scorer, accelerator: Any, sharding: Sharding) -> None:
     """Shard the weights of `scorer` in place. Of accelerate, only the mixed precision is used.
 
     Gradients are summed in float32 whatever the format of the weights. Under bf16, weights are
-    gathered in bf16, half the bytes of float32, and layers compute in it. `scorer.inside` gathers
-    weights as `scorer.forward` does.
+    gathered in bf16, half the bytes of float32, and layers compute in it, except those that
+    `stays_float32` names. `scorer.inside` gathers weights as `scorer.forward` does.
     """
     accelerator.prepare_model(scorer, device_placement=False, evaluation_mode=True)
     gather_dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else None
@@ -102,7 +103,27 @@ def shard(scorer: Scorer, accelerator: Any, sharding: Sharding) -> None:
     offload = OffloadPolicy()
     if sharding.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    uncast: set[nn.Parameter] = set()
+    if gather_dtype is not None:
+        uncast = {w for name, w in scorer.model.named_parameters() if stays_float32(name)}
     # The layers first: the scorer then takes the weights that are in no layer.
     for module in (*layers(scorer.model), scorer):
-        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
+        fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=precision,
+            offload_policy=offload,
+            ignored_params=uncast,
+        )
+    # Last, because a module that is sharded already would be left out above with its submodules.
+    for module in scorer.model.modules():
+        if uncast.isdisjoint(module.parameters(recurse=False)):
+            continue
+        fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32),
+            offload_policy=offload,
+            ignored_params={*module.parameters()} - uncast,
+        )
     register_fsdp_forward_method(scorer, "inside")

@@ -142,6 +142,16 @@ def why_merged(folder: Path) -> str | None:
     return packed_experts(folder) or next(several, None)
 
 
+def has_experts(folder: Path) -> bool:
+    """Return True if a model's config.json has a number of experts, or cannot be read."""
+    try:
+        described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # reported where the model is built
+        return True
+    sections = [described, *(part for part in described.values() if isinstance(part, dict))]
+    return any("expert" in key and value for part in sections for key, value in part.items())
+
+
 def packed_experts(folder: Path) -> str | None:
     """Return the setting or weight that shows adapters of packed experts; None without them.
 

@@ -16,10 +16,15 @@ import yaml
 from agenttrain.cli import main
 from agenttrain.data.bundled import shop
 from agenttrain.data.tasks import GeneratedRows, TaskSource
+from agenttrain.engines.routers import UnknownRouters
+from agenttrain.runs.loading import check_model
+from agenttrain.runs.sampling import engine_inputs
+from agenttrain.settings.checks import check_for_verb
 from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
 from agenttrain.settings.machine import machine_problems
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tracking.run_folder import read_summary
+from agenttrain.types import ConfigError
 from agenttrain.utils.model_path import model_folder
 
 REFUSES = "{%- for m in messages if m.role == 'system' %}{{ raise_exception('no') }}{%- endfor %}"
@@ -301,6 +306,44 @@ def test_vllm_returns_experts_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> 
     assert line.startswith("algorithm.router_replay=rollout: engine=vllm returns")
     assert "set engine=transformers" in line
     assert machine_problems("check", [replayed], machine(1)) == []
+    assert machine_problems("eval", [replayed], machine(0)) == []  # it records none
+
+
+def test_only_training_replays_experts() -> None:
+    compiled = run_with("training.compile=true", "algorithm.router_replay=rollout")
+    for verb in ("eval", "play", "serve", "sft"):
+        check_for_verb(verb, compiled)
+    for verb in ("train", "plan"):
+        with pytest.raises(ConfigError) as refused:
+            check_for_verb(verb, compiled)
+        assert str(refused.value).startswith("algorithm.router_replay=rollout: compiled layers ")
+
+
+@pytest.mark.parametrize(("verb", "recorded"), [("train", True), ("eval", False)])
+def test_only_engines_of_training_record_experts(verb: str, recorded: bool, tmp_path: Path) -> None:
+    config = run_with("engine=vllm", "algorithm.router_replay=rollout")
+    inputs = engine_inputs(config, None, tmp_path, on_gpu=True, rank=0, verb=verb)
+    assert inputs.record_routes is recorded
+
+
+def test_experts_are_not_looked_for_in_an_evaluation() -> None:
+    """The bundled agent has none."""
+    config = run_with("algorithm.router_replay=rollout")
+    check_model(config, "eval")
+    with pytest.raises(UnknownRouters):
+        check_model(config, "train")
+
+
+def test_adapters_need_a_base_model_with_experts(tmp_path: Path) -> None:
+    described = {"peft_type": "LORA", "r": 4, "lora_alpha": 32, "target_modules": ["q_proj"]}
+    described["base_model_name_or_path"] = str(model_folder("bundled:shop"))
+    (tmp_path / "adapter_config.json").write_text(json.dumps(described))
+    (tmp_path / "adapter_model.safetensors").touch()
+    shutil.copy(model_folder("bundled:shop") / "tokenizer.json", tmp_path)
+    words = (f"model.path={tmp_path}", "model.lora.rank=4")
+    check_model(run_with(*words))
+    with pytest.raises(UnknownRouters, match="has no layer that chooses experts"):
+        check_model(run_with(*words, "algorithm.router_replay=rollout"))
 
 
 def test_a_broadcast_of_weights_goes_from_gpu_to_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

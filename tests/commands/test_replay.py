@@ -18,7 +18,7 @@ import tracking_rollouts
 import vision_kit
 
 from agenttrain.cli import main
-from agenttrain.commands.replay import RecordedEngine
+from agenttrain.commands.replay import RecordedEngine, RecordedToolbox
 from agenttrain.engines.base import EngineError
 from agenttrain.engines.config import Sampling
 from agenttrain.tools.config import ToolLimits
@@ -27,12 +27,17 @@ from agenttrain.tracking.rollouts import completions, read_rollout, rollout_reco
 from agenttrain.types import (
     AssistantTurn,
     Completion,
+    Delegated,
+    Delegation,
     Done,
     Finish,
     Rollout,
+    StopReason,
     ToolCall,
+    ToolContext,
     ToolError,
     ToolResult,
+    ToolUnavailable,
     Trajectory,
 )
 from agenttrain.utils.content import content_of
@@ -284,12 +289,15 @@ def test_an_id_that_turns_repeat_keeps_each_turns_reply():
     assert [r.content for r in tool_results(record)] == ["7", "no argument `x`"]
 
 
-def add_turn(trajectory: Trajectory, made: ToolCall, content: Any) -> None:
-    """A turn that makes a call, and the reply to it."""
-    completion = Completion(
+def said() -> Completion:
+    return Completion(
         token_ids=(5, 2), logprobs=(-0.5,) * 2, finish=Finish.stop, versions=((0, 2),)
     )
-    trajectory.append_sampled(completion, trajectory.token_ids)
+
+
+def add_turn(trajectory: Trajectory, made: ToolCall, content: Any) -> None:
+    """A turn that makes a call, and the reply to it."""
+    trajectory.append_sampled(said(), trajectory.token_ids)
     trajectory.messages += [
         AssistantTurn(content="", reasoning=None, calls=(made,)).message(),
         {"role": "tool", "tool_call_id": made.id, "content": content},
@@ -467,3 +475,54 @@ def test_ids_tell_the_seeds():
         derive_seed(7, "train", 3, "r1", 2),
     )
     assert seeds_of("eval-greedy-11-0", 7)[1] == derive_seed(7, "eval", "greedy", 11)
+
+
+def test_calls_that_repeat_an_id_get_their_own_turns_results():
+    """Turn 0 calls an unknown tool; turn 1 begins a helper, beside a plain call. One id for all.
+
+    The loop itself answers the unknown tool, so a replay never asks the toolbox about it. The
+    helper's call is answered before the main agent's, and may be asked for after it.
+    """
+    rollout = Rollout(task=parts.TASK, rollout_id="r-0")
+    main_agent = rollout.trajectories[0]
+    wrong, ask, add, inner = (
+        ToolCall(id=call_id, name=name, arguments={})
+        for call_id, name in (("f:0", "nope"), ("f:0", "ask"), ("f:1", "add"), ("f:1", "add"))
+    )
+    add_turn(main_agent, wrong, "Error: unknown tool")
+    main_agent.append_sampled(said(), main_agent.token_ids)
+    main_agent.messages += [
+        AssistantTurn(content="", reasoning=None, calls=(ask, add)).message(),
+        {"role": "tool", "tool_call_id": "f:0", "content": "asked"},
+        {"role": "tool", "tool_call_id": "f:1", "content": "outer"},
+    ]
+    delegation = Delegation(caller=(0, 1), call_id="f:0", schemas=(), max_turns=2, max_tokens=9)
+    add_turn(rollout.begin(role="helper", delegation=delegation), inner, "inner")
+    rollout.tool_results = [
+        result(wrong, "Error: unknown tool", ToolError.unknown_tool),
+        *(result(inner, "inner"), result(ask, "asked"), result(add, "outer")),
+    ]
+    toolbox = RecordedToolbox([], json.loads(dumps(rollout_record(rollout))))
+    answers: list[str] = []
+
+    async def answer(call: ToolCall, turn: int) -> None:
+        """Answer one call of a turn of the agent that runs here."""
+        context = replace(CONTEXT, turn=turn, call_id=call.id, run_policy=run_helper)
+        (answered,) = await toolbox.execute([call], lambda _: context)
+        answers.append(answered.content)
+
+    async def run_helper(*args: Any, **options: Any) -> Delegated:
+        await asyncio.sleep(0.01)  # the plain call of the turn comes first
+        await answer(inner, 0)
+        return Delegated(content="", stop_reason=StopReason.completed, messages=())
+
+    async def turn_1() -> None:
+        await asyncio.gather(answer(ask, 1), answer(add, 1))
+        with pytest.raises(ToolUnavailable, match="no result was recorded for the call f:1 add"):
+            await answer(add, 2)
+
+    asyncio.run(turn_1())
+    assert answers == ["outer", "inner", "asked"]
+
+
+CONTEXT = ToolContext(rollout_id="r-0", task=parts.TASK, turn=0, call_id="", tool="ask")

@@ -9,6 +9,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -21,8 +22,11 @@ from agenttrain.engines.base import EngineError
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.mixers import ADAPTERS
 from agenttrain.engines.transformers.apart import TransformersCopy
+from agenttrain.engines.transformers.cache import RowCache
 from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.engine import TransformersEngine
+from agenttrain.engines.transformers.layers import LayerKind
+from agenttrain.engines.transformers.scheduler import Seat
 from agenttrain.training.config import WeightSyncMode
 from agenttrain.types import Completion
 
@@ -202,6 +206,27 @@ def test_a_long_prompt_is_prefilled_in_chunks(name: str, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_after_an_update_in_place_rows_are_computed_anew(name: str) -> None:
+    """Both by the session that has the row, and by another one that might copy it."""
+    model = model_of(name)
+
+    async def run():
+        async with running(model) as engine:
+            ((sent, first),) = await converse(engine, "a", (30,), 20)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.05)
+            await engine.update((), version=1)
+            ids = [*sent, *first.token_ids, 7, 8]
+            sampling = Sampling(max_tokens=9, seed=1)
+            return ids, [await engine.generate(ids, sampling, session=s) for s in ("b", "a")]
+
+    ids, completions = asyncio.run(run())
+    for completion in completions:
+        assert_plain(model, ids, completion)
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_rows_go_on_with_the_states_of_older_weights_and_no_other_copies_them(name: str) -> None:
     old, new = model_of(name), model_of(name)
     with torch.no_grad():
@@ -285,6 +310,27 @@ def test_a_run_in_lockstep_repeats_to_the_bit(name: str) -> None:
             return await asyncio.gather(*(one(engine, session) for session in sessions))
 
     assert asyncio.run(run(0)) == asyncio.run(run(1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "copied"),
+    [
+        (LayerKind(keys=True), 30),  # all keys: the row can be cut
+        (LayerKind(keys=True, window=8), 0),
+        (LayerKind(states=1), 0),
+        (LayerKind(keys=True, states=1), 0),
+    ],
+)
+def test_only_rows_of_all_keys_are_copied_in_part(kind: LayerKind, copied: int) -> None:
+    """Two sessions may ask for one prompt that extends a copied row by a single id."""
+    cache = RowCache([kind], max_rows=4, max_length=64)
+    cache.reserve(2, 40)
+    source = Seat(session="a", order=0, row=0, history=np.arange(31), cached=31)
+    seat = Seat(session="b", order=1, row=1, source=source, shared=30)
+    assert cache.copy_prefixes([seat]) == seat.cached == copied
+    source.cached = 30
+    seat.source, seat.cached = source, 0
+    assert cache.copy_prefixes([seat]) == seat.cached == 30
 
 
 def test_a_ring_does_not_grow_beyond_its_window() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,9 @@ import yaml
 from code_blocks import file_on
 
 from agenttrain.cli import main
+from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
+from agenttrain.settings.engine_checks import admit_engine
+from agenttrain.types import ConfigError
 from agenttrain.utils.signing import KEY_FILE
 
 TRACE = '\nfrom pathlib import Path\n\nPath(__file__).with_name("imported").touch()\n'
@@ -94,6 +99,16 @@ def test_a_run_samples_with_it_and_its_folder_is_read_without_it(
 def test_its_own_class_and_abilities_refuse_settings(folder, capsys, setting, expected) -> None:
     assert main(["check", OUTSIDE, setting]) == 2
     assert expected in capsys.readouterr().err
+
+
+def test_an_evaluation_needs_no_engine_that_records_experts(folder, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(folder)
+    with hydra_session(Source()):
+        words = open_keys([OUTSIDE, "algorithm.router_replay=rollout"])
+        composed = compose_run(words, Source())
+    with pytest.raises(ConfigError, match=r"^algorithm\.router_replay=rollout: "):
+        admit_engine(replace(composed, config=copy.deepcopy(composed.config)), "train")
+    admit_engine(composed, "eval")
 
 
 def test_another_engine_beside_it_is_refused(folder, capsys) -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from fleet_kit import (
     TOKEN_OF_OTHERS,
     failed_start,
     free_port,
+    inputs,
     outside_stubs,
     running,
     sample,
@@ -24,18 +26,21 @@ from fleet_kit import (
     stubs,
     until,
 )
+from recurrent_families import tiny_recurrent
 from server_stub import TOKEN_S
 
 from agenttrain import cli
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.placement import place
 from agenttrain.engines.vllm_server.client import ServerFacts
+from agenttrain.engines.vllm_server.config import VllmServerSettings
 from agenttrain.engines.vllm_server.files_transport import METHODS
 from agenttrain.engines.vllm_server.fleet import FleetLost
 from agenttrain.engines.vllm_server.guard import TOKEN
 from agenttrain.engines.vllm_server.health import MemberState
 from agenttrain.engines.vllm_server.outside import NEEDS, Outside, problems
 from agenttrain.engines.vllm_server.server_records import ServerPlan
+from agenttrain.engines.vllm_server.starting import build, outside_servers
 from agenttrain.runs.sampling import server_inputs
 from agenttrain.settings.compose import Source, compose_run, hydra_session
 from agenttrain.types import ConfigError
@@ -266,8 +271,6 @@ MODEL = {
     ],
 )
 def test_properties_that_differ(model: dict, run: dict, message: str | None) -> None:
-    from dataclasses import replace
-
     facts = ServerFacts(
         version="0.32.0",
         paths=frozenset([*NEEDS, "/v1/load_lora_adapter"]),
@@ -286,6 +289,73 @@ def test_properties_that_differ(model: dict, run: dict, message: str | None) -> 
     found = list(problems("http://a:1", facts, outside))
     assert len(found) == (message is not None)
     assert message is None or message in found[0]
+
+
+@pytest.mark.parametrize(
+    ("has_states", "states", "dtype", "is_fit"),
+    [
+        (True, "float32", "bfloat16", True),
+        (True, "auto", "bfloat16", False),  # vLLM takes the model's format
+        (True, "auto", "float32", True),
+        (True, "bfloat16", "float32", False),
+        (True, None, "bfloat16", True),  # not shown: `test_states_that_are_not_shown`
+        (False, "auto", "bfloat16", True),
+    ],
+)
+def test_recurrent_states_have_to_be_in_float32(
+    has_states: bool, states: str | None, dtype: str, is_fit: bool
+) -> None:
+    facts = ServerFacts(
+        version="0.32.0",
+        paths=frozenset(NEEDS),
+        config={
+            "model_config": {**MODEL, "dtype": f"torch.{dtype}"},
+            "cache_config": {} if states is None else {"mamba_ssm_cache_dtype": states},
+            "weight_transfer_config": {"backend": "files"},
+            "lora_config": None,
+            "parallel_config": {"worker_extension_cls": METHODS},
+        },
+        world_size=1,
+    )
+    run = Outside(
+        urls=("http://a:1",),
+        router=None,
+        token="x",
+        plan=replace(PLAN, dtype=dtype),
+        text="",
+        token_ids=(),
+        has_states=has_states,
+    )
+    found = list(problems("http://a:1", facts, run))
+    assert found == [] if is_fit else "--mamba-ssm-cache-dtype float32" in found[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"), [("Qwen3_5", True), ("GraniteMoeHybrid", True), ("Lfm2", False)]
+)
+def test_the_models_config_says_whether_there_are_states(
+    family: str, expected: bool, tmp_path: Path
+) -> None:
+    tiny_recurrent(family).config.save_pretrained(tmp_path)
+    parts = inputs(tmp_path, tmp_path, count=1, admin_urls=["http://a:1"])
+    assert outside_servers(PLAN, parts).has_states is expected
+
+
+@pytest.mark.slow
+def test_a_server_that_does_not_show_its_states_is_warned_of(tmp_path: Path) -> None:
+    async def main() -> None:
+        with outside_stubs(None) as servers:
+            tiny_recurrent("Qwen3_5").config.save_pretrained(tmp_path / "model")
+            (tmp_path / "run").mkdir()
+            parts = inputs(tmp_path / "run", tmp_path / "model", **outside(servers))
+            engine = build(VllmServerSettings(max_context=256), parts)
+            try:
+                with pytest.warns(RuntimeWarning, match="--mamba-ssm-cache-dtype float32"):
+                    await send(engine, 1.0, 0)
+            finally:
+                await engine.aclose()
+
+    asyncio.run(main())
 
 
 @pytest.mark.slow

@@ -85,6 +85,14 @@ def test_a_dense_model_is_refused(name: str, refuse) -> None:
     assert "algorithm.router_replay=off" in text
 
 
+def test_weights_of_other_modules_are_no_experts() -> None:
+    """A class token or positions of an encoder are weights of three dimensions too."""
+    model = model_of("Qwen3").to("meta")
+    model.class_token = torch.nn.Parameter(torch.empty(1, 1, 8, device="meta"))
+    with pytest.raises(UnknownRouters, match="has no layer that chooses experts"):
+        check_experts(model)
+
+
 @pytest.mark.parametrize("name", family_params(LAYERS))
 def test_experts_are_seen_without_weights(name: str) -> None:
     check_experts(model_of(name).to("meta"))

@@ -65,7 +65,8 @@ def answer(**changes: object) -> dict[str, object]:
 def test_rows_of_the_sampled_tokens(start: int) -> None:
     """With `routed_experts_prompt_start` = 2 the prompt's last position is the first row."""
     assert read_routes(WHOLE[start:], 3) == ROUTES
-    assert completion_of(answer(routed_experts=encoded(WHOLE[start:]))).routes == ROUTES
+    returned = answer(routed_experts=encoded(WHOLE[start:]))
+    assert completion_of(returned, record_routes=True).routes == ROUTES
 
 
 def test_narrow_numbers_are_the_same_experts() -> None:
@@ -73,9 +74,16 @@ def test_narrow_numbers_are_the_same_experts() -> None:
     assert read_routes(narrow, 3) == read_routes(narrow.astype(np.int32), 3)
 
 
-def test_answers_without_experts() -> None:
+def test_experts_of_an_answer_are_not_read_unless_they_are_recorded() -> None:
+    """A server that serves several runs returns them to all."""
     assert completion_of(answer()).routes is None
-    assert completion_of(answer(routed_experts=None)).routes is None
+    assert completion_of(answer(routed_experts="no base64 of an array")).routes is None
+
+
+def test_an_answer_without_the_recorded_experts_is_refused() -> None:
+    for returned in (answer(), answer(routed_experts=None)):
+        with pytest.raises(EngineError, match="--enable-return-routed-experts"):
+            completion_of(returned, record_routes=True)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +103,8 @@ def test_other_forms_are_refused(experts: np.ndarray | None, message: str) -> No
 
 def test_text_that_is_no_array_is_refused() -> None:
     with pytest.raises(EngineError, match="no array"):
-        completion_of(answer(routed_experts=base64.b64encode(b"abc").decode()))
+        broken = answer(routed_experts=base64.b64encode(b"abc").decode())
+        completion_of(broken, record_routes=True)
 
 
 def complete(**settings: bool) -> Completion:

@@ -91,6 +91,23 @@ def test_a_run_replays_its_experts_and_resumes_to_the_bit(tmp_path: Path, model:
 
 
 @pytest.mark.slow
+def test_an_evaluation_records_no_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So the bundled agent, which has none, is evaluated by an experiment that replays them."""
+    monkeypatch.chdir(tmp_path)
+    algorithm = Path("my_conf/algorithm/replayed.yaml")
+    algorithm.parent.mkdir(parents=True)
+    algorithm.write_text("defaults:\n  - grpo\n  - _self_\nrouter_replay: rollout\n")
+    words = ["--config-dir", "my_conf", "experiment=shop", "debug=tiny", "tracker=none"]
+    words += ["algorithm=replayed", "eval.questions=2"]
+    assert main(["eval", *words, "hydra.run.dir=evaluated"]) == 0
+    capsys.readouterr()
+    assert main([*words, "hydra.run.dir=trained"]) == 1
+    assert "UnknownRouters: algorithm.router_replay=rollout: " in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_a_failed_update_is_repeated_with_its_experts(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,6 +33,21 @@ def test_rollouts_ahead_of_the_update_have_a_process_and_weights_of_their_own() 
         (("async_training.max_staleness=2", "weight_sync.mode=abort_resume"), False),
         (("rollout.process=own",), False),
         (("async_training.max_staleness=2", "engine=vllm_server", "model.lora.rank=4"), False),
+        # All weights are sent, with such adapters merged into them.
+        (
+            (
+                *("async_training.max_staleness=2", "engine=vllm_server", "model.lora.rank=4"),
+                "model.lora.target_parameters=[experts.down_proj]",
+            ),
+            True,
+        ),
+        (
+            (
+                *("async_training.max_staleness=2", "engine=vllm_server", "model.lora.rank=4"),
+                "weight_sync.transport=files",
+            ),
+            True,
+        ),
     ],
 )
 def test_a_sync_that_waits_for_turns_is_warned_of(overrides: tuple[str, ...], warned: bool) -> None:

@@ -57,7 +57,7 @@ def test_what_cannot_run(sound: DictConfig, override: str, expected: str) -> Non
     with pytest.raises(ConfigError) as caught:
         composed = convert(changed)
         validate(composed.config)
-        admit_engine(composed)
+        admit_engine(composed, "train")
     (line,) = [line for line in str(caught.value).splitlines() if expected in line]
     assert ".".join(parsed.key_or_group.split(".")[:2]) in line
 

@@ -31,7 +31,9 @@ from agenttrain.engines.vllm.config import VllmSettings
 from agenttrain.engines.vllm.setup import engine_arguments
 from agenttrain.runs.loading import check_model
 from agenttrain.runs.sampling import engine_inputs
+from agenttrain.settings.checks import validate
 from agenttrain.settings.compose import Source, compose_run, hydra_session
+from agenttrain.settings.engine_checks import sends_adapters
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.trainer import train_policy
 from agenttrain.training.checkpoint import Checkpoints
@@ -508,13 +510,50 @@ def test_adapters_of_experts_are_sent_merged(
     config = composed(folder, *words)
     inputs = engine_inputs(config, None, tmp_path, on_gpu=False, rank=0)
     assert (inputs.adapters is not None) is sent
-    assert Sizes(config.model).sends_adapters is sent
+    assert sends_adapters(config, is_merged=Sizes(config.model).merges_adapters) is sent
     forced = composed(folder, *words, "weight_sync.transport=lora")
     if sent:
         check_model(forced)
     else:
         with pytest.raises(ConfigError, match=r"weight_sync\.transport=lora: .*target_parameters"):
             check_model(forced)
+
+
+@pytest.mark.parametrize(
+    ("setting", "key"),
+    [
+        ("weight_sync.mode=in_flight", "weight_sync.mode"),
+        ("weight_sync.transport=nccl", "weight_sync.transport"),
+        ("model.lora.rank=513", "model.lora.rank"),
+    ],
+)
+def test_what_is_sent_decides_which_settings_have_an_effect(
+    setting: str, key: str, tmp_path: Path
+) -> None:
+    """Merged weights pause servers and have any rank; adapters that are sent alone do not."""
+    folder = saved(tmp_path, "Qwen3Moe")
+    merged = composed(folder, setting)  # adapters on all linear layers and experts
+    alone = composed(folder, setting, "model.lora.targets=[q_proj]")
+    named = composed(folder, setting, "model.lora.target_parameters=[experts.down_proj]")
+    # The settings alone do not tell for the first two: the architecture does.
+    for config in (merged, alone, named):
+        validate(config)
+    check_model(merged)
+    check_model(named)
+    with pytest.raises(ConfigError) as refused:
+        check_model(alone)
+    assert str(refused.value).startswith(f"{key}=")
+    # For a model without experts they do.
+    dense = composed(saved(tmp_path / "dense", "Qwen3"), setting)
+    with pytest.raises(ConfigError) as refused:
+        validate(dense)
+    assert str(refused.value).startswith(f"{key}=")
+
+
+def test_adapters_are_sent_merged_through_files(tmp_path: Path) -> None:
+    config = composed(saved(tmp_path, "Qwen3"), "weight_sync.transport=files")
+    assert engine_inputs(config, None, tmp_path, on_gpu=False, rank=0).adapters is None
+    assert not sends_adapters(config, is_merged=Sizes(config.model).merges_adapters)
 
 
 def test_the_settings_name_what_has_no_effect() -> None:

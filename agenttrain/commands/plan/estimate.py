@@ -23,7 +23,7 @@ from agenttrain.engines.language_model import language_model
 from agenttrain.engines.memory import EVER, EngineLoad, EngineMemory, MemoryItem, When
 from agenttrain.engines.registry import spec_of, specs
 from agenttrain.launch.config import DistributedName, ShardWithin
-from agenttrain.settings.engine_checks import has_rollout_process, run_spec
+from agenttrain.settings.engine_checks import has_rollout_process, run_spec, sends_adapters
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.sizes import Arithmetic, arithmetic
 from agenttrain.training import sharding
@@ -177,7 +177,7 @@ def estimate(
         memory=machine.memory,
         taken=0 if on_gpu else sizes.weights + PYTHON_ON_CPU,
         sharded=config.distributed.name is DistributedName.fsdp2,
-        adapters=sizes.sends_adapters,
+        adapters=sends_adapters(config, is_merged=sizes.merges_adapters),
         broadcast=config.weight_sync.transport is Transport.nccl,
     )
     try:
@@ -522,9 +522,9 @@ class Sizes:
             freeze_encoders(self.model)
         self.continues = base is not None
         """Training continues with adapters of an earlier training."""
-        is_merged = bool(base and why_merged(folder)) or bool(adapted_experts(self.model))
-        self.sends_adapters = config.lora.rank > 0 and not is_merged
-        """Engines get the adapters as they are, and not merged into the weights."""
+        has_adapted_experts = bool(adapted_experts(self.model))
+        self.merges_adapters = has_adapted_experts or bool(base and why_merged(folder))
+        """Engines get the adapters merged into the weights, as vLLM would read them wrongly."""
         self._saved = {name: Saved(self.model, dtype) for name, dtype in MIXED_PRECISIONS.items()}
 
     @cached_property

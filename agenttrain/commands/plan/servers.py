@@ -14,6 +14,7 @@ from agenttrain.commands.plan.estimate import GIB, RESERVE, MemoryEstimate, Size
 from agenttrain.engines.memory import EngineLoad, EngineMemory, When
 from agenttrain.engines.registry import spec_of
 from agenttrain.launch.config import DistributedName
+from agenttrain.settings.engine_checks import sends_adapters
 from agenttrain.settings.role_checks import fleets
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.config import Transport
@@ -137,7 +138,7 @@ def server_load(config: RunConfig, memory: MemoryEstimate, sizes: Sizes, rows: i
         memory=memory.machine.memory,
         taken=0,
         sharded=False,
-        adapters=sizes.sends_adapters,
+        adapters=sends_adapters(config, is_merged=sizes.merges_adapters),
         broadcast=config.weight_sync.transport is Transport.nccl,
     )
 

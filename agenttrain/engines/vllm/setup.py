@@ -18,6 +18,7 @@ from transformers import AutoConfig
 
 from agenttrain.engines.base import EngineError
 from agenttrain.engines.config import EngineDtype
+from agenttrain.engines.language_model import has_states
 from agenttrain.engines.vllm.config import VllmSettings
 from agenttrain.utils.temporary import TemporaryFolder
 from agenttrain.utils.threads import current_gpu
@@ -34,8 +35,6 @@ OWN_LOGGING = ("VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING")
 """If one of these is set, the user has chosen where vLLM's log goes."""
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of `max_lora_rank` that vLLM accepts (0.32, `MaxLoRARanks`)."""
-STATEFUL = {"linear_attention", "mamba", "hybrid"}
-"""Names in `layer_types` of a config for layers with a recurrent state."""
 SEEDS = 2**32
 """vLLM also seeds numpy, which takes seeds below this."""
 RETURN_ROUTES = "enable_return_routed_experts"
@@ -166,7 +165,7 @@ def engine_arguments(
         arguments[RETURN_ROUTES] = True
     if config.kv_cache_mb is not None:
         arguments["kv_cache_memory_bytes"] = config.kv_cache_mb << 20
-    if STATEFUL.intersection(getattr(architecture, "layer_types", None) or ()):
+    if has_states(architecture):
         # vLLM's default is the model's format, in which a state loses half a percent.
         arguments["mamba_ssm_cache_dtype"] = "float32"
     if rank:

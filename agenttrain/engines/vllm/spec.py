@@ -68,7 +68,7 @@ def check(settings: VllmSettings, run: RunFacts) -> Iterator[str]:
         )
     if settings.merge_adapters and not run.lora_rank:
         yield "engine.merge_adapters=true: has no effect without model.lora.rank"
-    if run.lora_rank > LARGEST_RANK and not settings.merge_adapters:
+    if run.sends_adapters and run.lora_rank > LARGEST_RANK and not settings.merge_adapters:
         yield (
             f"model.lora.rank={run.lora_rank}: vLLM takes adapters of a rank up to {LARGEST_RANK}; "
             "lower it, or set engine.merge_adapters=true"

@@ -34,12 +34,13 @@ class BroadcastFleet(Fleet):
         outside: Outside | None = None,
         *,
         ahead: bool = False,
+        record_routes: bool = False,
     ) -> None:
         """`ahead`: rollouts run during training, so a wait for weights may end with a weight sync.
 
         Otherwise the trainer waits for the rollouts, and no weight sync can come.
         """
-        super().__init__(folder, servers, mode, outside)
+        super().__init__(folder, servers, mode, outside, record_routes=record_routes)
         self._patience_s = servers.request_s if ahead else 0.0
         """Seconds to wait for a weight sync when no server has the current weights."""
         # Without rollouts ahead no request is in flight during a sync: a pause takes no time.

@@ -107,12 +107,14 @@ class ServerClient:
         session: str,
         salt: str,
         adapter: int | None = None,
+        record_routes: bool = False,
     ) -> Completion:
         """Continue `token_ids`. Raises EngineError for a request that the server refuses.
 
         `salt` separates the prefix cache's entries of one policy version from another's. `session`
         lets a router send a rollout's turns to one server. `adapter`: the version of the adapters
-        to sample with. None: sample with the model's weights.
+        to sample with. None: sample with the model's weights. `record_routes`: the completion has
+        its experts.
         """
         parameters = {
             "max_tokens": sampling.max_tokens,
@@ -125,9 +127,9 @@ class ServerClient:
             "ignore_eos": True,  # stop_token_ids names the end-of-turn tokens that count
             "logprobs": 0,  # of the sampled token alone
             "detokenize": False,
-            # Experts, if the server returns them, from the last prompt token on.
-            "routed_experts_prompt_start": len(token_ids) - 1,
         }
+        if record_routes:  # the last prompt token is the first that is sampled from
+            parameters["routed_experts_prompt_start"] = len(token_ids) - 1
         if sampling.grammar is not None:
             parameters["structured_outputs"] = {"structural_tag": sampling.grammar}
         answer = await self._generate(
@@ -138,7 +140,7 @@ class ServerClient:
             salt=salt,
             adapter=adapter,
         )
-        completion = completion_of(answer, adapter)
+        completion = completion_of(answer, adapter, record_routes=record_routes)
         self.prompt_tokens += len(token_ids)
         # Any of these three keys may be missing or null.
         usage = answer.get("usage") or {}
@@ -385,14 +387,17 @@ def adapter_name(version: int) -> str:
     return f"policy-v{version}"
 
 
-def completion_of(answer: Mapping[str, Any], adapter: int | None = None) -> Completion:
+def completion_of(
+    answer: Mapping[str, Any], adapter: int | None = None, *, record_routes: bool = False
+) -> Completion:
     """Return the completion of an answer, e.g. of::
 
         {"choices": [{"token_ids": [41, 2], "finish_reason": "stop",
                       "logprobs": {"content": [{"token_id": 41, "logprob": -0.25}, …]},
                       "weight_versions": [{"version": "7", "start": 0, "end": 2}]}]}
 
-    A server that returns experts has them in `routed_experts`, as the base64 text of a .npy file.
+    A server that returns experts has them in `routed_experts`, as the base64 text of a .npy file,
+    which is only read to `record_routes`.
 
     With an `adapter` the answer has to name it, and its version counts: the label in the answer is
     that of the base weights. Raises ServerFailed if the request was aborted or sampled with other
@@ -424,7 +429,6 @@ def completion_of(answer: Mapping[str, Any], adapter: int | None = None) -> Comp
     if foreign := [label for label in labels if not label.isdecimal()]:
         # A server that was started again has the label "default" until it gets the run's weights.
         raise ServerFailed(f"it sampled with weights that are labelled {foreign[0]!r}")
-    encoded = choice.get("routed_experts")
     return Completion(
         token_ids=token_ids,
         logprobs=logprobs,
@@ -433,5 +437,9 @@ def completion_of(answer: Mapping[str, Any], adapter: int | None = None) -> Comp
             (int(label), span["end"] - span["start"])
             for label, span in zip(labels, spans, strict=True)
         ),
-        routes=None if encoded is None else read_encoded_routes(encoded, len(token_ids)),
+        routes=(
+            read_encoded_routes(choice.get("routed_experts"), len(token_ids))
+            if record_routes
+            else None
+        ),
     )

@@ -52,7 +52,10 @@ class Fleet(WatchedServers):
         mode: WeightSyncMode,
         outside: Outside | None = None,
         adapters: int = ADAPTERS,
+        *,
+        record_routes: bool = False,
     ) -> None:
+        """With `record_routes` completions have their experts."""
         # The addresses of servers that the run starts come later, with their records.
         urls = outside.urls if outside is not None else ("",) * servers.count
         members = [
@@ -66,6 +69,7 @@ class Fleet(WatchedServers):
         ]
         super().__init__(members, folder, StatusFile(folder))
         self._servers, self._mode = servers, mode
+        self._record_routes = record_routes
         self._outside = outside
         self._router: Router | None = None
         if outside is not None and outside.router is not None:
@@ -163,6 +167,7 @@ class Fleet(WatchedServers):
             # A new rollout never uses a KV cache of old weights, even if the sync kept it.
             salt=f"{self._salt}-{self._versions.start(session)}",
             adapter=files.version if files.adapters else None,
+            record_routes=self._record_routes,
         )
         try:
             completion = await member.until_lost(call)

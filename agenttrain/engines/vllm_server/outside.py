@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ NEEDS = {
     "/weight_info": "VLLM_SERVER_DEV_MODE=1 in its environment",
 }
 """Routes that every server must have, mapped to what adds them."""
+FLOAT32 = "float32"
+STATES_FLAG = f"--mamba-ssm-cache-dtype {FLOAT32}"
 ADAPTERS = {"/v1/load_lora_adapter": "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"}
 
 
@@ -52,6 +55,8 @@ class Outside:
     """A text with the special tokens of the run's tokenizer, to compare tokenizers."""
     token_ids: tuple[int, ...]
     """Ids of that text. Empty: the run has no tokenizer to compare with."""
+    has_states: bool = False
+    """Layers of the model have recurrent states, which servers must keep in float32."""
 
 
 class Router:
@@ -121,6 +126,13 @@ def problems(url: str, facts: ServerFacts, run: Outside) -> Iterator[str]:
             f"algorithm.router_replay=rollout: {url} does not return the experts by which it "
             "samples; start it with --enable-return-routed-experts"
         )
+    states = _state_format(facts)
+    # "auto" is the model's own format for most layers.
+    if run.has_states and states not in (None, FLOAT32, *(["auto"] if dtype == FLOAT32 else [])):
+        yield (
+            f"{key}: it keeps the states of recurrent layers in {states}, training in float32; "
+            f"start it with {STATES_FLAG}"
+        )
     backend = (facts.config["weight_transfer_config"] or {}).get("backend")
     if not plan.rank and backend != plan.backend:
         yield (
@@ -137,6 +149,12 @@ def problems(url: str, facts: ServerFacts, run: Outside) -> Iterator[str]:
             f"--enable-lora --max-lora-rank {plan.rank} --max-loras "
             f"{plan.adapters}"
         )
+
+
+def _state_format(facts: ServerFacts) -> str | None:
+    """Return the number format of a server's recurrent states; None if it does not show it."""
+    stated = (facts.config.get("cache_config") or {}).get("mamba_ssm_cache_dtype")
+    return None if stated is None else str(stated)
 
 
 async def inspect(client: ServerClient, url: str, run: Outside) -> tuple[ServerFacts, list[str]]:
@@ -271,6 +289,13 @@ async def _join_if_fit(member: Member, client: ServerClient, fleet: Members, run
     if reasons:
         member.reason = "\n".join(reasons)
         return
+    if run.has_states and _state_format(facts) is None:
+        warnings.warn(
+            f"{member.url} does not say in which format it keeps the states of recurrent layers; "
+            f"they must be in float32: start it with {STATES_FLAG}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     record = ServerRecord(
         number=member.number,
         condition=Condition.ready,

@@ -56,13 +56,12 @@ def check(settings: VllmServerSettings, run: RunFacts) -> Iterator[str]:
         )
     if run.transport is Transport.lora and not run.lora_rank:
         yield "weight_sync.transport=lora: has no effect without model.lora.rank; leave it out"
-    sends_adapters = run.lora_rank and run.transport is not Transport.files
-    if sends_adapters and run.lora_rank > LARGEST_RANK:
+    if run.sends_adapters and run.lora_rank > LARGEST_RANK:
         yield (
             f"model.lora.rank={run.lora_rank}: vLLM takes adapters of a rank up to {LARGEST_RANK}; "
             "lower it, or set weight_sync.transport=files, which merges them"
         )
-    if sends_adapters and run.mode != WeightSyncMode.drain:
+    if run.sends_adapters and run.mode != WeightSyncMode.drain:
         yield (
             f"weight_sync.mode={run.mode}: has no effect with adapters, each version of which has "
             "a name of its own; leave it out, or set weight_sync.transport=files"
@@ -88,7 +87,7 @@ def check(settings: VllmServerSettings, run: RunFacts) -> Iterator[str]:
 def _broadcast_problems(run: RunFacts) -> Iterator[str]:
     """Yield settings that do not go with a broadcast of the weights."""
     key = "weight_sync.transport=nccl"
-    if run.lora_rank:
+    if run.sends_adapters:
         yield (
             f"{key}: model.lora.rank={run.lora_rank} trains adapters, which are small, and which "
             "servers get without a pause; leave it out, or set weight_sync.transport=files"

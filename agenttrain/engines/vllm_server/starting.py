@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from agenttrain.engines.base import Engine
 from agenttrain.engines.config import EngineDtype
+from agenttrain.engines.language_model import has_states
 from agenttrain.engines.placement import place
 from agenttrain.engines.spec import EngineInputs
 from agenttrain.engines.vllm_server.config import VllmServerSettings
@@ -74,8 +75,7 @@ def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = S
         size = sum(file.stat().st_size for file in inputs.model.glob("*.safetensors"))
         weights = weights_folder(folder, inputs.sync_folder, size, servers)
         plan = replace(plan, weights=str(weights))
-    # plan.rank is 0 if adapters are merged into the weights: then all weights are written.
-    alpha = inputs.adapters.alpha if inputs.adapters and plan.rank else None
+    alpha = None if inputs.adapters is None else inputs.adapters.alpha  # None: all weights
     end_servers: Callable[[], None]
     outside: Outside | None = None
     if servers.outside:
@@ -106,9 +106,23 @@ def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = S
     mode = inputs.sync_mode
     if weights is None:  # there are no weight files: the trainer broadcasts the weights
         ahead = inputs.max_staleness > 0
-        broadcast_fleet = BroadcastFleet(folder.resolve(), servers, mode, outside, ahead=ahead)
+        broadcast_fleet = BroadcastFleet(
+            folder.resolve(),
+            servers,
+            mode,
+            outside,
+            ahead=ahead,
+            record_routes=plan.record_routes,
+        )
         return BroadcastEngine(broadcast_fleet, end_servers, form, NcclSender())
-    fleet = Fleet(folder.resolve(), servers, mode, outside, plan.adapters)
+    fleet = Fleet(
+        folder.resolve(),
+        servers,
+        mode,
+        outside,
+        plan.adapters,
+        record_routes=plan.record_routes,
+    )
     return VllmServerEngine(fleet, end_servers, form, WeightWriter(weights, alpha=alpha))
 
 
@@ -121,8 +135,6 @@ def server_plan(settings: VllmServerSettings, inputs: EngineInputs, module: str)
     if settings.dtype is EngineDtype.auto and inputs.on_gpu and torch.cuda.is_bf16_supported():
         dtype = "bfloat16"
     limit = AutoConfig.from_pretrained(inputs.model).get_text_config().max_position_embeddings
-    # With weight_sync.transport=files the adapters are merged into the weights.
-    sends_adapters = inputs.transport is not Transport.files and inputs.adapters is not None
     gpus = None
     if inputs.on_gpu and not inputs.servers.outside:
         gpus = place(inputs.servers, inputs.trainers, inputs.taken)
@@ -135,7 +147,7 @@ def server_plan(settings: VllmServerSettings, inputs: EngineInputs, module: str)
         seed=inputs.seed,
         engine=plain(settings),
         servers=plain(inputs.servers),
-        rank=inputs.adapters.rank if sends_adapters and inputs.adapters is not None else 0,
+        rank=0 if inputs.adapters is None else inputs.adapters.rank,
         # Rollouts go on with the adapters that they began with, for as many updates.
         adapters=ADAPTERS + inputs.max_staleness,
         weights=None,
@@ -153,6 +165,8 @@ def outside_servers(plan: ServerPlan, inputs: EngineInputs) -> Outside:
             f"servers.admin_urls={shown(servers.admin_urls)}: {TOKEN} is not set; export the token "
             "that the servers were started with"
         )
+    from transformers import AutoConfig
+
     text = ""
     ids: tuple[int, ...] = ()
     with suppress(OSError, ValueError):  # a folder without a tokenizer
@@ -164,6 +178,7 @@ def outside_servers(plan: ServerPlan, inputs: EngineInputs) -> Outside:
         plan=plan,
         text=text,
         token_ids=ids,
+        has_states=has_states(AutoConfig.from_pretrained(inputs.model).get_text_config()),
     )
 
 

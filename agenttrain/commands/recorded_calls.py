@@ -1,0 +1,85 @@
+"""Calls of a recorded rollout by the turn that made them: a model may write an id again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from agenttrain.commands.recorded import Record
+from agenttrain.tracking.rollouts import prompt_messages, tool_results
+from agenttrain.types import Message, Origin, ToolResult
+
+MAIN_AGENT = 0
+"""Number of the first agent's first trajectory."""
+
+
+class CallKey(NamedTuple):
+    """A call of a rollout. The ids of a turn's calls are distinct."""
+
+    agent: int
+    """Number of the trajectory with which the calling agent began."""
+    turn: int
+    """Turn of that agent, from 0, over all its trajectories."""
+    call_id: str
+
+
+class RecordedCalls:
+    """Results of a record's calls, and the sub-agents that the calls began.
+
+    Example: the main agent calls ``f:0``, which begins a sub-agent that also calls ``f:0``. Their
+    keys are (0, 0, "f:0") and (1, 0, "f:0").
+    """
+
+    def __init__(self, record: Record) -> None:
+        self._trajectories: list[Record] = record["trajectories"]
+        self._agents: dict[int, list[tuple[int, int]]] = {}
+        """First trajectory of an agent -> (trajectory, turn in it) of each turn of the agent."""
+        for number, trajectory in enumerate(self._trajectories):
+            sampled = {s["turn"] for s in trajectory["spans"] if s["origin"] == Origin.sampled}
+            turns = self._agents.setdefault(self._first(number), [])
+            turns += [(number, turn) for turn in range(len(sampled))]
+        self.sub_agents: dict[CallKey, list[int]] = {}
+        """First trajectories of the sub-agents of a call, in their order."""
+        for number in self._agents:
+            if (delegation := self._trajectories[number].get("delegation")) is not None:
+                caller = (delegation["caller"][0], delegation["caller"][1])
+                key = self._key(caller, delegation["call_id"])
+                self.sub_agents.setdefault(key, []).append(number)
+        self.results: dict[CallKey, ToolResult] = {}
+        left = iter(tool_results(record))
+        result = next(left, None)
+        for place in self._ended_turns(MAIN_AGENT):
+            for call in self._message(place).get("tool_calls", ()):
+                # A turn in which the rollout ended has calls without a result.
+                if result is not None and result.call.id == call["id"]:
+                    self.results[self._key(place, result.call.id)] = result
+                    result = next(left, None)
+
+    def _first(self, number: int) -> int:
+        """Return the trajectory with which the agent of a trajectory began."""
+        parent = self._trajectories[number]["parent"]
+        return number if parent is None else self._first(parent)
+
+    def _key(self, place: tuple[int, int], call_id: str) -> CallKey:
+        agent = self._first(place[0])
+        return CallKey(agent, self._agents[agent].index(place), call_id)
+
+    def _ended_turns(self, agent: int) -> Iterator[tuple[int, int]]:
+        """Yield (trajectory, turn in it) in the order in which the turns' calls were answered.
+
+        A sub-agent's calls are answered before the call that began it.
+        """
+        callers = [(key.agent, key.turn, subs) for key, subs in self.sub_agents.items()]
+        for turn, place in enumerate(self._agents[agent]):
+            begun = [sub for *caller, subs in callers if caller == [agent, turn] for sub in subs]
+            for sub_agent in sorted(begun):
+                yield from self._ended_turns(sub_agent)
+            yield place
+
+    def _message(self, place: tuple[int, int]) -> Message:
+        """Return the message that a turn sampled."""
+        number, turn = place
+        trajectory = self._trajectories[number]
+        added = trajectory["messages"][len(prompt_messages(trajectory)) :]
+        answers: list[Message] = [message for message in added if message["role"] == "assistant"]
+        return answers[turn] if turn < len(answers) else {}
