@@ -96,7 +96,7 @@ def check_model(config: RunConfig, verb: str = "train") -> None:
 
 
 def _empty_model(config: RunConfig, folder: Path) -> PreTrainedModel:
-    """Return the model of a folder's config.json on the meta device; raises ValueError."""
+    """Return the model of a folder's config.json on the meta device; raises ConfigError."""
     import torch
     from transformers import AutoConfig
 
