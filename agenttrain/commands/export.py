@@ -77,7 +77,7 @@ def checkpoint_to_export(source: Path, step: str | None) -> Path:
     checkpoint = source / LATEST if (source / LATEST).is_dir() else source
     if not (checkpoint / "manifest.json").is_file():
         raise ConfigError(
-            f"{source}: neither a run with a checkpoint nor a checkpoint; name a folder as "
+            f"export {source}: neither a run with a checkpoint nor a checkpoint; name a folder as "
             "outputs/<experiment>/<run> or <run>/checkpoints/step-000010"
         )
     return checkpoint.resolve()

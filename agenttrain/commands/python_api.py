@@ -85,8 +85,10 @@ class RunResult:
 
         Raises ConfigError if there is no such checkpoint, CheckpointError if it is incomplete.
         """
-        from agenttrain.commands.export import checkpoint_to_export, load_checkpoint
+        from agenttrain.commands.export import LATEST, checkpoint_to_export, load_checkpoint
 
+        if not (self.folder / LATEST).is_dir():
+            raise ConfigError(f"{self.folder}: has no checkpoint yet; train it further first")
         checkpoint = checkpoint_to_export(self.folder, None if step is None else str(step))
         return load_checkpoint(checkpoint)
 
