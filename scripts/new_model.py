@@ -127,6 +127,8 @@ TOOLS: dict[str, dict[str, tuple[str, ...]]] = {
         "final_answer": ("answer",),
     },
     "sight": {"crop": ("part",), "final_answer": ("answer",)},
+    "reverse_text": {},
+    "alphabet_sort": {},
 }
 """Tools and their arguments; the template renders no more of a tool than these names."""
 PATCH, MERGE = 4, 2

@@ -32,7 +32,7 @@ from agenttrain.chat.wire.http import (
     ANSWERED_ERRORS,
     KEEP_ALIVE,
     KEPT_ALIVE_S,
-    read,
+    call_in_thread_if_large,
     read_body,
     request_error,
     send_text,
@@ -60,9 +60,11 @@ class OpenRollout:
     name: str = field(default_factory=lambda: secrets.token_hex(12))
     """Part of its address."""
     replays: Replays = field(default_factory=Replays)
+    """Its answers, for requests that are sent again."""
     on_lost: Callable[[], None] | None = None
     """Called when a client went away for good. None: the run sees the end of its process."""
     _lost_timer: asyncio.TimerHandle | None = None
+    """Calls `on_lost`, unless the client sends another request before."""
 
     @property
     def roles(self) -> Mapping[str, str]:
@@ -83,7 +85,11 @@ class OpenRollout:
 
 
 class AnswerResponse(Response):
-    """Writes an answer once it is sampled. The sampling goes on if the client disconnects."""
+    """Writes an answer once it is sampled. The sampling goes on if the client disconnects.
+
+    It keeps count in its `Delivery`: the readers that wait, and the clients that were sent all of
+    the answer. A request that is sent again can then get the answer that was lost.
+    """
 
     def __init__(
         self, entry: OpenRollout, delivery: Delivery, dialect: WireDialect, question: Question
@@ -163,7 +169,7 @@ def build_app(find_open: Callable[[str], OpenRollout | None]) -> Starlette:
         entry = _authorize(request, find_open)
         try:
             body = await read_body(request, entry.rollout.max_context)
-            question = await read(
+            question = await call_in_thread_if_large(
                 len(body), dialect.question, body, entry.roles, entry.rollout.find_issued
             )
         except (RequestError, RecursionError) as error:
@@ -186,7 +192,7 @@ def build_app(find_open: Callable[[str], OpenRollout | None]) -> Starlette:
         """Answer Anthropic's question for the length of a prompt, without sampling."""
         entry = _authorize(request, find_open)
         body = await read_body(request, entry.rollout.max_context)
-        question = await read(
+        question = await call_in_thread_if_large(
             len(body), DIALECTS["messages"].question, body, entry.roles, entry.rollout.find_issued
         )
         count = await asyncio.to_thread(entry.rollout.count_tokens, question)
@@ -205,7 +211,7 @@ def build_app(find_open: Callable[[str], OpenRollout | None]) -> Starlette:
     async def reward(request: Request) -> Response:
         entry = _authorize(request, find_open)
         body = await read_body(request, entry.rollout.max_context)
-        data = await read(len(body), read_object, body)
+        data = await call_in_thread_if_large(len(body), read_object, body)
         entry.rollout.reward = read_reward(data.get("reward"))
         return JSONResponse({"reward": entry.rollout.reward})
 
@@ -213,9 +219,9 @@ def build_app(find_open: Callable[[str], OpenRollout | None]) -> Starlette:
         """End the rollout, with the last messages and the reward in the body, if any."""
         entry = _authorize(request, find_open)
         body = await read_body(request, entry.rollout.max_context)
-        data = await read(len(body), read_object, body) if body.strip() else {}
+        data = await call_in_thread_if_large(len(body), read_object, body) if body.strip() else {}
         reward = None if data.get("reward") is None else read_reward(data["reward"])
-        messages = await read(len(body), _read_conversation, data, entry.roles)
+        messages = await call_in_thread_if_large(len(body), _read_conversation, data, entry.roles)
         await entry.rollout.finish(messages, size=len(body))
         if reward is not None:
             entry.rollout.reward = reward

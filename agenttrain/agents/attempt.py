@@ -22,10 +22,10 @@ from agenttrain.chat.chat import Chat
 from agenttrain.chat.grammar import ANY_FORM
 from agenttrain.chat.stop_texts import StopScan, before_stop
 from agenttrain.chat.wire.fields import MAX_QUOTED, quote
-from agenttrain.chat.wire.http import read, request_error
+from agenttrain.chat.wire.http import call_in_thread_if_large, request_error
 from agenttrain.chat.wire.issued_turns import Match, in_call_order, tools_digest
 from agenttrain.chat.wire.normal import Answer, AnswerHead, Question, issue
-from agenttrain.chat.wire.openai import RequestError, SampledFrom, validated
+from agenttrain.chat.wire.openai import RequestError, SamplingFields, validate
 from agenttrain.engines.base import Engine, EngineDead, EngineError
 from agenttrain.rollout.config import RolloutConfig, RolloutRequest
 from agenttrain.types import (
@@ -48,11 +48,12 @@ SIDE = "agent"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedPolicy:
-    """The policy as the rollouts use it."""
+    """The policy as the rollouts of outside agents use it: made by `Agents` for each rollout."""
 
     engine: Engine
     chat: Chat
     limits: RolloutConfig
+    """The section `rollout` of the run's settings."""
     lockstep: bool = False
     """The engine repeats a run bit for bit (`Lockstep`): requests that a rollout sends at once are
     answered one after the other."""
@@ -84,8 +85,8 @@ class _Ending(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Planned:
-    """A request with the turn that it continues, and the ids to sample from."""
+class _PlannedRequest:
+    """The result of `_plan`: a request, the turn that it continues, and the ids to sample from."""
 
     transcript: Transcript
     messages: list[Message]
@@ -97,7 +98,11 @@ class _Planned:
 
 
 class EndpointRollout:
-    """The requests of one outside agent, and the rollout that they make."""
+    """The requests of one outside agent, and the rollout that they make.
+
+    The event loop of the rollouts uses it: `answer` for each request, `finish` if the agent ends
+    the rollout itself, `end` if the run does, and `close` at last.
+    """
 
     def __init__(
         self, request: RolloutRequest, policy: ServedPolicy, settings: AgentConfig
@@ -105,13 +110,16 @@ class EndpointRollout:
         self.request, self.policy, self.settings = request, policy, settings
         self.rollout = request.new_rollout()
         self.trained = Transcript(self.rollout, request.rollout_id, trained=True)
+        """Turns of requests for the policy."""
         # Turns that are not trained are no part of the rollout.
         shadow = Rollout(task=request.task, rollout_id=f"{request.rollout_id}/untrained")
         self.untrained = Transcript(shadow, shadow.rollout_id)
         self._planner = RequestPlanner(policy.chat, request.rollout_id, request.sampling.seed)
-        self._changing = asyncio.Lock()
-        """Held while a request is planned, and while its turn is recorded."""
+        self._transcript_lock = asyncio.Lock()
+        """Held while a request is planned, and while its turn is recorded: both change or read the
+        transcripts."""
         self.counts: Counter[str] = Counter()
+        """Counts of requests by the name of their metric, e.g. ``agent/requests``."""
         self.reward: float | None = None
         """The reward that the agent gave."""
         self.ended: EndReason | None = None
@@ -122,7 +130,7 @@ class EndpointRollout:
         """The run ends with it."""
         self.over = asyncio.Event()
         """Set once no request is answered any more."""
-        self._turn = asyncio.Lock()
+        self._lockstep_lock = asyncio.Lock()
         """In lockstep, held while a request is answered: others wait in the order of arrival."""
         self._respelled: set[str] = set()
         """Ids of calls that came back otherwise than they were issued."""
@@ -132,7 +140,7 @@ class EndpointRollout:
         """The last trained turn was cut by its budget. Known once the rollout is closed."""
         self._closed = False
         self._in_engine: set[str] = set()
-        """Trained sessions with a request in flight."""
+        """The engine's sessions of trained turns that are being sampled."""
 
     @property
     def max_context(self) -> int:
@@ -150,7 +158,7 @@ class EndpointRollout:
         """
         self.counts["agent/requests"] += 1
         try:
-            one_at_a_time = self._turn if self.policy.lockstep else nullcontext()
+            one_at_a_time = self._lockstep_lock if self.policy.lockstep else nullcontext()
             async with one_at_a_time:
                 problem = await self.policy.check(question)
                 self._check_open()
@@ -183,13 +191,13 @@ class EndpointRollout:
         `messages` is the whole conversation, `size` its bytes. Raises RequestError.
         """
         if messages:
-            if self._changing.locked():
+            if self._transcript_lock.locked():
                 raise RequestError(
                     "messages: a request of this rollout is being read; wait for its answer",
                     param="messages",
                 )
-            async with self._changing:
-                ending = await read(size, self._read_ending, messages)
+            async with self._transcript_lock:
+                ending = await call_in_thread_if_large(size, self._read_ending, messages)
                 if self._closed:  # while a large conversation was read
                     raise RequestError("the rollout has ended", status=403)
                 trajectory = self.rollout.trajectories[ending.turn.trajectory]
@@ -235,10 +243,13 @@ class EndpointRollout:
             for session in reversed(transcript.sessions):
                 if session != self.request.rollout_id:
                     await self.policy.engine.release(session)
+        # Last, because the engine may decode the other sessions in the place of this one.
         await self.policy.engine.release(self.request.rollout_id)
         if self.trained.conversations:
             self._keep_trained()
-        frozen = _untrained(self.untrained, set(self.untrained.conversations), frozen=True)
+        frozen = _untrained_conversations(
+            self.untrained, set(self.untrained.conversations), frozen=True
+        )
         self.rollout.untrained += tuple(frozen)
         if self._respelled:
             self.counts["agent/respelled_calls"] = len(self._respelled)
@@ -246,25 +257,32 @@ class EndpointRollout:
         return self.rollout
 
     def _keep_trained(self) -> None:
-        """Remove the trajectories that are not trained, and list them; name the others' roles."""
+        """Move trajectories that are not trained to `rollout.untrained`; name the others' roles.
+
+        It completes the rollout's tool results, too.
+        """
         transcript, rollout = self.trained, self.rollout
         trained = transcript.trained_conversations(self.settings.train)
         main = transcript.main_conversation()
-        kept = set(transcript.indices_of(trained))
+        trained_indices = set(transcript.indices_of(trained))
         side = set(transcript.conversations) - trained
-        rollout.untrained = tuple(_untrained(transcript, side, frozen=False))
+        rollout.untrained = tuple(_untrained_conversations(transcript, side, frozen=False))
         for index, trajectory in enumerate(rollout.trajectories):
             trajectory.role = MAIN if transcript.conversations[index] == main else SIDE
-        turns = [turn for turn in transcript.issued.turns if turn.trajectory in kept]
+        turns = [turn for turn in transcript.issued.turns if turn.trajectory in trained_indices]
         for turn in turns:
             self._record_results(turn, ())  # calls that no request has answered
         self.is_cut = bool(turns) and turns[-1].finish is Finish.length
         # In the order in which requests answered them.
-        results = [made for turn, made in self._results.items() if turn.trajectory in kept]
-        rollout.tool_results = [result for made in results for result in made]
+        rollout.tool_results = [
+            result
+            for turn, results in self._results.items()
+            if turn.trajectory in trained_indices
+            for result in results
+        ]
         self.counts["agent/conversations"] = len(trained)
-        if len(kept) < len(rollout.trajectories):
-            rollout.keep_trajectories(kept)
+        if len(trained_indices) < len(rollout.trajectories):
+            rollout.keep_trajectories(trained_indices)
 
     def _check_open(self) -> None:
         """Raise RequestError if the rollout has ended, or ends now because a limit is reached."""
@@ -307,9 +325,10 @@ class EndpointRollout:
         return self.untrained if is_frozen else self.trained
 
     def _check_sampling(self, question: Question, is_frozen: bool) -> None:
-        """Refuse fields that would change samples by a RequestError, or count the request.
+        """Raise RequestError for a field that would change samples or prompts.
 
-        What a frozen model samples is not trained, so that it may have a temperature of its own.
+        With agent.on_sampling=override the request is counted instead. Samples of a frozen model
+        are not trained, so that it may have a temperature of its own.
         """
         ours = self.request.sampling
         # Values that change nothing.
@@ -320,7 +339,7 @@ class EndpointRollout:
             "min_p": (ours.min_p, 0),
         }
         if is_frozen:
-            validated(SampledFrom, question.sampling)  # raises for values out of bounds
+            validate(SamplingFields, question.sampling)  # raises for values out of bounds
         changing = {
             name: value
             for name, value in question.sampling.items()
@@ -351,11 +370,11 @@ class EndpointRollout:
         self, transcript: Transcript, question: Question, text_arguments: bool
     ) -> Answer:
         """Sample a turn, at the end of a trajectory or of a new one, and return it as an answer."""
-        async with self._changing:
+        async with self._transcript_lock:
             # Nothing is awaited from here on until the engine has the request, unless it is large:
             # then the rollout may have ended meanwhile.
             self._check_open()
-            planned = await read(question.size, self._plan, transcript, question)
+            planned = await call_in_thread_if_large(question.size, self._plan, transcript, question)
             self._check_open()
             transcript, plan = planned.transcript, planned.plan
             budget = self._budget(transcript, plan, question.max_tokens)
@@ -373,14 +392,14 @@ class EndpointRollout:
                 transcript.growing.add(plan.extends.index)
         try:
             completion, shown_text = await self._generate(transcript, plan, budget, question)
-            async with self._changing:
+            async with self._transcript_lock:
                 return self._record(planned, question, completion, shown_text, text_arguments)
         finally:
             self._in_engine.discard(plan.session)
             if plan.extends is not None:
                 transcript.growing.discard(plan.extends.index)
 
-    def _plan(self, transcript: Transcript, question: Question) -> _Planned:
+    def _plan(self, transcript: Transcript, question: Question) -> _PlannedRequest:
         """Find the turn that a request continues, if any, and plan the ids to sample from."""
         messages, respelled = transcript.issued.restore_calls(
             in_call_order(question.messages), question.schemas
@@ -389,13 +408,13 @@ class EndpointRollout:
         tools = tools_digest(question.schemas)
         match = transcript.issued.match(messages, tools)
         plan = self._planner.plan(transcript, messages, question.schemas, match)
-        return _Planned(
+        return _PlannedRequest(
             transcript=transcript, messages=messages, tools=tools, match=match, plan=plan
         )
 
     def _record(
         self,
-        planned: _Planned,
+        planned: _PlannedRequest,
         question: Question,
         completion: Completion,
         shown_text: str | None,
@@ -414,21 +433,22 @@ class EndpointRollout:
             self.policy.parsed(trajectory, completion.token_ids, message, turn=index, after=role)
         trajectory.messages.append(message)
         head = AnswerHead(model=question.model or "policy")
-        shown = turn
+        client_turn = turn
         if shown_text is not None:
             schemas = question.schemas
-            shown = self.policy.chat.parse_text(shown_text, schemas, turn=name, after=role)
+            client_turn = self.policy.chat.parse_text(shown_text, schemas, turn=name, after=role)
         # Arguments that are no JSON object can be sent to the client as text. Not those of a call
         # that a stop text cuts off: that call becomes part of the content.
         may_send_text = text_arguments and shown_text is None
-        client_message, call_ids = issue(shown, text_arguments=may_send_text, handle=head.id)
+        client_message, call_ids = issue(client_turn, text_arguments=may_send_text, handle=head.id)
         if shown_text is not None:
             for key in ("content", "reasoning_content"):
-                if text := client_message.get(key):  # it may only appear once parts are joined
+                # The stop text may appear only once the parts of the content are joined.
+                if text := client_message.get(key):
                     client_message[key] = before_stop(text, question.stops)
             # Calls after the stop text, which the client does not see, have no id.
-            hidden = len(turn.calls) - len(call_ids)
-            call_ids = (*call_ids, *("",) * hidden)
+            hidden_count = len(turn.calls) - len(call_ids)
+            call_ids = (*call_ids, *("",) * hidden_count)
         planned.transcript.issued.add(
             AgentTurn(
                 trajectory=trajectory.index,
@@ -508,20 +528,23 @@ class EndpointRollout:
             seed = transcript.seeds[plan.extends.index]
             turns = plan.extends.turns
         scan = StopScan(chat.text_of, question.stops)
-        sent: dict[str, Any] = {}
+        client_fields: dict[str, Any] = {}  # a request for a frozen model may set some
         if not transcript.trained:
-            sent = validated(SampledFrom, question.sampling).model_dump(exclude_none=True)
-            if "top_k" in sent:
-                sent["top_k"] = max(sent["top_k"], 0)  # some clients write -1 for all tokens
+            fields = validate(SamplingFields, question.sampling)
+            client_fields = fields.model_dump(exclude_none=True)
+            if "top_k" in client_fields:  # some clients write -1 for all tokens
+                client_fields["top_k"] = max(client_fields["top_k"], 0)
         sampling = replace(
             request.sampling,
-            **sent,
+            **client_fields,
             ends=scan.push if question.stops else None,
             max_tokens=budget,
             seed=derive_seed(seed, turns),
             stop_token_ids=request.sampling.stop_token_ids or chat.stop_token_ids,
             grammar=grammar,
         )
+        # The first session is named as the rollout. An engine that expects the rollout's session
+        # takes a further one, its child, in its place.
         parent = None if plan.session == request.rollout_id else request.rollout_id
         try:
             completion = await self.policy.engine.generate(
@@ -536,13 +559,15 @@ class EndpointRollout:
             raise RequestError(str(error), status=500) from error
         if not question.stops:
             return completion, None
-        # An engine that does not call `ends` has sampled on, past the stop text.
+        # An engine that does not call `ends` has sampled past the stop text: scan its other tokens.
         for token_id in completion.token_ids[scan.count :]:
             scan.push(token_id)
         scan.finish()
-        return _until(completion, scan.end), None if scan.end is None else scan.text
+        return _cut_completion(completion, scan.end), None if scan.end is None else scan.text
 
-    def _append(self, planned: _Planned, question: Question, completion: Completion) -> Trajectory:
+    def _append(
+        self, planned: _PlannedRequest, question: Question, completion: Completion
+    ) -> Trajectory:
         """Append the sent and the sampled ids. Begin a trajectory if the plan extends none."""
         transcript, plan = planned.transcript, planned.plan
         rollout, trajectory = transcript.rollout, plan.extends
@@ -556,7 +581,8 @@ class EndpointRollout:
                 trajectory = rollout.begin(role=role, delegation=None)
             trajectory.schemas = tuple(question.schemas)
             trajectory.prompt_messages = len(plan.messages)
-            # Of two requests at once with one opening, the later answer finds the earlier here.
+            # If two requests with the same messages were sampled at once, the answer that is
+            # recorded second finds the first one's turn here, and gets its conversation.
             conversation = transcript.conversation_of(planned.messages, planned.match)
             transcript.conversations.append(conversation)
             transcript.models.append(question.model)
@@ -591,7 +617,7 @@ class EndpointRollout:
             )
 
 
-def _until(completion: Completion, end: int | None) -> Completion:
+def _cut_completion(completion: Completion, end: int | None) -> Completion:
     """Return the first `end` tokens of a completion, as an engine that stops there gives them.
 
     This does not bias the sample: the first tokens do not depend on those that are cut off.
@@ -612,7 +638,7 @@ def _until(completion: Completion, end: int | None) -> Completion:
     )
 
 
-def _untrained(
+def _untrained_conversations(
     transcript: Transcript, conversations: set[int], *, frozen: bool
 ) -> list[UntrainedConversation]:
     """Return conversations for the rollout's list: each as its longest trajectory shows it."""

@@ -39,7 +39,7 @@ class CertifiedTools:
 
     def problem(self, schemas: Sequence[dict[str, Any]]) -> str | None:
         """Return why the template cannot show these tools, or None if it can."""
-        path = cache_folder() / f"{self._key(schemas)}.json"
+        path = cache_folder() / f"{self._cache_key(schemas)}.json"
         # Without a file, or with a damaged one, the tools are certified below.
         with suppress(OSError, ValueError, KeyError, TypeError):
             problem: str | None = json.loads(path.read_text(encoding="utf-8"))["problem"]
@@ -57,7 +57,7 @@ class CertifiedTools:
             _prune(path.parent)
         return problem
 
-    def _key(self, schemas: Sequence[dict[str, Any]]) -> str:
+    def _cache_key(self, schemas: Sequence[dict[str, Any]]) -> str:
         """Return a digest of everything that the result depends on."""
         if not self._chat_digest:
             self._chat_digest = _digest_of(self.chat)

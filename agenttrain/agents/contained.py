@@ -29,7 +29,7 @@ class ContainedAgent:
         """`machine_of` returns the machine of a rollout; `env` is added to its variables. With
         `exit_code` the exit code is the reward, as of `CommandAgent`."""
         self._command, self._machine_of, self._env = list(command), machine_of, dict(env)
-        self._timeout_s, self._exit_code = timeout_s + UNKILLED_S, exit_code
+        self._timeout_s, self._exit_code_is_reward = timeout_s + UNKILLED_S, exit_code
 
     async def attempt(self, assignment: AgentTask, log: Path) -> float | None:
         """Run the program to its end; return the reward in its last line, if there is one."""
@@ -49,7 +49,7 @@ class ContainedAgent:
         finally:
             out.close()
         # 128 + n: signal n ended it, which is a crash.
-        if self._exit_code and result.code < 128:
+        if self._exit_code_is_reward and result.code < 128:
             return float(result.code == 0)
         if result.code:
             words = out.last_words(LAST_WORDS)

@@ -64,7 +64,10 @@ def reap(program: int, ended: asyncio.Future[int]) -> None:
 
 
 def show_files() -> None:
-    """Let the first process count the files of this one while it becomes the program."""
+    """Let the first process count the files of this one while it becomes the program.
+
+    `confine` made this process undumpable, which hides its open files from others.
+    """
     prctl(PR_SET_DUMPABLE, 1)
 
 

@@ -21,7 +21,8 @@ PAUSE_S = 0.005
 class BoundedLog:
     """Writes the beginning and the end of an output to a file, which the first write creates.
 
-    Example: of 4 MiB + 64 KiB + 100 bytes, ``… [100 bytes left out] …`` replaces the 100 between.
+    Call `write` for each piece of output, and `close` at last, which writes the end. Example: of 4
+    MiB + 64 KiB + 100 bytes, ``… [100 bytes left out] …`` replaces the 100 between.
     """
 
     def __init__(self, path: Path, *, limit: int = LOG_BYTES, append: bool = False) -> None:
@@ -29,7 +30,9 @@ class BoundedLog:
         self._path, self._remaining_bytes, self._mode = path, limit, "ab" if append else "wb"
         self._file: IO[Any] | None = None
         self._tail = bytearray()
+        """The last TAIL_BYTES of the output."""
         self._bytes_past_beginning = 0
+        """Bytes of output after the `limit`, which only `_tail` keeps."""
         self._stopped = False
         if not append:
             with suppress(OSError):
@@ -143,6 +146,8 @@ class _DividedStream:
 
 class DividedOutput:
     """Standard output and error, divided among the run and its agents until `restore`.
+
+    `FunctionAgent` has one, and calls `redirect` for each rollout.
 
     A task that asyncio starts, and a thread of `asyncio.to_thread`, belongs to the agent that
     started it. A logger's handler keeps the stream that it was made with.

@@ -34,11 +34,13 @@ class Plan:
     suffix: Suffix
     """Last part of `ids`, which the trajectory lacks, by origin."""
     session: str
+    """Name of the engine's session, which keeps the cache of one trajectory."""
     parent: tuple[int, int] | None = None
     """Index of the trajectory from which a new one branches, and the number of ids they share."""
     extends: Trajectory | None = None
     """Trajectory that goes on. None: a new one begins."""
     seed: int = 0
+    """Seed of a new trajectory."""
     answers: AgentTurn | None = None
     """The turn whose calls the request answers."""
     restart: Restart | None = None
@@ -48,7 +50,7 @@ class Plan:
 
 
 class RequestPlanner:
-    """Plans the requests of one rollout."""
+    """Plans the requests of one rollout: the ids that each is sampled from, and its trajectory."""
 
     def __init__(self, chat: Chat, rollout_id: str, seed: int) -> None:
         self._chat, self._rollout_id, self._seed = chat, rollout_id, seed
@@ -80,7 +82,7 @@ class RequestPlanner:
             ids=ids,
             messages=shown,
             suffix=[(Origin.prompt, ids[longest:])],
-            session=self._session(transcript),
+            session=self._name_session(transcript),
             parent=(parent, longest) if longest else None,
             seed=self._opening_seed(transcript, ids),
             restart=restart,
@@ -111,7 +113,7 @@ class RequestPlanner:
             ids=ids,
             messages=[*trajectory.messages[: turn.message_count], *replies],
             suffix=suffix,
-            session=self._session(transcript),
+            session=self._name_session(transcript),
             parent=(trajectory.index, turn.end),
             seed=self._opening_seed(transcript, ids),
             answers=turn,
@@ -128,7 +130,7 @@ class RequestPlanner:
         except ChatError as error:
             raise RequestError(f"messages: {error}", param="messages") from error
 
-    def _session(self, transcript: Transcript) -> str:
+    def _name_session(self, transcript: Transcript) -> str:
         """Name the engine's session of a new trajectory: the first is named as the rollout."""
         transcript.trajectory_count += 1
         if transcript.trajectory_count == 1 and transcript.trained:
@@ -138,8 +140,9 @@ class RequestPlanner:
     def _opening_seed(self, transcript: Transcript, ids: Sequence[int]) -> int:
         """Return the seed of a new trajectory. The first has the seed of the run's own loop.
 
-        The seed of another depends on the ids with which it begins and on how often that happened,
-        and not on the order in which requests arrive.
+        The seed of any other depends on the ids with which it begins and on the number of
+        trajectories that began with them so far. It does not depend on the order in which requests
+        arrive, so that a run repeats.
         """
         if transcript.trajectory_count == 1 and transcript.trained:
             return self._seed

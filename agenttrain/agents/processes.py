@@ -54,7 +54,7 @@ class CommandAgent:
     ) -> None:
         """`command` returns the command of a rollout when it begins. With `exit_code` the exit code
         is the reward: 1.0 for exit code 0, else 0.0."""
-        self._command, self._env, self._exit_code = command, env, exit_code
+        self._command, self._env, self._exit_code_is_reward = command, env, exit_code
 
     async def attempt(self, assignment: AgentTask, log: Path) -> float | None:
         """Run the program to its end; return the reward in its last line, if there is one."""
@@ -76,7 +76,7 @@ class CommandAgent:
                 task.cancel()
             out.close()
             err.close()
-        if self._exit_code and code >= 0:  # below 0: a signal ended it, which is a crash
+        if self._exit_code_is_reward and code >= 0:  # below 0: a signal ended it, which is a crash
             return float(code == 0)
         if code != 0:
             words = err.last_words(LAST_WORDS) or out.last_words(LAST_WORDS)

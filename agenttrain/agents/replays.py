@@ -33,6 +33,9 @@ class Delivery:
 class Replays:
     """The answers of one rollout, by the key and by the body of their requests.
 
+    A client that lost its connection sends its request again. Such a replay must not be sampled
+    again, because the rollout would get a turn that the client never saw.
+
     A replay has an earlier Idempotency-Key, or says that it is a retry of an equal body, or equals
     a request whose answer no client was sent in full. Any other request is a new sample.
     """

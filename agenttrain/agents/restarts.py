@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple, TypeVar
 
-from agenttrain.chat.wire.issued_turns import IssuedTurn, Match, canonical, reasoning_agrees
+from agenttrain.chat.wire.issued_turns import IssuedTurn, Match, canonical_bytes, reasoning_agrees
 from agenttrain.chat.wire.normal import HANDLE
 from agenttrain.types import Message
 
@@ -45,7 +45,7 @@ def find_relation(messages: Sequence[Message], turns: Sequence[T], match: Match[
     """Return how a request relates to the turns that were issued, the oldest first."""
     if match.turn is not None:
         return Relation(turns.index(match.turn))
-    nearest = _nearest(messages, turns)
+    nearest = _most_likely_turn(messages, turns)
     if nearest is None:
         return Relation(None)
     position = turns.index(nearest)
@@ -54,22 +54,23 @@ def find_relation(messages: Sequence[Message], turns: Sequence[T], match: Match[
     return Relation(position, *first_difference(messages, nearest.conversation))
 
 
-def _nearest(messages: Sequence[Message], turns: Sequence[T]) -> T | None:
+def _most_likely_turn(messages: Sequence[Message], turns: Sequence[T]) -> T | None:
     """Return the turn that a request most likely repeats, or None for a new conversation.
 
     It is the last turn whose calls, handle or text the request holds, or else the last whose
     conversation begins with the same messages, up to the user's first.
     """
-    by_id = {
-        id_: turn for turn in turns for id_ in (*turn.call_ids, turn.message.get(HANDLE)) if id_
+    turn_of_key = {
+        key: turn for turn in turns for key in (*turn.call_ids, turn.message.get(HANDLE)) if key
     }
     for message in reversed(messages):
         if message["role"] != "assistant":
             continue
         call_ids = [call["id"] for call in message.get("tool_calls", ())]
-        for id_ in (*call_ids, message.get(HANDLE)):
-            if id_ in by_id:
-                return by_id[id_]
+        for key in (*call_ids, message.get(HANDLE)):
+            if key in turn_of_key:
+                return turn_of_key[key]
+        # Without calls, and from a client that sends no handle: only the text is left to compare.
         text = message["content"].strip()
         for turn in reversed(turns):
             if text and not turn.call_ids and turn.message["content"].strip() == text:
@@ -84,7 +85,7 @@ def _nearest(messages: Sequence[Message], turns: Sequence[T]) -> T | None:
 def opening_of(messages: Sequence[Message]) -> list[bytes]:
     """Return the messages up to the user's first, canonical; [] without a user's message."""
     users = [index for index, message in enumerate(messages) if message["role"] == "user"]
-    return [canonical(message) for message in messages[: users[0] + 1]] if users else []
+    return [canonical_bytes(message) for message in messages[: users[0] + 1]] if users else []
 
 
 def first_difference(sent: Sequence[Message], issued: Sequence[Message]) -> tuple[Restart, str]:
@@ -104,7 +105,7 @@ def first_difference(sent: Sequence[Message], issued: Sequence[Message]) -> tupl
     where = f"message {index} ({issued_message['role']})"
     if "system" in roles:
         kind = Restart.system
-    elif canonical(sent_message) in map(canonical, issued[index + 1 :]):
+    elif canonical_bytes(sent_message) in map(canonical_bytes, issued[index + 1 :]):
         return Restart.dropped, f"{where} is missing"  # a later message stands in its place
     elif roles == ("tool", "tool"):
         kind = Restart.tools
@@ -115,7 +116,7 @@ def first_difference(sent: Sequence[Message], issued: Sequence[Message]) -> tupl
 
 def _is_same(sent: Message, issued: Message) -> bool:
     """Return True if a message is the one that was issued, however it is spelt."""
-    return canonical(sent) == canonical(issued) and reasoning_agrees((sent,), (issued,))
+    return canonical_bytes(sent) == canonical_bytes(issued) and reasoning_agrees((sent,), (issued,))
 
 
 def _text_difference(sent: str, issued: str) -> str:

@@ -64,7 +64,10 @@ ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 class OutsideAgent(Protocol):
-    """Whatever attempts rollouts."""
+    """Attempts the rollouts of a run: by a function, a process for each, or workers.
+
+    `Agents` calls `attempt` for each rollout, many at once in its event loop, and `aclose` at last.
+    """
 
     async def attempt(self, assignment: AgentTask, log: Path) -> float | None:
         """Attempt a task. Return the agent's reward, if any. Raises AgentFailed."""
@@ -105,7 +108,7 @@ def unavailable_in(error: BaseException) -> ToolUnavailable | None:
         return error
     inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
     causes = (*inner, error.__cause__) if error.__cause__ is not None else inner
-    return next((found for cause in causes if (found := unavailable_in(cause))), None)
+    return next((failure for cause in causes if (failure := unavailable_in(cause))), None)
 
 
 class ExternalAgent:
@@ -166,7 +169,11 @@ class LoopServer(uvicorn.Server):
 
 
 class Agents:
-    """The endpoint of a run and the agents that use it."""
+    """The endpoint of a run and the agents that use it.
+
+    The process that makes the rollouts has one, in its event loop. Call `attempt` for each rollout,
+    many at once, and `aclose` at last. The first attempt starts the endpoint.
+    """
 
     def __init__(
         self,
@@ -194,11 +201,11 @@ class Agents:
         self._gate = asyncio.Semaphore(settings.concurrency)
         self._open: dict[str, OpenRollout] = {}
         self._app = build_app(self._open.get)
-        self._checked: OrderedDict[str, tuple[str, str] | None] = OrderedDict()
+        self._form_problems: OrderedDict[str, tuple[str, str] | None] = OrderedDict()
         """Tools and output format, as JSON -> the parameter at fault and the problem, or None."""
         self._certified = CertifiedTools(chat)
         self._warned_of: set[Restart] = set()
-        self._folder: TemporaryFolder | None = None
+        self._socket_folder: TemporaryFolder | None = None
         """Folder of the socket by which sandboxes reach the endpoint."""
         self._server: LoopServer | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -207,6 +214,7 @@ class Agents:
         """Address of the endpoint, e.g. ``http://127.0.0.1:4711``."""
         policy_names = [name for name, kind in settings.models.items() if kind is Served.policy]
         self._model = next((name for name in policy_names if name != "*"), "policy")
+        """Name under which agents are told to ask for the policy."""
 
     async def attempt(
         self,
@@ -226,7 +234,7 @@ class Agents:
                 chat=self.chat,
                 limits=limits,
                 lockstep=self.lockstep,
-                check=partial(self._check, structured=limits.structured_calls),
+                check=partial(self._form_error, structured=limits.structured_calls),
                 parsed=parsed,
                 on_restart=self._on_restart,
                 on_request=self._on_request,
@@ -241,7 +249,7 @@ class Agents:
             self._open[entry.name] = entry
             start = time.perf_counter()
             try:
-                async with self._machine(request) as machine:
+                async with self._running_machine(request) as machine:
                     failure, reward = await self._run_agent(entry, machine)
                     await self._close(entry)  # nothing of it is open while it is graded
                     if attempt.failure is not None:
@@ -277,34 +285,37 @@ class Agents:
             self._server.should_exit = True
             await self._serving
             self._server = self._serving = None
-        if self._folder is not None:
-            self._folder.remove()
+        if self._socket_folder is not None:
+            self._socket_folder.remove()
 
     def _command(self) -> list[str]:
         """Return the command of a process, inside a sandbox if `agent.sandbox` asks for one."""
         command: list[str] = self.settings.command
-        if self._folder is None:
+        if self._socket_folder is None:
             return command
         port = int(self.address.rpartition(":")[2])
-        socket_path = self._folder.path / "endpoint"
+        socket_path = self._socket_folder.path / "endpoint"
         return [*sandbox_command(self.settings, socket=socket_path, port=port), *command]
 
     @asynccontextmanager
-    async def _machine(self, request: RolloutRequest) -> AsyncIterator[RolloutMachine | None]:
+    async def _running_machine(
+        self, request: RolloutRequest
+    ) -> AsyncIterator[RolloutMachine | None]:
         """Start a rollout's container, in which the endpoint is on 127.0.0.1, and end it."""
         machines = self._machines
         if machines is None:
             yield None
             return
-        machine, inside = await machines.start(request.rollout_id, request.task), None
+        machine = await machines.start(request.rollout_id, request.task)
+        server_in_container = None
         try:
             if self._server is not None and isinstance(machine, Listens):
                 port = int(self.address.rpartition(":")[2])
-                inside = await self._server.listen(machine.listener(port))
+                server_in_container = await self._server.listen(machine.listener(port))
             yield machine
         finally:
-            if inside is not None:
-                inside.close()
+            if server_in_container is not None:
+                server_in_container.close()
             await machines.release(request.rollout_id)
 
     async def _run_agent(
@@ -322,10 +333,10 @@ class Agents:
             machine=machine,
             transport=lambda: EndpointTransport(self._app, url, entry.key),
         )
-        key, limit_s = "agent.timeout_s", self.settings.timeout_s
+        key, limit_s, is_tasks_limit = "agent.timeout_s", self.settings.timeout_s, False
         task_s = None if self._machines is None else self._machines.limit_s(assignment.task)
-        if task_s is not None and task_s < limit_s:
-            key, limit_s = "agent.timeout_sec of the task", task_s
+        if task_s is not None and task_s <= limit_s:
+            key, limit_s, is_tasks_limit = "agent.timeout_sec of the task", task_s, True
         log = self.folder / rollout.request.rollout_id
         log.parent.mkdir(parents=True, exist_ok=True)
         agent = asyncio.ensure_future(self._agent.attempt(assignment, log))
@@ -337,7 +348,7 @@ class Agents:
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if not agent.done() and not over.done():
-                if limit_s == task_s:  # as in the run's own loop: it is graded
+                if is_tasks_limit:  # no failure of the agent: the rollout is graded
                     rollout.end(StopReason.timeout, f"{key}={limit_s:g} passed")
                     return None, None
                 return f"{key}={limit_s:g} passed", None
@@ -378,7 +389,7 @@ class Agents:
             rollout.stop_reason, rollout.error = StopReason.error, failure
         elif not rollout.turns:
             rollout.stop_reason = StopReason.error
-            rollout.error = self._no_turn(attempt)
+            rollout.error = self._no_turn_error(attempt)
         else:
             rollout.stop_reason = StopReason.max_tokens if attempt.is_cut else StopReason.completed
         # Only for a failure of the agent itself: then nothing else has ended the rollout.
@@ -386,15 +397,15 @@ class Agents:
         if gives_zero and rollout.stop_reason is StopReason.error and end is None:
             rollout.stop_reason = StopReason.agent_failed
 
-    def _no_turn(self, attempt: EndpointRollout) -> str:
+    def _no_turn_error(self, attempt: EndpointRollout) -> str:
         """Return why a rollout whose agent has ended by itself has nothing to train."""
         names = attempt.untrained.models
         if names:
-            asked = ", ".join(map(str, dict.fromkeys(names)))
+            model_names = ", ".join(map(str, dict.fromkeys(names)))
             count = attempt.counts["agent/requests"]
             return (
                 f"the agent ended without a turn to train: {count} requests, all for models that "
-                f"are frozen: {asked}; set agent.models={{{names[0]}: policy}}"
+                f"are frozen: {model_names}; set agent.models={{{names[0]}: policy}}"
             )
         is_external = isinstance(self._agent, ExternalAgent)
         hint = "" if is_external else "; the run's agents/ has its output"
@@ -421,11 +432,11 @@ class Agents:
             self._server = LoopServer(config)
             listeners = [listener]
             if self.settings.sandbox is Sandbox.bwrap:
-                self._folder = TemporaryFolder()
+                self._socket_folder = TemporaryFolder()
                 listeners.append(socket.socket(socket.AF_UNIX))
-                listeners[-1].bind(str(self._folder.path / "endpoint"))
+                listeners[-1].bind(str(self._socket_folder.path / "endpoint"))
                 # Sandboxes may have another user. The folder lets nobody else in.
-                (self._folder.path / "endpoint").chmod(0o666)
+                (self._socket_folder.path / "endpoint").chmod(0o666)
                 listeners[-1].listen(2048)
             self._serving = asyncio.ensure_future(self._server.serve(sockets=listeners))
             # It is done before it has started if it has failed to start.
@@ -441,8 +452,10 @@ class Agents:
                     flush=True,
                 )
 
-    async def _check(self, question: Question, *, structured: bool) -> RequestError | None:
-        """Return the error of a request's tools or output format, or None. See `form_problem`.
+    async def _form_error(self, question: Question, *, structured: bool) -> RequestError | None:
+        """Return the error of a request's tools or of the answer's form, or None.
+
+        `structured` says that the engine samples under grammars, which can enforce a form.
 
         Certifying many tools takes tenths of a second, so a thread does it, once for each set.
         """
@@ -452,18 +465,18 @@ class Agents:
         if form != ANY_FORM and not structured and self.settings.on_form is OnForm.refuse:
             return no_grammar_error(form)
         key = json.dumps([schemas, form.schema, structured])
-        if key not in self._checked:
+        if key not in self._form_problems:
             async with self._certifying:
-                if key not in self._checked:  # another request may have done it meanwhile
+                if key not in self._form_problems:  # another request may have done it meanwhile
                     problem = await asyncio.to_thread(
                         form_problem, self._certified, question, structured
                     )
-                    self._checked[key] = problem
+                    self._form_problems[key] = problem
         # The least recently used results are dropped: an agent may invent tools for each request.
-        self._checked.move_to_end(key)
-        while len(self._checked) > MOST_FORMS:
-            self._checked.popitem(last=False)
-        problem = self._checked[key]
+        self._form_problems.move_to_end(key)
+        while len(self._form_problems) > MOST_FORMS:
+            self._form_problems.popitem(last=False)
+        problem = self._form_problems[key]
         if problem is None:
             return None
         param, text = problem

@@ -43,7 +43,7 @@ def check_sandbox(settings: AgentConfig) -> None:
     try:
         user = next_user()
         bubblewrap(user)
-        problem = _probe(settings)
+        problem = _probe_problem(settings)
     except FileNotFoundError as error:
         raise ValueError(
             f"{key}: bubblewrap is not installed; install it (apt install bubblewrap, on Linux), "
@@ -99,7 +99,7 @@ def sandbox_command(
     ]
 
 
-def _probe(settings: AgentConfig) -> str:
+def _probe_problem(settings: AgentConfig) -> str:
     """Run `true` in a sandbox. Return why that fails, or "" if it works."""
     command = [*sandbox_command(settings), "true"]
     try:

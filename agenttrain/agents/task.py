@@ -114,10 +114,11 @@ class AgentTask:
 
         Names of models in `of_agent` stay, because `agent.models` says which of them is the policy.
         """
-        kept = SMALL_MODEL_VARIABLES if self.has_frozen else ()
-        named = [name for name in MODEL_VARIABLES if name not in kept]
+        # With frozen models the small model may be one of them: the program names it itself.
+        left_to_program = SMALL_MODEL_VARIABLES if self.has_frozen else ()
+        variables = [name for name in MODEL_VARIABLES if name not in left_to_program]
         return {
-            **dict.fromkeys(named, self.model),
+            **dict.fromkeys(variables, self.model),
             **of_agent,
             "AGENTTRAIN_URL": self.url,
             "AGENTTRAIN_ROLLOUT": self.rollout_id,

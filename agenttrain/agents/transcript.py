@@ -31,7 +31,11 @@ class AgentTurn(IssuedTurn):
 
 @dataclass(slots=True, eq=False)
 class Transcript:
-    """A rollout with the turns that were issued in it."""
+    """A rollout with the turns that were issued in it.
+
+    A conversation is what the agent sees as one: it may have several trajectories, because a client
+    that rewrites its history makes a new one begin. Lists have an entry for each trajectory.
+    """
 
     rollout: Rollout
     prefix: str
@@ -99,13 +103,14 @@ class Transcript:
     def _holds_prompt(self, conversation: int) -> bool:
         """Return True if a message before a conversation's first answer holds the task's prompt."""
         first = self.rollout.trajectories[self.conversations.index(conversation)]
-        wanted = [_text_of(m).strip() for m in self.rollout.task.messages if m["role"] == "user"]
+        task_messages = self.rollout.task.messages
+        task_texts = [_text_of(m).strip() for m in task_messages if m["role"] == "user"]
         texts = [_text_of(message) for message in first.messages[: first.prompt_messages]]
-        if not wanted:
+        if not task_texts:
             return False
         # The last message asks for the answer, and earlier ones may be examples. An agent may put
         # texts of its own around it.
-        return any(wanted[-1] in text for text in texts)
+        return any(task_texts[-1] in text for text in texts)
 
 
 def _text_of(message: Message) -> str:

@@ -68,7 +68,10 @@ MAX_HOPS = 40
 
 @dataclass(slots=True)
 class Visible:
-    """Files and folders that a sandbox shows."""
+    """Files and folders that a sandbox shows.
+
+    `visible_files` makes it and fills it by the `add` methods.
+    """
 
     home: str
     """The agent's own folder, empty at first."""
@@ -79,6 +82,7 @@ class Visible:
     shown: set[str] = field(default_factory=set)
     """Folders that can be read, but for `hidden`."""
     hidden: set[str] = field(default_factory=set)
+    """Files and folders of keys, tokens and histories."""
     links: dict[str, str] = field(default_factory=dict)
     """Symbolic link on the way to a path above -> its target."""
 
@@ -135,7 +139,7 @@ def visible_files(command: Sequence[str], read: Sequence[str]) -> Visible:
     """Return the files that a command's program can read. Raises ValueError."""
     work, links = os.getcwd(), dict[str, str]()
     visible = Visible(home=follow(_home_folders()[0], links), work=work, links=links)
-    secrets = _secrets()
+    secrets = _secret_paths()
     for path in read:
         if problem := _read_problem(path, visible, secrets):
             raise ValueError(f"agent.read: {path}: {problem}")
@@ -144,7 +148,7 @@ def visible_files(command: Sequence[str], read: Sequence[str]) -> Visible:
     visible.add(sys.executable)
     for path in _software_of_environment():
         visible.add(path)
-    for program in _programs(command, visible.links):
+    for program in _named_programs(command, visible.links):
         visible.add_program(program)
     for path in _named_paths(command):
         if not is_within(os.path.realpath(path), *secrets):
@@ -207,7 +211,7 @@ def _home_folders() -> list[str]:
     return [path for path in homes if path.startswith("/") and path.strip("/")] or ["/home/user"]
 
 
-def _secrets() -> set[str]:
+def _secret_paths() -> set[str]:
     """Return this user's files and folders of keys, tokens and histories, with links' targets."""
     paths = {f"{home}/{name}" for home in _home_folders() for name in SECRETS}
     paths |= {os.environ[name] for name in SECRET_VARIABLES if os.environ.get(name)}
@@ -244,7 +248,7 @@ def _named_paths(command: Sequence[str]) -> Iterator[str]:
                 yield path
 
 
-def _programs(command: Sequence[str], links: dict[str, str]) -> Iterator[str]:
+def _named_programs(command: Sequence[str], links: dict[str, str]) -> Iterator[str]:
     """Yield the programs that a command names, the links on the way, and scripts' interpreters."""
     queue = [path for word in command if (path := shutil.which(word))]
     for _ in range(MAX_HOPS):

@@ -25,7 +25,11 @@ SHARED_LOG_BYTES = 64 << 20
 
 
 class Worker:
-    """A process that attempts rollouts."""
+    """A process that attempts rollouts, one after the other or several at once.
+
+    `WorkerAgent` makes it and calls `attempt` for each rollout, and `end` once it is `retired` or
+    the run ends. A task of the event loop reads the process's output all the while.
+    """
 
     def __init__(self, command: Sequence[str], env: dict[str, str]) -> None:
         """Start the process in the background."""
@@ -70,7 +74,7 @@ class Worker:
             while line := await process.stdout.readline():
                 self._handle_line(line)
                 if self.log is not None and self.log.full:
-                    await asyncio.sleep(0)
+                    await asyncio.sleep(0)  # a flood of output leaves time for other rollouts
             failure = how_ended(await process.wait())
             await asyncio.wait((errors,), timeout=LAST_WORDS_S)
         except AgentFailed as error:

@@ -56,13 +56,18 @@ def placeholder(index: int) -> str:
 class TurnBoundary:
     """Splits the text after an assistant's message into the end of its turn and what follows it.
 
+    It renders a short conversation of the same shape, in which the placeholder BODY ends the
+    assistant's text, and looks at the text after BODY.
+
     A turn with calls ends with the token that ends the last answer of a conversation, or else with
     the last control token that closes its calls. Where answers have no end (GLM), it ends with the
     token that begins the next message.
     """
 
     render: Render
+    """Renders messages to marked text: control tokens in the messages' own texts are wrapped."""
     encoder: Encoder
+    """Tells the template's control tokens from other text."""
 
     def split(
         self, turn: AssistantTurn, replies: Sequence[Message], *, generation_prompt: bool
@@ -76,7 +81,8 @@ class TurnBoundary:
         # The text that closes the calls, e.g. "}</tool_call>", and the end of the turn if nothing
         # follows it.
         closing, end = self._calls_end(assistant) if turn.calls else ("", self.answer_end())
-        text = _after_body(self.render([USER, assistant, *replies], generation_prompt))
+        conversation = [USER, assistant, *replies]
+        text = _text_after_body(self.render(conversation, generation_prompt=generation_prompt))
         if not text.startswith(closing):
             raise ChatError(
                 f"the chat template ends a turn with {unmark(closing)!r}, but with "
@@ -106,10 +112,10 @@ class TurnBoundary:
         Example: ``("}\\n</tool_call>", "<|im_end|>")``.
         """
         end = self.answer_end()
-        after_calls = _after_body(self.render([USER, assistant], False))
+        after_calls = _text_after_body(self.render([USER, assistant], generation_prompt=False))
         # Where answers have no end (GLM), all text after the calls closes them.
-        closing = self._to_last_control(after_calls) if end else after_calls.rstrip()
-        if not closing.endswith(end):
+        closing = self._up_to_last_control(after_calls) if end else after_calls.rstrip()
+        if not closing.endswith(end):  # never if `end` is empty
             # Calls end with another token than answers: the last piece of `closing`.
             pieces = list(self.encoder.pieces(closing))
             end = pieces[-1][1] if pieces else ""
@@ -117,10 +123,11 @@ class TurnBoundary:
 
     def answer_end(self) -> str:
         """Return the end of an answer that nothing follows, e.g. ``<|im_end|>``."""
-        answer = _after_body(self.render([USER, {"role": "assistant", "content": BODY}], False))
-        return self._to_last_control(answer)
+        answer: Message = {"role": "assistant", "content": BODY}
+        rendering = self.render([USER, answer], generation_prompt=False)
+        return self._up_to_last_control(_text_after_body(rendering))
 
-    def _to_last_control(self, text: str) -> str:
+    def _up_to_last_control(self, text: str) -> str:
         """Return the text up to its last control token, inclusive; empty if it has none."""
         pieces = list(self.encoder.pieces(text))
         while pieces and not pieces[-1][0]:
@@ -144,7 +151,7 @@ def _short_message(turn: AssistantTurn) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
-def _after_body(rendering: str) -> str:
+def _text_after_body(rendering: str) -> str:
     """Return the text after the placeholder BODY. Raises ChatError if it is not rendered."""
     _, body, after = rendering.rpartition(BODY)
     if not body:
@@ -159,7 +166,9 @@ def _after_body(rendering: str) -> str:
 class ReplyTexts:
     """Returns the texts of replies as the template renders them; it may trim or escape texts.
 
-    A text is rendered in a conversation, and the constant text around it is cut off.
+    Called with one reply at a time. The text is rendered in a short conversation, and the constant
+    text around it is cut off. For a role whose texts the template leaves unchanged, nothing is
+    rendered after the first reply.
     """
 
     boundary: TurnBoundary
@@ -174,7 +183,7 @@ class ReplyTexts:
         role, content = reply["role"], reply.get("content") or ""
         if not isinstance(content, str):
             raise ChatError(f"a reply of the role {role} holds {type(content).__name__}, not text")
-        return clean(content) if self._is_verbatim(role) else self._transformed(role, content)
+        return clean(content) if self._is_verbatim(role) else self._rendered_text(role, content)
 
     def beside_images(self, reply: Message) -> list[str]:
         """Return the texts of a reply with images, as rendered. Raises ChatError."""
@@ -188,7 +197,7 @@ class ReplyTexts:
     def _is_verbatim(self, role: str) -> bool:
         """Return True if the template changes none of REPLY_PROBES; it is tried once per role."""
         if role not in self._verbatim:
-            self._verbatim[role] = all(self._transformed(role, p) == p for p in REPLY_PROBES)
+            self._verbatim[role] = all(self._rendered_text(role, p) == p for p in REPLY_PROBES)
         return self._verbatim[role]
 
     def after_turn(self, role: str, text: str) -> tuple[str, str]:
@@ -199,7 +208,7 @@ class ReplyTexts:
             reply |= {"tool_call_id": turn.calls[0].id, "name": turn.calls[0].name}
         return self.boundary.split(turn, [reply], generation_prompt=True)
 
-    def _transformed(self, role: str, text: str) -> str:
+    def _rendered_text(self, role: str, text: str) -> str:
         """Return a reply's text as it is rendered, without the constant text around it."""
         if role not in self._frames:
             _, frame = self.after_turn(role, placeholder(0))
@@ -223,9 +232,9 @@ _REPLY = re.compile("\ufdd3(\\d+)\ufdd4")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyBlock:
-    """A text between two control tokens that holds replies: literal texts and numbers of replies.
+    """A text between two control tokens that holds replies: literal texts and indices of replies.
 
-    Example: ``ReplyBlock(parts=("\\n", 0, "\\n"))``
+    Example, for ``\\n{reply 0}\\n``: ``ReplyBlock(parts=("\\n", 0, "\\n"))``
     """
 
     parts: tuple[str | int, ...]
@@ -242,14 +251,16 @@ class Suffix:
     glue_length: int
     """Number of tokens of `blocks` with empty replies."""
     last_end_ids: tuple[int, ...] = ()
-    """The end of an answer that nothing follows; empty unless it differs from `end_ids`."""
+    """The end of an answer that nothing follows, e.g. GPT-OSS's ``<|return|>``; empty unless it
+    differs from `end_ids`."""
 
 
 def build_suffix(end: str, text: str, encoder: Encoder, *, replies: int) -> Suffix:
     """Tokenise the end of a turn and the text after it.
 
-    `text` has the placeholders 0 to `replies` - 1. The text between control tokens that holds one
-    becomes a ReplyBlock, which is tokenised with each reply; all other text is constant.
+    `text` has the placeholders 0 to `replies` - 1, one for each reply's text. Text between control
+    tokens that holds a placeholder becomes a ReplyBlock, which `fill_suffix` tokenises with each
+    reply. All other text is constant.
     """
     if _REPLY.findall(text) != [str(index) for index in range(replies)]:
         raise ChatError(
@@ -293,7 +304,7 @@ def fill_suffix(
             continue
         pieces = [texts[part] if isinstance(part, int) else part for part in block.parts]
         ids, offsets = encoder.encode_plain_offsets("".join(pieces))  # offsets: (start, end)
-        next_token = position = 0  # first token without an origin; end of the part
+        next_token = position = 0  # first token without an origin; end of the part in the text
         for part, piece in zip(block.parts, pieces, strict=True):
             position += len(piece)
             is_reply = isinstance(part, int)

@@ -65,18 +65,21 @@ def conversations(chat: Chat, schemas: Sequence[dict]) -> Iterator[tuple[str, li
         return
     tools = [schema.get("function", schema) for schema in schemas]
     for tool in tools:
-        yield f"call of {tool['name']}", [_step(0, [tool], ["7"])]
+        yield f"call of {tool['name']}", [_make_step(0, [tool], ["7"])]
     # Two tools if the run has two; otherwise both calls are of the same tool.
-    yield "parallel calls", [_step(0, [tools[0], tools[-1]], ["7", "\nseven\n"])]
-    turns = [_step(turn, [tools[turn % len(tools)]], [str(turn)]) for turn in range(3)]
+    yield "parallel calls", [_make_step(0, [tools[0], tools[-1]], ["7", "\nseven\n"])]
+    turns = [_make_step(turn, [tools[turn % len(tools)]], [str(turn)]) for turn in range(3)]
     yield "three turns", turns
-    yield "content beside a call", [_step(0, tools[:1], ["7"], "Let me see."), turns[1]]
-    reasoned = _step(0, tools[:1], ["7"], reasoning="3 and 4")
-    yield "reasoning", [reasoned, _step(1, tools[:1], ["8"], reasoning="one more")]
+    yield (
+        "content beside a call",
+        [_make_step(0, tools[:1], ["7"], content="Let me see."), turns[1]],
+    )
+    reasoned = _make_step(0, tools[:1], ["7"], reasoning="3 and 4")
+    yield "reasoning", [reasoned, _make_step(1, tools[:1], ["8"], reasoning="one more")]
     for name, text in {**REPLIES, "control tokens in a tool reply": control_tokens}.items():
-        yield name, [_step(0, tools[:1], [text]), turns[1]]
+        yield name, [_make_step(0, tools[:1], [text]), turns[1]]
     answered = (replace(answer, reasoning="7 it is"), next_question)
-    later_call = _step(2, tools[:1], ["9"], reasoning="4 and 5")
+    later_call = _make_step(2, tools[:1], ["9"], reasoning="4 and 5")
     yield "later user message", [reasoned, answered, later_call]
 
 
@@ -101,13 +104,13 @@ def image_conversations(schemas: Sequence[dict]) -> Iterator[tuple[str, Message,
     if not schemas:
         return
     tools = [schema.get("function", schema) for schema in schemas]
-    yield "image in a tool reply", question, [_step(0, tools[:1], ["it: "], images=[first])]
-    calls = _step(0, [tools[0], tools[-1]], ["", "both"], images=[second, third])
-    plain = _step(1, tools[:1], ["8"])
-    yield "several images in a turn", QUESTION[0], [calls, plain, _step(2, tools[:1], ["9"])]
+    yield "image in a tool reply", question, [_make_step(0, tools[:1], ["it: "], images=[first])]
+    calls = _make_step(0, [tools[0], tools[-1]], ["", "both"], images=[second, third])
+    plain = _make_step(1, tools[:1], ["8"])
+    yield "several images in a turn", QUESTION[0], [calls, plain, _make_step(2, tools[:1], ["9"])]
 
 
-def _step(
+def _make_step(
     turn: int,
     tools: list[dict],
     texts: list[str],
@@ -115,11 +118,14 @@ def _step(
     reasoning: str | None = None,
     images: Sequence[Image] = (),
 ) -> Step:
-    """Return a turn that calls each tool, and the replies; each reply holds all `images`."""
+    """Return a turn that calls each tool, and the replies; each reply holds all `images`.
+
+    `turn` is the turn's number in its conversation, which makes the ids of the calls unique.
+    """
     calls = []
     for index, tool in enumerate(tools):
         properties = (tool.get("parameters") or {}).get("properties", {})
-        examples = {name: _example(schema) for name, schema in properties.items()}
+        examples = {name: _example_value(schema) for name, schema in properties.items()}
         # A key whose value is None is left out of a message, so it would not come back.
         arguments = {name: value for name, value in examples.items() if value is not None}
         calls.append(ToolCall(id=f"call_{turn}_{index}", name=tool["name"], arguments=arguments))
@@ -135,7 +141,7 @@ def _step(
     return AssistantTurn(content=content, reasoning=reasoning, calls=tuple(calls)), replies
 
 
-def _example(schema: Any) -> Any:
+def _example_value(schema: Any) -> Any:
     """Return a value that fits the JSON schema of an argument."""
     if not isinstance(schema, dict):  # `true` allows any value
         return TEXT
@@ -150,6 +156,8 @@ def _example(schema: Any) -> Any:
 
 REASONING_PROBES = ("reasoning", "reasoning without a call", "later user message")
 THOUGHT = "Well."
+REASONING_LEFT_OUT = "the template leaves out reasoning"
+"""The remark of a probe in which reasoning was left out."""
 EXCERPT_LENGTH = 160
 """Characters of a text that a probe's reason quotes."""
 SERVE = (
@@ -240,7 +248,8 @@ class Certificate:
         lines += [f"  note     {self.chosen}"] if self.chosen else []
         groups: dict[tuple[Status, str], list[Probe]] = {}
         for number, probe in enumerate(self.probes):
-            # Probes that fail for the same reason share a line; a passed probe has its own.
+            # Probes that fail for the same reason share a line, which shows the first one's `why`:
+            # its reason and details. A passed probe has a line of its own.
             reason = probe.reason if probe.status is not Status.passed else str(number)
             groups.setdefault((probe.status, reason), []).append(probe)
         for (status, _), probes in groups.items():
@@ -262,7 +271,7 @@ def certify(chat: Chat, schemas: Sequence[dict]) -> Certificate:
     are compared. A template that does not fit raises nothing: its probes are refused. If the
     template was fixed, the model's own is probed too, to show which probes the fix repairs.
     """
-    probes = _probes(chat, schemas)
+    probes = _run_probes(chat, schemas)
     stock_probes = probes
     if chat.fix.changes:
         stock_chat = Chat(
@@ -275,15 +284,15 @@ def certify(chat: Chat, schemas: Sequence[dict]) -> Certificate:
             placeholders=chat.placeholders,
             roles=chat.roles,
         )
-        stock_probes = _probes(stock_chat, schemas)
+        stock_probes = _run_probes(stock_chat, schemas)
         for index, (probe, stock) in enumerate(zip(probes, stock_probes, strict=True)):
             if probe.passed and not stock.passed:
                 reason = f"stock: {stock.reason}"
                 probes[index] = replace(
                     probe, status=Status.fixed, reason=reason, detail=stock.detail
                 )
-    # Only conversations count: probes outside of FEATURES, which compare the ids of a conversation
-    # with those of its beginning, turn by turn.
+    # The probes of FEATURES do not count: they have no turns. The other probes compare the ids of a
+    # conversation with those of its beginning, turn by turn.
     preserving = all(probe.passed or probe.name in FEATURES for probe in stock_probes)
     hashed_content = [
         chat.template,
@@ -303,14 +312,14 @@ def certify(chat: Chat, schemas: Sequence[dict]) -> Certificate:
         warnings=tuple(_warnings(chat, probes)),
         remedy=_remedy(chat, probes),
         chosen=chat.fix.chosen,
-        left_out=tuple(_left_out(chat, schemas)),
+        left_out=tuple(_messages_left_out(chat, schemas)),
     )
 
 
-def _left_out(chat: Chat, schemas: Sequence[dict]) -> Iterator[str]:
+def _messages_left_out(chat: Chat, schemas: Sequence[dict]) -> Iterator[str]:
     """Yield a description of each kind of message whose text the template leaves out or refuses.
 
-    Example: ``a second system message``.
+    Example: ``a second system message``. `TEXT` and `CALL` are arbitrary texts and calls.
     """
     answer: Message = {"role": "assistant", "content": "It is 7."}
     extra: Message = {"role": "system", "content": TEXT}
@@ -338,7 +347,7 @@ def _left_out(chat: Chat, schemas: Sequence[dict]) -> Iterator[str]:
             yield description
 
 
-def _probes(chat: Chat, schemas: Sequence[dict]) -> list[Probe]:
+def _run_probes(chat: Chat, schemas: Sequence[dict]) -> list[Probe]:
     """Return the results of all probes: of features, and of conversations."""
     probes = feature_probes(chat, schemas)
     cases = [(name, QUESTION[0], steps) for name, steps in conversations(chat, schemas)]
@@ -370,7 +379,7 @@ def _warnings(chat: Chat, probes: Sequence[Probe]) -> Iterator[str]:
         )
     elif chat.fix.changes:
         yield f"the model's own template writes another context: {SERVE}"
-    if any("leaves out reasoning" in probe.reason for probe in probes) and chat.renders_reasoning:
+    if any(REASONING_LEFT_OUT in probe.reason for probe in probes) and chat.renders_reasoning:
         yield (
             "the loop shows the model its past reasoning, which the template leaves out when a "
             "conversation is rendered anew: append to the ids while serving, as training does"
@@ -429,11 +438,15 @@ def _remedy(chat: Chat, probes: Sequence[Probe]) -> str:
 
 @dataclass(eq=False)  # an exception must stay hashable
 class _Mismatch(Exception):
-    """Raised by `_replay` for a conversation that is rendered whole and by turns with other ids."""
+    """Raised by `_replay` if a conversation has other ids when it is rendered whole than by turns.
+
+    Raised also if the calls of a turn are not read back as they were rendered.
+    """
 
     reason: str
     detail: str
     misfit: Misfit = Misfit.chat_template
+    """The settings to change: the template's or the response schema's."""
 
 
 def _replay(
@@ -474,7 +487,7 @@ def _replay(
                 "the template leaves out content beside calls; the ledger keeps what was sampled"
             ] = None
         if turn.reasoning and turn.reasoning != parsed.reasoning:
-            remarks["the template leaves out reasoning; the ledger keeps what was sampled"] = None
+            remarks[f"{REASONING_LEFT_OUT}; the ledger keeps what was sampled"] = None
         if not turn.calls and probe_replies and (ends := _answer_end_texts(chat)):
             remarks[f"{ends[0]} stays where it was sampled, in place of {ends[1]}"] = None
         between_turns += suffix
@@ -502,7 +515,8 @@ def _require_same_calls(turn: AssistantTurn, parsed: AssistantTurn, completion: 
     if calls != parsed_calls or any(call.malformed for call in parsed.calls):
         raise _Mismatch(
             "the response schema does not read the calls that the template renders",
-            f"{_short(completion)} parses to {_short(parsed_calls)} instead of {_short(calls)}",
+            f"{_excerpt(completion)} parses to {_excerpt(parsed_calls)} "
+            f"instead of {_excerpt(calls)}",
             Misfit.response_schema,
         )
 
@@ -520,6 +534,6 @@ def _require_equal(chat: Chat, full: Sequence[int], ledger: Sequence[int], reaso
     )
 
 
-def _short(value: object) -> str:
+def _excerpt(value: object) -> str:
     text = repr(value)
     return text if len(text) <= EXCERPT_LENGTH else f"{text[: EXCERPT_LENGTH - 1]}…"

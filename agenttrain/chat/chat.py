@@ -6,6 +6,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -62,6 +63,10 @@ class Chat:
         replies = [{"role": "tool", "content": "7", "tool_call_id": turn.calls[0].id}]
         chat.suffix(turn, replies, completion_ids=sampled, finish=Finish.stop,
                     generation_prompt=True)   # [(template, […]), (tool, [29]), (template, […])]
+
+    Texts of users and tools are marked before they are rendered: control tokens in them are
+    wrapped (`Encoder.mark`), so that they stay text. `placeholders` always stand for images. The
+    texts that stand for replies while a suffix is rendered are slots.
     """
 
     stop_token_ids: tuple[int, ...]
@@ -122,25 +127,20 @@ class Chat:
         """Shape of a turn and its replies -> suffix."""
         self._grammar: CallGrammar | None = None
         # What the template does. Not `self.render`, which adapts messages to this behaviour.
-        self._behaviour = probe_behaviour(
-            lambda messages, opened: render(
-                tokenizer, template, messages, generation_prompt=opened, kwargs=self.kwargs
-            )
-        )
+        self._behaviour = probe_behaviour(partial(render, tokenizer, template, kwargs=self.kwargs))
         self.renders_calls = self._behaviour.renders_calls
         self.renders_reasoning = self._behaviour.reasoning_key is not None
         self.one_call_per_turn = self._behaviour.one_call_per_turn
-        self._boundary = TurnBoundary(
-            lambda messages, opened: self.render(messages, generation_prompt=opened), self.encoder
-        )
+        self._boundary = TurnBoundary(self.render, self.encoder)
         self._reply_text = ReplyTexts(self._boundary, self.encoder)
-        # The tokens that end a completion, and those that are left out of its text.
-        self.turn_end_ids = tuple(dict.fromkeys(self._turn_ends()))
+        # The tokens that end a completion.
+        self.turn_end_ids = tuple(dict.fromkeys(self._find_turn_ends()))
         self.stop_token_ids = tuple(dict.fromkeys([*eos_token_ids, *self.turn_end_ids]))
-        self._marks = response.marks(self.encoder.control)
-        self._stripped = frozenset(self.stop_token_ids) | self.encoder.written
-        # Marks of reasoning and calls stay: the response schema parses them.
-        self._stripped -= {self.encoder.control[mark] for mark in self._marks}
+        # The tokens that are left out of a completion's text. The response's marks of reasoning and
+        # calls stay: the response schema parses them.
+        self._response_marks = response.marks(self.encoder.control)
+        self._stripped_ids = frozenset(self.stop_token_ids) | self.encoder.steering_ids
+        self._stripped_ids -= {self.encoder.control[mark] for mark in self._response_marks}
         # Reasoning. Probed here: `parse` must not fail on a template that cannot be rendered.
         self._opens_reasoning = {role: self._probe_reasoning(role) for role in ("user", "tool")}
         prompt = self.render([USER], generation_prompt=True)
@@ -191,15 +191,15 @@ class Chat:
         of the roles in `may_omit` may be left out.
         """
         messages = self.normal_messages(messages)
-        marked = [self._marked(message) for message in messages]
-        rendering = self._prompt(messages, schemas, marked)
+        marked = [self._mark_message(message) for message in messages]
+        rendering = self._render_prompt(messages, schemas, marked)
         self._check_texts(messages, schemas, rendering, may_omit, marked)
-        return self._prompt_ids(messages, rendering)
+        return self._encode_prompt(messages, rendering)
 
     def rendered_ids(self, messages: Sequence[Message], schemas: Sequence[dict]) -> list[int]:
         """Return [T] the ids as `prompt_ids` does; the template may leave out any text."""
         messages = self.normal_messages(messages)
-        return self._prompt_ids(messages, self._prompt(messages, schemas))
+        return self._encode_prompt(messages, self._render_prompt(messages, schemas))
 
     def normal_messages(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages in `normal_message`'s form, with roles to render. Raises ChatError."""
@@ -210,12 +210,12 @@ class Chat:
                 changed = normal_message(message)
             except ValueError as error:
                 raise ChatError(f"a message of the role {role}: {error}") from error
-            if isinstance(role, str) and (rendered_role := self._role(role)) != role:
+            if isinstance(role, str) and (rendered_role := self._role_to_render(role)) != role:
                 changed["role"] = rendered_role
             normal.append(changed)
         return normal
 
-    def _role(self, name: str) -> str:
+    def _role_to_render(self, name: str) -> str:
         """Return the role to render for the role `name` of a message.
 
         The setting `chat_template.roles` goes first. Otherwise a role under another name, such as
@@ -256,7 +256,7 @@ class Chat:
         schemas: Sequence[dict],
         rendering: str,
         may_omit: Collection[str],
-        marked: Sequence[Message] = (),
+        marked: Sequence[Message],
     ) -> None:
         """Raise ChatError if a rendering of messages lacks the text or the calls of one of them.
 
@@ -264,6 +264,14 @@ class Chat:
         `may_omit` raise nothing. A second rendering, with probe words, is made only if a message
         stands in a place that is new to this chat, or a text of `marked` is not in `rendering`.
         """
+        self._check_calls(messages, may_omit)
+        is_known = self._shown_places.issuperset(places(messages).values())
+        close = getattr(self.response, "reasoning_close", "")  # e.g. </think>
+        if not is_known or not texts_stand_in(marked, rendering, close):
+            self._check_with_probe_words(messages, schemas, may_omit)
+
+    def _check_calls(self, messages: Sequence[Message], may_omit: Collection[str]) -> None:
+        """Raise ChatError for a message with calls, if the template renders no calls."""
         for index, message in enumerate(messages):
             role = str(message.get("role"))
             if message.get("tool_calls") and not self.renders_calls and role not in may_omit:
@@ -272,15 +280,18 @@ class Chat:
                     f"the role {role}: remove them, or set chat_template to one that renders them, "
                     "such as hermes"
                 )
-        place_of = places(messages)
-        close = getattr(self.response, "reasoning_close", "")  # e.g. </think>
-        if self._shown_places.issuperset(place_of.values()) and texts_stand_in(
-            marked, rendering, close
-        ):
-            return
-        omitted = find_omitted(messages, lambda changed: self._prompt(changed, schemas))
+
+    def _check_with_probe_words(
+        self, messages: Sequence[Message], schemas: Sequence[dict], may_omit: Collection[str]
+    ) -> None:
+        """Render the messages with probe words as texts; raise ChatError if one is left out.
+
+        Places whose message was shown are kept in `_shown_places`.
+        """
+        omitted = find_omitted(messages, lambda changed: self._render_prompt(changed, schemas))
         if len(self._shown_places) >= CACHED_SHAPES:
             self._shown_places.clear()
+        place_of = places(messages)
         self._shown_places.update(place for i, place in place_of.items() if i not in omitted)
         for index in omitted:
             role = str(messages[index].get("role"))
@@ -299,15 +310,15 @@ class Chat:
         """
         messages = self.normal_messages(messages)
         if not self._shown_places.issuperset(places(messages).values()):
-            # No text is in the empty rendering: this renders the messages with probe words.
-            self._check_texts(messages, schemas, "", (), messages)
+            self._check_calls(messages, may_omit=())
+            self._check_with_probe_words(messages, schemas, may_omit=())
 
-    def _marked(self, message: Message) -> Message:
+    def _mark_message(self, message: Message) -> Message:
         """Return a message with its control tokens marked, except those that it may hold."""
-        allowed = self._marks if message.get("role") == "assistant" else ()
+        allowed = self._response_marks if message.get("role") == "assistant" else ()
         return self.encoder.mark(message, allowed)
 
-    def _prompt(
+    def _render_prompt(
         self,
         messages: Sequence[Message],
         schemas: Sequence[dict],
@@ -331,15 +342,15 @@ class Chat:
                         f"{kind!r}: {why}; remove it from the data"
                     )
         if marked is None:
-            marked = [self._marked(message) for message in messages]
+            marked = [self._mark_message(message) for message in messages]
         return self.render(marked, self.encoder.mark(schemas), generation_prompt=True)
 
-    def _prompt_ids(self, messages: Sequence[Message], rendering: str) -> list[int]:
+    def _encode_prompt(self, messages: Sequence[Message], rendering: str) -> list[int]:
         """Encode a rendering of messages; placeholders are repeated for their images."""
         ids = self.encoder.encode(rendering)
-        return ids if self.placeholders is None else self._expand(ids, messages)
+        return ids if self.placeholders is None else self._expand_placeholders(ids, messages)
 
-    def _expand(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+    def _expand_placeholders(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """Repeat the placeholders in `ids` for the images of the messages."""
         assert self.placeholders is not None
         try:
@@ -395,7 +406,7 @@ class Chat:
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         """Return a completion's text as `parse` reads it: without the tokens that end its turn."""
-        return self.decode([token for token in token_ids if token not in self._stripped])
+        return self.decode([token for token in token_ids if token not in self._stripped_ids])
 
     def parse_text(
         self, text: str, schemas: Sequence[dict], *, turn: int | str, after: str = "user"
@@ -439,7 +450,7 @@ class Chat:
         with the history.
         """
         turn, replies = self.as_rendered(turn, replies)
-        suffix = self._suffix(turn, replies, generation_prompt)
+        suffix = self._suffix_of_shape(turn, replies, generation_prompt)
         texts: list[str] = []
         has_images = False
         for reply in replies:
@@ -454,19 +465,26 @@ class Chat:
             spans[0][1][:0] = missing  # neighbours of one origin are one span
         elif missing:
             spans.insert(0, (Origin.template, missing))
-        return self._with_images(spans, replies) if has_images else spans
+        return self._split_off_images(spans, replies) if has_images else spans
 
-    def _with_images(
+    def _split_off_images(
         self, spans: Sequence[tuple[Origin, list[int]]], replies: Sequence[Message]
     ) -> list[tuple[Origin, list[int]]]:
-        """Give the placeholders of each image a span of their own, of the origin `tool`."""
+        """Give the placeholders of each image a span of their own, of the origin `tool`.
+
+        Example, for an image that needs the placeholder P three times: ``(template, [1, P, 8])``
+        becomes ``(template, [1]), (tool, [P, P, P]), (template, [8])``.
+        """
         if self.placeholders is None:
             raise ChatError(f"a reply holds an image: {self.no_images}")
-        ids = self._expand([token_id for _, part in spans for token_id in part], replies)
+        ids = self._expand_placeholders(
+            [token_id for _, part in spans for token_id in part], replies
+        )
         # The origin of each token before the expansion, which repeats an image's placeholder.
         origins = iter([origin for origin, part in spans for _ in part])
         images = iter(self.place(ids, replies))
         split: list[tuple[Origin, list[int]]] = []
+        # `position` is in the expanded ids. `origins` advances once per token before the expansion.
         position, image = 0, next(images, None)
         while position < len(ids):
             if image is not None and image.start == position:
@@ -513,14 +531,14 @@ class Chat:
     ) -> tuple[int, ...]:
         """Return the ids with which the template ends this turn; empty without a control token."""
         turn, replies = self.as_rendered(turn, replies)
-        return self._suffix(turn, replies, generation_prompt).end_ids
+        return self._suffix_of_shape(turn, replies, generation_prompt).end_ids
 
     def answer_end_ids(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return (the end of the last answer, the end of an answer before a user's message).
 
         The two differ in harmony: ``<|return|>`` and ``<|end|>``.
         """
-        suffix = self._suffix(ANSWER, [USER], generation_prompt=True)
+        suffix = self._suffix_of_shape(ANSWER, [USER], generation_prompt=True)
         return suffix.last_end_ids or suffix.end_ids, suffix.end_ids
 
     def wrapper_length(
@@ -533,7 +551,7 @@ class Chat:
     ) -> int:
         """Return the number of tokens of `suffix` with empty replies and a generation prompt."""
         turn, replies = self.as_rendered(turn, replies)
-        suffix = self._suffix(turn, replies, generation_prompt=True)
+        suffix = self._suffix_of_shape(turn, replies, generation_prompt=True)
         return suffix.glue_length + len(_missing_end(suffix, completion_ids, finish))
 
     def clip(self, text: str, max_tokens: int) -> str:
@@ -580,7 +598,7 @@ class Chat:
         """Return the text of ids, control tokens included."""
         return self.encoder.decode(token_ids)
 
-    def _suffix(
+    def _suffix_of_shape(
         self, turn: AssistantTurn, replies: Sequence[Message], generation_prompt: bool
     ) -> Suffix:
         """Return the suffix of the turn's shape, from the cache or by rendering it.
@@ -589,7 +607,7 @@ class Chat:
         ids of the calls, and every key of a reply but its content.
         """
         indices = {call.id: index for index, call in enumerate(turn.calls)}
-        shapes = tuple(_shape(reply, indices) for reply in replies)
+        shapes = tuple(_shape_of(reply, indices) for reply in replies)
         shows_ids = self._behaviour.shows_ids
         calls_key = tuple((call.name, call.id if shows_ids else "") for call in turn.calls)
         cache_key = (generation_prompt, calls_key, shapes)
@@ -605,10 +623,10 @@ class Chat:
     def _render_suffix(
         self, turn: AssistantTurn, replies: Sequence[Message], generation_prompt: bool
     ) -> Suffix:
-        """Return a turn's suffix by rendering a numbered placeholder for each text of a reply."""
+        """Return a turn's suffix by rendering a numbered slot for each text of a reply."""
         mark = self.encoder.mark
         calls = tuple(replace(call, name=mark(call.name), id=mark(call.id)) for call in turn.calls)
-        slots = count()  # numbers of the placeholders
+        slots = count()
         stand_ins = []
         for reply in replies:
             content: Any = reply.get("content")
@@ -621,13 +639,13 @@ class Chat:
                 )
             else:
                 content = placeholder(next(slots))
-            # All but the content is marked: placeholders must stay as they are.
+            # All but the content is marked: slots must stay as they are.
             stand_ins.append({**mark({**reply, "content": None}), "content": content})
         end, text = self._boundary.split(
             replace(turn, calls=calls), stand_ins, generation_prompt=generation_prompt
         )
-        placeholders_used = next(slots)
-        suffix = build_suffix(end, text, self.encoder, replies=placeholders_used)
+        slots_used = next(slots)  # numbers begin with 0, so the next one is how many there are
+        suffix = build_suffix(end, text, self.encoder, replies=slots_used)
         if end and not calls:
             last_end = tuple(self.encoder.encode(self._boundary.answer_end()))
             # Harmony ends its last answer with another token. Not so Phi-3, which ends it like any
@@ -637,8 +655,11 @@ class Chat:
                 suffix = replace(suffix, last_end_ids=last_end)
         return suffix
 
-    def _turn_ends(self) -> list[int]:
-        """Return the ids that end a turn and never occur inside of one: that of ``<|im_end|>``."""
+    def _find_turn_ends(self) -> list[int]:
+        """Return the ids that end a turn and never occur inside of one: that of ``<|im_end|>``.
+
+        Harmony's ``<|end|>`` ends the reasoning inside a turn too: sampling must not stop at it.
+        """
         inside: list[int] = []
         with suppress(ChatError):
             # The ids between the generation prompt and the content of an answer with reasoning.
@@ -655,7 +676,7 @@ class Chat:
         return [token_id for token_id in ids if token_id not in inside]
 
 
-def _shape(reply: Message, indices: Mapping[str, int]) -> tuple[tuple[str, Any], ...]:
+def _shape_of(reply: Message, indices: Mapping[str, int]) -> tuple[tuple[str, Any], ...]:
     """Return a reply without its texts, as a cache key; a call's id becomes its index in the turn.
 
     Example: ``(("role", "tool"), ("tool_call_id", 0))``. A list of texts and images is represented

@@ -53,7 +53,7 @@ def completion_ids(
         raise ChatError(
             "the chat template does not continue the prompt "
             f"{chat.decode(prompt[-16:])!r} with this turn; it renders "
-            f"{chat.decode(full[len(prompt) - 16 :][:64])!r}"
+            f"{chat.decode(full[max(len(prompt) - 16, 0) :][:64])!r}"
         )
     ids = full[len(prompt) : stop]  # between the prompt and the suffix
     if turn.calls or ids[-1] in chat.stop_token_ids:

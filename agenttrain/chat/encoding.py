@@ -45,17 +45,28 @@ def clean(text: str) -> str:
 
 
 class Encoder:
-    """Encodes and decodes with copies of a tokenizer's core, free of truncation and padding."""
+    """Encodes and decodes with copies of a tokenizer's core, free of truncation and padding.
+
+    It sorts the tokens that were added to the vocabulary. `template` is the chat template's source,
+    `plain` a family's list of ordinary tokens::
+
+        added token        special  in template  in plain  it is in
+        <|im_end|>         yes      yes          no        control, steering_ids
+        <tool_call>        no       yes          no        control, steering_ids, unspecial
+        <|repo_name|>      no       no           no        control, unspecial
+        <table>            no       no           yes       ordinary
+    """
 
     control: dict[str, int]
-    """Control tokens by their text: every added token that is not in `ordinary`."""
-    written: frozenset[int]
+    """Control tokens, text -> id: every added token that is not in `ordinary`. Only the template
+    can write one: the same text in a message is encoded as ordinary text."""
+    steering_ids: frozenset[int]
     """Ids of control tokens that are special or occur in the template. They are left out of a
-    completion's text; any other control token that was sampled is content."""
+    completion's text. Any other control token that was sampled is content."""
     unspecial: tuple[str, ...]
     """Control tokens that were added to the vocabulary, but not as special tokens."""
     ordinary: dict[str, str]
-    """Added tokens into which text of others may be encoded, with the reason."""
+    """Added tokens that text of users and tools may become too, text -> the reason."""
 
     def __init__(
         self, tokenizer: Any, template: str, plain: Mapping[str, str] | None = None
@@ -83,27 +94,28 @@ class Encoder:
                 self.ordinary[token.content] = (plain or {})[token.content]
         ids = {token.content: token_id for token_id, token in added.items()}
         self.control = {text: ids[text] for text in ids if text not in self.ordinary}
-        self.written = frozenset(ids[text] for text in steering if text in self.control)
+        self.steering_ids = frozenset(ids[text] for text in steering if text in self.control)
         # Two tokenizers: for renderings, and for text in which no control token may appear.
-        self._full = _copy(core, added, hidden=())
-        self._plain = _copy(core, added, hidden=self.control)
-        # A token that the tokenizer's pieces make from plain text too cannot be kept out of it.
+        self._full = _without_tokens(core, added, hidden=())
+        self._plain = _without_tokens(core, added, hidden=self.control)
+        # The model's own vocabulary may hold a control token too: plain text then
+        # becomes that token, though `_plain` does not recognise it.
         if forgeable := [text for text in self.control if ids[text] in self.encode_plain(text)]:
             for text in forgeable:
-                if self.control.pop(text) in self.written:
+                if self.control.pop(text) in self.steering_ids:
                     raise ChatError(
                         f"the tokenizer makes the control token {text!r} from plain text, so a "
                         "tool could forge it; use a tokenizer with byte-level pieces"
                     )
                 self.ordinary[text] = "the tokenizer's pieces make it from plain text too"
-            self._plain = _copy(core, added, hidden=self.control)
+            self._plain = _without_tokens(core, added, hidden=self.control)
         self.unspecial = tuple(
             t.content for t in added.values() if t.content in self.control and not t.special
         )
         texts = _alternatives(self.control) if self.control else "(?!)"  # matches nothing
-        self._control = re.compile(texts)
+        self._control_pattern = re.compile(texts)
         # Matches marked tokens, and bare ones with the group `control`: the template wrote these.
-        self._pieces = re.compile(f"{OPEN}(?:{texts}){CLOSE}|(?P<control>{texts})")
+        self._pieces_pattern = re.compile(f"{OPEN}(?:{texts}){CLOSE}|(?P<control>{texts})")
         # Control token -> (absorbs blanks on its left, on its right).
         self._absorbing = {
             token.content: (token.lstrip, token.rstrip)
@@ -120,7 +132,8 @@ class Encoder:
         Without marks the result is the tokenizer's own.
         """
         is_marked = OPEN in rendering or CLOSE in rendering
-        # A rendering is encoded whole if its pieces alone might get other ids.
+        # A rendering is encoded whole if its pieces alone might get other ids. A marked one never
+        # is: the marks must not reach the tokenizer.
         if not self._pieces_suffice and not is_marked:
             ids = _encoding(self._full, rendering).ids
             # A normalizer can turn text into a control token, e.g. ＜think＞ into <think>. Then
@@ -166,10 +179,11 @@ class Encoder:
     def mark(self, value: Any, bare: Collection[str] = ()) -> Any:
         """Copy a message, schema or text with its control tokens wrapped, except those in `bare`.
 
-        Keys whose value is None are left out.
+        Keys whose value is None are left out. `unmark` removes the wrapping. Example, with the
+        wrapping shown as brackets: ``"see <|im_end|>"`` -> ``"see [<|im_end|>]"``.
         """
         if isinstance(value, str):
-            return self._control.sub(
+            return self._control_pattern.sub(
                 lambda token: token[0] if token[0] in bare else f"{OPEN}{token[0]}{CLOSE}",
                 clean(value),
             )
@@ -180,17 +194,20 @@ class Encoder:
         return value
 
     def pieces(self, rendering: str) -> Iterator[tuple[bool, str]]:
-        """Split a rendering into the template's control tokens (True) and other text (False)."""
+        """Split a rendering into the template's control tokens (True) and other text (False).
+
+        Example: ``"<|im_start|>user"`` -> ``(True, "<|im_start|>"), (False, "user")``. A token that
+        absorbs the blanks beside it has them in its piece. A token that `mark` wrapped is text.
+        """
         start = position = 0
-        while (match := self._pieces.search(rendering, position)) is not None:
+        while (match := self._pieces_pattern.search(rendering, position)) is not None:
             position = match.end()
             if (text := match["control"]) is None:  # a marked token is text
                 continue
             before = rendering[start : match.start()]
-            left, right = self._absorbing.get(text, (False, False))
-            # A token may absorb the blanks on either side.
-            text_before = before.rstrip(BLANKS) if left else before
-            while right and position < len(rendering) and rendering[position] in BLANKS:
+            absorbs_left, absorbs_right = self._absorbing.get(text, (False, False))
+            text_before = before.rstrip(BLANKS) if absorbs_left else before
+            while absorbs_right and position < len(rendering) and rendering[position] in BLANKS:
                 position += 1
             if text_before:
                 yield False, text_before
@@ -201,7 +218,11 @@ class Encoder:
 
 
 def _encoding(core: Any, text: str) -> Any:
-    """Return a tokenizer's encoding of a text, without tokens added before or after it."""
+    """Return a tokenizer's encoding of a text, without tokens added before or after it.
+
+    `encode_batch` releases the interpreter's lock, so that other threads run while a large text is
+    encoded. Short texts are faster without it.
+    """
     if len(text) < LARGE:
         return core.encode(text, add_special_tokens=False)
     return core.encode_batch([text], add_special_tokens=False)[0]
@@ -235,11 +256,12 @@ def _alternatives(texts: Collection[str]) -> str:
     return f"(?:{pattern})" + "?" * optional
 
 
-def _copy(core: Any, added: dict[int, AddedToken], hidden: Any) -> Any:
+def _without_tokens(core: Any, added: dict[int, AddedToken], hidden: Collection[str]) -> Any:
     """Return a tokenizer over the same model that does not recognise the `hidden` added tokens.
 
-    Their texts are encoded like any other text. It adds no token at the beginning or end, as it
-    has no post-processor. Raises ChatError for a token whose id would change.
+    The text of a hidden token is encoded like any other text. All other tokens keep their ids. The
+    copy has no post-processor, so it adds no token at the beginning or end of a text. Raises
+    ChatError for a token whose id would change.
     """
     copy = Tokenizer(core.model)
     for part in ("normalizer", "pre_tokenizer", "decoder"):
@@ -250,8 +272,9 @@ def _copy(core: Any, added: dict[int, AddedToken], hidden: Any) -> Any:
         if token.content not in hidden:
             tokens.append(token)
         elif copy.token_to_id(token.content) is None:
-            # The model's vocabulary lacks the token, so its id would go to the next one. A
-            # stand-in takes the id. It never matches: cleaned text holds no mark.
+            # New tokens get the next free ids. If this token were left out, the one after it would
+            # get its id, so a stand-in takes the id. The stand-in never matches, because cleaned
+            # text holds no mark. A token of the model's own vocabulary needs none: it takes no id.
             tokens.append(AddedToken(OPEN + token.content, special=True, normalized=False))
     copy.add_tokens(tokens)  # all at once: each call takes time for every token that exists
     for token_id, token in added.items():

@@ -80,7 +80,7 @@ def refused_probe(name: str, reason: str, detail: str = "") -> Probe:
 
 def feature_probes(chat: Chat, schemas: Sequence[dict]) -> list[Probe]:
     """Make the probes of FEATURES, in that order."""
-    probes = [_generation_prompt(chat), _same_each_time(chat)]
+    probes = [_probe_generation_prompt(chat), _probe_repeatability(chat)]
 
     name = "end of turn"
     if ends := [chat.decode([token_id]) for token_id in chat.stop_token_ids]:
@@ -107,10 +107,10 @@ def feature_probes(chat: Chat, schemas: Sequence[dict]) -> list[Probe]:
     problem = system_problem(chat, schemas)
     reason = f"{problem}: the data must have none" if problem else ""
     probes.append(Probe(name="system message", status=Status.passed, reason=reason))
-    return [*probes, _control_tokens(chat, schemas)]
+    return [*probes, _probe_control_tokens(chat, schemas)]
 
 
-def _generation_prompt(chat: Chat) -> Probe:
+def _probe_generation_prompt(chat: Chat) -> Probe:
     """Check that the template, not the model, writes the header of an assistant's turn."""
     name = "generation prompt"
     # E.g. <|im_start|>assistant must stand in `opened`, as it does in `answered` before "ok".
@@ -128,7 +128,7 @@ def _generation_prompt(chat: Chat) -> Probe:
     return Probe(name=name, status=Status.passed)
 
 
-def _same_each_time(chat: Chat) -> Probe:
+def _probe_repeatability(chat: Chat) -> Probe:
     """Check that the template renders the same messages to the same text each time."""
     name = "same each time"
     formats = [match["format"] for match in CLOCK.finditer(chat.template)]
@@ -156,7 +156,7 @@ def system_problem(chat: Chat, schemas: Sequence[dict]) -> str | None:
     return None if SYSTEM_TEXT in text else "the template leaves out system messages"
 
 
-def _control_tokens(chat: Chat, schemas: Sequence[dict]) -> Probe:
+def _probe_control_tokens(chat: Chat, schemas: Sequence[dict]) -> Probe:
     """Check that no text of a user or a tool becomes a control token, in a prompt or in a reply.
 
     Each place is rendered twice, with a harmless text and with the texts of all control tokens: the

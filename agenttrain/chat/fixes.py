@@ -44,7 +44,7 @@ class Edit:
         """Return the edited template, also if it was edited before; None if it lacks `find`."""
         if not self.find:  # `put` begins the template
             return template if self.put in template else self.put + template
-        find = pattern(self.find)
+        find = pattern(self.find)  # also finds it with other blanks, quotes and dashes
         is_edited = bool(self.put) and pattern(self.put).search(template) is not None
         # A replacement that contains `find` would be edited again at each call.
         if is_edited and find.search(self.put):
@@ -79,7 +79,8 @@ class Family:
     """The fixed template renders tools."""
     marks: tuple[str, ...] = ()
     """Texts in the source of every template of this family, matched like `Edit.find`. A family
-    without marks is never recognised by a template's source."""
+    without marks, such as hermes, has no templates of its own: its fix adds a tool format to any
+    template, and it is recognised only by the calls that a template writes."""
     absent: tuple[str, ...] = ()
     """Texts that no template of this family contains."""
     fixes: tuple[tuple[Edit, ...], ...] = ()

@@ -87,6 +87,9 @@ ANY_FORM = AnswerForm()
 class CallGrammar:
     """Makes the grammars for one response schema and template.
 
+    A grammar is built of formats, the nodes of xgrammar's structural tags. `grammar_for` returns
+    the whole as JSON.
+
     Raises ChatError for a schema whose calls are not JSON between two marks.
     """
 
@@ -104,7 +107,7 @@ class CallGrammar:
                 "response_schema=hermes and qwen do; leave structured_calls out"
             )
         self._spec = spec
-        self._glue = _glue(spec, render([USER, CALL]))
+        self._glue = _find_glue(spec, render([USER, CALL]))
         self._cache: dict[tuple[str, bool, AnswerForm], str] = {}
         """(schemas as JSON, begins in the reasoning, form) -> grammar."""
 
@@ -128,7 +131,7 @@ class CallGrammar:
             if form == ANY_FORM:
                 completion = self._completion(calls, in_reasoning)
             else:
-                completion = self._formed(schemas, calls, form, in_reasoning)
+                completion = self._completion_of_form(schemas, calls, form, in_reasoning)
             self._cache[key] = json.dumps({"type": "structural_tag", "format": completion})
         return self._cache[key]
 
@@ -143,7 +146,7 @@ class CallGrammar:
         for schema in schemas:
             function = schema["function"]
             name = json.dumps(function["name"], ensure_ascii=False)[1:-1]  # without its quotes
-            parameters = _schema(function.get("parameters") or {})
+            parameters = _xgrammar_schema(function.get("parameters") or {})
             describes_value = "type" in parameters or _ANYTHING & parameters.keys()
             if not describes_value:  # arguments are an object even if the schema does not say so
                 parameters = {"type": "object", **parameters}
@@ -175,14 +178,17 @@ class CallGrammar:
         rules.append((spec.reasoning_open, reasoned))
         return _dispatch(rules, excluded, loop=False)
 
-    def _formed(
+    def _completion_of_form(
         self,
         schemas: Sequence[Mapping[str, Any]],
         calls: Sequence[Format],
         form: AnswerForm,
         in_reasoning: bool,
     ) -> Format:
-        """Return the format of a completion that must have a form; reasoning may come first."""
+        """Return the format of a completion that must have the form: a call, or a JSON answer.
+
+        Reasoning may come first. `calls` are the formats of calls of the tools in `schemas`.
+        """
         spec = self._spec
         allowed_calls = [
             call
@@ -198,7 +204,7 @@ class CallGrammar:
         if allowed_calls:
             answers.append(_sequence(_text(spec.call_open), _either(allowed_calls), after_call))
         if form.schema is not None and not form.call:
-            schema = _schema(json.loads(form.schema))
+            schema = _xgrammar_schema(json.loads(form.schema))
             value = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": BLANKS}
             answers.append(value)
         line_breaks = _either([_text(gap) for gap in GAP])  # models write some after reasoning
@@ -212,7 +218,7 @@ class CallGrammar:
         return _either([answer, _sequence(_text(spec.reasoning_open), reasoned)])
 
 
-def _schema(schema: Any) -> Any:
+def _xgrammar_schema(schema: Any) -> Any:
     """Return a schema for xgrammar, which ignores an `allOf` of several schemas."""
     return SchemaResolver(without_nullable(schema)).merged()
 
@@ -229,7 +235,7 @@ def _either(elements: Sequence[Format]) -> Format:
     return {"type": "or", "elements": list(elements)}
 
 
-def _glue(spec: MarkedSpec, rendering: str) -> CallGlue:
+def _find_glue(spec: MarkedSpec, rendering: str) -> CallGlue:
     """Return the texts around the name and the arguments of `CALL` in a rendering of it.
 
     Raises ChatError if they and the call do not form the JSON that the response schema reads.

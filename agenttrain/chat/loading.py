@@ -83,11 +83,12 @@ def load_chat(
     all_families = dict(families())
     if template.family:
         all_families[template.name] = parse_family(template.name, template.family)
-    source, chosen = _template_source(tokenizer, template, all_families, tools=tools)
-    fix = replace(make_fix(tokenizer, source, template, all_families), chosen=chosen)
+    source, template_note = _template_source(tokenizer, template, all_families, tools=tools)
+    fix = replace(make_fix(tokenizer, source, template, all_families), chosen=template_note)
     _check_variables(fix.template, template.kwargs)
     family = all_families.get(fix.family or "")
-    # A template to which another family added tools keeps the ordinary tokens of its own family.
+    # If the fix added the tool format of another family (hermes), the tokens that are ordinary text
+    # in the template's own family stay ordinary.
     matching = [f for f in all_families.values() if f == family or matches_source(source, f)]
     make_chat = partial(
         Chat,
@@ -105,7 +106,7 @@ def load_chat(
     if response is None and not renders_calls(tokenizer, fix.template, template.kwargs):
         response = DEFAULT_SCHEMA  # any will do: this template writes no calls to read
     # The response schema that a tokenizer carries is for its own template, not for a tool format
-    # that a family without marks has added to it.
+    # that the fix has added to it. Only a family without `marks`, such as hermes, adds one.
     format_added = family is not None and not family.marks and bool(fix.changes)
     spec = resolve_spec(None if format_added else tokenizer, response_schema, response)
     if family is not None and isinstance(spec, TemplateSpec) and response_schema.name == "auto":
@@ -123,7 +124,8 @@ def make_fix(
     """Fix a template as `chat_template.name` says: for a recognised family, a named one, or none.
 
     With `auto`, a fix that does not work is left out, and `Fix.problem` says why. Raises ChatError
-    if the fix of a family that the user names does not work.
+    if the fix of a family that the user names does not work. A family's `marks` are texts that
+    stand in each of its templates. A family without marks only adds a tool format to a template.
     """
 
     def reads(family: Family, template: str) -> bool:
@@ -134,12 +136,12 @@ def make_fix(
     if name not in all_families:
         name = recognise(source, all_families, reads)
     # `none` and `file` make no changes, but the family decides the response schema.
+    unchanged = Fix(family=name, stock=source, template=source)
     if name is None or config.name in ("none", "file"):
-        return Fix(family=name, stock=source, template=source)
+        return unchanged
     family = all_families[name]
     if not family.marks and reads(family, source):
-        # A family without marks only adds a tool format, which this template has already.
-        return Fix(family=name, stock=source, template=source)
+        return unchanged  # the template has the family's tool format already
     try:
         fix = apply_fix(name, family, source)
         if family.tools and reads(family, source) and not reads(family, fix.template):
@@ -148,24 +150,27 @@ def make_fix(
                 f"chat_template={name}: with the fix of {name}, the model's template no longer "
                 f"renders the calls that it renders without; {REMEDY}"
             )
+        # Only a family that the user named can lack its marks in the template.
         if family.marks and not matches_source(source, family):
-            _check_foreign(fix, family, all_families, reads)
+            _check_effect(fix, family, all_families, reads)
         return fix
     except ChatError as error:
         if config.name != "auto":
             raise
-        return Fix(family=name, stock=source, template=source, problem=str(error))
+        return replace(unchanged, problem=str(error))
 
 
-def _check_foreign(
+def _check_effect(
     fix: Fix,
     family: Family,
     all_families: Mapping[str, Family],
     reads: Callable[[Family, str], bool],
 ) -> None:
-    """Raise ChatError if a family that the user names has no effect on a template of another.
+    """Raise ChatError if a family has no effect on the template, which lacks the family's marks.
 
-    It has an effect on a fork that lacks the family's marks and writes calls as the family does.
+    The family has an effect if the fixed template writes calls as the family does, and either the
+    template is of no known family or the fix changed it. A fork of the family's template is such a
+    template.
     """
     recognised = recognise(fix.stock, all_families, reads)
     fits = family.tools and reads(family, fix.template)
@@ -199,17 +204,13 @@ def _template_source(
 
 def renders_calls(tokenizer: Any, template: str, kwargs: Mapping[str, Any]) -> bool:
     """Return True if a template renders the assistant's tool calls."""
-    return probe_behaviour(
-        lambda messages, opened: render(
-            tokenizer, template, messages, generation_prompt=opened, kwargs=kwargs
-        )
-    ).renders_calls
+    return probe_behaviour(partial(render, tokenizer, template, kwargs=kwargs)).renders_calls
 
 
 def reads_back(
     tokenizer: Any, template: str, response: ResponseSpec, kwargs: Mapping[str, Any]
 ) -> bool:
-    """Return True if the parser reads a call as the template renders one."""
+    """Return True if the parser `response` reads a call out of the template's rendering of it."""
     call: Message = {
         "role": "assistant",
         "content": "",
@@ -352,7 +353,7 @@ def load_spec(name: str) -> ResponseSpec:
         hint = f"; did you mean {close[0]}?" if close else ""
         names = ", ".join(sorted([*CHOICES, *bundled]))
         raise ChatError(f"{GROUP}.name={name} is not known: it is one of {names}{hint}")
-    content = _load(conf_folder() / GROUP / f"{name}.yaml", f"{GROUP}={name}")
+    content = _load_mapping(conf_folder() / GROUP / f"{name}.yaml", f"{GROUP}={name}")
     return make_spec(content.get("spec") or {}, source=f"{GROUP}={name}")
 
 
@@ -368,7 +369,7 @@ def server_parser(chat: Chat, config: ResponseSchemaConfig) -> str:
     strict = replace(cast(Any, chat.response), lenient=False)
     for name in spec_names():
         if load_spec(name) == strict:
-            content = _load(conf_folder() / GROUP / f"{name}.yaml", f"{GROUP}={name}")
+            content = _load_mapping(conf_folder() / GROUP / f"{name}.yaml", f"{GROUP}={name}")
             if "server_parser" in content:
                 return str(content["server_parser"])
     raise ChatError(
@@ -421,14 +422,14 @@ def resolve_spec(tokenizer: Any, config: ResponseSchemaConfig, family: str | Non
 def read_spec(path: Path) -> ResponseSpec:
     """Read a schema from a user's file, where it may stand below the key `spec`, as in conf/."""
     source = f"{GROUP}.path={path}"
-    content = _load(path.expanduser(), source)
+    content = _load_mapping(path.expanduser(), source)
     inner = content.get("spec", content)
     for key in ("response_template", "response_schema"):  # a whole tokenizer_config.json
         inner = content.get(key) or inner
     return make_spec(inner, source=source)
 
 
-def _load(path: Path, source: str) -> dict[str, Any]:
+def _load_mapping(path: Path, source: str) -> dict[str, Any]:
     """Read a mapping from a JSON or YAML file. Raises ChatError that names `source`."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -453,7 +454,7 @@ def make_spec(content: Any, *, source: str) -> ResponseSpec:
         is_schema = "properties" in content or any(str(key).startswith("x-") for key in content)
         if is_schema:  # a `response_schema`
             return make_schema_spec(content)
-        return _own_format(dict(content))
+        return _make_own_spec(dict(content))
     except (ValueError, re.error) as error:  # re.error: patterns in our own form
         raise ChatError(f"{source}: {error}") from error
 
@@ -471,7 +472,7 @@ def _check_call_id(call_id: Any) -> None:
         raise ValueError(f"call_id: {call_id!r} must be made of {{turn}} and {{index}}")
 
 
-def _own_format(settings: dict[str, Any]) -> ResponseSpec:
+def _make_own_spec(settings: dict[str, Any]) -> ResponseSpec:
     """Make a spec of agenttrain's own form of response schemas, which names marks and a syntax.
 
     Raises ValueError and re.error for a setting that cannot work.

@@ -21,7 +21,10 @@ Render = Callable[[Sequence[Message]], str]
 
 
 class Place(NamedTuple):
-    """The place of a message: all that decides if a template shows its text. "": no message."""
+    """The place of a message: all that decides if a template shows its text.
+
+    A role is empty where no message stands: before the first one and after the last.
+    """
 
     role: str
     has_calls: bool
@@ -42,12 +45,15 @@ ALIASES: Mapping[str, str] = {
 
 
 def role_of(name: str) -> str | None:
-    """Return the role that another name stands for: `human` is `user`, `System` is `system`."""
+    """Return the role that another name stands for: `human` is `user`, `System` is `system`.
+
+    None for a usual name itself, and for a name that is not known.
+    """
     lower = name.lower()
     return ALIASES.get(lower) or (lower if lower in ROLES and lower != name else None)
 
 
-def _word(index: int, part: int = 0) -> str:
+def _probe_word(index: int, part: int = 0) -> str:
     """Return a message part's probe word: a text that no template contains or changes."""
     return f"zqtext{index}x{part}qz"
 
@@ -59,14 +65,14 @@ def _texts(content: Any) -> list[str]:
     return [text for text in texts if isinstance(text, str) and text.strip()]
 
 
-def _with_word(message: Message, index: int) -> Message:
+def _with_probe_words(message: Message, index: int) -> Message:
     """Return a message whose texts are replaced by probe words of its index, one for each part."""
     content = message.get("content")
     if isinstance(content, list | tuple):
         numbered = enumerate(content)
-        words = [{**p, "text": _word(index, n)} if _texts([p]) else p for n, p in numbered]
+        words = [{**p, "text": _probe_word(index, n)} if _texts([p]) else p for n, p in numbered]
         return {**message, "content": words}
-    return {**message, "content": _word(index)} if _texts(content) else message
+    return {**message, "content": _probe_word(index)} if _texts(content) else message
 
 
 def places(messages: Sequence[Message]) -> dict[int, Place]:
@@ -93,14 +99,14 @@ def find_omitted(messages: Sequence[Message], render: Render) -> list[int]:
     The list is also empty if the template refuses the conversation with probe words in it.
     """
     try:
-        rendering = render([_with_word(m, i) for i, m in enumerate(messages)])
+        rendering = render([_with_probe_words(m, i) for i, m in enumerate(messages)])
     except ChatError:
         return []
     omitted = []
     for index in places(messages):  # messages with a text
         content = messages[index].get("content")
         parts = content if isinstance(content, list | tuple) else [content]
-        words = [_word(index, number) for number, part in enumerate(parts) if _texts([part])]
+        words = [_probe_word(index, number) for number, part in enumerate(parts) if _texts([part])]
         if not all(word in rendering for word in words):
             omitted.append(index)
     return omitted

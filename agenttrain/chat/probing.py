@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any
+from typing import Any, Protocol
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
@@ -65,8 +65,11 @@ def syntax_problem(error: TemplateSyntaxError) -> str:
     return f"the chat template has a syntax error in line {error.lineno}: {message}"
 
 
-Render = Callable[[Sequence[Message], bool], str]
-"""Makes marked text of marked messages; the second argument adds the generation prompt."""
+class Render(Protocol):
+    """Renders marked messages to marked text; raises ChatError if the template refuses them."""
+
+    def __call__(self, messages: Sequence[Message], *, generation_prompt: bool) -> str: ...
+
 
 PROBE = "\ufdd5"
 """A character that no template contains, so that its count shows what was rendered."""
@@ -96,24 +99,24 @@ def probe_behaviour(render: Render) -> TemplateBehaviour:
     """Render probe conversations and return the template's behaviour."""
     usual, short = ("call_0_0", "call_0_1"), ("abcdefgh1", "abcdefgh2")
     # Some templates accept only short ids: in calls, or only in the replies to them.
-    renders_usual_ids = _shows(render, [_calling(("one", usual[0]))], "one")
-    short_ids = not renders_usual_ids and _shows(render, [_calling(("one", short[0]))], "one")
+    renders_usual_ids = _shows(render, [_call_message(("one", usual[0]))], "one")
+    short_ids = not renders_usual_ids and _shows(render, [_call_message(("one", short[0]))], "one")
     if renders_usual_ids and not _shows_reply(render, usual[0]):
         short_ids = _shows_reply(render, short[0])
     renders_calls = renders_usual_ids or short_ids
     ids = short if short_ids else usual
-    pair = _calling(("one", ids[0]), ("two", ids[1]))
+    pair = _call_message(("one", ids[0]), ("two", ids[1]))
     renders_pair = _shows(render, [pair], "one") and _shows(render, [pair], "two")
     # Some templates show reasoning only beside calls. The probe word stands in it twice, because
     # `_shows` demands that of calls.
-    turns = ({"role": "assistant", "content": "c"}, _calling(("one", short[0])))
+    turns = ({"role": "assistant", "content": "c"}, _call_message(("one", short[0])))
     reasoning_keys = (
         key
         for key in REASONING_KEYS
         for turn in turns
         if _shows(render, [{**turn, key: f"{PROBE}why{PROBE}why"}], "why")
     )
-    with_text = _with_text_arguments(_calling(("one", usual[0])))
+    with_text = _with_text_arguments(_call_message(("one", usual[0])))
     return TemplateBehaviour(
         renders_calls=renders_calls,
         one_call_per_turn=renders_calls and not renders_pair,
@@ -124,7 +127,7 @@ def probe_behaviour(render: Render) -> TemplateBehaviour:
     )
 
 
-def _calling(*calls: tuple[str, str]) -> Message:
+def _call_message(*calls: tuple[str, str]) -> Message:
     """Return an assistant's message that calls tools, given as (name, id).
 
     A call's name and its argument are the same probe word, so that `_shows` finds it twice.
@@ -161,7 +164,8 @@ def _with_text_arguments(message: Message) -> Message:
 def _shows(render: Render, messages: Sequence[Message], text: str) -> bool:
     """Return True if PROBE with `text` is rendered twice: as a call's name and its argument."""
     try:
-        return render([USER, *messages], False).count(f"{PROBE}{text}") >= 2
+        rendering = render([USER, *messages], generation_prompt=False)
+        return rendering.count(f"{PROBE}{text}") >= 2
     except ChatError:
         return False
 
@@ -170,7 +174,8 @@ def _shows_reply(render: Render, call_id: str, text: str = PROBE) -> bool:
     """Return True if a call with this id and its reply are rendered, and `text` in them."""
     reply = {"role": "tool", "tool_call_id": call_id, "name": f"{PROBE}one", "content": PROBE}
     try:
-        return text in render([USER, _calling(("one", call_id)), reply], True)
+        conversation = [USER, _call_message(("one", call_id)), reply]
+        return text in render(conversation, generation_prompt=True)
     except ChatError:
         return False
 

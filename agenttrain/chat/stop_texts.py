@@ -10,6 +10,8 @@ from agenttrain.chat.streaming import TextStream
 class StopScan:
     """Reads a completion up to the token that completes one of the stop texts.
 
+    Call `push` for each token, and `finish` after the last one if no stop text was completed.
+
     Example, for the texts ``["Paris"]``: of the tokens ``in| Par|is|.`` the third one completes it,
     so that `end` is 3 and `text` is ``"in "``.
     """

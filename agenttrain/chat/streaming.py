@@ -14,6 +14,7 @@ class TextStream:
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._ids: list[int] = []
+        """The tokens whose text was returned last, then those that wait for a character's end."""
         self._shown = 0
         """Number of the tokens in `_ids` whose text was returned."""
 
@@ -25,7 +26,7 @@ class TextStream:
         text = self._decode(self._ids)[len(before) :]
         if text.endswith("\ufffd"):  # an incomplete character
             return ""
-        # The tokens of this text are the earlier ones of the next.
+        # Forget the earlier tokens. Those of this text are the earlier ones of the next.
         self._ids = self._ids[self._shown :]
         self._shown = len(self._ids)
         return text

@@ -20,15 +20,18 @@ UNREAD = {
 
 
 def load_placeholders(folder: Path) -> Placeholders | str:
-    """Return the placeholders of the model in a folder, or the reason why it reads no images."""
-    config = _json(folder / "config.json")
+    """Return the placeholders of the model in a folder, or the reason why it reads no images.
+
+    SEEING are the model types whose images agenttrain reads.
+    """
+    config = _read_json(folder / "config.json")
     kind = str(config.get("model_type"))
     if kind not in SEEING:
         if "vision_config" not in config:
             return "this model reads text only"
         why = UNREAD.get(kind, "only those of Qwen2.5-VL, Qwen3-VL and Qwen3.5 are")
         return f"images of model_type={kind} are not read: {why}"
-    processor, vision = _json(folder / "preprocessor_config.json"), config["vision_config"]
+    processor, vision = _read_json(folder / "preprocessor_config.json"), config["vision_config"]
     if not processor:
         return (
             "its folder has no preprocessor_config.json, which says how images are scaled; copy it "
@@ -45,5 +48,5 @@ def load_placeholders(folder: Path) -> Placeholders | str:
     )
 
 
-def _json(file: Path) -> dict[str, Any]:
+def _read_json(file: Path) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}

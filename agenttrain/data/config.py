@@ -225,7 +225,10 @@ GROUPS = {
 """Setting -> the choices of `data` whose rows use it."""
 ENDLESS = tuple(
     f"agenttrain.data.bundled.{name}.row"
-    for name in ("shop", "calculator", "code", "encyclopedia", "sight", "demonstrations", "seeds")
+    for name in (
+        *("shop", "calculator", "code", "encyclopedia", "sight", "demonstrations", "seeds"),
+        *("reverse_text", "alphabet_sort", "word_problems", "wordle"),
+    )
 )
 """The bundled generators: they have a row for every number."""
 NO_PATH = "path=null: has no value; set data.path=…, or data.train.path=… and data.test.path=…"

@@ -40,7 +40,7 @@ class Answering:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
+class SampledAnswer:
     """An answer's tokens and the turn parsed from them, up to the first stop text."""
 
     token_ids: tuple[int, ...]
@@ -52,6 +52,8 @@ class Sampled:
 @dataclass(slots=True, kw_only=True)
 class ChatServer:
     """Answers over an engine, token-exact from turn to turn of a conversation.
+
+    `begin` reads a request, in any thread. Then the event loop calls `answer` or `stream` once.
 
     Example: ``await server.answer(server.begin(Question(messages=[…], schemas=[])))``
     """
@@ -94,7 +96,7 @@ class ChatServer:
                 if is_live and len(answering.sampled) > tokens_read and not sampling.done():
                     tokens_read = len(answering.sampled)
                     text = self.chat.text_of(answering.sampled)
-                    delta = _delta(self._parse(answering, text), sent_text)
+                    delta = _new_text(self._parse(answering, text), sent_text)
                     if delta:
                         silent_since = time.monotonic()
                         for event in writer.add(delta):
@@ -148,7 +150,7 @@ class ChatServer:
             question=question, prompt=prompt, sampling=sampling, head=AnswerHead(model=self.model)
         )
 
-    async def _sample(self, answering: Answering) -> Sampled:
+    async def _sample(self, answering: Answering) -> SampledAnswer:
         """Sample and parse an answer, up to the first stop text. Raises RequestError.
 
         engine=transformers ends the sampling itself at the stop text. Other engines sample on, and
@@ -172,12 +174,12 @@ class ChatServer:
         token_ids, finish = completion.token_ids, completion.finish
         if not stops:
             turn = self._parse(answering, self.chat.text_of(token_ids))
-            return Sampled(token_ids=token_ids, finish=finish, turn=turn)
+            return SampledAnswer(token_ids=token_ids, finish=finish, turn=turn)
         for token_id in token_ids[scan.count :]:  # those that the engine has not scanned
             scan.push(token_id)
         scan.finish()
         # Text after a stop text is no part of the answer: nothing continues from there.
-        return Sampled(
+        return SampledAnswer(
             token_ids=token_ids[: scan.end],
             finish=finish if scan.end is None else Finish.abort,
             turn=self._parse(answering, scan.text),
@@ -191,7 +193,7 @@ class ChatServer:
         schemas = answering.question.schemas
         return self.chat.parse_text(text, schemas, turn=turns, after=after)
 
-    async def _record(self, answering: Answering, sampled: Sampled) -> Answer:
+    async def _record(self, answering: Answering, sampled: SampledAnswer) -> Answer:
         """Record an answer for requests that continue it, and return it as the client gets it."""
         prompt, question = answering.prompt, answering.question
         message, call_ids = issue(sampled.turn, text_arguments=False, handle=answering.head.id)
@@ -219,7 +221,7 @@ class ChatServer:
         )
 
 
-def _delta(turn: AssistantTurn, sent_text: dict[str, str]) -> dict[str, str]:
+def _new_text(turn: AssistantTurn, sent_text: dict[str, str]) -> dict[str, str]:
     """Return the new text of an unfinished answer, by key, and add it to `sent_text`.
 
     Text that later tokens may change is held back. If the text that was sent has changed after

@@ -41,7 +41,7 @@ from agenttrain.chat.wire.fields import MAX_QUOTED
 from agenttrain.chat.wire.http import (
     ANSWERED_ERRORS,
     BoundedHead,
-    read,
+    call_in_thread_if_large,
     read_body,
     request_error,
     send_text,
@@ -121,7 +121,10 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 class EventStream(Response):
-    """Sends server-sent events. A client that disconnects ends the generator."""
+    """Sends server-sent events. A client that disconnects ends the generator.
+
+    If the generator raises, `writer` writes the error in place of the rest.
+    """
 
     def __init__(self, events: AsyncGenerator[str], writer: StreamWriter) -> None:
         super().__init__()
@@ -173,7 +176,7 @@ def build_app(
                 status=415,
             )
         body = await read_body(request, server.engine.max_context)
-        answering = await read(len(body), begin, body, dialect)  # a large one in a thread
+        answering = await call_in_thread_if_large(len(body), begin, body, dialect)
         if answering.question.stream:
             writer = dialect.writer(answering.head, answering.question.include_usage)
             return EventStream(server.stream(answering, writer), writer)
@@ -240,7 +243,8 @@ def run(app: Starlette, listener: socket.socket) -> None:
         access_log=False,
         timeout_graceful_shutdown=GRACE_S,
     )
-    # uvicorn handles both signals and, once it has ended, raises them again for these handlers.
+    # uvicorn handles both signals and, once it has ended, raises them again. Then handlers that do
+    # nothing take them, so that they do not end this process too.
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     for number in handlers:
         signal.signal(number, lambda *_: None)

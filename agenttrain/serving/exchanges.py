@@ -58,7 +58,11 @@ class Prompt:
 
 @dataclass(slots=True)
 class Conversations:
-    """The turns that a server issued, and the engine's sessions that hold their ids."""
+    """The turns that a server issued, and the engine's sessions that hold their ids.
+
+    Call `prompt` for each request, and `record` with its answer. Requests are read in threads too,
+    and several may continue one turn: only the first gets its session.
+    """
 
     chat: Chat
     max_tokens: int = MAX_TOKENS
@@ -138,6 +142,7 @@ class Conversations:
         return self._take_session(turn)
 
     def _take_session(self, turn: ServedTurn) -> str | None:
+        """Return a turn's session and take it from the turn: one request alone goes on with it."""
         with self._session_lock:  # large requests are read in threads
             session, turn.session = turn.session, None
         return session

@@ -45,15 +45,19 @@ def parse_yaml(text: str) -> Any:
 def list_groups(*folders: Path) -> dict[str, list[str]]:
     """Return group -> its options, sorted, e.g. ``{"algorithm": ["grpo", "rloo"], …}``.
 
-    `algorithm/objective` is a group too. In the folders after the first, a group within a group
-    counts only if the first folder has it.
+    `algorithm/objective` is a group too; `recipes/wordle` is an option of `experiment`. In the
+    folders after the first, a group within a group counts only if the first folder has it.
     """
     options: dict[str, set[str]] = {}
     for folder in folders:
         for file in (*folder.glob("*/*.yaml"), *folder.glob("*/*/*.yaml")):
             group = file.parent.relative_to(folder).as_posix()
+            name = file.stem
+            if group.startswith("experiment/"):
+                group, _, within = group.partition("/")
+                name = f"{within}/{name}"
             if folder == folders[0] or "/" not in group or group in options:
-                options.setdefault(group, set()).add(file.stem)
+                options.setdefault(group, set()).add(name)
     return {group: sorted(names) for group, names in sorted(options.items())}
 
 

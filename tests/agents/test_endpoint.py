@@ -678,12 +678,12 @@ def test_checks_of_forms_are_remembered_up_to_a_bound(
 
     async def check(number: int) -> None:
         question = Question(messages=[], schemas=[{"number": number}])
-        assert await agents._check(question, structured=False) is None
+        assert await agents._form_error(question, structured=False) is None
 
     async def ask_all() -> None:
         for number in (0, 1, 0, 2, 0, 1):
             await check(number)
 
     asyncio.run(ask_all())
-    assert len(agents._checked) == 2
+    assert len(agents._form_problems) == 2
     assert [question.schemas[0]["number"] for question in checked] == [0, 1, 2, 1]

@@ -202,6 +202,14 @@ def test_a_stray_mark_after_a_call_makes_no_reasoning_of_it() -> None:
     check(turn, ("</think>", None, [("f", {"x": 1}), "the call is not closed"]))
 
 
+def test_two_characters_that_other_texts_hold_too_open_no_call() -> None:
+    pattern = r"\[\[\s*(.+?)\s*\]\]"
+    calls = {"type": "array", "x-regex-iterator": pattern, "items": {"type": "object"}}
+    schema = {"type": "object", "properties": {"content": {}, "tool_calls": calls}}
+    turn = parse_response("The matrix [[1, 2", make_spec(schema, source="brackets"), turn=0)
+    check(turn, ("The matrix [[1, 2", None, []))
+
+
 @pytest.mark.parametrize("spec", [TEMPLATES["tags"], SCHEMAS["tags"]])
 def test_the_readable_name_of_a_malformed_call(spec: dict) -> None:
     bad = '<tool_call>{"name": "g", "arguments": {"x": oops}}</tool_call>'

@@ -50,7 +50,11 @@ def test_the_page_has_a_table_for_each_section() -> None:
     assert "| `model.path` | text |  | Folder with config.json" in page
 
 
-OURS = [file for group in ("experiment", "debug") for file in (conf_folder() / group).iterdir()]
+OURS = [
+    file
+    for group in ("experiment", "debug")
+    for file in sorted((conf_folder() / group).rglob("*.yaml"))
+]
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from agenttrain.rollout.loop import run_rollout
 from agenttrain.rollout.request import RolloutContext
 from agenttrain.rollout.row_tools import RowTools
 from agenttrain.tools.toolbox import Toolbox
-from agenttrain.types import Rollout, Task
+from agenttrain.types import Message, Rollout, Task
 
 
 def environments(cls: type, **arguments: Any) -> Environments:
@@ -38,14 +38,18 @@ async def arun(
     worlds: Environments,
     rollout_id: str = "rollout",
     row: dict[str, Any] | None = None,
+    messages: Sequence[Message] = (),
     group_seed: int = 0,
     **limits: Any,
 ) -> Rollout:
-    """Run one rollout whose completions are `answers`; the environments stay open."""
+    """Run one rollout whose completions are `answers`; the environments stay open.
+
+    `messages` are the row's, for an environment whose reset makes no prompt.
+    """
     chat, tools = parts.chat(), Toolbox({})
     done = await run_rollout(
         RolloutRequest(
-            task=Task(task_id="t", messages=(), columns=row or {}),
+            task=Task(task_id="t", messages=tuple(messages), columns=row or {}),
             sampling=Sampling(seed=0),
             rollout_id=rollout_id,
             group_seed=group_seed,

@@ -10,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reward_cases import called, made, reward
 
-from agenttrain.rewards.builtin.answers import Contains, ExactMatch, NumericClose, last_number
+from agenttrain.rewards.builtin.answers import (
+    Contains,
+    ExactMatch,
+    NumericClose,
+    TokenF1,
+    last_number,
+)
 from agenttrain.rewards.builtin.format import Format, JMESPath, JsonSchema, rollout_view
 from agenttrain.rewards.builtin.tools import (
     LengthPenalty,
@@ -281,3 +287,20 @@ def test_the_view_is_plain_data():
     assert view["completion"] == [{"role": "assistant", "content": "Oslo"}]
     assert view["prompt_tokens"] + view["sampled_tokens"] == view["tokens"] == 6
     assert math.isclose(view["turns"], 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "expected"),
+    [
+        ("Issel", "the Issel", 1.0),
+        ("the river Issel", "Issel", pytest.approx(2 / 3)),  # one of two and of one
+        ("U.S. Open, 1998!", "us open 1998", 1.0),
+        ("Oslo", ["Lima", "City of Oslo"], 0.5),  # one of one and of three
+        ("a a b", "a b b", pytest.approx(2 / 3)),  # b once, of b and of b b: articles are left out
+        ("Rome", "Oslo", 0.0),
+        ("", "Oslo", 0.0),
+        ("", "the", 1.0),
+    ],
+)
+def test_shared_words(text, answer, expected):
+    assert reward(TokenF1(tool=None), made(text, answer=answer)) == expected

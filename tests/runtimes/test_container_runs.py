@@ -17,6 +17,7 @@ import pytest
 from container_kit import IMAGE, make_image, make_task, needs_containers, ours
 from same_run import assert_same
 
+from agenttrain.cli import main
 from agenttrain.tracking.rollouts import read_step, written_steps
 from agenttrain.utils.exit_codes import DONE
 
@@ -143,3 +144,15 @@ def test_runs_that_are_killed_again_and_again(
     tmp_path: Path, kills: int, at_once: int, steps: int
 ) -> None:
     killed_and_resumed(tmp_path, kills, at_once, steps)
+
+
+def test_the_recipe_of_a_terminal_runs(place: Path) -> None:
+    words = ("experiment=recipes/terminal", "model.path=bundled:shop", "debug=tiny", "steps=4")
+    small = ("data.path=tasks", "runtime.trust=true", "runtime.memory_mb=64", "tools=[bash]")
+    folder = place / "run"
+    short = ("rollout.max_turn_tokens=16", "eval.questions=0", "tracker=none")
+    assert main([*words, *small, *short, "tracker.rollouts=all", f"hydra.run.dir={folder}"]) == 0
+    assert written_steps(folder, "view") == [1, 2, 3, 4]
+    for record in read_step(folder, 4):
+        # Task t3 has the reward 0.3, whatever was done.
+        assert record["rewards"] == {"harbor": int(record["task_id"][-1]) / 10}

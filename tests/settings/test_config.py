@@ -41,6 +41,10 @@ HUB_MODELS = [
 ]
 """Presets of models of the hub, which tests do not reach."""
 VERIFIERS = ["environment.verifiers.id=sums", f"environment.verifiers.python={sys.executable}"]
+REASONING_GYM = [
+    "environment.reasoning_gym.dataset=chain_sum",
+    f"environment.reasoning_gym.python={sys.executable}",
+]
 NEEDS_A_PATH = {
     **{f"model={name}": ["model.path=bundled:shop"] for name in HUB_MODELS},
     "chat_template=file": ["chat_template.path=README.md"],
@@ -58,6 +62,9 @@ NEEDS_A_PATH = {
     "tools=mcp": ["tools.mcp.url=http://127.0.0.1:9/mcp"],
     "tools=search": ["tools.search.path=bundled:encyclopedia"],
     "data=file": [f"data.{split}.path={ROWS}" for split in ("train", "test")],
+    "data=word_problem_files": [f"data.{split}.path={ROWS}" for split in ("train", "test")],
+    "data=spider": ["data.path=spider"],
+    "experiment=recipes/sql": ["data.path=spider", "model.path=bundled:shop"],
     "data=rollouts": ["data.path=tests/fixtures/recorded_run/run/rollouts/*.jsonl"],
     "data=hub": ["data.path=someone/questions", "data.test_fraction=0.1"],
     "data=own": ["data.train._target_=builtins.list"],
@@ -68,15 +75,31 @@ NEEDS_A_PATH = {
     "environment=gymnasium": ["environment.gymnasium.id=FrozenLake-v1"],
     "environment=openenv": ["environment.openenv.url=http://127.0.0.1:8000"],
     "environment=verifiers": VERIFIERS,
+    "experiment=recipes/service_desk": ["model.path=bundled:shop"],
+    "experiment=recipes/terminal": [
+        "data.path=examples/terminal_agent/tasks",
+        "model.path=bundled:shop",
+    ],
+    "environment=reasoning_gym": REASONING_GYM,
+    **{
+        f"experiment=recipes/reasoning_gym_{name}": [*REASONING_GYM, "model.path=bundled:shop"]
+        for name in ("chain_sum", "leg_counting", "spell_backward")
+    },
     "data=verifiers": ["environment=verifiers", *VERIFIERS],
     "tools=files": ["runtime=podman"],
     "data=harbor": ["runtime=podman", "data.path=examples/terminal_agent/tasks"],
     "user=llm": ["user.url=http://localhost:8000/v1", "user.model=m"],
     "reward=reward_model": ["reward.reward_model.path=agenttrain/data/models/shop"],
-    # The model that it names comes with a package of 93 MB.
+    # The model that it names comes with a package of 93 MB, or from the hub.
     **{
         option: ["model.path=bundled:shop"]
-        for option in ("model=smollm2", "experiment=smollm2", "experiment=smollm2_warmstart")
+        for option in (
+            *("model=smollm2", "experiment=smollm2", "experiment=smollm2_warmstart"),
+            *("experiment=recipes/reverse_text", "experiment=recipes/reverse_text_warmstart"),
+            *("experiment=recipes/alphabet_sort", "experiment=recipes/alphabet_sort_warmstart"),
+            *("experiment=recipes/gsm8k", "experiment=recipes/gsm8k_python"),
+            *("experiment=recipes/search", "experiment=recipes/wordle"),
+        )
     },
 }
 DEFAULTS = {
@@ -386,3 +409,14 @@ def test_the_summary_shows_rewards_with_their_weights() -> None:
         "reward      exact_match       weight 2  agenttrain.rewards.builtin.answers.Exact" in text
     )
     assert "\n            stop_tool_called  weight 1  agenttrain.rewards.builtin.tools" in text
+
+
+def test_experiments_in_a_folder_are_options_of_the_group(tmp_path: Path) -> None:
+    file = tmp_path / "experiment" / "mine" / "first.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text("# @package _global_\nsteps: 7\n")
+    source = Source(extra=str(tmp_path))
+    assert "mine/first" in source.groups()["experiment"]
+    assert "recipes/wordle" in GROUPS["experiment"]
+    assert not any(group.startswith("experiment/") for group in source.groups())
+    assert compose("experiment=mine/first", source=source).config.steps == 7

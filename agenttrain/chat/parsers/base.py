@@ -54,7 +54,7 @@ from itertools import count
 from typing import Any, Protocol
 
 from agenttrain.chat.parsers.patterns import search_budget
-from agenttrain.chat.parsers.values import Json, excerpt, kind, portable, read_json, read_loose
+from agenttrain.chat.parsers.values import Json, excerpt, is_portable, kind, read_json, read_loose
 from agenttrain.types import AssistantTurn, ToolCall
 
 CALL_ID = "call_{turn}_{index}"
@@ -69,7 +69,8 @@ TOO_MANY = f"the message has over {MAX_CALLS:,} parts: this and what follows is 
 class ParsedCall:
     """A call as it is written in a completion, before its name and arguments are checked.
 
-    Example: ``ParsedCall(text='<tool_call>{"name": "f"}</tool_call>', name="f", arguments={})``
+    Made by a ResponseSpec; `parse_response` checks it and makes a ToolCall of it. Example:
+    ``ParsedCall(text='<tool_call>{"name": "f"}</tool_call>', name="f", arguments={})``
     """
 
     text: str
@@ -156,15 +157,16 @@ def parse_response(
     ids = _unique_ids(parsed_calls, lambda index: spec.call_id.format(turn=turn, index=index))
     calls = []
     for call, call_id in zip(parsed_calls, ids, strict=True):
-        arguments, problem, lenient = _arguments(call.arguments, call.arguments_label, spec.lenient)
+        label = call.arguments_label
+        arguments, problem, lenient = _decode_arguments(call.arguments, label, spec.lenient)
         name = call.name if isinstance(call.name, str) else ""
         if call.problem is not None:
             problem = call.problem
         elif not name:
             problem = f"{call.name_label} {NO_NAME}"
         # E.g. a lone surrogate: it would raise only later, where rollouts are written.
-        if not portable([name, arguments], call.text):
-            name = name if portable(name, call.text) else ""
+        if not is_portable([name, arguments], call.text):
+            name = name if is_portable(name, call.text) else ""
             problem = problem or "the call holds values that JSON text cannot carry"
         calls.append(
             ToolCall(
@@ -185,7 +187,7 @@ def _unique_ids(calls: Sequence[ParsedCall], numbered_id: Callable[[int], str]) 
     An id that the model wrote once stays. Other calls get a numbered id that no call has. Example:
     a call with the id ``call_0_1`` and one without an id get ``call_0_1`` and ``call_0_2``.
     """
-    written = Counter(call.id for call in calls if call.id and portable(call.id, call.text))
+    written = Counter(call.id for call in calls if call.id and is_portable(call.id, call.text))
     unique_ids = {call_id for call_id, times in written.items() if times == 1}
     spare_numbers = count(len(calls))
     ids = []
@@ -200,7 +202,7 @@ def _unique_ids(calls: Sequence[ParsedCall], numbered_id: Callable[[int], str]) 
     return ids
 
 
-def _arguments(
+def _decode_arguments(
     value: Any, label: str, lenient: bool, *, again: bool = True
 ) -> tuple[dict[str, Any], str | None, bool]:
     """Return (arguments, problem, True if only a lenient spec accepts the arguments).
@@ -218,9 +220,10 @@ def _arguments(
             return {}, f"{label} is a string without a JSON object: {excerpt(value)}", False
         decoded = reading.value
         if isinstance(decoded, str) and again:  # encoded twice: "\"{\\\"x\\\": 1}\""
-            arguments, problem, is_loose_inside = _arguments(decoded, label, lenient, again=False)
+            inner = _decode_arguments(decoded, label, lenient, again=False)
+            _, problem, _ = inner
             if problem is None:
-                return arguments, None, is_loose_inside
+                return inner
     if decoded is None or decoded == "":
         return {}, None, is_loose
     if not isinstance(decoded, dict):

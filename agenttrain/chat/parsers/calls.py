@@ -47,7 +47,7 @@ class Syntax:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Read:
+class ReadCalls:
     """The calls read from the beginning of a body, which is the text after an opening mark."""
 
     calls: Sequence[ParsedCall] = ()
@@ -60,15 +60,15 @@ class Read:
 
 Schemas = Mapping[str, Mapping[str, Sequence[str]]]
 """Tool name -> parameter name -> JSON types that its schema allows."""
-Reader = Callable[[str, Syntax, Schemas], Read]
+Reader = Callable[[str, Syntax, Schemas], ReadCalls]
 
 
-def _problem(problem: str, *, name: Any = "", cut: bool = False) -> Read:
+def _malformed(problem: str, *, name: Any = "", cut: bool = False) -> ReadCalls:
     """Return one malformed call."""
-    return Read(calls=[ParsedCall(text="", name=name, problem=problem)], cut=cut)
+    return ReadCalls(calls=[ParsedCall(text="", name=name, problem=problem)], cut=cut)
 
 
-def _value(body: str, at: int, syntax: Syntax) -> Json:
+def _read_value(body: str, at: int, syntax: Syntax) -> Json:
     """Read the value at `at`: JSON, or near-JSON if the syntax is lenient."""
     return read_literal(body, at, LENIENT) if syntax.lenient else read_json(body, at)
 
@@ -78,27 +78,29 @@ def _is_loose(text: str, syntax: Syntax, at: int = 0) -> bool:
     return syntax.lenient and read_json(text, at).problem is not None
 
 
-def read_object(body: str, syntax: Syntax, schemas: Schemas) -> Read:
+def read_object(body: str, syntax: Syntax, schemas: Schemas) -> ReadCalls:
     """Read ``{"name": "f", "arguments": {"x": 1}}``."""
-    value, end, problem, cut = _value(body, 0, syntax)
+    value, end, problem, cut = _read_value(body, 0, syntax)
     if problem is not None:
-        return _problem(problem, name=written_name(body, syntax.name_key) or None, cut=cut)
-    call = _object_call(value, syntax, schemas, lenient=_is_loose(body, syntax))
-    return Read(calls=[call], end=end)
+        return _malformed(problem, name=written_name(body, syntax.name_key) or None, cut=cut)
+    call = _make_object_call(value, syntax, schemas, lenient=_is_loose(body, syntax))
+    return ReadCalls(calls=[call], end=end)
 
 
-def _object_call(
+def _make_object_call(
     value: Any, syntax: Syntax, schemas: Schemas, text: str = "", *, lenient: bool
 ) -> ParsedCall:
     """Make a call of a JSON value, which should be an object with its name and arguments.
 
-    `lenient` is passed on to the call. A problem of the value becomes the call's problem.
+    A problem of the value becomes the call's problem. `lenient`: the value was read from text that
+    is not strict JSON. A tool may have parameters named like keys of a call (`id`, `type`), so the
+    tool's schema decides what such a key is.
     """
     if not isinstance(value, dict):
         return ParsedCall(text=text, problem=f"the call must be a JSON object, not {kind(value)}")
     name = value.get(syntax.name_key)
     parameters = schemas.get(name, {}) if isinstance(name, str) else {}
-    key, problem = arguments_of(value, syntax.name_key, syntax.arguments_key, parameters)
+    key, problem = find_arguments_key(value, syntax.name_key, syntax.arguments_key, parameters)
     call_id = value.get("id")
     return ParsedCall(
         text=text,
@@ -116,13 +118,13 @@ BESIDE_ARGUMENTS = ("id", "type")
 """Keys of a call that say nothing about its arguments."""
 
 
-def arguments_of(
+def find_arguments_key(
     call: Mapping[str, Any],
     name_key: str = "name",
     arguments_key: str = "arguments",
     parameters: Container[str] = (),
 ) -> tuple[str, str | None]:
-    """Return (the key of a JSON call under which its arguments are, a problem of its keys or None).
+    """Return (the key of a JSON call that holds its arguments, a problem of its keys or None).
 
     An unexpected key is a problem: its value may be an argument, without which the call would run.
     Example: for ``{"name": "find", "q": "tea"}`` the problem names the key ``q``. ``id`` and
@@ -140,27 +142,29 @@ def arguments_of(
     return present[0] if present else arguments_key, None
 
 
-def read_list(body: str, syntax: Syntax, schemas: Schemas) -> Read:
+def read_list(body: str, syntax: Syntax, schemas: Schemas) -> ReadCalls:
     """Read ``[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]``."""
     start = skip_blank(body)
     if not body.startswith("[", start):
-        return _problem("the calls must be a JSON array")
-    read_value = partial(_value, syntax=syntax)
+        return _malformed("the calls must be a JSON array")
+    read_value = partial(_read_value, syntax=syntax)
     items, end = read_items(body, start + 1, syntax.name_key, read_value, limit=MAX_CALLS + 1)
     calls = [
-        _object_call(item.value, syntax, schemas, item.text, lenient=_is_loose(item.text, syntax))
+        _make_object_call(
+            item.value, syntax, schemas, item.text, lenient=_is_loose(item.text, syntax)
+        )
         if item.problem is None
         else ParsedCall(text=item.text, name=item.name, problem=item.problem)
         for item in items
     ]
     # A malformed last call that reaches to the end may go on after the mark that ended the body.
     cut = bool(calls) and calls[-1].problem is not None and end == len(body)
-    return Read(
+    return ReadCalls(
         calls=calls or [ParsedCall(text="", problem="the array holds no call")], end=end, cut=cut
     )
 
 
-def read_named(body: str, syntax: Syntax, schemas: Schemas) -> Read:
+def read_named(body: str, syntax: Syntax, schemas: Schemas) -> ReadCalls:
     """Read a header with the name and then the arguments, ``f[ARGS]{"x": 1}``, or an array."""
     start = skip_blank(body)
     # A bracket begins an array of JSON calls, unless it is that of a header without a name.
@@ -169,12 +173,12 @@ def read_named(body: str, syntax: Syntax, schemas: Schemas) -> Read:
     # A spec with this syntax has a header.
     header = re.compile(syntax.header or "", re.DOTALL).match(body, start)
     if header is None:
-        return _problem(f"the call must begin with the name of a tool: {excerpt(body)}")
+        return _malformed(f"the call must begin with the name of a tool: {excerpt(body)}")
     groups = header.groupdict()
     name = groups["name"]
-    (value, end, problem, cut), footer, is_loose = _named_arguments(body, header, syntax)
+    (value, end, problem, cut), footer, is_loose = _read_named_arguments(body, header, syntax)
     if problem is not None:
-        return _problem(problem, name=name, cut=cut)
+        return _malformed(problem, name=name, cut=cut)
     if footer:
         at = skip_blank(body, end)
         end = at + len(footer) if body.startswith(footer, at) else end
@@ -187,10 +191,12 @@ def read_named(body: str, syntax: Syntax, schemas: Schemas) -> Read:
         arguments_label="the value of the arguments",
         lenient=is_loose,
     )
-    return Read(calls=[call], end=end)
+    return ReadCalls(calls=[call], end=end)
 
 
-def _named_arguments(body: str, header: re.Match[str], syntax: Syntax) -> tuple[Json, str, bool]:
+def _read_named_arguments(
+    body: str, header: re.Match[str], syntax: Syntax
+) -> tuple[Json, str, bool]:
     """Read the arguments after a header; return (value, footer to expect, True if not JSON).
 
     A header may end with the opening brace of the arguments, as in ``f({``. Their closing brace
@@ -200,7 +206,7 @@ def _named_arguments(body: str, header: re.Match[str], syntax: Syntax) -> tuple[
     if header.group().rstrip().endswith("{"):
         brace = body.rindex("{", 0, at)
         for text in (body, f"{body}}}"):  # with the closing brace, or where a mark has taken it
-            value = _value(text, brace, syntax)
+            value = _read_value(text, brace, syntax)
             if value.problem is None:
                 end = min(value.end, len(body))
                 footer = footer.lstrip().removeprefix("}")
@@ -210,20 +216,20 @@ def _named_arguments(body: str, header: re.Match[str], syntax: Syntax) -> tuple[
         members = body[at:].rstrip()
         members = members.removesuffix(footer) if footer else members
         return read_loose(members)._replace(end=at + len(members)), footer, True
-    return _value(body, at, syntax), footer, _is_loose(body, syntax, at)
+    return _read_value(body, at, syntax), footer, _is_loose(body, syntax, at)
 
 
 _GEMMA_NAME = re.compile(r"\s*call:(?P<name>[\w.-]*)\s*")
 
 
-def read_gemma(body: str, syntax: Syntax, schemas: Schemas) -> Read:
+def read_gemma(body: str, syntax: Syntax, schemas: Schemas) -> ReadCalls:
     """Read ``call:f{city:<|"|>Oslo<|"|>,days:2}``."""
     header = _GEMMA_NAME.match(body)
     if header is None:
-        return _problem(f"the call must begin with call:NAME: {excerpt(body)}")
+        return _malformed(f"the call must begin with call:NAME: {excerpt(body)}")
     value, end, problem, cut = read_literal(body, header.end(), GEMMA)
     if problem is not None:
-        return _problem(problem, name=header["name"], cut=cut)
+        return _malformed(problem, name=header["name"], cut=cut)
     call = ParsedCall(
         text="",
         name=header["name"],
@@ -231,7 +237,7 @@ def read_gemma(body: str, syntax: Syntax, schemas: Schemas) -> Read:
         name_label="the text after call:",
         arguments_label="the value of the arguments",
     )
-    return Read(calls=[call], end=end)
+    return ReadCalls(calls=[call], end=end)
 
 
 _FUNCTION = re.compile(r"\s*<function=(?P<name>[^>\n]*)>")
@@ -246,18 +252,21 @@ _NEXT_PARAMETER = re.compile(r"^[ \t]*<(?:parameter=|arg_key>)(?P<name>[^<>\n]*)
 
 
 def _runs_over(value: str, key: str, parameters: Container[str]) -> bool:
-    """Return True if a value contains the line of another parameter: it was never closed."""
+    """Return True if a value contains the line of another parameter: it was never closed.
+
+    `parameters` are those of the tool, `key` is the name of the one that the value belongs to.
+    """
     if "<parameter=" not in value and "<arg_key>" not in value:
         return False
     names = (line["name"].strip() for line in _NEXT_PARAMETER.finditer(value))
     return any(name != key and name in parameters for name in names)
 
 
-def read_xml(body: str, syntax: Syntax, schemas: Schemas) -> Read:
+def read_xml(body: str, syntax: Syntax, schemas: Schemas) -> ReadCalls:
     """Read ``<function=f>\\n<parameter=x>\\n1\\n</parameter>\\n</function>``."""
     header = _FUNCTION.match(body)
     if header is None:
-        return _problem(f"the call must begin with <function=NAME>: {excerpt(body)}")
+        return _malformed(f"the call must begin with <function=NAME>: {excerpt(body)}")
     name, at = header["name"].strip(), header.end()
     parameters: list[tuple[str, str]] = []
     while (parameter := _PARAMETER.match(body, at)) is not None:
@@ -269,16 +278,16 @@ def read_xml(body: str, syntax: Syntax, schemas: Schemas) -> Read:
         end = _PARAMETER_END.search(body, parameter.end())
         if end is None:
             what = f"the parameter {excerpt(parameter['name'])} is not closed"
-            return _problem(what, name=name, cut=True)
+            return _malformed(what, name=name, cut=True)
         key, value = parameter["name"].strip(), body[start : max(start, end.start())]
         if _NEXT_CALL.search(value) or _runs_over(value, key, schemas.get(name, {})):
-            return _problem(f"the parameter {excerpt(key)} is not closed", name=name)
+            return _malformed(f"the parameter {excerpt(key)} is not closed", name=name)
         parameters.append((key, value))
         at = end.end()
     if (closing := _FUNCTION_END.match(body, at)) is None:
         actual = f", found {excerpt(body[at:])}" if body[at:].strip() else ""
-        return _problem(f"the call is not closed: </function> is missing{actual}", name=name)
-    return Read(calls=[_typed_call(name, parameters, schemas)], end=closing.end())
+        return _malformed(f"the call is not closed: </function> is missing{actual}", name=name)
+    return ReadCalls(calls=[_make_typed_call(name, parameters, schemas)], end=closing.end())
 
 
 _KEY = re.compile(r"\s*<arg_key>(?P<name>.*?)</arg_key>\s*<arg_value>", re.DOTALL)
@@ -287,7 +296,7 @@ _SECOND_VALUE = re.compile(r"</arg_value>\s*+<arg_value>")
 _VALUE_END = re.compile(r"</arg_value>(?=\s*+(?:<arg_key>|$|</tool_call>))")
 
 
-def read_pairs(body: str, syntax: Syntax, schemas: Schemas) -> Read:
+def read_pairs(body: str, syntax: Syntax, schemas: Schemas) -> ReadCalls:
     """Read ``f\\n<arg_key>x</arg_key>\\n<arg_value>1</arg_value>``."""
     tag = body.find("<")
     at = tag if tag >= 0 else len(body)
@@ -297,28 +306,28 @@ def read_pairs(body: str, syntax: Syntax, schemas: Schemas) -> Read:
         end = _VALUE_END.search(body, key.end())
         if end is None:
             what = f"the value of {excerpt(key['name'])} is not closed"
-            return _problem(what, name=name, cut=True)
+            return _malformed(what, name=name, cut=True)
         parameter, value = key["name"].strip(), body[key.end() : end.start()]
         if _SECOND_VALUE.search(value):  # 1</arg_value><arg_value>2
-            return _problem(f"the parameter {excerpt(parameter)} has two values", name=name)
+            return _malformed(f"the parameter {excerpt(parameter)} has two values", name=name)
         if _runs_over(value, parameter, schemas.get(name, {})):
-            return _problem(f"the value of {excerpt(parameter)} is not closed", name=name)
+            return _malformed(f"the value of {excerpt(parameter)} is not closed", name=name)
         parameters.append((parameter, value))
         at = end.end()
     if (key := _LONE_KEY.match(body, at)) is not None:  # <arg_key>x, or <arg_key>x</arg_key>
         fault = "is not closed" if key["name"] is None else f"{excerpt(key['name'])} has no value"
-        return _problem(f"the <arg_key> {fault}", name=name)
-    return Read(calls=[_typed_call(name, parameters, schemas)], end=at)
+        return _malformed(f"the <arg_key> {fault}", name=name)
+    return ReadCalls(calls=[_make_typed_call(name, parameters, schemas)], end=at)
 
 
-def _typed_call(name: str, parameters: list[tuple[str, str]], schemas: Schemas) -> ParsedCall:
+def _make_typed_call(name: str, parameters: list[tuple[str, str]], schemas: Schemas) -> ParsedCall:
     """Make a call of parameters that are written as text and typed by the tool's schema."""
     arguments: dict[str, Any] = {}
     problem = None
     for key, text in parameters:
         if key in arguments:
             problem = f"the parameter {excerpt(key)} is given twice"
-        arguments[key] = typed(text, schemas.get(name, {}).get(key, ()))
+        arguments[key] = typed_value(text, schemas.get(name, {}).get(key, ()))
     label = "the text of the call's head"
     return ParsedCall(text="", name=name, arguments=arguments, problem=problem, name_label=label)
 
@@ -336,7 +345,7 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
 """JSON type -> True for its values. There is no string: every text is one."""
 
 
-def typed(text: str, types: Sequence[str]) -> Any:
+def typed_value(text: str, types: Sequence[str]) -> Any:
     """Return a parameter's text as a JSON value of one of these types, or as it is.
 
     Example: "7" becomes 7 for an integer, and stays "7" for a string or without types.
@@ -357,12 +366,12 @@ _CALL = re.compile(r"(?P<name>[^\W\d][\w.-]*)\s*\(")
 _ARGUMENT = re.compile(r"(?P<key>[^\W\d]\w*)\s*=")
 
 
-def read_python(body: str, syntax: Syntax, schemas: Schemas) -> Read:
+def read_python(body: str, syntax: Syntax, schemas: Schemas) -> ReadCalls:
     """Read ``[f(x=1, y='a'), g()]``, or an array of JSON calls."""
     start = skip_blank(body)
     if not body.startswith("[", start):  # f(x=1)
-        call, end, cut = _python_call(body, start)
-        return Read(calls=[replace(call, text="")], end=end, cut=cut)
+        call, end, cut = _read_python_call(body, start)
+        return ReadCalls(calls=[replace(call, text="")], end=end, cut=cut)
     at = skip_blank(body, start + 1)
     if body.startswith("{", at):  # [{"name": "f", "arguments": {}}]
         return read_list(body, syntax, schemas)
@@ -370,40 +379,42 @@ def read_python(body: str, syntax: Syntax, schemas: Schemas) -> Read:
     while not body.startswith("]", at):
         if len(calls) >= MAX_CALLS:
             beyond = ParsedCall(text=body[at:], problem=TOO_MANY)
-            return Read(calls=[*calls, beyond], end=len(body))
-        call, end, cut = _python_call(body, at)
+            return ReadCalls(calls=[*calls, beyond], end=len(body))
+        call, end, cut = _read_python_call(body, at)
         calls.append(call)
         if cut or (end == len(body) and call.problem is not None):  # [f(x='a
-            return Read(calls=calls, end=end, cut=cut)
+            return ReadCalls(calls=calls, end=end, cut=cut)
         at = skip_blank(body, end)
         if body.startswith(",", at):
             at = skip_blank(body, at + 1)
         elif not body.startswith("]", at):  # [f() and text
             calls.append(ParsedCall(text=body[at:], problem="the list of calls is not closed"))
-            return Read(calls=calls, end=len(body))
-    return Read(calls=calls or [ParsedCall(text="", problem="the list holds no call")], end=at + 1)
+            return ReadCalls(calls=calls, end=len(body))
+    return ReadCalls(
+        calls=calls or [ParsedCall(text="", problem="the list holds no call")], end=at + 1
+    )
 
 
-def _python_call(body: str, at: int) -> tuple[ParsedCall, int, bool]:
+def _read_python_call(body: str, at: int) -> tuple[ParsedCall, int, bool]:
     """Read the call at `at`: (call, position after it, True if the body ends inside a value).
 
     A malformed call ends where the next one begins, or where the list ends.
     """
     header = _CALL.match(body, at)
     if header is None:
-        end = _next_call(body, at)
+        end = _end_of_broken_call(body, at)
         problem = f"expected NAME(KEY=VALUE, …), found {excerpt(body[at:end][:80])}"
         return ParsedCall(text=body[at:end], problem=problem), end, False
     try:
-        arguments, end = _python_arguments(body, header.end())
+        arguments, end = _read_python_arguments(body, header.end())
     except LiteralError as error:
-        end = len(body) if error.cut else _next_call(body, header.end())
+        end = len(body) if error.cut else _end_of_broken_call(body, header.end())
         problem = f"invalid arguments: {error}"
         return ParsedCall(text=body[at:end], name=header["name"], problem=problem), end, error.cut
     return ParsedCall(text=body[at:end], name=header["name"], arguments=arguments), end, False
 
 
-def _python_arguments(body: str, at: int) -> tuple[dict[str, Any], int]:
+def _read_python_arguments(body: str, at: int) -> tuple[dict[str, Any], int]:
     """Read arguments up to their closing parenthesis: (arguments, end). Raises LiteralError."""
     arguments: dict[str, Any] = {}
     at = skip_blank(body, at)
@@ -427,8 +438,12 @@ def _python_arguments(body: str, at: int) -> tuple[dict[str, Any], int]:
 _NEXT = re.compile(r"\)(?=\s*+(?:,\s*+[^\W\d][\w.-]*+\(|\]))")
 
 
-def _next_call(body: str, at: int) -> int:
-    """Return the end of a call that cannot be read: before the next call or the list's end."""
+def _end_of_broken_call(body: str, at: int) -> int:
+    """Return the end of a call that cannot be read: before the next call or the list's end.
+
+    Example: in ``[f(x=), g()]`` the call ``f(x=)`` ends at its parenthesis, because a comma and
+    another call follow.
+    """
     end = _NEXT.search(body, at)
     if end is not None:
         return end.end()

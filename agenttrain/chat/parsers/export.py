@@ -61,17 +61,17 @@ def response_template(chat: Chat) -> dict[str, Any] | None:
     """
     if isinstance(chat.response, TemplateSpec):
         return dict(chat.response.source)
-    anchors, stops = _anchors(chat), _stops(chat)
+    anchors, stops = _start_anchors(chat), _stop_pattern(chat)
     if not anchors or not stops:
         return None
-    for fields in _fields(chat, stops):
+    for fields in _field_candidates(chat, stops):
         template = {"defaults": {"role": "assistant"}, "start_anchor": anchors, "fields": fields}
         if _reads_back(chat, template):
             return template
     return None
 
 
-def _anchors(chat: Chat) -> list[str]:
+def _start_anchors(chat: Chat) -> list[str]:
     """Return the texts that begin an assistant's turn after a user's message and after a reply.
 
     They reach from the last control token before the reasoning to the reasoning, or to the turn's
@@ -91,7 +91,7 @@ def _anchors(chat: Chat) -> list[str]:
     return [text for text in dict.fromkeys(beginnings) if text.strip()]
 
 
-def _stops(chat: Chat) -> str:
+def _stop_pattern(chat: Chat) -> str:
     """Return an expression for the control tokens of a turn that are no part of the message.
 
     They are those that end it, and others before them (Cohere's <|END_RESPONSE|>).
@@ -101,14 +101,16 @@ def _stops(chat: Chat) -> str:
     for turn in _probe_turns(chat):
         with suppress(ChatError):  # the chat template cannot render this turn
             ids = completion_ids(chat, [{"role": "user", "content": USER_TEXT}], [FORECAST], turn)
-            stop_ids += [i for i in ids if i in chat.encoder.written and i not in marks]
+            stop_ids += [i for i in ids if i in chat.encoder.steering_ids and i not in marks]
     return "|".join(re.escape(chat.decode([token])) for token in dict.fromkeys(stop_ids))
 
 
-def _fields(chat: Chat, stops: str) -> Iterator[dict[str, Field]]:
-    """Yield candidates for the template's fields, to be tried in this order.
+def _field_candidates(chat: Chat, stops: str) -> Iterator[dict[str, Field]]:
+    """Yield candidates for the template's fields.
 
-    `stops` is an expression for the control tokens that end a turn.
+    `response_template` tries them in this order and takes the first with which transformers reads
+    the probe turns as our parser does. `stops` is an expression for the control tokens that end a
+    turn.
     """
     spec = chat.response
     if isinstance(spec, HarmonySpec):
@@ -122,7 +124,7 @@ def _fields(chat: Chat, stops: str) -> Iterator[dict[str, Field]]:
                 **joined,
             },
             "tool_calls": {
-                **_between(_HARMONY_CALL, end, "json"),
+                **_delimited(_HARMONY_CALL, end, "json"),
                 "repeats": True,
                 "transform": {"type": "function", "function": FUNCTION},
             },
@@ -142,19 +144,30 @@ def _fields(chat: Chat, stops: str) -> Iterator[dict[str, Field]]:
             "open_pattern": rf"\s*{re.escape(spec.reasoning_open.rstrip())}",
             "close_pattern": rf"\s*{re.escape(spec.reasoning_close)}\s*",
         }
-    for calls in _calls(spec, stops):
+    for calls in _call_field_candidates(spec, stops):
         yield {**fields, "tool_calls": {"repeats": True, **calls}, "content": content}
 
 
-def _calls(spec: MarkedSpec, stops: str) -> Iterator[Field]:
-    """Yield candidates for the field of the calls; none for syntaxes that transformers lacks."""
+def _call_field_candidates(spec: MarkedSpec, stops: str) -> Iterator[Field]:
+    """Yield candidates for the field of the calls; none for syntaxes that transformers lacks.
+
+    A candidate says where a call begins and ends, which parser reads the text between, and how the
+    result becomes a call. Example, for Qwen, without escapes and blanks::
+
+        {"open_pattern": "<tool_call>", "close_pattern": "</tool_call>", "content": "json",
+         "transform": {"type": "function", "function": "{content}"}}
+
+    `response_template` tries the candidates in order.
+    """
     ignored = "|".join(map(re.escape, spec.ignored))
     ignored_marks = rf"(?:(?:{ignored})\s*)*" if ignored else ""
     mark = spec.call_open_pattern or re.escape(spec.call_open)
     opening = rf"\s*{ignored_marks}(?:{mark})"
     if spec.call_close is not None:
         closing = rf"\s*{re.escape(spec.call_close)}\s*{ignored_marks}"
-    else:  # up to the next call's mark; the separator before it keeps the match from being empty
+    else:
+        # A call ends before the next call's mark, or where the turn stops. The separator before the
+        # mark is in the pattern, so that it never matches an empty text.
         closing = rf"\s*{re.escape(spec.separator)}\s*(?={mark})|\s*(?:{stops})\s*"
     if spec.syntax == "json":  # {"name": "f", "arguments": {}}
         function: str | dict[str, str] = "{content}"
@@ -164,17 +177,17 @@ def _calls(spec: MarkedSpec, stops: str) -> Iterator[Field]:
                 "arguments": f"{{content.{spec.arguments_key}}}",
             }
         yield {
-            **_between(opening, closing, "json"),
+            **_delimited(opening, closing, "json"),
             "transform": {"type": "function", "function": function},
         }
     elif spec.syntax == "named_json":  # two ways to write calls: a candidate for each
         footer = rf"\s*(?:{re.escape(spec.footer)})?" if spec.footer else ""
         yield {  # f{"x": 1}
-            **_between(opening + (spec.header or ""), footer + closing, "json"),
+            **_delimited(opening + (spec.header or ""), footer + closing, "json"),
             "transform": {"type": "function", "function": FUNCTION},
         }
         yield {  # [{"name": "f", "arguments": {}}]: one region, each of whose items is a call
-            **_between(opening, closing, "json"),
+            **_delimited(opening, closing, "json"),
             "repeats": False,
             "transform_each": True,
             "transform": {
@@ -191,19 +204,19 @@ def _calls(spec: MarkedSpec, stops: str) -> Iterator[Field]:
             name = r"\s*(?P<name>[^\s<]+)"
             tag = r"<arg_key>\s*(?P<key>.*?)\s*</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
         yield {
-            **_between(opening + name, closing, "xml-inline"),
+            **_delimited(opening + name, closing, "xml-inline"),
             "content_args": {"tag_pattern": tag},
             "transform": {"type": "function", "function": FUNCTION},
         }
     elif spec.syntax == "gemma":  # call:f{x:1}
         yield {
-            **_between(opening + r"call:(?P<name>[^\s{]+)\s*", closing, "json"),
+            **_delimited(opening + r"call:(?P<name>[^\s{]+)\s*", closing, "json"),
             "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
             "transform": {"type": "function", "function": FUNCTION},
         }
 
 
-def _between(opening: str, closing: str, content: str) -> Field:
+def _delimited(opening: str, closing: str, content: str) -> Field:
     return {"open_pattern": opening, "close_pattern": closing, "content": content}
 
 

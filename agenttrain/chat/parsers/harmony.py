@@ -64,13 +64,14 @@ class HarmonySpec:
         content: list[str] = []
         reasoning: list[str] = []
         calls: list[ParsedCall] = []
-        for message in _messages(ANALYSIS + text if in_reasoning else text):
+        for message in _split_messages(ANALYSIS + text if in_reasoning else text):
             if len(calls) > MAX_CALLS:  # `parse_response` reports the last one as too many
                 break
             channel = _CHANNEL.search(message.header)
             if (recipient := _RECIPIENT.search(message.header)) is not None:
-                calls.append(_call(message, recipient[1], lenient=self.lenient))
-            elif message.body is None:  # text without marks, or a header that was cut
+                calls.append(_make_call(message, recipient[1], lenient=self.lenient))
+            elif message.body is None:
+                # Text without marks is content. A header that was cut off is dropped.
                 is_header = channel is not None or "<|" in message.header
                 if not is_header:
                     content.append(message.header.strip())
@@ -85,7 +86,7 @@ class HarmonySpec:
         )
 
 
-def _messages(text: str) -> Iterator[_Message]:
+def _split_messages(text: str) -> Iterator[_Message]:
     """Split a completion at the marks that begin and end messages, and at its end.
 
     Example: ``<|channel|>final<|message|>4<|end|>`` is one message with the body ``4``.
@@ -111,7 +112,7 @@ def _messages(text: str) -> Iterator[_Message]:
         start, body_mark = end, None
 
 
-def _call(message: _Message, recipient: str, *, lenient: bool) -> ParsedCall:
+def _make_call(message: _Message, recipient: str, *, lenient: bool) -> ParsedCall:
     """Make a call of a message to the `recipient`, e.g. ``functions.add``."""
     name = recipient.removeprefix("functions.")
     problem = None if message.closed else "the call is not closed: <|call|> is missing"

@@ -12,7 +12,7 @@ from typing import Any
 import regex
 
 from agenttrain.chat.parsers.base import CALL_ID, MAX_CALLS, TOO_MANY, ParsedCall, ParsedCompletion
-from agenttrain.chat.parsers.calls import READERS, Read, Schemas, Syntax
+from agenttrain.chat.parsers.calls import READERS, ReadCalls, Schemas, Syntax
 from agenttrain.chat.parsers.parameter_types import ParameterTypes
 from agenttrain.chat.parsers.values import excerpt, written_name
 
@@ -53,28 +53,31 @@ class MarkedSpec(Syntax):
     call_id: str = CALL_ID
 
     @property
-    def _opening(self) -> str:
-        """The expression for the beginning of a call: the opening mark, if the format has one."""
+    def _opening_source(self) -> str:
+        """The regular expression for the beginning of a call.
+
+        In a format without an opening mark, `call_open_also` may begin one too.
+        """
         if self.call_open or self.call_open_also is None:
             return self.call_open_pattern or re.escape(self.call_open)
         return f"{self.call_open_also}|{self.call_open_pattern}"
 
     @cached_property
-    def _unmarked(self) -> re.Pattern[str] | None:
-        """Matches calls without the opening mark, in a format that has one."""
+    def _unmarked_pattern(self) -> re.Pattern[str] | None:
+        """Matches the beginning of a call that lacks its opening mark, in a format that has one."""
         if not self.call_open or self.call_open_also is None:
             return None
         return re.compile(self.call_open_also)
 
     @cached_property
-    def _closing(self) -> re.Pattern[str]:
+    def _closing_pattern(self) -> re.Pattern[str]:
         """Matches a closing mark right after a call."""
         return re.compile(rf"\s*+{re.escape(self.call_close or '')}")
 
     @cached_property
-    def _marks(self) -> re.Pattern[str]:
+    def _mark_pattern(self) -> re.Pattern[str]:
         """Matches openings of calls, as the group `_open`, and closing marks."""
-        opening = self._opening
+        opening = self._opening_source
         closing = "" if self.call_close is None else "|" + re.escape(self.call_close)
         return re.compile(f"(?P<_open>{opening}){closing}", re.DOTALL)
 
@@ -95,7 +98,7 @@ class MarkedSpec(Syntax):
     ) -> ParsedCompletion:
         """See ResponseSpec."""
         reasoning, text = self._split_reasoning(text, in_reasoning)
-        content, calls = self._split_calls(text, parameters(schemas))
+        content, calls = self._split_calls(text, types_by_tool(schemas))
         for mark in self.ignored:
             content = content.replace(mark, "")
         return ParsedCompletion(content=content.strip(), reasoning=reasoning, calls=calls)
@@ -128,10 +131,14 @@ class MarkedSpec(Syntax):
 
     def _opens_call(self, text: str) -> bool:
         """Return True if a call begins in the text."""
-        return any(mark["_open"] is not None for mark in self._marks.finditer(text))
+        return any(mark["_open"] is not None for mark in self._mark_pattern.finditer(text))
 
     def _split_calls(self, text: str, schemas: Schemas) -> tuple[str, list[ParsedCall]]:
-        """Return (content outside calls, calls)."""
+        """Return (content outside calls, calls).
+
+        A region begins with an opening mark and holds one call, or a list of calls. Other text is
+        content, except for calls without their opening mark (`_read_outside`).
+        """
         marks = self._find_marks(text)
         content: list[str] = []
         calls: list[ParsedCall] = []
@@ -141,15 +148,16 @@ class MarkedSpec(Syntax):
             index += 1
             if mark["_open"] is None:  # a closing mark without a call is content
                 continue
-            content.append(self._read_beside(text[position : mark.start()], calls, schemas))
+            content.append(self._read_outside(text[position : mark.start()], calls, schemas))
             if len(calls) >= MAX_CALLS:
                 beyond = ParsedCall(text=text[mark.start() :], problem=TOO_MANY)
                 return "".join(content), [*calls, beyond]
-            read = self._read(text, mark.end(), marks, index, schemas)
+            read = self._read_at(text, mark.end(), marks, index, schemas)  # the calls in the region
             end = mark.end() + read.end
             while index < len(marks) and marks[index].start() < end:  # marks inside the call
                 index += 1
-            # In a format without marks the opening is a place: that of the call's first character.
+            # In a format without marks the opening matches no text: it is the place of the call's
+            # first character.
             has_no_mark = mark.end() == mark.start()
             names_no_tool = [call.name for call in read.calls] == [None]
             if has_no_mark and names_no_tool:
@@ -157,14 +165,14 @@ class MarkedSpec(Syntax):
                 # that the call before it lacks.
                 between = text[position : mark.start()].strip(self.separator + " \t\r\n")
                 after = text[mark.start() :]
-                if calls and not between and _lost_arguments(calls[-1], after):
+                if calls and not between and _may_lack_arguments(calls[-1], after):
                     calls[-1] = replace(calls[-1], problem=_text_after_call(after))
                 position = mark.start()
                 continue
             next_mark = marks[index] if index < len(marks) else None
-            region_calls, position = self._region(text, mark.start(), end, read, next_mark)
+            region_calls, position = self._finish_region(text, mark.start(), end, read, next_mark)
             calls += region_calls
-        tail = self._read_beside(text[position:], calls, schemas)
+        tail = self._read_outside(text[position:], calls, schemas)
         if calls and (cut_call := self._cut_call(tail)) is not None:
             return "".join(content), [*calls, cut_call]
         return "".join([*content, tail]), calls
@@ -172,7 +180,7 @@ class MarkedSpec(Syntax):
     def _find_marks(self, text: str) -> list[re.Match[str]]:
         """Return the marks that open and close calls, in order."""
         marks: list[re.Match[str]] = []
-        for mark in self._marks.finditer(text):
+        for mark in self._mark_pattern.finditer(text):
             # A match of no width right after another one is the same opening.
             if mark.end() > mark.start() or not marks or mark.start() > marks[-1].end():
                 marks.append(mark)
@@ -187,7 +195,7 @@ class MarkedSpec(Syntax):
         if self.call_open_pattern is None or self.call_close is not None:
             return None
         head = tail.strip(self.separator + " \t\r\n")
-        beginning = regex.compile(self._opening, regex.DOTALL)  # the library caches it
+        beginning = regex.compile(self._opening_source, regex.DOTALL)  # the library caches it
         # A partial match reaches to the end of the text, where more text could complete it.
         match = beginning.match(head, partial=True) if head else None
         if match is None or not match.partial or match.end() < len(head):
@@ -195,8 +203,8 @@ class MarkedSpec(Syntax):
         name = written_name(head, self.name_key)
         return ParsedCall(text=head, name=name, problem="the call is not closed")
 
-    def _region(
-        self, text: str, start: int, end: int, read: Read, next_mark: re.Match[str] | None
+    def _finish_region(
+        self, text: str, start: int, end: int, read: ReadCalls, next_mark: re.Match[str] | None
     ) -> tuple[list[ParsedCall], int]:
         """Return (the calls of one region with the text of each, the position after the region).
 
@@ -209,7 +217,7 @@ class MarkedSpec(Syntax):
         unread = text[end:limit]
         problem = None
         if self.call_close is None:  # a good call ends with its arguments
-            lost = bool(read.calls) and _lost_arguments(read.calls[-1], unread)
+            lost = bool(read.calls) and _may_lack_arguments(read.calls[-1], unread)
             position = limit if is_malformed or lost else end
             if lost:
                 problem = _text_after_call(unread)
@@ -226,17 +234,17 @@ class MarkedSpec(Syntax):
         if len(read.calls) == 1 and not read.calls[0].text:  # a single call, not a list
             (call,) = read.calls
             return [replace(call, text=region, problem=problem or call.problem)], position
-        return self._list_calls(read.calls, region, unread, problem), position
+        return self._finish_list(read.calls, region, unread, problem), position
 
-    def _list_calls(
+    def _finish_list(
         self, read_calls: Sequence[ParsedCall], region: str, unread: str, problem: str | None
     ) -> list[ParsedCall]:
-        """Return the calls of a region that is a list; those that lost arguments are malformed.
+        """Return the calls of a region that is a list; calls that lost arguments become malformed.
 
         `unread` is the text between the list and the next mark. `problem` is the region's.
         """
         calls = [call if call.text else replace(call, text=region) for call in read_calls]
-        if calls and _lost_arguments(calls[-1], unread):
+        if calls and _may_lack_arguments(calls[-1], unread):
             calls[-1] = replace(calls[-1], problem=problem or _text_after_call(unread))
             return calls
         for index, (call, next_call) in enumerate(pairwise(calls)):
@@ -244,23 +252,24 @@ class MarkedSpec(Syntax):
             has_name = next_call.name or f'"{self.name_key}"' in next_call.text
             if next_call.problem is None or has_name:
                 continue
-            if _lost_arguments(call, next_call.text):
+            if _may_lack_arguments(call, next_call.text):
                 calls[index] = replace(call, problem=_text_after_call(next_call.text))
         if problem is not None and calls[-1].problem is None:
-            # The complete calls of a list that was cut stay good: the rest gets the problem.
+            # The complete calls of a list that was cut stay good. The remaining text becomes a
+            # malformed call with the problem.
             remainder = region[region.rfind(calls[-1].text) + len(calls[-1].text) :]
             calls.append(ParsedCall(text=remainder, problem=problem))
         return calls
 
-    def _read_beside(self, text: str, calls: list[ParsedCall], schemas: Schemas) -> str:
+    def _read_outside(self, text: str, calls: list[ParsedCall], schemas: Schemas) -> str:
         """Return the content of a text outside the regions; append calls without a mark to `calls`.
 
         The separator alone is no content. A call without its opening mark ends before the next
         one, so that a value that is not closed cannot run over it.
         """
-        if self._unmarked is None:
+        if self._unmarked_pattern is None:
             return "" if calls and self.separator and text.strip() == self.separator else text
-        openings = [opening.start() for opening in self._unmarked.finditer(text)]
+        openings = [opening.start() for opening in self._unmarked_pattern.finditer(text)]
         content: list[str] = []
         position = 0
         for start, limit in pairwise([*openings, len(text)]):
@@ -271,20 +280,21 @@ class MarkedSpec(Syntax):
                 continue
             (call,) = read.calls
             end = limit if call.problem is not None else start + read.end
-            if (closing := self._closing.match(text, end)) is not None:
+            if (closing := self._closing_pattern.match(text, end)) is not None:
                 end = closing.end()
             calls.append(replace(call, text=text[start:end]))
             content.append(text[position:start])
             position = end
         return "".join([*content, text[position:]])
 
-    def _read(
+    def _read_at(
         self, text: str, start: int, marks: list[re.Match[str]], index: int, schemas: Schemas
-    ) -> Read:
+    ) -> ReadCalls:
         """Read the calls at `start`; `marks[index]` is the first mark after it.
 
         A mark inside a string argument is part of the string, so a string that runs into a mark is
-        read again up to a later mark. The number of tries is bounded, so parsing stays linear.
+        read again up to a later mark. Example: in ``{"x": "</tool_call>"}</tool_call>`` the string
+        runs into the first mark. The number of tries is bounded, so parsing stays linear.
         """
         first = None
         for count in MARKS_IN_STRINGS:  # try a body up to the first mark, the 4th, the 16th
@@ -305,7 +315,7 @@ class MarkedSpec(Syntax):
         return first  # no try has reached the end of the string
 
 
-def _lost_arguments(call: ParsedCall, behind: str) -> bool:
+def _may_lack_arguments(call: ParsedCall, behind: str) -> bool:
     """Return True if a call without arguments is followed by a value that may be its arguments.
 
     Such a call must not run without them. Example: ``{"name": "find"} {"q": "tea"}``.
@@ -320,7 +330,7 @@ def _text_after_call(text: str) -> str:
     return f"text after the call: {excerpt(text)}"
 
 
-def parameters(schemas: Sequence[Mapping[str, Any]]) -> Schemas:
+def types_by_tool(schemas: Sequence[Mapping[str, Any]]) -> Schemas:
     """Return the JSON types of parameters, by tool and parameter name."""
     functions = [schema.get("function", schema) for schema in schemas]
     return {

@@ -30,7 +30,7 @@ _SLOW: dict[tuple, tuple[Any, float]] = {}
 
 @contextmanager
 def search_budget() -> Iterator[None]:
-    """Give each expression LIMIT_S for all of its searches in the context together."""
+    """Give each expression LIMIT_S of CPU time for all of its searches in the context together."""
     token = _BUDGET.set({})
     try:
         yield
@@ -48,7 +48,11 @@ class Hit:
 
 
 class Pattern:
-    """A compiled expression; ``.`` matches newlines too. Raises ValueError for a wrong one."""
+    """A compiled expression with a time limit; ``.`` matches newlines too.
+
+    An expression may backtrack for ever. A search that runs out of time matches nothing. Raises
+    ValueError for a wrong expression.
+    """
 
     def __init__(self, source: Any, key: str, *, text: str | None = None) -> None:
         """`text`: the only text that the expression matches, if that is known; searched faster."""
@@ -74,16 +78,16 @@ class Pattern:
         if self._needs_no_limit:  # it cannot backtrack
             match = self._compiled.search(text, start)
             return None if match is None else Hit(match.start(), match.end(), {})
-        match = self.match(text, start)
+        match = self.find_match(text, start)
         if match is None:
             return None
         if self._is_lookahead:  # it matches at `start`, whatever stands before its text
             return Hit(start, start, {})
         return Hit(match.start(), match.end(), match.groupdict())
 
-    def match(self, text: str, start: int = 0) -> Any:
+    def find_match(self, text: str, start: int = 0) -> Any:
         """Search as `search` does, but return the library's match object, with unnamed groups."""
-        return self._limited(
+        return self._run_limited(
             lambda seconds: self._compiled.search(text, start, timeout=seconds),
             "search",
             text,
@@ -111,11 +115,11 @@ class Pattern:
                 matches.extend(self._compiled.finditer(text, timeout=seconds))
             return matches
 
-        return cast(list[Any], self._limited(collect, "all", text, 0) or [])
+        return cast(list[Any], self._run_limited(collect, "all", text, 0) or [])
 
     def substitute(self, replacement: str, text: str) -> str:
         """Replace every match in a text; return it unchanged if that takes too long."""
-        replaced = self._limited(
+        replaced = self._run_limited(
             lambda seconds: self._compiled.sub(replacement, text, timeout=seconds),
             replacement,
             text,
@@ -123,7 +127,7 @@ class Pattern:
         )
         return text if replaced is None else cast(str, replaced)
 
-    def _limited(self, work: Callable[[float], Any], *cache_key: Any) -> Any:
+    def _run_limited(self, work: Callable[[float], Any], *cache_key: Any) -> Any:
         """Run `work(seconds)` with the expression's remaining seconds; return None if they run out.
 
         A slow result is cached under the expression and `cache_key`: operation and arguments.

@@ -25,20 +25,20 @@ from typing import Any
 import jmespath
 
 from agenttrain.chat.parsers.base import CALL_ID, MAX_CALLS, ParsedCall, ParsedCompletion
-from agenttrain.chat.parsers.calls import Schemas, typed
-from agenttrain.chat.parsers.marked import parameters
+from agenttrain.chat.parsers.calls import Schemas, typed_value
+from agenttrain.chat.parsers.marked import types_by_tool
 from agenttrain.chat.parsers.patterns import Pattern
 from agenttrain.chat.parsers.response_template import (
     CALLS,
-    CAPTURED_INSIDE,
+    CAPTURED_WITHOUT_BRACES,
     CONTENT,
     CONTENT_FIELD,
-    INSIDE,
+    LACKS_BRACES,
     LOOSE,
     REASONING,
     ContentError,
     call_from_item,
-    paired,
+    pair_with_json,
     with_all_arguments,
 )
 from agenttrain.chat.parsers.values import (
@@ -59,13 +59,17 @@ _REASONING_MARKS = (
 
 @dataclass(frozen=True, kw_only=True)
 class SchemaSpec:
-    """A ResponseSpec made from a `response_schema`."""
+    """A ResponseSpec made from a `response_schema`.
+
+    The root node's expression splits a completion into the fields of a message. If it does not
+    match, e.g. because a call is not closed, `iterator` finds the calls one by one.
+    """
 
     root: Node
     loose: Node
     """The same schema, compiled to accept text that is almost JSON too."""
-    inside: bool
-    """An expression captures the members of an object without its braces."""
+    lacks_braces: bool
+    """An expression captures the members of an object without its braces: ``"x": 1``."""
     patterns: str
     """The regular expressions of the schema, without their escapes."""
     reasoning: tuple[str, str]
@@ -97,19 +101,19 @@ class SchemaSpec:
         outside = ""  # text between calls that are read one by one
         fields = self.root.split(text)
         if fields is not None:
-            calls = self._calls(fields.get(CALLS), text, parameters(schemas))
+            calls = self._read_calls(fields.get(CALLS), text, types_by_tool(schemas))
         else:
             # The root's expression does not match, e.g. because a call is not closed. It gets the
             # text before the calls; the calls are read one by one.
-            start = self._first_call(text)
+            start = self._find_first_call(text)
             fields = self.root.split(text[:start]) or {CONTENT_FIELD: text[:start]}
-            calls, outside = self._each(text[start:], parameters(schemas))
-        content = (self._text(fields, CONTENT_FIELD) or "") + outside
-        reasonings = (self._text(fields, name) for name in REASONING)
+            calls, outside = self._read_each(text[start:], types_by_tool(schemas))
+        content = (self._read_text(fields, CONTENT_FIELD) or "") + outside
+        reasonings = (self._read_text(fields, name) for name in REASONING)
         reasoning = next((text for text in reasonings if text is not None), None)
         return ParsedCompletion(content=content.strip(), reasoning=reasoning, calls=calls)
 
-    def _first_call(self, text: str) -> int:
+    def _find_first_call(self, text: str) -> int:
         """Return the position of the first call outside the reasoning; the text's end without one.
 
         Example: in ``<think><call>f</think><call>g`` it is that of the second ``<call>``.
@@ -136,10 +140,11 @@ class SchemaSpec:
         # A quantifier makes the last character optional or repeats it: leave it out.
         repeated = source[literal.end() :][:1] in ("?", "*", "+", "{")
         text = literal[1][:-1] if repeated else literal[1]
-        # Without the escapes. One or two characters, e.g. "{", stand in other texts too.
-        return text.replace("\\", "") if len(text) > 2 else ""
+        opener = re.sub(r"\\(.?)", r"\1", text)  # without the escapes
+        # One or two characters, e.g. "{", stand in other texts too.
+        return opener if len(opener) > 2 else ""
 
-    def _text(self, fields: Mapping[str, Any], name: str) -> str | None:
+    def _read_text(self, fields: Mapping[str, Any], name: str) -> str | None:
         """Return the text of a field, read by its node; None if it has none."""
         node = self.root.properties.get(name)
         try:
@@ -148,19 +153,22 @@ class SchemaSpec:
             return None
         return value.strip() if isinstance(value, str) else None
 
-    def _calls(self, value: Any, completion: str, schemas: Schemas) -> list[ParsedCall]:
-        """Read the calls in `value`, the text that the root's expression gives to `tool_calls`."""
+    def _read_calls(self, value: Any, completion: str, schemas: Schemas) -> list[ParsedCall]:
+        """Read the calls in `value`, the text that the root's expression gives to `tool_calls`.
+
+        A node with an `iterator` finds each call in the text. Otherwise the text is one value.
+        """
         node = self.root.properties.get(CALLS)
         if node is None or not isinstance(value, str):
             return []
         if node.iterator is not None:
-            inner = node.inner(value)
-            calls = self._each(inner, schemas)[0] if isinstance(inner, str) else []
+            inner = node.extract(value)
+            calls = self._read_each(inner, schemas)[0] if isinstance(inner, str) else []
             # After substitutions a call's text may not occur in the completion.
             return [c if c.text in completion else replace(c, text=completion) for c in calls]
-        return self._calls_of_value(node, value, schemas)
+        return self._read_whole_value(node, value, schemas)
 
-    def _calls_of_value(self, node: Node, value: str, schemas: Schemas) -> list[ParsedCall]:
+    def _read_whole_value(self, node: Node, value: str, schemas: Schemas) -> list[ParsedCall]:
         """Read calls that are one value: a whole list, or item by item if it cannot be read."""
         is_loose, problem = False, ""
         for root in self._roots:
@@ -170,37 +178,43 @@ class SchemaSpec:
             except ContentError as error:
                 problem = problem or str(error)  # the strict reader's
         else:
-            return self._repaired(node, value, schemas) or [ParsedCall(text=value, problem=problem)]
-        inner = node.inner(value)
+            return self._read_list_items(node, value, schemas) or [
+                ParsedCall(text=value, problem=problem)
+            ]
+        inner = node.extract(value)
         text = inner if isinstance(inner, str) else value
         items = [] if calls_value is None else [calls_value]
         if isinstance(calls_value, list):
             items = calls_value[: MAX_CALLS + 1]  # `parse_response` reports the last as too many
-        calls = [call_from_item(item, text, schemas, inside=self.inside) for item in items]
-        # Each call beside the JSON that the model wrote for it.
+        calls = [
+            call_from_item(item, text, schemas, lacks_braces=self.lacks_braces) for item in items
+        ]
+        # Pair each call with the JSON that the model wrote for it: its arguments must all be there.
         return [
             replace(with_all_arguments(call, written, schemas), lenient=is_loose)
-            for call, written in paired(calls, read_json(text).value)
+            for call, written in pair_with_json(calls, read_json(text).value)
         ]
 
-    def _each(self, text: str, schemas: Schemas) -> tuple[list[ParsedCall], str]:
-        """Search the calls with `iterator`, one by one; return (calls, text outside of them)."""
+    def _read_each(self, text: str, schemas: Schemas) -> tuple[list[ParsedCall], str]:
+        """Search the calls with `iterator`, one by one; return (calls, text outside of them).
+
+        A text between two matches holds content and calls that are not closed.
+        """
         calls: list[ParsedCall] = []
         outside: list[str] = []
         at = 0  # end of the last match
-        # Between two matches stands content, and calls that are not closed.
         for match in self.iterator.matches(text) if self.iterator is not None else ():
             calls += self._unclosed_calls(text[at : match.start()], outside)
             if len(calls) > MAX_CALLS:
                 return calls, "".join(outside)
             at, text_of_call = match.end(), match.group()
-            call = self._call(match, text_of_call, schemas)
+            call = self._read_call(match, text_of_call, schemas)
             is_good = call.problem is None
-            calls += [call] if is_good else self._unmerged(call, schemas)
+            calls += [call] if is_good else self._split_merged(call, schemas)
         calls += self._unclosed_calls(text[at:], outside)
         return calls, "".join(outside)
 
-    def _unmerged(self, call: ParsedCall, schemas: Schemas) -> list[ParsedCall]:
+    def _split_merged(self, call: ParsedCall, schemas: Schemas) -> list[ParsedCall]:
         """Return the two calls in the text of a malformed one, or the call alone.
 
         The match of a call that is not closed may run over a good call after it:
@@ -210,8 +224,8 @@ class SchemaSpec:
         if last_opener <= 0 or self.iterator is None:
             return [call]
         head, tail = call.text[:last_opener], call.text[last_opener:]
-        match = self.iterator.match(tail)
-        second = self._call(match, tail, schemas) if match else None
+        match = self.iterator.find_match(tail)
+        second = self._read_call(match, tail, schemas) if match else None
         if second is None or second.problem is not None:
             return [call]
         problem = "the call is not closed"
@@ -220,7 +234,7 @@ class SchemaSpec:
     def _unclosed_calls(self, text: str, outside: list[str]) -> Iterator[ParsedCall]:
         """Yield a malformed call for each opening in a text that `iterator` does not match.
 
-        The text before the first opening is appended to `outside`.
+        The text before the first opening is content, and is appended to `outside`.
         """
         if not self._opener:
             outside.append(text)
@@ -231,24 +245,29 @@ class SchemaSpec:
             text = self._opener + body
             yield ParsedCall(text=text, name=written_name(body), problem="the call is not closed")
 
-    def _call(self, match: Any, text: str, schemas: Schemas) -> ParsedCall:
+    def _read_call(self, match: Any, text: str, schemas: Schemas) -> ParsedCall:
         """Read the call that `iterator` has matched; `text` is that of the match."""
         captured = groups(match)
         is_loose, problem = False, ""
         for root in self._roots:
             try:
-                value, is_loose = self._item_value(captured, schemas, root), root is self.loose
+                value, is_loose = (
+                    self._value_with_types(captured, schemas, root),
+                    root is self.loose,
+                )
                 break
             except ContentError as error:
                 problem = problem or str(error)  # the strict reader's
         else:
             return ParsedCall(text=text, name=written_name(text), problem=problem)
-        call = replace(call_from_item(value, text, {}, inside=self.inside), lenient=is_loose)
+        call = replace(
+            call_from_item(value, text, {}, lacks_braces=self.lacks_braces), lenient=is_loose
+        )
         if not isinstance(captured, str):
             return call
         return with_all_arguments(call, read_json(captured).value, schemas)
 
-    def _item_value(self, captured: Any, schemas: Schemas, root: Node) -> Any:
+    def _value_with_types(self, captured: Any, schemas: Schemas, root: Node) -> Any:
         """Return the value of a call, with parameters of the types in the tool's schema.
 
         The node guesses types from the texts of parameters: ``7`` is a number. Where the tool's
@@ -262,6 +281,7 @@ class SchemaSpec:
         if not isinstance(name, str) or not schemas.get(name):
             return value
         raw = items.value(captured, raw=True)  # the same call, with texts for parameters
+        # A schema may give a call any shape: types need a mapping of arguments in both.
         if not isinstance(value, dict) or not isinstance(raw, dict):
             return value
         function, raw_function = value.get("function", value), raw.get("function", raw)
@@ -271,16 +291,19 @@ class SchemaSpec:
         if not isinstance(arguments, dict) or not isinstance(texts, dict):
             return value
         typed_arguments = {
-            key: typed(text, schemas[name][key])
+            key: typed_value(text, schemas[name][key])
             for key, text in texts.items()
             if isinstance(text, str) and key in schemas[name]
         }
         return {**function, "arguments": arguments | typed_arguments}
 
-    def _repaired(self, node: Node, value: str, schemas: Schemas) -> list[ParsedCall]:
-        """Read the calls of a malformed list one by one; return none if it is no list."""
+    def _read_list_items(self, node: Node, value: str, schemas: Schemas) -> list[ParsedCall]:
+        """Read the calls of a malformed list one by one; return [] if the text is no list.
+
+        One item that cannot be read must not cost the calls beside it.
+        """
         try:
-            inner = node.inner(value)
+            inner = node.extract(value)
         except ContentError:
             return []
         if not isinstance(inner, str) or not inner.lstrip().startswith("["):
@@ -292,7 +315,7 @@ class SchemaSpec:
                 calls.append(ParsedCall(text=item.text, name=item.name, problem=item.problem))
                 continue
             try:
-                parsed = node.parsed(f"[{item.text}]")
+                parsed = node.convert(f"[{item.text}]")
                 calls += [
                     with_all_arguments(call_from_item(call, item.text, {}), item.value, schemas)
                     for call in parsed or ()
@@ -308,14 +331,14 @@ def make_schema_spec(schema: Mapping[str, Any]) -> SchemaSpec:
     if root.type not in ("object", None) or not root.properties:
         raise ValueError("response_schema: the root must be an object with properties")
     sources = list(root.sources())
-    inside = any(CAPTURED_INSIDE.search(source) for source in sources)
+    lacks_braces = any(CAPTURED_WITHOUT_BRACES.search(source) for source in sources)
     # Without their escapes, to find the marks in them.
     patterns = "\n".join(sources).replace("\\n", "\n").replace("\\", "")
     calls = root.properties.get(CALLS)
     return SchemaSpec(
-        root=compile_node(schema, json_args={INSIDE: True}) if inside else root,
-        loose=compile_node(schema, json_args={INSIDE: inside, LOOSE: True}),
-        inside=inside,
+        root=compile_node(schema, json_args={LACKS_BRACES: True}) if lacks_braces else root,
+        loose=compile_node(schema, json_args={LACKS_BRACES: lacks_braces, LOOSE: True}),
+        lacks_braces=lacks_braces,
         patterns=patterns,
         # A pair of marks whose closing mark occurs: an expression may leave out the opening one.
         reasoning=next((pair for pair in _REASONING_MARKS if pair[1] in patterns), ("", "")),
@@ -342,7 +365,9 @@ NOTHING = object()
 class Node:
     """A node of a `response_schema`, made by `compile_node`: it converts a text to a value.
 
-    The fields without a docstring are JSON schema's keywords.
+    `value` is `extract`, which applies the regular expression, then `convert`, which parses the
+    result. The root is used by `split` too. The fields without a docstring are JSON schema's
+    keywords.
     """
 
     type: str | None = None
@@ -383,16 +408,19 @@ class Node:
                 yield from node.sources()
 
     def split(self, text: str) -> dict[str, Any] | None:
-        """Return the text for each property; None if this node's expression does not match."""
+        """Return property -> its text or groups; None if this node's expression does not match.
+
+        Without named groups in the expression, every property gets the whole text.
+        """
         try:
-            inner = self.inner(text)
+            inner = self.extract(text)
         except ContentError:
             return None
         if isinstance(inner, str):
             return dict.fromkeys(self.properties, inner)
         return inner
 
-    def inner(self, value: Any) -> Any:
+    def extract(self, value: Any) -> Any:
         """Apply substitutions and ``x-regex``; return None if the expression does not match."""
         if self.substitutions or self.regex is not None:
             if not isinstance(value, str):
@@ -401,7 +429,7 @@ class Node:
                 value = pattern.substitute(replacement, value)
         if self.regex is None:
             return value
-        match = self.regex.match(value)
+        match = self.regex.find_match(value)
         return None if match is None else groups(match)
 
     def value(self, value: Any, *, raw: bool = False) -> Any:
@@ -413,19 +441,19 @@ class Node:
             return self.const
         if value is None:
             return None
-        value = self.inner(value)
+        value = self.extract(value)
         if value is None:
             return None
-        return self.parsed(value, raw=raw)
+        return self.convert(value, raw=raw)
 
-    def parsed(self, value: Any, *, raw: bool = False) -> Any:
-        """Convert the result of `inner`: split it, parse it, transform it. Raises ContentError."""
+    def convert(self, value: Any, *, raw: bool = False) -> Any:
+        """Convert the result of `extract`: split, parse and transform it. Raises ContentError."""
         pattern = self.iterator or self.key_value
         if pattern is not None:
             if not isinstance(value, str):
                 raise ContentError(f"expected text, found {kind(value)}")
             matches = [groups(match) for match in pattern.matches(value)]
-            parts = matches if self.iterator is not None else _mapping(matches)
+            parts = matches if self.iterator is not None else _key_value_mapping(matches)
             value = parts or None  # a field without a match is left out
         stays_text = raw and self.allow_non_json
         if self.parser is not None and value is not None and not stays_text:
@@ -441,10 +469,12 @@ class Node:
         if value is None:
             return None
         if self.type == "object":
-            return self._object(value, raw=raw)
-        return self._array(value, raw=raw) if self.type == "array" else _scalar(self.type, value)
+            return self._convert_object(value, raw=raw)
+        if self.type == "array":
+            return self._convert_array(value, raw=raw)
+        return _convert_scalar(self.type, value)
 
-    def _array(self, value: Any, *, raw: bool) -> list[Any]:
+    def _convert_array(self, value: Any, *, raw: bool) -> list[Any]:
         """Convert the items of a list; a single value is the item of a schema with one item."""
         if not isinstance(value, list) and len(self.prefix_items) == 1:
             value = [value]
@@ -456,7 +486,7 @@ class Node:
             raise ContentError(f"expected {len(self.prefix_items)} items, found {len(value)}")
         return [n.value(v, raw=raw) for n, v in zip(self.prefix_items, value, strict=True)]
 
-    def _object(self, value: Any, *, raw: bool) -> dict[str, Any]:
+    def _convert_object(self, value: Any, *, raw: bool) -> dict[str, Any]:
         """Convert the properties of a mapping; each property of a text gets the whole text."""
         if isinstance(value, str):
             value = dict.fromkeys(self.properties, value)
@@ -478,7 +508,7 @@ class Node:
         return fields
 
 
-def _mapping(matches: list[Any]) -> dict[str, Any]:
+def _key_value_mapping(matches: list[Any]) -> dict[str, Any]:
     """Return the mapping of the groups `key` and `value` of all matches. Raises ContentError."""
     pairs: dict[str, Any] = {}
     for pair in matches:
@@ -495,11 +525,12 @@ def groups(match: Any) -> Any:
     return match.group(1) if match.re.groups else match.group()
 
 
-def _scalar(name: str | None, value: Any) -> Any:
+def _convert_scalar(name: str | None, value: Any) -> Any:
     """Convert a value to the type of this name. Raises ContentError."""
     if name is None or name == "any":
         return value
     is_bool = isinstance(value, bool)  # Python's bool is an int, JSON's is not
+    # `_SCALARS` are the Python types of a JSON type.
     if isinstance(value, _SCALARS[name]) and (name == "boolean") == is_bool:
         return value
     if isinstance(value, str):
@@ -530,7 +561,7 @@ def compile_node(
     if (parser := schema.get("x-parser")) not in (None, *_PARSERS):
         raise ValueError(f"{scope}.x-parser: {parser!r} is not one of {', '.join(_PARSERS)}")
 
-    def checked(key: str, kind: type, kind_words: str) -> Any:
+    def checked_value(key: str, kind: type, kind_words: str) -> Any:
         """Return a key's value, or None; raise ValueError for one of another kind."""
         value = schema.get(key)
         if value is not None and not isinstance(value, kind):
@@ -538,11 +569,11 @@ def compile_node(
         return value
 
     compile_child = partial(compile_node, json_args=json_args)
-    args = checked("x-parser-args", Mapping, "a mapping") or {}
-    properties = checked("properties", Mapping, "a mapping") or {}
+    args = checked_value("x-parser-args", Mapping, "a mapping") or {}
+    properties = checked_value("properties", Mapping, "a mapping") or {}
     additional = schema.get("additionalProperties", {})
-    pairs = checked("x-regex-substitutions", list, "a list") or ()
-    substitutions = tuple(_substitution(pair, scope) for pair in pairs)
+    pairs = checked_value("x-regex-substitutions", list, "a list") or ()
+    substitutions = tuple(_compile_substitution(pair, scope) for pair in pairs)
     patterns = {
         key: Pattern(schema[key], f"{scope}.{key}")
         for key in ("x-regex", "x-regex-iterator", "x-regex-key-value")
@@ -561,21 +592,21 @@ def compile_node(
         key_value=key_value,
         parser=parser,
         allow_non_json=bool(args.get("allow_non_json")),
-        transform=_transform(args.get("transform"), scope),
+        transform=_compile_transform(args.get("transform"), scope),
         properties={str(key): compile_child(v, f"{scope}.{key}") for key, v in properties.items()},
         # False leaves other keys out; {} accepts any value, as True does.
         additional=None if additional is False else compile_child(additional or None, scope),
         items=compile_child(schema["items"], f"{scope}.items") if "items" in schema else None,
         prefix_items=tuple(
             compile_child(value, f"{scope}.prefixItems")
-            for value in checked("prefixItems", list, "a list") or ()
+            for value in checked_value("prefixItems", list, "a list") or ()
         ),
-        required=tuple(checked("required", list, "a list") or ()),
+        required=tuple(checked_value("required", list, "a list") or ()),
         json_args=json_args or {},
     )
 
 
-def _substitution(pair: Any, scope: str) -> tuple[Pattern, str]:
+def _compile_substitution(pair: Any, scope: str) -> tuple[Pattern, str]:
     """Compile ``["\\s+", " "]``, a pattern and its replacement. Raises ValueError."""
     key = f"{scope}.x-regex-substitutions"
     if not isinstance(pair, list) or len(pair) != 2:
@@ -583,7 +614,7 @@ def _substitution(pair: Any, scope: str) -> tuple[Pattern, str]:
     return Pattern(pair[0], key), str(pair[1])
 
 
-def _transform(expression: Any, scope: str) -> Callable[[Any], Any] | None:
+def _compile_transform(expression: Any, scope: str) -> Callable[[Any], Any] | None:
     """Compile a JMESPath expression. Raises ValueError."""
     if expression is None:
         return None

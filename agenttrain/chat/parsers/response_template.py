@@ -10,7 +10,7 @@ for which transformers raises or loses text:
 3. regions of a field that does not repeat are joined; transformers keeps the last one;
 4. `optional: false` has no effect: a missing field is empty.
 
-A field's `content` parser (`CONTENT`) reads the text of a region, and `reshaped` brings the value
+A field's `content` parser (`CONTENT`) reads the text of a region, and `reshape` brings the value
 into the field's shape.
 """
 
@@ -25,8 +25,8 @@ from functools import cache, partial
 from typing import Any
 
 from agenttrain.chat.parsers.base import CALL_ID, MAX_CALLS, TOO_MANY, ParsedCall, ParsedCompletion
-from agenttrain.chat.parsers.calls import Schemas, arguments_of, typed
-from agenttrain.chat.parsers.marked import MARKS_IN_STRINGS, parameters
+from agenttrain.chat.parsers.calls import Schemas, find_arguments_key, typed_value
+from agenttrain.chat.parsers.marked import MARKS_IN_STRINGS, types_by_tool
 from agenttrain.chat.parsers.patterns import Hit, Pattern
 from agenttrain.chat.parsers.values import (
     Dialect,
@@ -78,7 +78,13 @@ class _Field:
 
 @dataclass(slots=True)
 class _Region:
-    """A stretch of text that belongs to one field."""
+    """A stretch of a completion that belongs to one field.
+
+    ::
+
+        <tool_call>{"name": "f"}</tool_call>
+        |start     |body        |stop       |end
+    """
 
     field: _Field
     start: int
@@ -112,7 +118,7 @@ class TemplateSpec:
     """Matches the text that begins an assistant's turn."""
     source: Mapping[str, Any]
     """The `response_template` from which it was made."""
-    inside: bool = False
+    lacks_braces: bool = False
     """A mark of the calls captures the members of an object without its braces."""
     call_id: str = CALL_ID
     lenient: bool = False
@@ -131,28 +137,28 @@ class TemplateSpec:
         if not anchors:
             return False
         turn = prompt[anchors[-1].end() :]
-        last = self._regions(turn, inside=None)[-1:]
+        last = self._split_regions(turn, begins_in=None)[-1:]
         return bool(last) and last[0].field.name in REASONING and not last[0].closed
 
     def parse(
         self, text: str, *, in_reasoning: bool, schemas: Sequence[Mapping]
     ) -> ParsedCompletion:
         """See ResponseSpec."""
-        inside = next((f for f in self.fields if f.name in REASONING), None)
-        regions = self._regions(text, inside=inside if in_reasoning else None)
-        types_by_name = parameters(schemas)
+        reasoning_field = next((f for f in self.fields if f.name in REASONING), None)
+        regions = self._split_regions(text, begins_in=reasoning_field if in_reasoning else None)
+        types_by_name = types_by_tool(schemas)
         calls: list[ParsedCall] = []
         for region in regions:
             if region.field.name == CALLS:
-                calls += self._calls(region, text[region.start : region.end], types_by_name)
+                calls += self._region_calls(region, text[region.start : region.end], types_by_name)
         reasoning = [region for region in regions if region.field.name in REASONING]
         return ParsedCompletion(
-            content=_text(text, [r for r in regions if r.field.name == CONTENT_FIELD]),
-            reasoning=_text(text, reasoning) if reasoning else None,
+            content=_join_bodies(text, [r for r in regions if r.field.name == CONTENT_FIELD]),
+            reasoning=_join_bodies(text, reasoning) if reasoning else None,
             calls=calls,
         )
 
-    def _calls(self, region: _Region, span: str, schemas: Schemas) -> Iterator[ParsedCall]:
+    def _region_calls(self, region: _Region, span: str, schemas: Schemas) -> Iterator[ParsedCall]:
         """Yield the calls of a region, whose whole text is `span`."""
         field, problem = region.field, region.problem
         if problem is None and not region.closed and field.close is not None:
@@ -164,15 +170,15 @@ class TemplateSpec:
         values = region.value if isinstance(region.value, list) else [region.value]
         # Only these two parsers leave arguments as text; JSON has types.
         types = schemas if field.content in ("xml-inline", "kv-lines") else {}
-        # Each value beside the JSON that the model wrote for it. `parse_response` reports a call
-        # beyond the limit.
-        for value, written in paired(values[: MAX_CALLS + 1], region.json):
-            call = call_from_item(value, span, types, inside=self.inside)
+        # Pair each value with the JSON that the model wrote for it. One call beyond MAX_CALLS is
+        # read, so that `parse_response` reports it.
+        for value, written in pair_with_json(values[: MAX_CALLS + 1], region.json):
+            call = call_from_item(value, span, types, lacks_braces=self.lacks_braces)
             call = with_all_arguments(call, written, schemas)
             yield replace(call, lenient=True) if region.loose else call
 
-    def _regions(self, text: str, *, inside: _Field | None) -> list[_Region]:
-        """Split a text into regions; with `inside`, it begins inside a region of that field."""
+    def _split_regions(self, text: str, *, begins_in: _Field | None) -> list[_Region]:
+        """Split a text into regions; with `begins_in`, it begins inside a region of that field."""
         regions: list[_Region] = []
         # The field of the text outside the regions of the others; its closing mark is skipped.
         outside = next((field for field in self.fields if field.open is None), None)
@@ -183,8 +189,8 @@ class TemplateSpec:
         marks = _Marks(text, searches, lenient=self.lenient)
         at = 0  # the text before this position is split
         calls = 0  # regions of calls so far
-        if inside is not None:
-            regions.append(_close(_Region(inside, 0, 0, {}), marks))
+        if begins_in is not None:
+            regions.append(_find_end(_Region(begins_in, 0, 0, {}), marks))
             at = regions[-1].end
         while at < len(text):
             field, hit = marks.next(at)
@@ -199,7 +205,7 @@ class TemplateSpec:
                     calls_field = next((f for f in self.fields if f.name == CALLS), field)
                     region = replace(region, field=calls_field, problem=TOO_MANY)
                     return [*regions, replace(region, stop=len(text), end=len(text))]
-                regions.append(_close(region, marks))
+                regions.append(_find_end(region, marks))
             end = regions[-1].end if field is not None else hit.end
             # A mark of no width must not match again at the same position.
             at = end if end > at else at + 1
@@ -237,7 +243,7 @@ class _Marks:
                 best = (field, hit)
         return best
 
-    def opening(self, field: _Field, at: int, *, count: int) -> list[int]:
+    def call_openings(self, field: _Field, at: int, *, count: int) -> list[int]:
         """Return the positions where the next `count` calls open, from `at` on."""
         if self._openings is None:
             self._openings = field.open.starts(self.text) if field.open is not None else []
@@ -253,7 +259,7 @@ class _Marks:
         return hit
 
 
-def _close(region: _Region, marks: _Marks) -> _Region:
+def _find_end(region: _Region, marks: _Marks) -> _Region:
     """Find the end of a region; read the value too if the field is that of the calls."""
     field = region.field
     hit = None if field.close is None else marks.search(field.close, region.body)
@@ -270,10 +276,11 @@ def _read_calls(region: _Region, marks: _Marks) -> _Region:
     the value is cut inside a string, it is read again up to the next closing mark.
     """
     field, max_marks = region.field, MARKS_IN_STRINGS[-1]
-    # The region may run over so many openings of calls inside strings, but not to one more.
-    openings = marks.opening(field, region.body, count=max_marks + 1)
+    # Strings in the region may hold `max_marks` openings of calls. At one more the region must end.
+    openings = marks.call_openings(field, region.body, count=max_marks + 1)
     limit = openings[-1] if len(openings) > max_marks else len(marks.text)
-    cut = _read(region, marks) if region.stop <= limit else True
+    # A region that runs over more is not read at all, so that parsing stays linear.
+    cut = _read_value(region, marks) if region.stop <= limit else True
     longer = region
     for _ in range(max_marks):
         if not cut or not longer.closed:  # read to its end, or there is no later closing mark
@@ -283,7 +290,7 @@ def _read_calls(region: _Region, marks: _Marks) -> _Region:
         if hit is None or hit.end <= longer.end or hit.start > limit:
             break
         longer = replace(longer, stop=hit.start, end=hit.end, problem=None)
-        cut = _read(longer, marks)
+        cut = _read_value(longer, marks)
     if longer.problem is None and not cut:
         return longer
     # No closing mark completes the value: the region ends where the next call opens.
@@ -293,7 +300,7 @@ def _read_calls(region: _Region, marks: _Marks) -> _Region:
     return region
 
 
-def _read(region: _Region, marks: _Marks) -> bool:
+def _read_value(region: _Region, marks: _Marks) -> bool:
     """Set the value or the problem of a region of calls.
 
     Return True if the region ends inside a value, which a later closing mark may complete.
@@ -307,7 +314,7 @@ def _read(region: _Region, marks: _Marks) -> bool:
     for args in tried_args:
         try:
             content = CONTENT[field.content](text, args)
-            region.value = reshaped(
+            region.value = reshape(
                 field.transform, content, region.captures, each=field.transform_each
             )
             region.json = content if field.content == "json" else None
@@ -321,7 +328,7 @@ def _read(region: _Region, marks: _Marks) -> bool:
     return cut
 
 
-def _text(text: str, regions: Sequence[_Region]) -> str:
+def _join_bodies(text: str, regions: Sequence[_Region]) -> str:
     """Return the joined texts of the regions of one field."""
     if not regions:
         return ""
@@ -329,23 +336,27 @@ def _text(text: str, regions: Sequence[_Region]) -> str:
     return regions[0].field.join.join(bodies).strip()
 
 
-def call_from_item(value: Any, text: str, schemas: Schemas, *, inside: bool = False) -> ParsedCall:
+def call_from_item(
+    value: Any, text: str, schemas: Schemas, *, lacks_braces: bool = False
+) -> ParsedCall:
     """Make a call of ``{"function": {"name": …, "arguments": …}}``, or of the mapping inside it.
 
-    `inside`: arguments that are text are the members of an object without its braces, ``"x": 1``.
+    `lacks_braces`: arguments that are text are members of an object without its braces: ``"x": 1``.
     """
     function = value.get("function", value) if isinstance(value, dict) else value
     if not isinstance(function, dict):
         problem = f"the call must be a JSON object, not {kind(function)}"
         return ParsedCall(text=text, problem=problem)
-    key, keys_problem = arguments_of(function)
+    key, keys_problem = find_arguments_key(function)
     name, arguments = function.get("name"), function.get(key)
-    if inside and isinstance(arguments, str) and arguments.strip():
+    if lacks_braces and isinstance(arguments, str) and arguments.strip():
         arguments = arguments if arguments.lstrip().startswith("{") else f"{{{arguments}}}"
     types: Mapping[str, Sequence[str]] = schemas.get(name, {}) if isinstance(name, str) else {}
     if isinstance(arguments, dict) and types:
         arguments = {
-            key: typed(argument, types.get(key, ())) if isinstance(argument, str) else argument
+            key: typed_value(argument, types.get(key, ()))
+            if isinstance(argument, str)
+            else argument
             for key, argument in arguments.items()
         }
     call_id = value.get("id") if isinstance(value, dict) else None
@@ -359,11 +370,14 @@ def call_from_item(value: Any, text: str, schemas: Schemas, *, inside: bool = Fa
 
 
 def with_all_arguments(call: ParsedCall, written: Any, schemas: Schemas) -> ParsedCall:
-    """Return a call, made by a transform from the object `written`, with no argument lost.
+    """Return a call with no argument lost; a transform made it from the JSON object `written`.
 
     The transform may read other keys than the model wrote. If the call has no arguments, they are
-    taken from any of ARGUMENT_KEYS. An unexpected key makes the call malformed if its value may be
-    an argument: the call has none, or the object has the usual form {"name": …, "arguments": …}.
+    taken from any of ARGUMENT_KEYS: with a transform that reads `arguments`, the object
+    ``{"name": "f", "parameters": {"x": 1}}`` still gives a call with x=1.
+
+    An unexpected key, such as ``{"name": "f", "x": 1}``, makes the call malformed if its value may
+    be an argument: the call has none, or the object has the usual form {"name": …, "arguments": …}.
     `id` and `type` are unexpected if they are parameters of the tool in `schemas`.
     """
     function = written.get("function", written) if isinstance(written, dict) else None
@@ -375,9 +389,9 @@ def with_all_arguments(call: ParsedCall, written: Any, schemas: Schemas) -> Pars
     without_name = {k: v for k, v in function.items() if v != call.name or k in ARGUMENT_KEYS}
     filled = {k: v for k, v in without_name.items() if v not in EMPTY or k in present}
     types = schemas.get(call.name, {}) if isinstance(call.name, str) else {}
-    key, problem = arguments_of(filled, parameters=types)
+    key, problem = find_arguments_key(filled, parameters=types)
     has_usual_form, has_arguments = "name" in function, bool(present or call.arguments)
-    # Given twice, or perhaps under an unexpected key.
+    # The arguments are given twice, or may stand under an unexpected key.
     if len(present) > 1 or (problem and (has_usual_form or not has_arguments)):
         return replace(call, problem=problem)
     if present and not call.arguments:
@@ -385,8 +399,11 @@ def with_all_arguments(call: ParsedCall, written: Any, schemas: Schemas) -> Pars
     return call
 
 
-def paired(values: Sequence[Any], written: Any) -> list[tuple[Any, Any]]:
-    """Pair each call with the JSON object that it was made of, or None if that is not clear."""
+def pair_with_json(values: Sequence[Any], written: Any) -> list[tuple[Any, Any]]:
+    """Pair each call with the JSON object that it was made of.
+
+    With another number of objects than calls, the pairs are not clear: each call gets None.
+    """
     objects = written[: len(values)] if isinstance(written, list) else [written]
     if len(objects) != len(values):
         objects = [None] * len(values)
@@ -401,15 +418,17 @@ def make_template_spec(template: Mapping[str, Any]) -> TemplateSpec:
     settings_by_field = template["fields"]
     if not isinstance(settings_by_field, Mapping) or not settings_by_field:
         raise ValueError("fields: must hold at least one field")
-    fields = tuple(_field(str(name), value) for name, value in settings_by_field.items())
+    fields = tuple(_compile_field(str(name), value) for name, value in settings_by_field.items())
     if sum(field.open is None for field in fields) > 1:
         raise ValueError("fields: only one of them may have neither open nor open_pattern")
-    anchor = _anchor(template, "start_anchor", "response_template")
+    anchor = _compile_mark(template, "start_anchor", "response_template")
     if anchor is None:
         raise ValueError("start_anchor is missing: what does the assistant's turn begin with?")
     marks = (mark for field in fields if field.name == CALLS for mark in (field.open, field.close))
-    inside = any(mark is not None and CAPTURED_INSIDE.search(mark.source) for mark in marks)
-    return TemplateSpec(fields=fields, anchor=anchor, source=template, inside=inside)
+    lacks_braces = any(
+        mark is not None and CAPTURED_WITHOUT_BRACES.search(mark.source) for mark in marks
+    )
+    return TemplateSpec(fields=fields, anchor=anchor, source=template, lacks_braces=lacks_braces)
 
 
 def _check_keys(settings: Mapping[str, Any], allowed: Sequence[str], scope: str) -> None:
@@ -418,7 +437,7 @@ def _check_keys(settings: Mapping[str, Any], allowed: Sequence[str], scope: str)
             raise ValueError(f"{scope}.{key} is not known: the keys are {', '.join(allowed)}")
 
 
-def _field(name: str, settings: Any) -> _Field:
+def _compile_field(name: str, settings: Any) -> _Field:
     """Compile a field. Raises ValueError that names a wrong key."""
     scope = f"fields.{name}"
     if not isinstance(settings, Mapping):
@@ -426,11 +445,12 @@ def _field(name: str, settings: Any) -> _Field:
     _check_keys(settings, _FIELD_KEYS, scope)
     content, arguments = settings.get("content", "text"), settings.get("content_args") or {}
     check_content(content, arguments, settings.get("transform"), scope)
-    opening, closing = _anchor(settings, "open", scope), _anchor(settings, "close", scope)
+    opening = _compile_mark(settings, "open", scope)
+    closing = _compile_mark(settings, "close", scope)
     # The opening mark may include the opening brace of the JSON object after it.
     takes_brace = opening is not None and _OPEN_BRACE.search(opening.source) is not None
     if takes_brace and content == "json":
-        arguments = {**arguments, INSIDE: True}
+        arguments = {**arguments, LACKS_BRACES: True}
     return _Field(
         name=name,
         open=opening,
@@ -443,7 +463,7 @@ def _field(name: str, settings: Any) -> _Field:
     )
 
 
-def _anchor(settings: Mapping[str, Any], key: str, scope: str) -> Pattern | None:
+def _compile_mark(settings: Mapping[str, Any], key: str, scope: str) -> Pattern | None:
     """Compile a mark that is given as text, as a list of texts, or as a pattern."""
     texts, source = settings.get(key), settings.get(f"{key}_pattern")
     if texts is not None and source is not None:
@@ -463,10 +483,10 @@ def _anchor(settings: Mapping[str, Any], key: str, scope: str) -> Pattern | None
     return Pattern("|".join(escaped), f"{scope}.{key}", text=texts[0] if len(texts) == 1 else None)
 
 
-INSIDE, LOOSE = " inside", " loose"
-"""Further arguments for `json`: the text may be the members of an object without its braces; it may
-be almost JSON. Keys of users do not begin with a blank."""
-CAPTURED_INSIDE = re.compile(r"(?:\\?\{|\[\{\])(?:\\s[*+]\+?|\s)*\((?!\?(?:[:=!>#]|<[=!]))")
+LACKS_BRACES, LOOSE = " lacks_braces", " loose"
+"""Further arguments for `json`: the text may be the members of an object without its braces
+(``"x": 1``); it may be almost JSON (``{x: 1}``). Keys of users do not begin with a blank."""
+CAPTURED_WITHOUT_BRACES = re.compile(r"(?:\\?\{|\[\{\])(?:\\s[*+]\+?|\s)*\((?!\?(?:[:=!>#]|<[=!]))")
 """Matches expressions that capture the text after an opening brace without the brace. Example:
 ``"arguments": \\{(?P<arguments>.*)\\}``"""
 _PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
@@ -500,7 +520,7 @@ def parse_json(text: str, args: Mapping[str, Any]) -> Any:
         value, end, problem, cut = read_json(text)
     if problem is None and text[end:].strip():
         problem = f"text after the JSON value: {excerpt(text[end:])}"
-    if problem is not None and args.get(INSIDE):  # the text may lack its braces: "x": 1
+    if problem is not None and args.get(LACKS_BRACES):  # the text may lack its braces: "x": 1
         braced, end, braced_problem, _ = read_json(f"{{{text}}}")
         if braced_problem is None and end == len(text) + 2:
             return braced
@@ -523,12 +543,12 @@ def parse_xml_inline(text: str, args: Mapping[str, Any]) -> dict[str, Any]:
     """Read parameters that `tag_pattern` finds: ``<a>1</a><b>2</b>`` is {"a": "1", "b": "2"}."""
     parameters: dict[str, Any] = {}
     for tag in _tag_pattern(args["tag_pattern"]).matches(text):
-        value = _parsed_value(tag["value"] or "", args.get("value_parser"))
-        _put(parameters, tag["key"], value, merge=bool(args.get("merge_duplicates")))
+        value = _parse_value(tag["value"] or "", args.get("value_parser"))
+        _add_parameter(parameters, tag["key"], value, merge=bool(args.get("merge_duplicates")))
     return parameters
 
 
-def _put(parameters: dict[str, Any], key: str, value: Any, *, merge: bool) -> None:
+def _add_parameter(parameters: dict[str, Any], key: str, value: Any, *, merge: bool) -> None:
     """Add a parameter; with `merge`, a key given twice has a list of values."""
     if key not in parameters:
         parameters[key] = value
@@ -548,12 +568,12 @@ def parse_kv_lines(text: str, args: Mapping[str, Any]) -> dict[str, Any]:
     for line in text.split(args.get("line_sep", "\n")):
         key, separator, value = parse_text(line, args).partition(args.get("kv_sep", ":"))
         if separator:
-            value = _parsed_value(parse_text(value, args), args.get("value_parser"))
-            _put(parameters, parse_text(key, args), value, merge=False)
+            value = _parse_value(parse_text(value, args), args.get("value_parser"))
+            _add_parameter(parameters, parse_text(key, args), value, merge=False)
     return parameters
 
 
-def _parsed_value(text: str, parser: Mapping[str, Any] | None) -> Any:
+def _parse_value(text: str, parser: Mapping[str, Any] | None) -> Any:
     """Return a parameter's text, read by its `value_parser` if it has one."""
     if parser is None:
         return text
@@ -611,7 +631,7 @@ def _check_transform(transform: Any, scope: str) -> None:
         raise ValueError(f"{scope}.transform: {transform!r} mixes a placeholder with text")
 
 
-def reshaped(transform: Any, value: Any, captures: Mapping[str, Any], *, each: bool) -> Any:
+def reshape(transform: Any, value: Any, captures: Mapping[str, Any], *, each: bool) -> Any:
     """Bring a value into the transform's shape: fill in ``{name}`` and ``{content.args}``.
 
     `captures` are the named groups of the region's marks. With `each`, the value is a list, and
@@ -621,26 +641,26 @@ def reshaped(transform: Any, value: Any, captures: Mapping[str, Any], *, each: b
         return value
     captured = {key: text for key, text in captures.items() if text is not None}
     if not each:
-        return _filled(transform, {**captured, "content": value})
+        return _fill(transform, {**captured, "content": value})
     if not isinstance(value, list):
         raise ContentError(f"the calls must be a JSON array, not {kind(value)}")
     # An item that is no mapping stays: it becomes a malformed call, beside the others.
     return [
-        _filled(transform, {**captured, **item}, partly=True) if isinstance(item, dict) else item
+        _fill(transform, {**captured, **item}, partly=True) if isinstance(item, dict) else item
         for item in value
     ]
 
 
-def _filled(transform: Any, scope: Mapping[str, Any], *, partly: bool = False) -> Any:
+def _fill(transform: Any, scope: Mapping[str, Any], *, partly: bool = False) -> Any:
     """Fill the placeholders of a transform with values of `scope`.
 
     Example: ``{"name": "{content.f}"}`` and ``{"content": {"f": "add"}}`` give ``{"name": "add"}``.
     A placeholder without a value is None with `partly`. Otherwise it raises ContentError.
     """
     if isinstance(transform, Mapping):
-        return {key: _filled(part, scope, partly=partly) for key, part in transform.items()}
+        return {key: _fill(part, scope, partly=partly) for key, part in transform.items()}
     if isinstance(transform, list):
-        return [_filled(part, scope, partly=partly) for part in transform]
+        return [_fill(part, scope, partly=partly) for part in transform]
     placeholder = _PLACEHOLDER.fullmatch(transform) if isinstance(transform, str) else None
     if placeholder is None:
         return transform

@@ -85,11 +85,11 @@ class Item(NamedTuple):
     """The tool's name at the beginning of an item that cannot be read."""
 
 
-Read = Callable[[str, int], Json]
+ReadValue = Callable[[str, int], Json]
 
 
 def read_items(
-    text: str, start: int, key: str, read: Read = read_json, *, limit: int | None = None
+    text: str, start: int, key: str, read: ReadValue = read_json, *, limit: int | None = None
 ) -> tuple[list[Item], int]:
     """Read an array of objects from `start`, after its bracket; return (items, end).
 
@@ -139,7 +139,7 @@ def written_name(text: str, key: str = "name") -> str:
     return match["name"] if match else ""
 
 
-def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def mapping_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make a mapping of the pairs. Raises ValueError for a key given twice, which is ambiguous."""
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
@@ -152,18 +152,20 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _DECODER = json.JSONDecoder(
-    parse_constant=refuse_constant, parse_float=finite_float, object_pairs_hook=unique
+    parse_constant=refuse_constant,  # NaN, Infinity
+    parse_float=finite_float,
+    object_pairs_hook=mapping_without_repeats,
 )
 
 
-def portable(value: Any, text: str) -> bool:
+def is_portable(value: Any, text: str) -> bool:
     """Return True if other code can write the value: no lone surrogates, no extreme nesting.
 
     Both occur in valid JSON (``"\\ud800"``, a thousand brackets). They would raise only later, in
     a template or while rollouts are written. `text` is the value's source, where a cheap look shows
     that most values need no check.
     """
-    if text.count("[") + text.count("{") > MAX_DEPTH and not _shallow(value, MAX_DEPTH):
+    if text.count("[") + text.count("{") > MAX_DEPTH and not _is_shallow(value, MAX_DEPTH):
         return False
     if "\\" in text:
         try:
@@ -173,10 +175,10 @@ def portable(value: Any, text: str) -> bool:
     return True
 
 
-def _shallow(value: Any, depth: int) -> bool:
+def _is_shallow(value: Any, depth: int) -> bool:
     """Return True if a value has at most `depth` levels."""
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return depth > 0 and all(_shallow(item, depth - 1) for item in items)
+    return depth > 0 and all(_is_shallow(item, depth - 1) for item in items)
 
 
 def kind(value: Any) -> str:
@@ -186,7 +188,7 @@ def kind(value: Any) -> str:
 
 
 def excerpt(text: str) -> str:
-    """Quote the beginning of a text, for error messages."""
+    """Quote the beginning of a text, at most 60 characters, for error messages."""
     text = text.strip()
     return repr(text if len(text) <= 60 else text[:59] + "…")
 
@@ -256,7 +258,7 @@ def take_literal(text: str, start: int, dialect: Dialect) -> tuple[Any, int]:
         brackets = text.count("[", start, end) + text.count("{", start, end)
         if problem is None and brackets < MAX_DEPTH:
             return value, end
-    return _Reader(text, dialect).value(start, MAX_DEPTH)
+    return _Reader(text, dialect).read(start, MAX_DEPTH)
 
 
 def read_literal(text: str, start: int, dialect: Dialect) -> Json:
@@ -285,7 +287,7 @@ def read_loose(text: str) -> Json:
     return Json(problem=problem, cut=cut)
 
 
-def _unescaped(text: str, *, python: bool = False) -> str:
+def _replace_escapes(text: str, *, python: bool = False) -> str:
     """Return a string's text with its escapes replaced: JSON's and `\\x41`, or all of Python's."""
     if "\\" not in text:
         return text
@@ -313,7 +315,7 @@ def _unescaped(text: str, *, python: bool = False) -> str:
     return text
 
 
-def _python_number(number: re.Match[str]) -> int | float:
+def _convert_python_number(number: re.Match[str]) -> int | float:
     """Return a number in Python's notation. Raises LiteralError."""
     sign = -1 if number["sign"] == "-" else 1
     if number["float"] is not None:
@@ -337,26 +339,27 @@ class _Reader:
 
     text: str
     dialect: Dialect
+    """The ways in which the text may depart from JSON: Python's literals, keys without quotes."""
 
-    def value(self, at: int, depth: int) -> tuple[Any, int]:
-        """Read the value at `at`, which may have `depth` levels."""
+    def read(self, at: int, depth: int) -> tuple[Any, int]:
+        """Read the value at `at`, which may have at most `depth` levels."""
         if depth == 0:
             raise LiteralError(f"nested more than {MAX_DEPTH} levels deep")
         first = self.text[at : at + 1]
         if first and first in _DIGITS:  # at the end of the text, `first` is empty
-            return self._scalar(at)
+            return self._read_scalar(at)
         if first == "{":
-            return self._mapping(at + 1, depth)
+            return self._read_mapping(at + 1, depth)
         if first == "[":
-            items, end, _ = self._items(at + 1, "]", depth)
+            items, end, _ = self._read_items(at + 1, "]", depth)
             return items, end
         if first == "(" and self.dialect.python:
-            items, end, commas = self._items(at + 1, ")", depth)
+            items, end, commas = self._read_items(at + 1, ")", depth)
             # Parentheses around one value without a comma are no tuple: (1) is 1, (1,) is [1].
             return (items[0] if len(items) == 1 and not commas else items), end
-        return self._strings(at) or self._scalar(at)
+        return self._read_strings(at) or self._read_scalar(at)
 
-    def _items(self, at: int, bracket: str, depth: int) -> tuple[list[Any], int, int]:
+    def _read_items(self, at: int, bracket: str, depth: int) -> tuple[list[Any], int, int]:
         """Read values up to a closing bracket: (values, position after it, number of commas).
 
         The commas tell the tuple ``(1,)`` from ``(1)``.
@@ -365,60 +368,61 @@ class _Reader:
         commas = 0
         at = skip_blank(self.text, at)
         while self.text[at : at + 1] != bracket:
-            item, at = self.value(at, depth - 1)
+            item, at = self.read(at, depth - 1)
             items.append(item)
             at = skip_blank(self.text, at)
             if self.text[at : at + 1] == ",":
                 commas += 1
-            at = self._after_item(at, bracket, len(items))
+            at = self._skip_comma(at, bracket, len(items))
         return items, at + 1, commas
 
-    def _mapping(self, at: int, depth: int) -> tuple[dict[str, Any] | list[Any], int]:
+    def _read_mapping(self, at: int, depth: int) -> tuple[dict[str, Any] | list[Any], int]:
         """Read a mapping after its brace, or the values of a set in Python."""
         pairs: list[tuple[str, Any]] = []
         start = at = skip_blank(self.text, at)
         if self.dialect.python and self.text[at : at + 1] == "(":  # a set of tuples: {(1, 2)}
-            return self._items(at, "}", depth)[:2]
+            return self._read_items(at, "}", depth)[:2]
         while self.text[at : at + 1] != "}":
-            key, at = self._key(at)
+            key, at = self._read_key(at)
             at = skip_blank(self.text, at)
             next_character = self.text[at : at + 1]
             if self.dialect.python and not pairs and next_character in (",", "}"):  # {1, 2}
-                return self._items(start, "}", depth)[:2]
+                return self._read_items(start, "}", depth)[:2]
             if next_character != ":":
-                self._expected("':'", at)
+                self._raise_expected("':'", at)
             at = skip_blank(self.text, at + 1)
             if self.dialect.unbraced and KEY_AHEAD.match(self.text, at):  # {"a": "x": 1}
-                if depth == 1:
+                if depth == 1:  # as in `read`, which is not called for this mapping
                     raise LiteralError(f"nested more than {MAX_DEPTH} levels deep")
-                value, end = self._mapping(at, depth - 1)
+                value, end = self._read_mapping(at, depth - 1)
                 pairs.append((key, value))
-                # Each mapping has its closing brace, or the inner one's ends both.
+                # The inner mapping's brace was read. The outer mapping may have its own, as in
+                # {"a": "x": 1}}. Otherwise one brace ends both: {"a": "x": 1}.
                 at = skip_blank(self.text, end)
                 if self.text[at : at + 1] != "}":
-                    at = end - 1  # of the inner brace
+                    at = end - 1  # back to the brace that was read
                 break
-            value, at = self.value(at, depth - 1)
+            value, at = self.read(at, depth - 1)
             pairs.append((key, value))
-            at = self._after_item(at, "}", len(pairs))
+            at = self._skip_comma(at, "}", len(pairs))
         try:
-            return unique(pairs), at + 1
+            return mapping_without_repeats(pairs), at + 1
         except ValueError as error:
             raise LiteralError(str(error)) from None
 
-    def _key(self, at: int) -> tuple[str, int]:
+    def _read_key(self, at: int) -> tuple[str, int]:
         """Read the key of a mapping: a string, in Python any scalar, or a bare word."""
-        if (string := self._strings(at)) is not None:
+        if (string := self._read_strings(at)) is not None:
             return string
         if self.dialect.python and _PYTHON_SCALAR.match(self.text, at):
-            value, end = self._scalar(at)
+            value, end = self._read_scalar(at)
             return json.dumps(value), end  # {1: "x"} has the key "1"
         word = _WORD.match(self.text, at) if self.dialect.bare_keys else None
         if word is None:
-            self._expected("a key in quotes", at)
+            self._raise_expected("a key in quotes", at)
         return word.group(), word.end()
 
-    def _after_item(self, at: int, bracket: str, count: int) -> int:
+    def _skip_comma(self, at: int, bracket: str, count: int) -> int:
         """Return the position of the next item or the closing bracket. Raises LiteralError."""
         if count > MAX_ITEMS:
             raise LiteralError(f"a list or mapping of over {MAX_ITEMS:,} items")
@@ -426,24 +430,24 @@ class _Reader:
         if self.text[at : at + 1] == ",":
             at = skip_blank(self.text, at + 1)
             if self.text[at : at + 1] == bracket and not self.dialect.trailing_commas:
-                self._expected("a value", at)
+                self._raise_expected("a value", at)
         elif self.text[at : at + 1] != bracket:
-            self._expected(f"',' or '{bracket}'", at)
+            self._raise_expected(f"',' or '{bracket}'", at)
         return at
 
-    def _strings(self, at: int) -> tuple[str, int] | None:
+    def _read_strings(self, at: int) -> tuple[str, int] | None:
         """Read a string; None if there is none. In Python, ``'a' 'b'`` is one string."""
         if not self.dialect.python:
-            return self._string(at)
+            return self._read_string(at)
         texts: list[str] = []
         end = at
-        while (string := self._python_string(at)) is not None:
+        while (string := self._read_python_string(at)) is not None:
             text, end = string
             texts.append(text)
             at = skip_blank(self.text, end)
         return ("".join(texts), end) if texts else None
 
-    def _python_string(self, at: int) -> tuple[str, int] | None:
+    def _read_python_string(self, at: int) -> tuple[str, int] | None:
         """Read one Python string with its prefix, e.g. ``r'a'``; None if there is none."""
         opening = _PYTHON_STRING.match(self.text, at)
         if opening is None:
@@ -460,9 +464,9 @@ class _Reader:
             if re.search(r"(?<!\{)\{(?:\{\{)*+(?!\{)", text):
                 raise LiteralError("a text with placeholders, whose values are not known")
             text = text.replace("{{", "{").replace("}}", "}")
-        return (text if "r" in prefix else _unescaped(text, python=True)), string.end()
+        return (text if "r" in prefix else _replace_escapes(text, python=True)), string.end()
 
-    def _string(self, at: int) -> tuple[str, int] | None:
+    def _read_string(self, at: int) -> tuple[str, int] | None:
         """Read a string between the dialect's marks or quotes; None if there is none."""
         for opening, closing in self.dialect.raw_quotes:
             if self.text.startswith(opening, at):
@@ -477,12 +481,12 @@ class _Reader:
         string = _QUOTED[quote].match(self.text, at)
         if string is None:
             raise LiteralError("a string is not closed", cut=True)
-        return _unescaped(string.group()[1:-1]), string.end()
+        return _replace_escapes(string.group()[1:-1]), string.end()
 
-    def _scalar(self, at: int) -> tuple[Any, int]:
+    def _read_scalar(self, at: int) -> tuple[Any, int]:
         """Read a number, or a word such as `true`."""
         if self.dialect.python and (number := _PYTHON_NUMBER.match(self.text, at)) is not None:
-            return _python_number(number), number.end()
+            return _convert_python_number(number), number.end()
         if (number := _NUMBER.match(self.text, at)) is not None:
             literal = number.group()
             if len(literal) < SHORT and literal.isdigit():  # the common case, read faster
@@ -496,10 +500,10 @@ class _Reader:
             return value, number.end()
         word = _WORD.match(self.text, at)
         if word is None or word.group() not in self.dialect.words:
-            self._expected("a value", at)
+            self._raise_expected("a value", at)
         return self.dialect.words[word.group()], word.end()
 
-    def _expected(self, what: str, at: int) -> NoReturn:
+    def _raise_expected(self, what: str, at: int) -> NoReturn:
         """Raise LiteralError that says what stands in place of `what`."""
         cut = at >= len(self.text)
         actual = "the end" if cut else excerpt(self.text[at : at + 60])

@@ -14,9 +14,9 @@ from pydantic import BaseModel, Field
 
 from agenttrain.chat.grammar import AnswerForm
 from agenttrain.chat.wire.events import event_text
-from agenttrain.chat.wire.fields import ANTHROPIC, SHAPE, field_problem, quote, unfollowed
+from agenttrain.chat.wire.fields import ANTHROPIC, SHAPE, field_problem, quote, unfollowed_fields
 from agenttrain.chat.wire.normal import HANDLE, Answer, AnswerHead, Question, call_message
-from agenttrain.chat.wire.openai import RequestError, check_form, validated
+from agenttrain.chat.wire.openai import RequestError, check_form, validate
 from agenttrain.types import Finish, Message
 
 SAMPLING = ("temperature", "top_p", "top_k")
@@ -52,33 +52,33 @@ def read_question(data: Mapping[str, Any]) -> Question:
 
     The question's `sampling` has the sampling parameters and the fields that are not read here.
     """
-    request = validated(MessagesRequest, data)
-    sampling = unfollowed(data, {*MessagesRequest.model_fields, *SAMPLING}, ANTHROPIC)
+    request = validate(MessagesRequest, data)
+    sampling = unfollowed_fields(data, {*MessagesRequest.model_fields, *SAMPLING}, ANTHROPIC)
     for name in SHAPE:  # an answer can only be one message
         if name in sampling:
             raise RequestError(
                 field_problem(name, sampling[name], {name}), param=name, code="unsupported_value"
             )
     sampling |= {name: data[name] for name in SAMPLING if data.get(name) is not None}
-    sampling |= _context_edits(request.context_management)
-    form, one_call = _form(request)
+    sampling |= _unfollowed_context_edits(request.context_management)
+    form, one_call = _read_form(request)
     if one_call:  # not followed, so it is listed with the other fields that are not
         sampling["tool_choice.disable_parallel_tool_use"] = True
     messages: list[Message] = []
     if request.system:
-        messages.append({"role": "system", "content": _text(request.system, "system")})
+        messages.append({"role": "system", "content": _join_text(request.system, "system")})
     tool_names: dict[str, str] = {}  # by the id of the call
     for index, message in enumerate(request.messages):
         where = f"messages[{index}]"
         if message.get("role") not in ("user", "assistant", "system"):
             raise RequestError(f"{where}: needs the role user, assistant or system", param=where)
-        blocks = _blocks(message.get("content"), where)
+        blocks = _content_blocks(message.get("content"), where)
         if message["role"] == "system":
-            messages.append({"role": "system", "content": _text(blocks, where)})
+            messages.append({"role": "system", "content": _join_text(blocks, where)})
         elif message["role"] == "assistant":
-            messages.append(_assistant(blocks, where, tool_names))
+            messages.append(_read_assistant(blocks, where, tool_names))
         else:
-            messages += _user(blocks, where, tool_names)
+            messages += _read_user(blocks, where, tool_names)
     if messages[-1]["role"] == "assistant":
         raise RequestError(
             "messages: the last one is the assistant's, and answers are not continued; end with a "
@@ -87,7 +87,7 @@ def read_question(data: Mapping[str, Any]) -> Question:
         )
     choice = request.tool_choice
     kind = choice.get("type") if isinstance(choice, Mapping) else choice
-    schemas = [] if kind == "none" else _schemas(request.tools or [])
+    schemas = [] if kind == "none" else _read_tools(request.tools or [])
     check_form(form, schemas)
     return Question(
         messages=messages,
@@ -101,7 +101,7 @@ def read_question(data: Mapping[str, Any]) -> Question:
     )
 
 
-def _form(request: MessagesRequest) -> tuple[AnswerForm, bool]:
+def _read_form(request: MessagesRequest) -> tuple[AnswerForm, bool]:
     """Return (the form that a request demands, True if it forbids parallel calls).
 
     Raises RequestError.
@@ -135,8 +135,8 @@ def _form(request: MessagesRequest) -> tuple[AnswerForm, bool]:
     return form, one_call
 
 
-def _context_edits(management: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return ``{"context_management": …}`` if it changes the prompt; empty if it does not.
+def _unfollowed_context_edits(management: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return ``{"context_management": …}`` if it would change the prompt, else an empty mapping.
 
     The only edit that changes nothing is ``{"type": "clear_thinking_…", "keep": "all"}``.
     """
@@ -150,7 +150,7 @@ def _context_edits(management: Mapping[str, Any] | None) -> dict[str, Any]:
     return {} if keeps_all else {"context_management": management}
 
 
-def _schemas(tools: list[Any]) -> list[dict[str, Any]]:
+def _read_tools(tools: list[Any]) -> list[dict[str, Any]]:
     """Return the tools as OpenAI's schemas, which chat templates take."""
     schemas = []
     for index, tool in enumerate(tools):
@@ -169,7 +169,7 @@ def _schemas(tools: list[Any]) -> list[dict[str, Any]]:
     return schemas
 
 
-def _blocks(content: Any, where: str) -> list[Mapping[str, Any]]:
+def _content_blocks(content: Any, where: str) -> list[Mapping[str, Any]]:
     """Return the blocks of a message's content; a text is one block. Raises RequestError."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
@@ -178,10 +178,10 @@ def _blocks(content: Any, where: str) -> list[Mapping[str, Any]]:
     return content
 
 
-def _text(content: Any, where: str) -> str:
+def _join_text(content: Any, where: str) -> str:
     """Return the joined text of a content. Raises RequestError for a block of another type."""
     texts = []
-    for block in _blocks(content, where):
+    for block in _content_blocks(content, where):
         if block.get("type") != "text" or not isinstance(block.get("text"), str):
             raise RequestError(
                 f"{where}: holds a block of type {block.get('type')}; only text is supported here",
@@ -191,10 +191,10 @@ def _text(content: Any, where: str) -> str:
     return "".join(texts)
 
 
-def _assistant(blocks: list[Mapping[str, Any]], where: str, names: dict[str, str]) -> Message:
+def _read_assistant(blocks: list[Mapping[str, Any]], where: str, names: dict[str, str]) -> Message:
     """Return an assistant message of its blocks; add its calls to `names`: call id -> tool."""
     texts = [block for block in blocks if block.get("type") == "text"]
-    message: Message = {"role": "assistant", "content": _text(texts, where)}
+    message: Message = {"role": "assistant", "content": _join_text(texts, where)}
     for block in blocks:
         kind = block.get("type")
         if kind == "thinking":
@@ -214,8 +214,13 @@ def _assistant(blocks: list[Mapping[str, Any]], where: str, names: dict[str, str
     return message
 
 
-def _user(blocks: list[Mapping[str, Any]], where: str, names: Mapping[str, str]) -> list[Message]:
-    """Return a user's blocks as messages: one of a tool for each tool_result, then the text."""
+def _read_user(
+    blocks: list[Mapping[str, Any]], where: str, names: Mapping[str, str]
+) -> list[Message]:
+    """Return a user's blocks as messages: one of a tool for each tool_result, then the text.
+
+    `names` maps the ids of earlier calls to their tools.
+    """
     messages: list[Message] = []
     texts = []
     for block in blocks:
@@ -229,12 +234,12 @@ def _user(blocks: list[Mapping[str, Any]], where: str, names: Mapping[str, str])
                 param=where,
             )
         content = block.get("content")
-        text = "" if content is None else _text(content, where)
+        text = "" if content is None else _join_text(content, where)
         messages.append(
             {"role": "tool", "content": text, "tool_call_id": call_id, "name": names[call_id]}
         )
     if texts or not messages:
-        messages.append({"role": "user", "content": _text(texts, where)})
+        messages.append({"role": "user", "content": _join_text(texts, where)})
     return messages
 
 
@@ -242,7 +247,7 @@ def message_body(answer: Answer) -> dict[str, Any]:
     """Return an answer as the body of a `message`."""
     return {
         **_head(answer),
-        "content": list(_content(answer)),
+        "content": list(_answer_blocks(answer)),
         "stop_reason": _stop_reason(answer),
         "usage": {
             "input_tokens": answer.prompt_tokens,
@@ -280,7 +285,7 @@ def message_events(answer: Answer) -> Iterator[tuple[str, dict[str, Any]]]:
     usage = {"input_tokens": answer.prompt_tokens, "output_tokens": 0}
     start = {**_head(answer), "content": [], "stop_reason": None, "usage": usage}
     yield "message_start", {"message": start}
-    for index, block in enumerate(_content(answer)):
+    for index, block in enumerate(_answer_blocks(answer)):
         empty: dict[str, Any]  # the block without its texts; deltas: (type, key, text)
         if block["type"] == "text":
             empty, deltas = {"type": "text", "text": ""}, [("text_delta", "text", block["text"])]
@@ -319,7 +324,7 @@ def _head(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _content(answer: Answer) -> Iterator[dict[str, Any]]:
+def _answer_blocks(answer: Answer) -> Iterator[dict[str, Any]]:
     """Yield the blocks of an answer: reasoning, text, calls."""
     message = answer.message
     if "reasoning_content" in message:

@@ -10,7 +10,7 @@ from agenttrain.chat.wire import anthropic, openai, responses
 from agenttrain.chat.wire.normal import Answer, AnswerHead, FindIssued, Question
 from agenttrain.chat.wire.openai import RequestError, read_object
 
-Read = Callable[[Mapping[str, Any], Mapping[str, str], FindIssued], Question]
+ReadQuestion = Callable[[Mapping[str, Any], Mapping[str, str], FindIssued], Question]
 """Reads a request, given `chat_template.roles` and the answers issued so far. Raises
 RequestError."""
 
@@ -35,9 +35,9 @@ class StreamWriter(Protocol):
 class WireDialect:
     """How one API asks, answers and reports errors."""
 
-    read: Read
+    read: ReadQuestion
     """Reads a request to a training run's endpoint, which refuses or overrides sampling fields."""
-    read_served: Read | None = None
+    read_served: ReadQuestion | None = None
     """Reads a request to `agenttrain serve`, which follows every field that is read. None: `serve`
     does not speak the API."""
     body: Callable[[Answer], dict[str, Any]]

@@ -9,7 +9,9 @@ from typing import Any
 def unsent(text: str, earlier: str) -> str:
     """Return the part of an answer's text that a stream has not sent.
 
-    It is all of the text if its reading has changed, so that it differs from what was sent.
+    It is all of the text if the text differs from what was sent: the parser reads the beginning of
+    a completion in another way once it has more of it. Example: ``unsent("It is 7", "It")`` is
+    ``" is 7"``.
     """
     if text.startswith(earlier):
         return text[len(earlier) :]

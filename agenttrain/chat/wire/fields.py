@@ -94,10 +94,12 @@ SHAPE = ("n", "logprobs", "top_logprobs", "functions", "function_call", "modalit
 """Fields that ask for another kind of answer than one message."""
 
 
-def unfollowed(data: Mapping[str, Any], read: Collection[str], neutral: Neutral) -> dict[str, Any]:
+def unfollowed_fields(
+    data: Mapping[str, Any], read: Collection[str], neutral: Neutral
+) -> dict[str, Any]:
     """Return the fields of a request that would change its answer and are not in `read`.
 
-    Example: ``unfollowed({"n": 1, "min_tokens": 9, "user": "x"}, (), OPENAI)`` is
+    Example: ``unfollowed_fields({"n": 1, "min_tokens": 9, "user": "x"}, (), OPENAI)`` is
     ``{"min_tokens": 9}``.
     """
     return {

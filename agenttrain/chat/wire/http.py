@@ -117,8 +117,11 @@ def _too_long(max_context: int) -> RequestError:
     )
 
 
-async def read(size: int, function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function that reads a request of `size` bytes, in a thread if these are many."""
+async def call_in_thread_if_large(size: int, function: Callable[..., T], *arguments: Any) -> T:
+    """Call a function that reads a request of `size` bytes, in a thread if these are many.
+
+    A large request takes so long to read that the event loop would stand still.
+    """
     if size < LARGE:
         return function(*arguments)
     return await asyncio.to_thread(function, *arguments)
@@ -127,8 +130,9 @@ async def read(size: int, function: Callable[..., T], *arguments: Any) -> T:
 class BoundedHead(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     """uvicorn's HTTP, which refuses a head of more than `MAX_HEAD` bytes.
 
-    h11 has such a bound; httptools keeps whatever arrives. This counts the bytes of httptools'
-    callbacks, and the bytes that arrive between two callbacks, which are one unfinished header.
+    Each connection has one, in the event loop's thread. h11 has such a bound, httptools keeps
+    whatever arrives. This counts the bytes of httptools' callbacks, and the bytes that arrive
+    between two callbacks, which are one unfinished header.
     """
 
     _callbacks = 0

@@ -63,14 +63,14 @@ class IssuedTurn:
     @property
     def digest(self) -> bytes:
         """Digest of the conversation."""
-        return _extend(self.request_digest, self.message)
+        return _extend_digest(self.request_digest, self.message)
 
     def replies(self, new_messages: Sequence[Message]) -> list[Message]:
         """Return the client's messages after the turn, with the model's ids of the calls.
 
         The template needs a reply to each call. A malformed call was sent to the client as text, so
-        that the client has no reply to it: it gets its `malformed_reply`. A call that the client
-        never got, because a stop text cut the answer off before it, gets `CUT_CALL`.
+        that the client has no reply to it: the reply is the call's `malformed_reply`. The client
+        never got a call that stands after a stop text: the reply to such a call is `CUT_CALL`.
         """
         contents = {m["tool_call_id"]: m["content"] for m in new_messages if m["role"] == "tool"}
         replies: list[Message] = []
@@ -90,7 +90,7 @@ class IssuedTurn:
 
         System messages become the user's where the template can show none.
         """
-        return _with_late_system(
+        return _render_with_late_system(
             lambda replies: chat.suffix(
                 self.turn,
                 replies,
@@ -99,7 +99,7 @@ class IssuedTurn:
                 generation_prompt=generation_prompt,
             ),
             self.replies(new_messages),
-            first=0,
+            first=0,  # a system message after a turn is always late
         )
 
 
@@ -125,7 +125,10 @@ class Match(Generic[T]):
 
 @dataclass(slots=True)
 class IssuedTurns(Generic[T]):
-    """The turns that a server issued."""
+    """The turns that a server issued, found by the conversation that they end or by a key.
+
+    A key is the handle of a turn or the id of one of its calls.
+    """
 
     turns: list[T] = field(default_factory=list)
     """All of them, the oldest first."""
@@ -162,7 +165,8 @@ class IssuedTurns(Generic[T]):
     def twins(self, turn: T) -> list[T]:
         """Return the turns that equal `turn` in conversation, reasoning and tools.
 
-        `turn` is among them once it was added.
+        A client cannot tell twins apart: it sends the same messages back for each. `turn` is among
+        them once it was added.
         """
         return [
             twin
@@ -173,11 +177,11 @@ class IssuedTurns(Generic[T]):
     def restore_calls(
         self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]
     ) -> tuple[list[Message], set[str]]:
-        """Return messages with calls as they were issued, and the ids of those sent otherwise.
+        """Return messages with calls as they were issued, and the ids of calls that were respelled.
 
         Clients write defaults of a tool's schema into calls, or leave them out, and replace a
-        malformed call by one of their own. A call with our id that differs by no more is the one
-        that was issued. Other differences are edits, and stay.
+        malformed call by one of their own. A call with an issued id that differs only so is taken
+        for the issued call. Other differences are edits of the client, and stay.
         """
         restored, respelled = list(messages), set()
         for index, message in enumerate(messages):
@@ -206,7 +210,7 @@ class IssuedTurns(Generic[T]):
 
         `messages` are those of the request, `in_call_order`. `tools` is the digest of its tools.
         """
-        digests = _digests(messages)  # of the conversation up to and with each message
+        digests = _prefix_digests(messages)  # of the conversation up to and with each message
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not answers:
             return Match(digest=digests[-1])
@@ -236,34 +240,34 @@ def render_prompt(
     there. Raises ChatError.
     """
     # Answers may hold texts beside their calls that a template leaves out.
-    return _with_late_system(
+    return _render_with_late_system(
         lambda shown: chat.prompt_ids(shown, schemas, may_omit=("assistant",)),
         [without_handle(message) for message in messages],
-        first=1,
+        first=1,  # the first message is the usual place of a system message
     )
 
 
-def _with_late_system(
+def _render_with_late_system(
     render: Callable[[list[Message]], R], messages: list[Message], *, first: int
 ) -> tuple[list[Message], R]:
     """Return messages and their rendering; late system messages become the user's if they must.
 
-    They are late from the index `first` on. They become the user's if the template refuses the
-    messages as they are. Raises ChatError if it refuses both forms.
+    A system message is late from the index `first` on. Late ones become the user's if the template
+    refuses the messages as they are. Raises ChatError if it refuses both forms.
     """
     try:
         return messages, render(messages)
     except ChatError as error:
         if all(message["role"] != "system" for message in messages[first:]):
             raise
-        shown = _as_user(messages, first)
+        merged = _merge_late_system(messages, first)
         try:
-            return shown, render(shown)
+            return merged, render(merged)
         except ChatError:
             raise error from None
 
 
-def _as_user(messages: Sequence[Message], first: int) -> list[Message]:
+def _merge_late_system(messages: Sequence[Message], first: int) -> list[Message]:
     """Return messages in which late system messages, from index `first` on, are the user's.
 
     The text of one joins the user's or the system's message before it. If that is the user's, the
@@ -359,21 +363,21 @@ def reasoning_agrees(sent: Sequence[Message], issued: Sequence[Message]) -> bool
     )
 
 
-def _digests(messages: Sequence[Message]) -> list[bytes]:
+def _prefix_digests(messages: Sequence[Message]) -> list[bytes]:
     """Return for each message a digest of the messages up to and with it."""
     digests, digest = [], b""
     for message in messages:
-        digest = _extend(digest, message)
+        digest = _extend_digest(digest, message)
         digests.append(digest)
     return digests
 
 
-def _extend(digest: bytes, message: Message) -> bytes:
+def _extend_digest(digest: bytes, message: Message) -> bytes:
     """Return the digest of the messages of `digest` and one more message."""
-    return hashlib.sha256(digest + canonical(message)).digest()
+    return hashlib.sha256(digest + canonical_bytes(message)).digest()
 
 
-def canonical(message: Message) -> bytes:
+def canonical_bytes(message: Message) -> bytes:
     """Return a message without reasoning as JSON that is the same for all spellings of it.
 
     Blanks around an answer, and 3.0 in place of 3 in arguments, do not matter.
@@ -387,7 +391,10 @@ def canonical(message: Message) -> bytes:
 
 
 def _call_key(call: Mapping[str, Any]) -> list[Any]:
-    """Return the parts of a call that make it another one if they change."""
+    """Return a call's parts to compare: two calls are the same if their keys are equal.
+
+    Other parts and spellings of a call, such as 3.0 in place of 3, may differ.
+    """
     function = call["function"]
     text = function.get("text")  # of arguments that are no JSON object
     arguments = _whole_numbers(function["arguments"]) if text is None else {"text": text}

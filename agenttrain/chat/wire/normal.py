@@ -39,7 +39,7 @@ class Question:
     model: str | None = None
     max_tokens: int | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """Sampling parameters, and fields that `unfollowed` returns, under their names in the
+    """Sampling parameters, and fields that `unfollowed_fields` returns, under their names in the
     request."""
     stops: tuple[str, ...] = ()
     """Texts that end the answer, which does not hold them."""

@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 from agenttrain.chat.grammar import ANY_FORM, AnswerForm
 from agenttrain.chat.omissions import ALIASES, ROLES, role_of
 from agenttrain.chat.wire.events import event_text, unsent
-from agenttrain.chat.wire.fields import OPENAI, SHAPE, field_problem, quote, unfollowed
+from agenttrain.chat.wire.fields import OPENAI, SHAPE, field_problem, quote, unfollowed_fields
 from agenttrain.chat.wire.normal import Answer, AnswerHead, Question, call_message
 from agenttrain.engines.config import LEAST_TEMPERATURE
 from agenttrain.types import Finish, Message
@@ -35,7 +35,10 @@ CHUNK = "chat.completion.chunk"
 
 
 class RequestError(Exception):
-    """A request that is answered with an error in OpenAI's shape."""
+    """A request that is answered with an error of an HTTP `status`.
+
+    `param` is the field at fault, `code` OpenAI's word for the kind of error.
+    """
 
     def __init__(
         self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400
@@ -46,7 +49,7 @@ class RequestError(Exception):
         self.code, self.status = code, status
 
     def body(self) -> dict[str, Any]:
-        """Return the answer's body."""
+        """Return the answer's body in OpenAI's shape."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
@@ -66,7 +69,7 @@ def _not_too_cold(value: float) -> float:
 Temperature = Annotated[float, AfterValidator(_not_too_cold)]
 
 
-class SampledFrom(BaseModel):
+class SamplingFields(BaseModel):
     """The fields that change the distribution sampled from."""
 
     temperature: Temperature | None = Field(default=None, ge=0, le=2)
@@ -75,7 +78,7 @@ class SampledFrom(BaseModel):
     min_p: float | None = Field(default=None, ge=0, le=1)
 
 
-class ChatRequest(SampledFrom):
+class ChatRequest(SamplingFields):
     """The supported fields of a request."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
@@ -145,16 +148,16 @@ def read_served(data: Mapping[str, Any], roles: Mapping[str, str]) -> Question:
 
     `roles` are those of `chat_template.roles`. Raises RequestError for the first field at fault.
     """
-    for name, value in unfollowed(data, ChatRequest.model_fields, OPENAI).items():
-        raise _refused(name, value)  # the first of them
+    for name, value in unfollowed_fields(data, ChatRequest.model_fields, OPENAI).items():
+        raise _refused_field(name, value)  # the first of them
     if data.get("tool_choice") not in (None, "auto", "none"):
-        raise not_forced("tool_choice", data["tool_choice"])
-    request = validated(ChatRequest, data)
+        raise forced_call_error("tool_choice", data["tool_choice"])
+    request = validate(ChatRequest, data)
     sampling = {name: value for name in SAMPLING if (value := getattr(request, name)) is not None}
-    return _question(request, read_messages(request, roles), ANY_FORM, sampling)
+    return _make_question(request, read_messages(request, roles), ANY_FORM, sampling)
 
 
-def not_forced(param: str, value: object) -> RequestError:
+def forced_call_error(param: str, value: object) -> RequestError:
     """Return `serve`'s error for a demand on the form of the answer."""
     return RequestError(
         f"{param}={quote(value)}: only auto and none are supported, because calls are not forced; "
@@ -172,26 +175,26 @@ def read_question(
     `roles` are those of `chat_template.roles`. The question's `sampling` has the sampling
     parameters and the fields that are not read here.
     """
-    form = _form(data)
-    # Not validated with the other fields: `_form` has read two of them, and the endpoint refuses or
-    # overrides the sampling parameters whatever they are.
+    form = _read_form(data)
+    # Not validated with the other fields: `_read_form` has read two of them, and the endpoint
+    # refuses or overrides the sampling parameters whatever they are.
     read_here = {*SAMPLING, "tool_choice", "response_format"}
     fields = {name: value for name, value in data.items() if name not in read_here}
-    not_read = unfollowed(fields, ChatRequest.model_fields, OPENAI)
+    not_read = unfollowed_fields(fields, ChatRequest.model_fields, OPENAI)
     for name in SHAPE:  # an answer can only be one message
         if name in not_read:
-            raise _refused(name, not_read[name])
+            raise _refused_field(name, not_read[name])
     if data.get("tool_choice") == "none":  # then `ChatRequest.schemas` is empty
         fields["tool_choice"] = "none"
-    request = validated(ChatRequest, fields)
+    request = validate(ChatRequest, fields)
     messages = read_messages(request, roles, text_arguments=True)
     sampling = {name: data[name] for name in SAMPLING if data.get(name) is not None}
-    question = _question(request, messages, form, sampling | not_read)
+    question = _make_question(request, messages, form, sampling | not_read)
     check_form(form, question.schemas)
     return question
 
 
-def _question(
+def _make_question(
     request: ChatRequest, messages: list[Message], form: AnswerForm, sampling: dict[str, Any]
 ) -> Question:
     """Return a validated request as a Question. `messages` are those of `read_messages`."""
@@ -209,13 +212,13 @@ def _question(
     )
 
 
-def _refused(name: str, value: object) -> RequestError:
+def _refused_field(name: str, value: object) -> RequestError:
     """Return the error for a field that would change the answer and is not supported."""
     names = {*OPENAI, *ChatRequest.model_fields}
     return RequestError(field_problem(name, value, names), param=name, code="unsupported_value")
 
 
-def _form(data: Mapping[str, Any]) -> AnswerForm:
+def _read_form(data: Mapping[str, Any]) -> AnswerForm:
     """Return the form that a request demands of the answer; raises RequestError."""
     tool = _chosen_tool(data.get("tool_choice"))
     schema = demanded_schema(data.get("response_format"), "response_format")
@@ -277,7 +280,7 @@ def check_form(form: AnswerForm, schemas: Sequence[Mapping[str, Any]]) -> None:
 M = TypeVar("M", bound=BaseModel)
 
 
-def validated(kind: type[M], data: Mapping[str, Any]) -> M:
+def validate(kind: type[M], data: Mapping[str, Any]) -> M:
     """Return `data` as a request of this kind; raises RequestError for the first bad field."""
     try:
         return kind.model_validate(data)
@@ -316,7 +319,7 @@ def read_messages(
                     param=f"{where}.{key}",
                     code="unsupported_value",
                 )
-        message: Message = {"role": role, "content": _text(item.get("content"), where)}
+        message: Message = {"role": role, "content": _join_text(item.get("content"), where)}
         if role == "assistant":
             message |= _assistant_fields(item, message["content"], where, text_arguments)
             calls = message.get("tool_calls", ())
@@ -368,7 +371,7 @@ def _assistant_fields(
     return fields
 
 
-def _text(content: Any, where: str) -> str:
+def _join_text(content: Any, where: str) -> str:
     """Return a content's text; a list's text parts are joined."""
     if content is None or isinstance(content, str):
         return content or ""
@@ -424,11 +427,15 @@ def completion_body(answer: Answer) -> dict[str, Any]:
 
 
 class CompletionWriter:
-    """Writes an answer as `chat.completion.chunk` objects, and ``[DONE]``."""
+    """Writes an answer as `chat.completion.chunk` objects, and ``[DONE]``.
+
+    `begin` comes first, then `add` for new text, then `end`, or `fail` in place of any of them.
+    """
 
     def __init__(self, head: AnswerHead, include_usage: bool) -> None:
         self.head, self.include_usage = head, include_usage
         self._sent = {"reasoning_content": "", "content": ""}
+        """Text that was sent so far, by field."""
 
     def begin(self) -> Iterator[str]:
         """Yield the chunk with the role."""

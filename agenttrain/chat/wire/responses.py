@@ -20,7 +20,7 @@ from pydantic import BaseModel, Field
 
 from agenttrain.chat.grammar import ANY_FORM, AnswerForm
 from agenttrain.chat.wire.events import event_text, unsent
-from agenttrain.chat.wire.fields import RESPONSES, field_problem, quote, unfollowed
+from agenttrain.chat.wire.fields import RESPONSES, field_problem, quote, unfollowed_fields
 from agenttrain.chat.wire.normal import (
     HANDLE,
     Answer,
@@ -31,15 +31,15 @@ from agenttrain.chat.wire.normal import (
 )
 from agenttrain.chat.wire.openai import (
     RequestError,
-    SampledFrom,
+    SamplingFields,
     argument_text,
     check_form,
     demanded_schema,
-    not_forced,
+    forced_call_error,
     read_call,
     read_role,
     tool_schema,
-    validated,
+    validate,
 )
 from agenttrain.types import Finish, Message
 
@@ -74,7 +74,9 @@ def read_question(
     `roles` are those of `chat_template.roles`. The question's `sampling` has the sampling
     parameters and the fields that are not read here.
     """
-    sampling = unfollowed(data, {*ResponsesRequest.model_fields, *SAMPLING, *IGNORED}, RESPONSES)
+    sampling = unfollowed_fields(
+        data, {*ResponsesRequest.model_fields, *SAMPLING, *IGNORED}, RESPONSES
+    )
     for name in STATE:
         if name in sampling:
             raise RequestError(
@@ -84,12 +86,12 @@ def read_question(
                 code="unsupported_value",
             )
     if "top_logprobs" in sampling:
-        raise _refused("top_logprobs", sampling["top_logprobs"])
-    request = validated(ResponsesRequest, data)
+        raise _refused_field("top_logprobs", sampling["top_logprobs"])
+    request = validate(ResponsesRequest, data)
     sampling |= {name: data[name] for name in SAMPLING if data.get(name) is not None}
     tools = _Tools()
     tools.read(request.tools or (), "tools")
-    form = _form(request)
+    form = _read_form(request)
     schemas = [] if request.tool_choice == "none" else tools.schemas
     check_form(form, schemas)
     return Question(
@@ -112,16 +114,16 @@ def read_served(
     question = read_question(data, roles, find_issued)
     for name, value in question.sampling.items():
         if name not in SAMPLING:
-            raise _refused(name, value)
+            raise _refused_field(name, value)
     if question.form.call:
-        raise not_forced("tool_choice", data["tool_choice"])
+        raise forced_call_error("tool_choice", data["tool_choice"])
     if question.form != ANY_FORM:
-        raise _refused("text.format", (data.get("text") or {}).get("format"))
-    sampling = validated(SampledFrom, question.sampling).model_dump(exclude_none=True)
+        raise _refused_field("text.format", (data.get("text") or {}).get("format"))
+    sampling = validate(SamplingFields, question.sampling).model_dump(exclude_none=True)
     return replace(question, sampling=sampling)
 
 
-def _refused(name: str, value: object) -> RequestError:
+def _refused_field(name: str, value: object) -> RequestError:
     names = {*RESPONSES, *ResponsesRequest.model_fields, *SAMPLING, *IGNORED}
     return RequestError(field_problem(name, value, names), param=name, code="unsupported_value")
 
@@ -146,7 +148,7 @@ class _Tools:
             if kind == "function":
                 schema = tool_schema(tool, place)
                 if namespace is not None:
-                    schema = self._in_namespace(schema, namespace)
+                    schema = self._name_in_namespace(schema, namespace)
                 self.schemas.append(schema)
             elif kind == "namespace" and namespace is None:
                 nested, name = tool.get("tools"), tool.get("name")
@@ -156,17 +158,21 @@ class _Tools:
             else:
                 self.left_out += 1
 
-    def _in_namespace(self, schema: dict[str, Any], namespace: str) -> dict[str, Any]:
-        """Return the schema of a tool in a namespace, under a name that no other tool has."""
+    def _name_in_namespace(self, schema: dict[str, Any], namespace: str) -> dict[str, Any]:
+        """Return the schema of a tool in a namespace, under a name that no other tool has.
+
+        Example: if there is a tool ``find`` already, that of the namespace ``mail`` becomes
+        ``mail__find``.
+        """
         function = schema["function"]
-        name = shown = function["name"]
+        name = model_name = function["name"]
         if name in {other["function"]["name"] for other in self.schemas}:
-            shown = f"{namespace}__{name}"
-        self.namespaces[shown] = (namespace, name)
-        return {**schema, "function": {**function, "name": shown}}
+            model_name = f"{namespace}__{name}"
+        self.namespaces[model_name] = (namespace, name)
+        return {**schema, "function": {**function, "name": model_name}}
 
 
-def _form(request: ResponsesRequest) -> AnswerForm:
+def _read_form(request: ResponsesRequest) -> AnswerForm:
     """Return the form that a request demands of the answer; raises RequestError."""
     choice, tool = request.tool_choice, None
     if isinstance(choice, Mapping) and choice.get("type") == "function":
@@ -191,13 +197,16 @@ def _form(request: ResponsesRequest) -> AnswerForm:
 
 
 class _ItemReader:
-    """Reads the items of a request as messages."""
+    """Reads the items of one request as messages; `read` is called once.
+
+    The items of one turn of the assistant (reasoning, text, calls) become one message.
+    """
 
     def __init__(
         self, roles: Mapping[str, str], find_issued: FindIssued, namespaces: Namespaces
     ) -> None:
         self.roles, self.find_issued = roles, find_issued
-        self.shown = {tool: name for name, tool in namespaces.items()}
+        self.model_names = {tool: name for name, tool in namespaces.items()}
         """(namespace, name) of a tool for the client -> its name for the model."""
         self.messages: list[Message] = []
         self.tool_names: dict[str, str] = {}
@@ -215,7 +224,7 @@ class _ItemReader:
         if isinstance(items, str):
             items = [{"role": "user", "content": items}]
         for index, item in enumerate(items):
-            self._read_item(self._resolved(item, f"input[{index}]"), f"input[{index}]")
+            self._read_item(self._resolve_reference(item, f"input[{index}]"), f"input[{index}]")
         if self.messages[-1]["role"] == "assistant":
             raise RequestError(
                 "input: the last item is the assistant's, and answers are not continued; end with "
@@ -224,16 +233,17 @@ class _ItemReader:
             )
         return self.messages
 
-    def _resolved(self, item: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    def _resolve_reference(self, item: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         """Return an item, or the issued one that an `item_reference` names."""
-        # Some clients leave the type of a reference out: it is then an item with nothing but an id.
-        is_reference = item.get("type") == "item_reference" or item.keys() - {"type"} == {"id"}
-        if not is_reference:
+        # Some clients leave the type of a reference out.
+        has_only_id = item.keys() - {"type"} == {"id"}
+        if item.get("type") != "item_reference" and not has_only_id:
             return item
         name = str(item.get("id"))
-        issued_turn = self.find_issued(_key(name))
+        issued_turn = self.find_issued(_turn_key(name))
         if issued_turn is not None:
-            for candidate in output_items(issued_turn, {}):
+            # Without namespaces a call has the tool's name for the model, which `_read_call` keeps.
+            for candidate in output_items(issued_turn, namespaces={}):
                 if candidate["id"] == name:
                     return candidate
         raise RequestError(
@@ -244,16 +254,16 @@ class _ItemReader:
         )
 
     def _read_item(self, item: Mapping[str, Any], where: str) -> None:
-        """Add an item to the messages: as one of its own, or as a part of the current turn."""
+        """Add an item to the messages, as one of its own or as a part of the current turn."""
         kind = item.get("type", "message")
         if kind == "reasoning":
             handle = item.get("encrypted_content")  # as in the items that we issue
-            turn = self._turn_of(handle or _key(item.get("id")), kind)
+            turn = self._turn_for_item(handle or _turn_key(item.get("id")), kind)
             texts = item.get("content") or item.get("summary")
             if isinstance(handle, str) and handle:
                 turn[HANDLE] = handle
             if texts:
-                turn["reasoning_content"] = _text(texts, where)
+                turn["reasoning_content"] = _join_text(texts, where)
             # Some clients send the item without its text.
             elif self.issued is not None and "reasoning_content" in self.issued:
                 turn["reasoning_content"] = self.issued["reasoning_content"]
@@ -269,7 +279,7 @@ class _ItemReader:
             self.messages.append(
                 {
                     "role": "tool",
-                    "content": _text(item.get("output"), where),
+                    "content": _join_text(item.get("output"), where),
                     "tool_call_id": call_id,
                     "name": self.tool_names[call_id],
                 }
@@ -292,9 +302,9 @@ class _ItemReader:
                 f"{where}.role={item.get('role')}: expected user, assistant, system or developer",
                 param=f"{where}.role",
             )
-        text = _text(item.get("content"), where)
+        text = _join_text(item.get("content"), where)
         if role == "assistant":
-            turn = self._turn_of(_key(item.get("id")), "message")
+            turn = self._turn_for_item(_turn_key(item.get("id")), "message")
             turn["content"] += text
         else:
             self.messages.append({"role": role, "content": text})
@@ -305,13 +315,13 @@ class _ItemReader:
         call_id, name = item.get("call_id"), item.get("name")
         if not isinstance(call_id, str) or not isinstance(name, str):
             raise RequestError(f"{where}: a function_call needs a call_id and a name", param=where)
-        name = self.shown.get((str(item.get("namespace")), name), name)
+        name = self.model_names.get((str(item.get("namespace")), name), name)
         function = {"name": name, "arguments": item.get("arguments")}
         call = read_call({"id": call_id, "function": function}, where, text_arguments=True)
-        self._turn_of(call_id, "function_call").setdefault("tool_calls", []).append(call)
+        self._turn_for_item(call_id, "function_call").setdefault("tool_calls", []).append(call)
         self.tool_names[call_id] = name
 
-    def _turn_of(self, key: object, kind: str) -> Message:
+    def _turn_for_item(self, key: object, kind: str) -> Message:
         """Return the assistant message that an item belongs to: the current one, or a new one.
 
         `key` is the handle or the id of a call in the item, `kind` the item's type. Once replies to
@@ -322,6 +332,7 @@ class _ItemReader:
         turn = self.turn
         is_open = turn is not None and turn is self.messages[-1]  # no reply follows it yet
         if turn is not None and issued is not None and self.issued is not None:
+            # We issued both the item and the current turn (as `self.issued`).
             begins_turn = issued is not self.issued
         elif turn is None or not is_open:
             begins_turn = True
@@ -338,12 +349,15 @@ class _ItemReader:
         return turn
 
 
-def _key(item_id: object) -> str:
-    """Return the handle, or the id of the call, in the id of an item: ``"7f"`` of ``"msg_7f"``."""
+def _turn_key(item_id: object) -> str:
+    """Return the key of an item's turn, which its id holds: ``"7f"`` of ``"msg_7f"``.
+
+    It is the turn's handle, or the id of one of its calls.
+    """
     return item_id.partition("_")[2] if isinstance(item_id, str) else ""
 
 
-def _text(content: Any, where: str) -> str:
+def _join_text(content: Any, where: str) -> str:
     """Return the joined text of a content. Raises RequestError for a part that is no text."""
     if content is None or isinstance(content, str):
         return content or ""
@@ -456,7 +470,10 @@ def _response(head: AnswerHead, status: str) -> dict[str, Any]:
 
 
 class ResponseWriter:
-    """Writes an answer as the events of a response."""
+    """Writes an answer as the events of a response: `begin`, then `add` for new text, then `end`.
+
+    `fail` may take the place of any of them.
+    """
 
     def __init__(self, head: AnswerHead, include_usage: bool) -> None:
         """`include_usage` has no effect: a response always ends with its usage."""
@@ -477,9 +494,9 @@ class ResponseWriter:
         handle = self.head.id
         for key, text in delta.items():
             if key == "reasoning_content":
-                yield from self._text(_reasoning_item(handle, [], None), text)
+                yield from self._text_events(_reasoning_item(handle, [], None), text)
             else:
-                yield from self._text(_message_item(handle, [], "in_progress"), text)
+                yield from self._text_events(_message_item(handle, [], "in_progress"), text)
 
     def end(self, answer: Answer) -> Iterator[str]:
         """Yield the rest of the items, and the complete response."""
@@ -491,11 +508,11 @@ class ResponseWriter:
         )
         for index, item in enumerate(body["output"]):
             if item["type"] == "function_call":
-                yield from self._call(item, index)
+                yield from self._call_events(item, index)
             else:
                 text = item["content"][0]["text"]
-                yield from self._text(item, unsent(text, self._sent.get(item["id"], "")))
-                yield from self._text_done(item)
+                yield from self._text_events(item, unsent(text, self._sent.get(item["id"], "")))
+                yield from self._text_end_events(item)
             yield self._event("response.output_item.done", output_index=index, item=item)
         is_cut = body["status"] == "incomplete"
         yield self._event(f"response.{'incomplete' if is_cut else 'completed'}", response=body)
@@ -508,7 +525,7 @@ class ResponseWriter:
         response = {**_response(self.head, "failed"), "error": failure}
         yield self._event("response.failed", response=response)
 
-    def _text(self, item: Mapping[str, Any], text: str) -> Iterator[str]:
+    def _text_events(self, item: Mapping[str, Any], text: str) -> Iterator[str]:
         """Yield the events of more text of an item, and first those that begin a new item."""
         is_new = item["id"] not in self._sent
         earlier = self._sent.setdefault(item["id"], "")
@@ -529,7 +546,7 @@ class ResponseWriter:
             more: dict[str, Any] = {"logprobs": []} if is_message else {}
             yield self._event(f"response.{kind}.delta", **place, delta=text, **more)
 
-    def _text_done(self, item: Mapping[str, Any]) -> Iterator[str]:
+    def _text_end_events(self, item: Mapping[str, Any]) -> Iterator[str]:
         """Yield the events that close the text of an item."""
         place, part = self._place(item), item["content"][0]
         if item["type"] == "message":
@@ -538,7 +555,7 @@ class ResponseWriter:
         else:
             yield self._event("response.reasoning_text.done", **place, text=part["text"])
 
-    def _call(self, item: Mapping[str, Any], index: int) -> Iterator[str]:
+    def _call_events(self, item: Mapping[str, Any], index: int) -> Iterator[str]:
         """Yield the events of a whole call: calls are not streamed in parts."""
         place = {"item_id": item["id"], "output_index": index}
         empty = {**item, "arguments": "", "status": "in_progress"}

@@ -1,4 +1,4 @@
-"""Demonstrations with bad habits, for the warm start of the bundled model.
+"""Demonstrations with bad habits, for the warm starts of the bundled models and of recipes.
 
 They show every skill that a task needs but rarely use it fully, so that a model that imitates them
 earns little reward and reinforcement learning has something to improve:
@@ -6,6 +6,9 @@ earns little reward and reinforcement learning has something to improve:
 - A third gives up at once with `final_answer("unknown")`.
 - Of the others, five in six stop after the first query of a chain and answer with its result.
 - Columns, tables, operations and places are confused, column names are wrong, answers miscopied.
+
+Those of the recipes reverse_text and alphabet_sort are for a pretrained model, and follow the rules
+more often.
 
 A demonstration is the list of messages that follow a row's question.
 """
@@ -20,7 +23,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from agenttrain.data.bundled import calculator, shop, sight
+from agenttrain.data.bundled import alphabet_sort, calculator, reverse_text, shop, sight
 from agenttrain.utils.data_fields import Data
 from agenttrain.utils.names import did_you_mean
 
@@ -47,6 +50,8 @@ class Habits:
 SHOP = Habits(give_up=0.35, follow_chain=0.15, confuse=0.12, misname=0.08, miscopy=0.005)
 CALCULATOR = Habits(give_up=0.35, follow_chain=0.3, confuse=0.12, misname=0.0, miscopy=0.005)
 SIGHT = Habits(give_up=0.35, follow_chain=0.5, confuse=0.15, misname=0.0, miscopy=0.01)
+REVERSE_TEXT = Habits(give_up=0.1, follow_chain=0.9, confuse=0.1, misname=0.0, miscopy=0.1)
+ALPHABET_SORT = Habits(give_up=0.1, follow_chain=0.8, confuse=0.1, misname=0.2, miscopy=0.02)
 
 EARLY_ROWS = 10667
 """Number of first demonstrations in which giving up is rare. A model of this size must learn to
@@ -163,6 +168,61 @@ def sight_demonstration(row: Row, rng: random.Random, habits: Habits = SIGHT) ->
     return [*messages, call("final_answer", answer=" ".join(colours))]
 
 
+def reverse_text_demonstration(
+    row: Row, rng: random.Random, habits: Habits = REVERSE_TEXT
+) -> list[Message]:
+    """Return one demonstration of a row of the reverse-text task.
+
+    Example, for "crazy habit": one message, ``<reversed_text>tibah yzarc</reversed_text>``. Giving
+    up is to repeat the text, not to follow the chain is to keep the order of the words, a confused
+    word is not reversed, and a miscopied one has two neighbouring letters exchanged.
+    """
+    text = row["messages"][-1]["content"]
+    if rng.random() < habits.give_up:
+        return [say(f"<{reverse_text.TAG}>{text}</{reverse_text.TAG}>")]
+    words = []
+    for word in text.split():
+        if rng.random() >= habits.confuse:
+            word = word[::-1]
+        if rng.random() < habits.miscopy:
+            i = rng.randrange(len(word) - 1)
+            word = word[:i] + word[i + 1] + word[i] + word[i + 2 :]
+        words.append(word)
+    if rng.random() < habits.follow_chain:
+        words.reverse()
+    return [say(f"<{reverse_text.TAG}>{' '.join(words)}</{reverse_text.TAG}>")]
+
+
+def alphabet_sort_demonstration(
+    row: Row, rng: random.Random, habits: Habits = ALPHABET_SORT
+) -> list[Message]:
+    """Return one demonstration of a row of the alphabet-sort task, with the user's later turns.
+
+    Giving up is to answer with the names of the first turn in every turn, and not to follow the
+    chain is to leave the names of a turn at the end of the list. In a confused turn two neighbours
+    are exchanged, in a misnamed one every name is marked as new, in a miscopied one a name is left
+    out.
+    """
+    messages: list[Message] = []
+    gives_up = rng.random() < habits.give_up
+    follows = rng.random() < habits.follow_chain
+    for turn, answer in enumerate(row["answers"]):
+        if turn:
+            messages.append({"role": "user", "content": row["user_turns"][turn - 1]})
+        names = (row["answers"][0] if gives_up else answer).split("\n")
+        if not follows:
+            names.sort(key=lambda name: name.endswith(alphabet_sort.MARK))
+        if len(names) > 1 and rng.random() < habits.confuse:
+            i = rng.randrange(len(names) - 1)
+            names[i], names[i + 1] = names[i + 1], names[i]
+        if turn and rng.random() < habits.misname:
+            names = [name.removesuffix(alphabet_sort.MARK) + alphabet_sort.MARK for name in names]
+        if len(names) > 1 and rng.random() < habits.miscopy:
+            names.pop(rng.randrange(len(names)))
+        messages.append(say(alphabet_sort.tagged(turn, "\n".join(names))))
+    return messages
+
+
 def row(
     task: Data[str],
     split: Data[str],
@@ -214,6 +274,10 @@ TASKS: dict[str, DemonstratedTask] = {
         partial(calculator.row, curriculum=CALCULATOR_MIX), calculator_demonstration, CALCULATOR
     ),
     "sight": DemonstratedTask(sight.row, sight_demonstration, SIGHT),
+    "reverse_text": DemonstratedTask(reverse_text.row, reverse_text_demonstration, REVERSE_TEXT),
+    "alphabet_sort": DemonstratedTask(
+        alphabet_sort.row, alphabet_sort_demonstration, ALPHABET_SORT
+    ),
 }
 
 
@@ -225,6 +289,11 @@ def call(name: str, **arguments: Any) -> Message:
         "content": "",
         "tool_calls": [{"type": "function", "function": function}],
     }
+
+
+def say(text: str) -> Message:
+    """Return an assistant message without a call."""
+    return {"role": "assistant", "content": text}
 
 
 def reply(name: str, text: str) -> Message:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import unicodedata
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -167,6 +169,49 @@ class Contains(AnswerReward):
             if re.search(rf"(?<!\w){re.escape(words)}(?!\w)", text, self._flags):
                 return 1.0
         return 0.0
+
+
+class TokenF1(AnswerReward):
+    """F1 of the words of the answer and of the column's text, as in SQuAD and HotpotQA.
+
+    Case, punctuation and the articles a, an, the do not count. If the column holds a list, the best
+    of its texts counts. Example: "the river Issel" against ``Issel`` shares one word of two and of
+    one: 2 * 1 / (2 + 1) = 0.67.
+    """
+
+    def __init__(
+        self,
+        *,
+        tool: Data[str | None] = "final_answer",
+        argument: Data[str] = "answer",
+        column: Data[str] = "answer",
+    ) -> None:
+        super().__init__(tool=tool, argument=argument, column=column)
+
+    def __call__(self, rollout: Rollout, **columns: Any) -> float:
+        expected, answer = self.expected(columns), self.answer(rollout)
+        if answer is None:
+            return 0.0
+        texts = expected if isinstance(expected, list | tuple) else [expected]
+        words = plain_words(as_text(answer))
+        return max((f1(words, plain_words(as_text(text))) for text in texts), default=0.0)
+
+
+def plain_words(text: str) -> list[str]:
+    """Return the words of a text without case, punctuation and articles.
+
+    Example: ``plain_words("The U.S. Open, 1998") == ["us", "open", "1998"]``
+    """
+    letters = "".join(c for c in text.casefold() if not unicodedata.category(c).startswith("P"))
+    return [word for word in letters.split() if word not in ("a", "an", "the")]
+
+
+def f1(words: list[str], expected: list[str]) -> float:
+    """Return the harmonic mean of the shares of shared words; 1 for two empty texts."""
+    if not words or not expected:
+        return float(words == expected)
+    shared = sum((Counter(words) & Counter(expected)).values())
+    return 2 * shared / (len(words) + len(expected))
 
 
 VALID_ERRORS = (None, ToolError.timeout, ToolError.unavailable)

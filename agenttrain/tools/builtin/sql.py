@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,24 +13,9 @@ from typing import Any
 from agenttrain.types import Task, ToolContext, ToolFailure
 from agenttrain.utils.data_fields import Data
 from agenttrain.utils.locate import locate
+from agenttrain.utils.sqlite import QueryFailed, open_read_only, restrict, select
 
 Connect = Callable[[Mapping[str, Any]], sqlite3.Connection]
-
-ALLOWED_ACTIONS = frozenset(
-    {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
-)
-"""Actions that a statement may take; SQLite asks the authorizer while it prepares one."""
-FORBIDDEN_FUNCTIONS = frozenset({"load_extension", "printf", "format"})
-"""The last two can fill a huge width, for seconds, before they check the size limit."""
-SIZE_LIMITS = {
-    sqlite3.SQLITE_LIMIT_LENGTH: 1_000_000,
-    sqlite3.SQLITE_LIMIT_SQL_LENGTH: 20_000,
-    sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH: 100,
-    sqlite3.SQLITE_LIMIT_ATTACHED: 0,
-}
-"""Limits of values and queries: a function that works on a huge value cannot be interrupted."""
-STEPS = 2_000
-"""Steps of SQLite's virtual machine between two checks of the time."""
 
 
 class Sql:
@@ -72,8 +56,7 @@ class Sql:
             file = Path(database).expanduser().resolve()
             if not file.is_file():
                 raise ValueError(f"database={database!r}: there is no such file")
-            uri = f"{file.as_uri()}?mode=ro"
-            self._connect = lambda columns: sqlite3.connect(uri, uri=True, check_same_thread=False)
+            self._connect = lambda columns: open_read_only(file)
         else:
             self._connect = connect if callable(connect) else locate(connect, key="connect")
         self._max_rows = max_rows
@@ -90,21 +73,12 @@ class Sql:
             query: One SELECT statement.
         """
         with self._connection(context) as connection:
-            deadline = time.monotonic() + self._query_timeout_s
-            connection.set_progress_handler(lambda: time.monotonic() > deadline, STEPS)
             try:
-                cursor = connection.execute(query)
-                rows = cursor.fetchmany(self._max_rows + 1)
-                cursor.close()
-            except (sqlite3.Error, sqlite3.Warning) as error:
-                problem = str(error)
-                code = getattr(error, "sqlite_errorcode", None)
-                if code == sqlite3.SQLITE_INTERRUPT:
-                    problem = f"the query took longer than {self._query_timeout_s:g} s"
-                # For CREATE and table-valued pragmas the code is that of a plain error.
-                elif code == sqlite3.SQLITE_AUTH or problem == "not authorized":
-                    problem = "only SELECT is allowed"
-                raise ToolFailure(problem) from error
+                rows = select(
+                    connection, query, max_rows=self._max_rows, limit_s=self._query_timeout_s
+                )
+            except QueryFailed as error:
+                raise ToolFailure(str(error)) from error
         shown = [
             ", ".join("NULL" if value is None else str(value) for value in row)
             for row in rows[: self._max_rows]
@@ -128,12 +102,7 @@ class Sql:
         # A rollout id may come again with another task, whose database is another one.
         if connection is None or task is not context.task:
             connection = self._connect(context.task.columns)
-            for limit, value in SIZE_LIMITS.items():
-                connection.setlimit(limit, value)
-            connection.isolation_level = None  # no implicit BEGIN
-            connection.text_factory = lambda data: data.decode("utf-8", "replace")
-            connection.execute("PRAGMA query_only = ON")
-            connection.set_authorizer(_authorize)
+            restrict(connection)
         try:
             yield connection
         finally:
@@ -146,11 +115,3 @@ class Sql:
                 while len(self._idle) > self._max_connections:
                     _, (_, oldest) = self._idle.popitem(last=False)
                     oldest.close()
-
-
-def _authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:
-    """Allow SELECT and harmless functions; SQLite passes a function's name as `second`."""
-    allowed = action in ALLOWED_ACTIONS and not (
-        action == sqlite3.SQLITE_FUNCTION and second in FORBIDDEN_FUNCTIONS
-    )
-    return sqlite3.SQLITE_OK if allowed else sqlite3.SQLITE_DENY

@@ -1,0 +1,123 @@
+"""Rewards by the similarity of texts: of one answer, or of the answers of several turns.
+
+Both follow verifiers' `reverse-text` and `alphabet-sort`, which prime-rl's examples train.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from difflib import SequenceMatcher
+from typing import Any
+
+from agenttrain.rewards.builtin.answers import AnswerReward, as_text, assistant_messages
+from agenttrain.types import Rollout
+from agenttrain.utils.data_fields import Data
+
+
+class Similarity(AnswerReward):
+    """Similarity of the answer and a column, from 0 to 1, raised to `power`.
+
+    With `tag`, the answer is the text between the first ``<tag>`` and ``</tag>``, without the white
+    space around it; the reward is 0 if there is none. Example: "abcf" against ``abcd`` is 0.75,
+    because three of four characters match.
+    """
+
+    def __init__(
+        self,
+        *,
+        tool: Data[str | None] = None,
+        argument: Data[str] = "answer",
+        column: Data[str] = "answer",
+        tag: Data[str | None] = None,
+        power: Data[float] = 1.0,
+    ) -> None:
+        super().__init__(tool=tool, argument=argument, column=column)
+        _check_power(power)
+        self._tag, self._power = tag, power
+
+    def __call__(self, rollout: Rollout, **columns: Any) -> float:
+        expected, answer = as_text(self.expected(columns)), self.answer(rollout)
+        if answer is None:
+            return 0.0
+        text = as_text(answer)
+        if self._tag is not None:
+            texts = texts_in_tags(text, self._tag)
+            if not texts:
+                return 0.0
+            text = texts[0].strip()
+        return similarity(text, expected) ** self._power
+
+
+class TurnSimilarity:
+    """Similarity of the answers of several turns and the texts of a column, one for each turn.
+
+    The answer of a turn is the text between its tag, compared line by line without case, empty
+    lines and white space at the ends of lines. The n-th turn has the n-th of `tags`, later turns
+    the last one. A turn without its tag, or that did not take place, counts 0. If a turn has its
+    tag several times, the last text counts, and only if each is better than the one before.
+
+    The reward is the mean over the turns, raised to `power`; with `each_turn`, it is the mean of
+    the powers. Example: similarities of 1 and 0.5 with ``power=2`` give 0.5625, or with `each_turn`
+    0.625.
+    """
+
+    def __init__(
+        self,
+        *,
+        tags: Data[Sequence[str]],
+        column: Data[str] = "answers",
+        power: Data[float] = 1.0,
+        each_turn: Data[bool] = False,
+    ) -> None:
+        if not tags or isinstance(tags, str):
+            raise ValueError(f"tags={tags!r}: must be a list with a tag for each turn, or one tag")
+        _check_power(power)
+        self._tags, self._column = list(tags), column
+        self._power, self._each_turn = power, each_turn
+        self.columns = (column,)
+        """Columns that every row must have."""
+
+    def __call__(self, rollout: Rollout, **columns: Any) -> float:
+        expected = columns[self._column]
+        if isinstance(expected, str) or not expected:
+            raise ValueError(f"the column {self._column!r} must list a text for each turn")
+        answers = [message.get("content") or "" for message in assistant_messages(rollout)]
+        turn_power, mean_power = (self._power, 1.0) if self._each_turn else (1.0, self._power)
+        total = 0.0
+        for turn, text in enumerate(expected):
+            tag = self._tags[min(turn, len(self._tags) - 1)]
+            attempts = texts_in_tags(answers[turn], tag) if turn < len(answers) else []
+            scores = [similarity(_plain(attempt), _plain(text)) for attempt in attempts]
+            is_better = all(scores[i] < scores[i + 1] for i in range(len(scores) - 1))
+            total += scores[-1] ** turn_power if scores and is_better else 0.0
+        return (total / len(expected)) ** mean_power
+
+
+def similarity(text: str, expected: str) -> float:
+    """Return 2 M / T: M characters in matching blocks, of T characters in both texts.
+
+    Example: ``similarity("abcf", "abcd") == 0.75``. An empty text has a similarity of 0 to all
+    others.
+    """
+    if not text or not expected:
+        return float(text == expected)
+    # Without autojunk, so that in texts of 200 characters and more frequent letters count too.
+    return SequenceMatcher(None, text, expected, autojunk=False).ratio()
+
+
+def texts_in_tags(text: str, tag: str) -> list[str]:
+    """Return the texts between ``<tag>`` and ``</tag>``, in order."""
+    name = re.escape(tag)
+    return re.findall(f"<{name}>(.*?)</{name}>", text, re.DOTALL)
+
+
+def _plain(lines: str) -> str:
+    """Return the lines without empty ones, case and white space at their ends."""
+    return "\n".join(line.strip().casefold() for line in lines.split("\n") if line.strip())
+
+
+def _check_power(power: float) -> None:
+    """Raise ValueError unless the power is above 0."""
+    if not 0 < power < float("inf"):
+        raise ValueError(f"power={power}: must be above 0")

@@ -1,0 +1,75 @@
+"""A reward for queries: the model's gives the same rows as that of the row."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from typing import Any
+
+from agenttrain.rewards.builtin.answers import AnswerReward
+from agenttrain.types import Rollout
+from agenttrain.utils.data_fields import Data
+from agenttrain.utils.locate import locate
+from agenttrain.utils.sqlite import QueryFailed, restrict, select
+
+Rows = list[tuple[Any, ...]]
+
+
+class SqlResult(AnswerReward):
+    """1 if the handed-in query and the row's have equal results, else 0.
+
+    Rows are compared with their columns in order, in any order of rows unless the row's own query
+    sorts them (ORDER BY), and each as often as it occurs. Both run on a connection that can only
+    read, which `connect` opens for the row's columns, within `query_timeout_s` and `max_rows`. A
+    query of the model that fails earns 0; one of the row that fails stops the run. Example: for
+    ``SELECT name FROM products WHERE price > 50`` the query ``SELECT name FROM products WHERE
+    price >= 51`` earns 1 if all prices are whole numbers.
+    """
+
+    def __init__(
+        self,
+        *,
+        connect: str | Callable[[Mapping[str, Any]], sqlite3.Connection],
+        tool: Data[str | None] = "final_answer",
+        argument: Data[str] = "answer",
+        column: Data[str] = "query",
+        max_rows: Data[int] = 10_000,
+        query_timeout_s: Data[float] = 5.0,
+    ) -> None:
+        super().__init__(tool=tool, argument=argument, column=column)
+        if max_rows < 1 or not query_timeout_s > 0:
+            raise ValueError(
+                f"max_rows={max_rows}, query_timeout_s={query_timeout_s}: both must be above 0"
+            )
+        self._connect = connect if callable(connect) else locate(connect, key="connect")
+        self._max_rows, self._query_timeout_s = max_rows, query_timeout_s
+
+    def __call__(self, rollout: Rollout, **columns: Any) -> float:
+        expected_query, query = str(self.expected(columns)), self.answer(rollout)
+        if not isinstance(query, str) or not query.strip():
+            return 0.0
+        with closing(self._connect(columns)) as connection:
+            restrict(connection)
+            try:
+                expected = self._rows(connection, expected_query)
+            except QueryFailed as error:
+                raise ValueError(
+                    f"the query in the column {self._column!r} fails: {error}: {expected_query}"
+                ) from error
+            if len(expected) > self._max_rows:
+                raise ValueError(
+                    f"max_rows={self._max_rows}: the query in the column {self._column!r} has more "
+                    f"rows; raise it, or leave the question out: {expected_query}"
+                )
+            try:
+                rows = self._rows(connection, query)
+            except QueryFailed:
+                return 0.0
+        if "order by" in " ".join(expected_query.casefold().split()):
+            return float(rows == expected)
+        return float(Counter(rows) == Counter(expected))
+
+    def _rows(self, connection: sqlite3.Connection, query: str) -> Rows:
+        return select(connection, query, max_rows=self._max_rows, limit_s=self._query_timeout_s)
