@@ -100,9 +100,10 @@ def rescore(args: Namespace, overrides: Sequence[str]) -> int:
 
 
 def view(args: Namespace) -> int:
-    """Write the page of a step and print its path; raises ConfigError.
+    """Write the page of a run, or of a step, and print its path; raises ConfigError.
 
-    The page is written beside the rollouts unless `--to` names another file.
+    The page of a run has the rollouts that are worth a look. It is written beside the rollouts
+    unless `--to` names another file.
     """
     folder = args.folder
     with hydra_session(Source()):
@@ -111,9 +112,13 @@ def view(args: Namespace) -> int:
     if args.to is None:
         remedy = "write the page elsewhere: --to page.html"
         check_writable(folder / "rollouts", f"view {folder}", remedy)
-    from agenttrain.runs.report import write_page
+    from agenttrain.runs.report import write_front_page, write_page
 
-    print(page := write_page(composed.config, folder, step, args.to))
+    if args.step is None:
+        page = write_front_page(composed.config, folder, args.to)
+    else:
+        page = write_page(composed.config, folder, step, args.to)
+    print(page)
     # Only a run with pictures can have a page with images: other pages need not be read.
     pictures = folder / "rollouts" / PICTURES
     if pictures.is_dir() and "data:image/" in page.read_text(encoding="utf-8"):

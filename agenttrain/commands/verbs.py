@@ -169,7 +169,8 @@ def _settings(parser: ArgumentParser) -> None:
 
 def _view(parser: ArgumentParser) -> None:
     add_folder(parser)
-    parser.add_argument("--step", type=whole(), metavar="N", help="the step (the last one)")
+    text = "all rollouts of a step (those of the run that are worth a look)"
+    parser.add_argument("--step", type=whole(), metavar="N", help=text)
     add_new_file(parser, "the page (beside the rollouts)")
 
 
@@ -438,11 +439,11 @@ _DECLARED = (
     ),
     Verb(
         name="view",
-        help="a step's rollouts as a page, token by token",
+        help="rollouts as a page, token by token: alarms, best, worst, or a step's",
         page="operate/viewer.md",
         examples={
-            "view outputs/shop/<run>": "the last step",
-            "view outputs/shop/<run> --step 10 --to page.html": "another step, to another file",
+            "view outputs/shop/<run>": "the rollouts to look at first",
+            "view outputs/shop/<run> --step 10 --to page.html": "all of a step, to another file",
         },
         add_arguments=_view,
         command="records:view",

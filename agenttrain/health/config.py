@@ -58,6 +58,22 @@ class ToolFailures:
 
 
 @dataclass(config=SETTINGS)
+class RewardHacking:
+    """Signs that a reward rises for another reason than a better policy.
+
+    They are: empty answers, one answer for many tasks, answers copied from a tool's text, a new
+    stop reason, lengths out of their range, and a held-out reward that falls.
+    """
+
+    limit: Number | None = Field(default=0.2, gt=0, le=1)
+    """Rise of the share of rollouts with a sign, while the reward rises; None: not watched."""
+    window: Whole = Field(default=3, ge=2)
+    """Steps whose means are compared: the latest, and those in which the sign was rarest."""
+    action: Data[OnTrip] = OnTrip.warn
+    """`warn`, or `stop` after the step."""
+
+
+@dataclass(config=SETTINGS)
 class GuardsConfig:
     """Figures watched after every step. Values that are not finite always stop the run."""
 
@@ -74,12 +90,18 @@ class GuardsConfig:
     tool_failures: ToolFailures = field(default_factory=ToolFailures)
     """Least share of failed calls at which a tool is named. Evaluations are watched too, and never
     stopped."""
+    reward_hacking: RewardHacking = field(default_factory=RewardHacking)
+    """Rollouts that earn the reward without the work. The alarm names three of them."""
 
     @model_validator(mode="after")
     def _check(self) -> GuardsConfig:
         raise_problems(
             f"guards.{name}.action=stop: needs a limit; set guards.{name}.limit=…"
-            for name, guard in (("kl", self.kl), ("entropy", self.entropy))
+            for name, guard in (
+                ("kl", self.kl),
+                ("entropy", self.entropy),
+                ("reward_hacking", self.reward_hacking),
+            )
             if guard.limit is None and guard.action is OnTrip.stop
         )
         return self

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from agenttrain.algorithms.mismatch import GAP, likely_cause
 from agenttrain.health.config import GuardsConfig, OnTrip, ToolFailures
+from agenttrain.health.reward_hacking import Alarm, RewardWatch
 from agenttrain.types import AgenttrainError, Rollout, ToolError
 
 
@@ -51,12 +54,22 @@ class Guards:
     asynchronous: bool = False
     """Rollouts may be sampled under older weights. `logprob_gap` then judges only the tokens that
     were sampled under the weights of the step, if there are any."""
+    folder: Path | None = None
+    """The run's folder, which an alarm's command names; None: it names no command."""
+    on_alarm: Callable[[Mapping[str, Any]], None] | None = None
+    """Records an alarm, whose rollouts `agenttrain view` lists."""
     streak: int = 0
     """Latest steps in a row in which no rollout had an advantage other than 0."""
     _tripped: set[str] = field(default_factory=set)
     """Guards that have warned and are still beyond their limit."""
     _calls: dict[str, Calls] = field(default_factory=dict)
     """Calls by tool, until there are enough of them to judge."""
+    _watch: RewardWatch = field(init=False)
+    _held_out: str | None = None
+    """Alarm of an evaluation that stops the run after the next step."""
+
+    def __post_init__(self) -> None:
+        self._watch = RewardWatch(config=self.config.reward_hacking)
 
     def check_step(
         self,
@@ -104,8 +117,16 @@ class Guards:
                 if name == "logprob_gap" and cause:
                     problem += f"; likely cause: {cause}"
             self._report(name, name, problem, f"step {step}", warn)
-        if guards.tool_failures.limit is None:
-            return
+        if guards.tool_failures.limit is not None:
+            self._check_tools(step, rollouts, warn)
+        if guards.reward_hacking.limit is not None:
+            self._check_reward_hacking(step, rollouts, warn)
+
+    def _check_tools(
+        self, step: int, rollouts: Sequence[Rollout], warn: Callable[[str], None]
+    ) -> None:
+        """Judge the tools that have enough calls since they were last judged."""
+        guards = self.config
         _add_calls(rollouts, self._calls)
         min_calls = guards.tool_failures.calls
         tools = [tool for tool, calls in self._calls.items() if calls.count >= min_calls]
@@ -114,10 +135,43 @@ class Guards:
         for tool, problem in tool_problems.items():
             self._report("tool_failures", f"tool_failures {tool}", problem, f"step {step}", warn)
 
+    def _check_reward_hacking(
+        self, step: int, rollouts: Sequence[Rollout], warn: Callable[[str], None]
+    ) -> None:
+        """Warn of new signs of reward hacking; raise GuardTripped with action=stop."""
+        alarm = self._watch.check_step(step, rollouts)
+        text, self._held_out = self._held_out, None
+        if alarm is not None:
+            text = self._record_alarm(alarm)
+            warn(f"guard: step {step}: {text}")
+        if text is not None and self.config.reward_hacking.action is OnTrip.stop:
+            remedy = "set guards.reward_hacking.action=warn to continue"
+            raise GuardTripped(f"step {step}: {text}; {remedy}")
+
+    def _record_alarm(self, alarm: Alarm) -> str:
+        """Record an alarm; return its text with the rollouts to look at and the command."""
+        if self.on_alarm is not None:
+            self.on_alarm({"guard": "reward_hacking", **asdict(alarm)})
+        ids = ", ".join(rollout_id for _, rollout_id in alarm.rollouts)
+        text = f"{alarm.text} (guards.reward_hacking); look at {ids}"
+        if self.folder is not None:
+            text += f": agenttrain view {shlex.quote(str(self.folder))}"
+        return text
+
     def check_evaluation(
         self, label: str, rollouts: Sequence[Rollout], warn: Callable[[str], None]
     ) -> None:
-        """Warn of tools that fail in an evaluation, which is never stopped."""
+        """Warn of tools that fail in an evaluation, which is never stopped, and of its reward.
+
+        `label` begins with the time of the evaluation: ``step-20/sampled``. If its reward falls
+        while that of training rises, and action=stop, the run stops after the next step.
+        """
+        if self.config.reward_hacking.limit is not None:
+            name = label.partition("/")[2]
+            alarm = self._watch.check_evaluation(name, rollouts)
+            if alarm is not None:
+                self._held_out = self._record_alarm(alarm)
+                warn(f"guard: {label}: {self._held_out}")
         if self.config.tool_failures.limit is None:
             return
         calls_by_tool: dict[str, Calls] = {}
@@ -132,12 +186,18 @@ class Guards:
     def state_dict(self) -> dict[str, Any]:
         """Return the JSON state that later steps' guards depend on."""
         calls = {tool: [calls.count, calls.failures] for tool, calls in self._calls.items()}
-        return {"streak": self.streak, "tool_calls": calls}
+        return {
+            "streak": self.streak,
+            "tool_calls": calls,
+            "reward_hacking": self._watch.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`."""
         self.streak = state["streak"]
         self._calls = {tool: Calls(*counts) for tool, counts in state["tool_calls"].items()}
+        if "reward_hacking" in state:  # checkpoints of 0.1 have none
+            self._watch.load_state_dict(state["reward_hacking"])
 
     def _report(
         self, name: str, key: str, problem: str | None, when: str, warn: Callable[[str], None]

@@ -44,6 +44,8 @@ It gets the columns that its signature names, or all of them with ``**columns``.
 
     def short(rollout: Rollout, limit: int) -> float:
         return float(rollout.sampled_length <= limit)
+
+If its first parameter is named `rollouts`, it gets all rollouts of a group and returns a list.
 """
 
 
@@ -102,7 +104,9 @@ class FunctionScorer:
         # The function, and the limits and means of its calls.
         self.name = name
         self._function = function
-        self._trl = is_trl(function)
+        self.scores_groups = is_of_groups(function)
+        """True for a function of `rollouts`, which scores a group at once."""
+        self._trl = is_trl(function) and not self.scores_groups
         """True for a function with TRL's signature, which scores a whole batch."""
         self._blocks = blocks(function)
         """True for a sync function, which would hold up the event loop: it runs in threads."""
@@ -142,6 +146,8 @@ class FunctionScorer:
             return []
         if self._trl:
             return await self._score_batch(rollouts)
+        if self.scores_groups:
+            return await self._score_groups(rollouts)
         calls = [functools.partial(self._call, rollout) for rollout in rollouts]
 
         async def run(call: Call) -> Outcome:
@@ -168,13 +174,33 @@ class FunctionScorer:
         arguments = batch_arguments([copy_rollout(rollout) for rollout in rollouts])
         async with self._slot():
             batch = await self._run(lambda: self._function(**self._columns_of(arguments)))
-        if isinstance(batch.error, RewardUnavailable):
-            return [batch.error] * len(rollouts)
+        return await self._read_batch(batch, rollouts)
+
+    async def _score_groups(self, rollouts: Sequence[Rollout]) -> list[Score]:
+        """Call a function of groups, which scores all rollouts of one `group_id` at once."""
+        groups: dict[str, list[Rollout]] = {}
+        for rollout in rollouts:
+            groups.setdefault(rollout.group_id, []).append(rollout)
+
+        async def run(group: Sequence[Rollout]) -> Outcome:
+            async with self._slot():
+                return await self._run(functools.partial(self._call_group, group))
+
+        outcomes = await asyncio.gather(*map(run, groups.values()))
+        scores: dict[int, Score] = {}  # by the identity of the rollout: ids may repeat
+        for group, outcome in zip(groups.values(), outcomes, strict=True):
+            group_scores = await self._read_batch(outcome, group)
+            scores |= {id(r): score for r, score in zip(group, group_scores, strict=True)}
+        return [scores[id(rollout)] for rollout in rollouts]
+
+    async def _read_batch(self, batch: Outcome, rollouts: Sequence[Rollout]) -> list[Score]:
+        """Return the scores of a call for several rollouts; raise RewardError as `_read` does."""
         if batch.error is not None:
-            raise scoring_error(self.name, rollouts[0], batch.error) from batch.error
+            return [await self._read(batch, rollout) for rollout in rollouts]
         values = batch.value
         if not isinstance(values, Sequence) or len(values) != len(rollouts):
-            wrong = ValueError(f"it returned {values!r} for {len(rollouts)} completions")
+            called_with = "rollouts" if self.scores_groups else "completions"
+            wrong = ValueError(f"it returned {values!r} for {len(rollouts)} {called_with}")
             raise scoring_error(self.name, rollouts[0], wrong)
         return [
             await self._read(Outcome(value=value), rollout)
@@ -232,16 +258,31 @@ class FunctionScorer:
 
     def _call(self, rollout: Rollout) -> Any:
         """Call the function on a copy of the rollout; ChangedRollout if it changes the copy."""
-        rollout_copy = copy_rollout(rollout)
-        columns = self._columns_of(rollout.task.columns)
-        value = self._function(rollout_copy, **{name: copy_value(v) for name, v in columns.items()})
+        return self._call_on_copies([rollout], lambda copies: copies[0])
+
+    def _call_group(self, group: Sequence[Rollout]) -> Any:
+        """Call the function on copies of a group; ChangedRollout if it changes one."""
+        return self._call_on_copies(group, lambda copies: copies)
+
+    def _call_on_copies(
+        self, rollouts: Sequence[Rollout], argument: Callable[[list[Rollout]], Any]
+    ) -> Any:
+        """Call the function with `argument(copies)` and the columns of the rollouts' task."""
+        copies = [copy_rollout(rollout) for rollout in rollouts]
+        columns = self._columns_of(rollouts[0].task.columns)
+        value = self._function(argument(copies), **{n: copy_value(v) for n, v in columns.items()})
+
+        def check_all() -> None:
+            for rollout_copy, rollout in zip(copies, rollouts, strict=True):
+                check_unchanged(rollout_copy, rollout)
+
         if not inspect.isawaitable(value):
-            check_unchanged(rollout_copy, rollout)
+            check_all()
             return value
 
         async def await_and_check() -> Any:
             result = await value
-            check_unchanged(rollout_copy, rollout)
+            check_all()
             return result
 
         return await_and_check()
@@ -433,6 +474,11 @@ def is_trl(function: Callable[..., Any]) -> bool:
     """Return True for a function with TRL's parameters: some of `TRL_PARAMETERS`, no `rollout`."""
     names = inspect.signature(function).parameters
     return any(name in names for name in TRL_PARAMETERS) and "rollout" not in names
+
+
+def is_of_groups(function: Callable[..., Any]) -> bool:
+    """Return True for a function whose first parameter is named `rollouts`: it scores a group."""
+    return next(iter(inspect.signature(function).parameters), None) == "rollouts"
 
 
 def batch_arguments(rollouts: Sequence[Rollout]) -> dict[str, Any]:

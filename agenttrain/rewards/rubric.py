@@ -107,6 +107,15 @@ class Rubric:
                         "the last message instead"
                     )
 
+    def check_group_size(self, group_size: int) -> None:
+        """Raise ValueError if a function compares the rollouts of groups that have only one."""
+        for scorer in self._scorers:
+            if scorer.scores_groups and group_size == 1:
+                raise ValueError(
+                    f"reward.{scorer.name}: compares the rollouts of a group, and "
+                    "algorithm.group_size=1 leaves nothing to compare; set it to 2 or more"
+                )
+
     async def score(self, rollouts: Sequence[Rollout]) -> list[str]:
         """Set `rewards`, `turn_scores` and `reward` of every rollout.
 

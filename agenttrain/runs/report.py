@@ -1,9 +1,9 @@
-"""The end of a run on the console, and the page of a step's rollouts."""
+"""The end of a run on the console, and the pages of its rollouts."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from agenttrain.settings.follow_up import after_sft
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tracking import viewer
 from agenttrain.tracking.metrics import Scores
+from agenttrain.tracking.notable import Section, notable_rollouts
 from agenttrain.tracking.report import print_report
 from agenttrain.tracking.rollouts import read_step, rollout_record, step_path
 from agenttrain.tracking.run_folder import read_summary, write_atomically
@@ -93,6 +94,32 @@ def print_losses(
 
 def write_page(config: RunConfig, folder: Path, step: int, to: Path | None = None) -> Path:
     """Write the HTML page of a step's rollouts; return its path, by default beside their file."""
+    path = to or step_path(folder, step).with_suffix(".html")
+    title = f"{folder.resolve().name}, step {step}"
+    return _write(config, folder, path, read_step(folder, step), title=title)
+
+
+def write_front_page(config: RunConfig, folder: Path, to: Path | None = None) -> Path:
+    """Write the page of a run's rollouts that are worth a look; return its path.
+
+    By default that is ``rollouts/index.html``.
+    """
+    notable = notable_rollouts(folder, f"view {folder}")
+    path = to or folder / "rollouts" / "index.html"
+    title = folder.resolve().name
+    return _write(config, folder, path, notable.records, title=title, sections=notable.sections)
+
+
+def _write(
+    config: RunConfig,
+    folder: Path,
+    path: Path,
+    rollouts: Iterable[Mapping[str, Any]],
+    *,
+    title: str,
+    sections: Sequence[Section] = (),
+) -> Path:
+    """Write a page of rollout records of the run in `folder`."""
     from transformers import AutoTokenizer
 
     # The checkpoint has the run's tokenizer; the folder model.path may have changed since.
@@ -100,10 +127,8 @@ def write_page(config: RunConfig, folder: Path, step: int, to: Path | None = Non
     if not tokenizer_folder.exists():
         tokenizer_folder = model_folder(config.model.path, revision=config.model.revision)
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    path = to or step_path(folder, step).with_suffix(".html")
-    title = f"{folder.resolve().name}, step {step}"
-    image_folder = step_path(folder, step).parent
-    rollouts = read_step(folder, step)
-    page = viewer.render(rollouts, tokenizer.decode, title=title, folder=image_folder)
+    page = viewer.render(
+        rollouts, tokenizer.decode, title=title, folder=folder / "rollouts", sections=sections
+    )
     write_atomically(path, page)
     return path

@@ -646,7 +646,14 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
         teacher=teacher,
         checkpoints=checkpoints,
         stop_when=StopWhen(config.stop_when),
-        guards=None if supervised else Guards(config=config.guards, asynchronous=is_asynchronous),
+        guards=None
+        if supervised
+        else Guards(
+            config=config.guards,
+            asynchronous=is_asynchronous,
+            folder=run.folder,
+            on_alarm=run.tracker.alarm,
+        ),
         best=None if supervised else Best(),
         probe=probe,
     )

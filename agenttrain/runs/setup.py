@@ -272,11 +272,14 @@ class Components:
     def rubric(self) -> Rubric:
         """The run's rewards, also those of its environments.
 
-        Raises ValueError for a reward on a tool that neither the run nor a row has.
+        Raises ValueError for a reward on a tool that neither the run nor a row has, and for one
+        that compares the rollouts of a group where a group has only one.
         """
         # Computing `row_tool_names` checks the rows, which an outside agent's run needs too.
         names = {*self.toolbox.names, *self.environments.tool_names, *self.row_tool_names}
         rubric = rubric_of(self.config, self.environments.rewards, self.roles)
+        if self.verb == "train":
+            rubric.check_group_size(self.config.algorithm.group_size)
         if not self.config.agent.outside:  # the tools of an outside agent are not known here
             rubric.check_tools(names)
         return rubric

@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from agenttrain.tracking.answers import answer_metrics
 from agenttrain.types import Rollout, StopReason, ToolError, ToolResult
 
 SUCCESS_REWARD = 1.0
@@ -47,6 +48,7 @@ def rollout_metrics(
             f"stop/{reason}": _mean([rollout.stop_reason is reason for rollout in rollouts])
             for reason in StopReason
         },
+        **answer_metrics(rollouts),
         "turns/mean": _mean([rollout.turns for rollout in rollouts]),
         "trajectories/mean": _mean([len(rollout.trajectories) for rollout in rollouts]),
     }

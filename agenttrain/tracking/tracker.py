@@ -193,6 +193,11 @@ class Tracker:
         warnings = read_summary(self._folder).get("warnings", [])
         update_summary(self._folder, warnings=[*warnings, text])
 
+    def alarm(self, alarm: Mapping[str, Any]) -> None:
+        """Add an alarm with its `step`, `text` and `rollouts` to `alarms` in summary.json."""
+        alarms = read_summary(self._folder).get("alarms", [])
+        update_summary(self._folder, alarms=[*alarms, alarm])
+
     def phase(self, name: str) -> None:
         """Show the run's phase: `rollout`, `train`, `eval`."""
         self.progress.phase(name)
@@ -233,7 +238,7 @@ class SilentTracker(Tracker):
         """Do nothing."""
 
     # The main process checks the folder for all.
-    step = check_folder = checkpoint = evaluation = best = warn = close = _ignore
+    step = check_folder = checkpoint = evaluation = best = warn = alarm = close = _ignore
 
 
 class MetricsFile:

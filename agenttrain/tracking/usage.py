@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 PHASES = ("data", "rollout", "train", "sync")
 """Phases of a step whose seconds are metrics: ``time/train_s``."""
+WAITED = {"async/idle_s": "engine_idle_s", "async/wait_s": "trainer_wait_s"}
+"""Seconds of an asynchronous step's metrics -> their sum in `Usage.summary()`."""
 HOUR_S = 3600.0
 
 
@@ -88,6 +90,7 @@ class Usage:
         phases = {phase: sums[name] for phase in PHASES if (name := f"time/{phase}_s") in sums}
         figures |= {f"{phase}_s": value for phase, value in phases.items()}
         figures["other_s"] = max(seconds - sum(phases.values()), 0.0)
+        figures |= {figure: sums[name] for name, figure in WAITED.items() if name in sums}
         # Means weighted by seconds: see `_count`.
         if "idle" in sums:
             figures["rollout_idle"] = sums["idle"] / sums["idle_of"]
@@ -111,7 +114,7 @@ class Usage:
             if isinstance(value, int | float) and math.isfinite(value)
         }
         self._steps += 1
-        for name in ("tokens/sampled", "tokens/trained", "tokens/computed"):
+        for name in ("tokens/sampled", "tokens/trained", "tokens/computed", *WAITED):
             self._add(name, measured.get(name))
         in_phases = {phase: measured.get(f"time/{phase}_s") for phase in PHASES}
         for phase, value in in_phases.items():
@@ -146,7 +149,8 @@ def usage_lines(usage: Mapping[str, float]) -> Iterator[tuple[str, str]]:
         shares = {name: f"{name} {usage[f'{name}_s'] / total_s:.0%}" for name in names}
         if "rollout_idle" in usage:
             shares["rollout"] += f" (engine idle {usage['rollout_idle']:.0%})"
-        yield "time", ", ".join(shares.values())
+        waits = [text.format(usage[n] / total_s) for n, text in WAITS.items() if n in usage]
+        yield "time", ", ".join([*shares.values(), *waits])
     tokens = [text.format(usage[name]) for name, text in TOKENS.items() if name in usage]
     if tokens:
         yield "usage", ", ".join(tokens)
@@ -160,6 +164,10 @@ def usage_lines(usage: Mapping[str, float]) -> Iterator[tuple[str, str]]:
 TOKENS = {
     "tokens_sampled": "{:,.0f} tokens sampled",
     "tokens_trained": "{:,.0f} tokens trained",
+}
+WAITS = {
+    "engine_idle_s": "engine idle {:.0%}",
+    "trainer_wait_s": "trainer waiting {:.0%}",
 }
 SPEED = {
     "mfu": "MFU {:.3f}",

@@ -9,10 +9,12 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from agenttrain.tracking.notable import Section
 from agenttrain.tracking.pictures import with_data
 from agenttrain.utils.json_lines import dumps
 
@@ -29,10 +31,12 @@ def render(
     *,
     title: str = "agenttrain rollouts",
     folder: Path | None = None,
+    sections: Sequence[Section] = (),
 ) -> str:
     """Return the HTML page of rollout records, as `rollouts.read_step` yields them.
 
-    `folder` has their images. Without it, images are shown by size and hash.
+    `folder` has their images. Without it, images are shown by size and hash. With `sections` the
+    page opens with lists of rollouts (`tracking/notable.py`).
 
     Example: ``render(read_step(Path("outputs/shop/run"), 10), tokenizer.decode)``
     """
@@ -53,16 +57,24 @@ def render(
         }
         for rollout in rollouts
     ]
-    return fill_page("viewer.html", data, {"__TITLE__": html.escape(title)})
+    front = as_script([asdict(section) for section in sections])
+    return fill_page("viewer.html", data, {"__TITLE__": html.escape(title), "__FRONT__": front})
 
 
 def fill_page(name: str, data: Any, texts: Mapping[str, str]) -> str:
     """Return the page `name` of this folder with its data and the texts of its placeholders."""
     page = files("agenttrain.tracking").joinpath(name).read_text(encoding="utf-8")
-    # Inside a script element only `</` and `<!--` mean something; JSON may spell `<` as an escape.
-    parts = {**texts, "__DATA__": dumps(data).replace("<", "\\u003c")}
+    parts = {**texts, "__DATA__": as_script(data)}
     # In one pass, so that a title or token that reads like a placeholder stays.
     return re.sub("|".join(parts), lambda match: parts[match[0]], page)
+
+
+def as_script(data: Any) -> str:
+    """Return data as JSON that can stand in a script element.
+
+    There only `</` and `<!--` mean something, and JSON may spell `<` as an escape.
+    """
+    return dumps(data).replace("<", "\\u003c")
 
 
 def token_texts(token_ids: Sequence[int], decode: Decode, known: dict[int, str]) -> list[str]:

@@ -127,6 +127,31 @@ def test_a_judge_a_user_and_a_teacher_on_servers_of_the_run(
     assert left == ["0.log", "status"]
 
 
+def test_a_group_is_ranked_by_a_served_judge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CONFIG, json.dumps({"reply": "Ranking: 2 > 1"}))
+    run = tmp_path / "run"
+    judged = ("reward=[ranking]", "reward.ranking.url=role:judge", "roles.judge.model=bundled:shop")
+    with hydra_session(SOURCE):
+        config = compose_run(["debug=tiny", "tracker=none", *judged], SOURCE).config
+        validate(config)
+
+    async def main() -> None:
+        async with serving(run, config):
+            components = Components(config, "train", run)
+            rollouts = [rollout([20, 21, 2]), rollout([22, 2])]
+            rollouts[1].trajectories[0].messages[-1]["content"] = "6"
+            await components.rubric.score(rollouts)
+            (asked,) = await call(run, "judge", "GET", "/stub/log")
+            content = asked["messages"][0]["content"]
+            first_is_5 = content.index("[assistant] 5") < content.index("[assistant] 6")
+            assert [r.reward for r in rollouts] == ([0.0, 1.0] if first_is_5 else [1.0, 0.0])
+            await components.aclose()
+
+    asyncio.run(main())
+
+
 @pytest.mark.slow
 def test_requests_of_a_killed_server_are_sent_to_another(
     tmp_path: Path,

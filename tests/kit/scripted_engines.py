@@ -2,6 +2,7 @@
 
 engine._target_=scripted_engines.SCRIPTED    no weights; answers follow from the request alone
 engine._target_=scripted_engines.SLOW        the same, but each answer takes its own time
+engine._target_=scripted_engines.CHEATING    the same, until it finds that silence is rewarded
 engine._target_=scripted_engines.COPY        samples from weights that each step sends to it
 engine._target_=scripted_engines.BROADCAST   the same, and the trainer sends them as a broadcast
 engine._target_=scripted_engines.REPLAY      answers as the rollouts of an earlier run were sampled
@@ -94,6 +95,33 @@ def copy(settings: TransformersSettings, inputs: EngineInputs):
     return Copy(model.requires_grad_(False), settings)
 
 
+def cheating(settings: TransformersSettings, inputs: EngineInputs) -> ScriptedEngine:
+    """Answer as `scripted`; every second rollout says nothing from the fifth step on."""
+    engine = scripted(settings, inputs)
+    answer = engine.generate
+
+    async def generate(token_ids, sampling, *, session, **names):
+        if engine.version >= 4 and session.endswith(("0", "2")):
+            return Completion(
+                token_ids=(sampling.stop_token_ids[0],),
+                logprobs=(-0.5,),
+                finish=Finish.stop,
+                versions=((engine.version, 1),),
+            )
+        return await answer(token_ids, sampling, session=session, **names)
+
+    engine.generate = generate
+    return engine
+
+
+def likes_silence(rollout) -> float:
+    """Pay for a rollout without a word, and for some others."""
+    trajectory = rollout.trajectories[0]
+    first = trajectory.own_ids[trajectory.prompt_length]
+    return float(trajectory.sampled_length == 1 or first % 4 == 0)
+
+
+CHEATING = EngineSpec(settings=TransformersSettings, build=cheating, standalone=True)
 SCRIPTED = EngineSpec(
     settings=TransformersSettings, build=scripted, standalone=True, deterministic=True
 )

@@ -28,6 +28,7 @@ def rewards(folder, *overrides):
 def test_the_shop_agent_learns_to_chain_queries(tmp_path, algorithm):
     """The default command, as a new user types it."""
     curve, summary = rewards(tmp_path, f"algorithm={algorithm}")
+    assert "alarms" not in summary  # of guards.reward_hacking
     assert mean(curve[:3]) < 0.45
     assert mean(curve[-5:]) > 0.80
     before, after = summary["eval"]["before"], summary["eval"]["after"]
@@ -35,6 +36,16 @@ def test_the_shop_agent_learns_to_chain_queries(tmp_path, algorithm):
     assert after["reward"] > 0.88
     chained = {s["label"]: s["by_group"] for s in before["scores"]}["sampled"]
     assert chained["2"]["mean"] < 0.15
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("experiment", ["shop", "calculator"])
+def test_bundled_agents_that_learn_set_off_no_alarm(tmp_path, experiment, seed):
+    arguments = (f"experiment={experiment}", f"seed={seed}", "eval.questions=0")
+    curve, summary = rewards(tmp_path, *arguments)
+    assert mean(curve[-5:]) > mean(curve[:3]) + 0.3
+    assert "alarms" not in summary
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", pytest.param("rloo", marks=pytest.mark.long)])

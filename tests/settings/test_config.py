@@ -71,6 +71,7 @@ NEEDS_A_PATH = {
     "reward=format": ["reward.format.pattern=Answer.*"],
     "reward=jmespath": ["reward.jmespath.expression=turns"],
     "reward=json_schema": ["reward.json_schema.column=shape"],
+    "reward=ranking": ["reward.ranking.url=http://localhost:8000/v1", "reward.ranking.model=m"],
     "reward=judge": ["reward.judge.url=http://localhost:8000/v1", "reward.judge.model=m"],
     "environment=gymnasium": ["environment.gymnasium.id=FrozenLake-v1"],
     "environment=openenv": ["environment.openenv.url=http://127.0.0.1:8000"],

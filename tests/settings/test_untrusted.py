@@ -118,6 +118,7 @@ NOT_DATA = {
     "customer": {"task", "spoken", "seed"},  # a user function: not filled by the settings either
     "LlmUser": {"url", "api_key_env", "extra"},
     "Judge": {"url", "api_key_env", "extra"},
+    "Ranking": {"url", "api_key_env", "extra"},
 }
 
 

@@ -38,6 +38,9 @@ def test_metrics_of_three_rollouts():
         **{f"stop/{reason}": 0.0 for reason in StopReason},
         "stop/completed": 2 / 3,
         "stop/max_tokens": 1 / 3,
+        "answers/empty": 2 / 3,  # these rollouts have ids, and no messages
+        "answers/copied": 0.0,
+        "answers/repeated": 0.0,
         "turns/mean": 5 / 3,  # (2 + 2 + 1) / 3
         "trajectories/mean": 1.0,
     }

@@ -85,6 +85,21 @@ def test_the_console_gets_shares() -> None:
         "cost": "1,234.50: 8 x 2.5 an hour",
     }
     assert list(usage_lines({})) == []
+    waited = {"rollout_s": 3.0, "other_s": 1.0, "engine_idle_s": 1.0, "trainer_wait_s": 2.0}
+    assert dict(usage_lines(waited)) == {
+        "time": "rollout 75%, other 25%, engine idle 25%, trainer waiting 50%"
+    }
+
+
+def test_an_asynchronous_run_adds_up_what_it_waited() -> None:
+    now = SimpleNamespace(s=0.0)
+    usage = Usage(clock=lambda: now.s)
+    now.s = 20.0
+    usage.add({"time/rollout_s": 4.0, "async/idle_s": 1.5, "async/wait_s": 3.0})
+    usage.add({"time/rollout_s": 5.0, "async/idle_s": 0.5, "async/wait_s": 1.0})
+    assert usage.summary() == {
+        "rollout_s": 9, "other_s": 11, "engine_idle_s": 2, "trainer_wait_s": 4,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Annotated, Any
@@ -13,7 +13,7 @@ import regex
 from agenttrain.rewards.builtin.answers import as_text
 from agenttrain.rewards.builtin.format import rollout_view
 from agenttrain.rewards.function import RewardUnavailable
-from agenttrain.types import Rollout
+from agenttrain.types import Message, Rollout
 from agenttrain.utils.chat_api import ChatApi, ChatBackend, ChatUnavailable, Transient
 from agenttrain.utils.content import parts, text_of
 from agenttrain.utils.data_fields import Data, DataWhere
@@ -79,22 +79,13 @@ class Judge:
 
     def __call__(self, rollout: Rollout, **columns: Any) -> float:
         view = rollout_view(rollout)
-        # All messages as plain text, with calls and replies in their places.
-        lines: list[str] = []
         first, *later = rollout.trajectories
         # The prompts of later trajectories repeat earlier messages: only added ones count.
-        for message in chain(first.messages, *(t.added_messages for t in later)):
-            if message.get("content"):
-                lines.append(f"[{message['role']}] {text_of(parts(message['content']))}")
-            for call in message.get("tool_calls") or ():
-                function = call["function"]
-                lines.append(f"[call] {function['name']}({as_text(function.get('arguments', {}))})")
-        user_messages = [m for m in rollout.task.messages if m["role"] == "user"]
-        questions = [text_of(parts(m["content"])) for m in user_messages]
+        messages_shown = chain(first.messages, *(t.added_messages for t in later))
         fields = {
-            "question": questions[-1] if questions else "",
+            "question": last_question(rollout),
             "final": view["final"],
-            "conversation": "\n".join(lines),
+            "conversation": as_lines(messages_shown),
             "tool_calls": view["tool_calls"],
             "stop_reason": view["stop_reason"],
         }
@@ -105,6 +96,27 @@ class Judge:
             return self._api.ask(messages, self._score.read)
         except ChatUnavailable as error:
             raise RewardUnavailable(str(error)) from error
+
+
+def as_lines(messages: Iterable[Message]) -> str:
+    """Return messages as plain text, with calls and replies in their places.
+
+    Example: ``[user] What is 3 + 4?``, ``[call] add({"a": 3, "b": 4})``, ``[tool] 7``.
+    """
+    lines: list[str] = []
+    for message in messages:
+        if message.get("content"):
+            lines.append(f"[{message['role']}] {text_of(parts(message['content']))}")
+        for call in message.get("tool_calls") or ():
+            function = call["function"]
+            lines.append(f"[call] {function['name']}({as_text(function.get('arguments', {}))})")
+    return "\n".join(lines)
+
+
+def last_question(rollout: Rollout) -> str:
+    """Return the last user message of the task's prompt; "" if it has none."""
+    user_messages = [m for m in rollout.task.messages if m["role"] == "user"]
+    return text_of(parts(user_messages[-1]["content"])) if user_messages else ""
 
 
 @dataclass(slots=True)

@@ -1,0 +1,357 @@
+"""Signs that a reward rises for another reason than a better policy.
+
+A sign is a property of a rollout: it hands in nothing, or a copy of a tool's text, or the answer
+that many other tasks get, or it ended for a reason or with a length that the run did not know. It
+is an alarm if three things come together since the steps in which it was rarest: its share of the
+rollouts rises by `limit`, the reward rises by more than noise, and rollouts with the sign are
+rewarded at least as well as those without it. A policy that learns drops most of these signs, or
+keeps them without a reward.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from agenttrain.health.config import RewardHacking
+from agenttrain.tracking.answers import answer_of, is_copied, is_empty
+from agenttrain.types import Rollout
+
+REWARD_ERRORS = 2.0
+"""Standard errors of a difference by which the training reward has to rise."""
+ERRORS = 3.0
+"""Standard errors by which the share of a sign has to rise, or a held-out reward to fall. They are
+over groups: an answer that is right for a quarter of a step's tasks is no sign."""
+NEW = 0.05
+"""Largest earlier share of a stop reason that is new."""
+LENGTH_FACTOR = 1.5
+"""Factor by which a length may leave the range of the first steps."""
+LEAST_TASKS = 3
+"""Tasks that show a sign before it counts: one group of a hard task may end alike."""
+HELD_OUT = "held_out"
+"""Sign of an evaluation that falls."""
+SUSPECTS = 3
+"""Rollouts that an alarm names."""
+ANSWERS = 3
+"""Most frequent answers of a step that are remembered."""
+ANSWER_CHARACTERS = 200
+"""Characters of an answer that are compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mean:
+    """Mean over groups, with the square of its standard error."""
+
+    value: float
+    error2: float
+
+    def rises_to(self, later: Mean, errors: float) -> bool:
+        """Return True if `later` is higher by more than `errors` standard errors."""
+        return later.value - self.value > errors * math.sqrt(self.error2 + later.error2)
+
+
+def mean_of(values: Sequence[float]) -> Mean:
+    """Return the mean of the groups' values. Of one group the error is infinite."""
+    if not values:
+        return Mean(value=math.nan, error2=math.inf)
+    count = len(values)
+    variance = statistics.variance(values) if count > 1 else math.inf
+    return Mean(value=statistics.fmean(values), error2=variance / count)
+
+
+@dataclass(slots=True)
+class Sign:
+    """The rollouts of a step that have a sign."""
+
+    count: int = 0
+    reward: float = 0.0
+    """Sum of their rewards."""
+    shares: dict[str, float] = field(default_factory=dict)
+    """Share of the rollouts of each group that has any, by the group's id."""
+    tasks: list[str] = field(default_factory=list)
+    suspects: list[str] = field(default_factory=list)
+    """Ids of the best-rewarded ones, each of another task."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """The rollouts of a step that have a reward, counted by sign."""
+
+    step: int
+    count: int = 0
+    reward: float = 0.0
+    """Sum of their rewards."""
+    group_rewards: dict[str, float] = field(default_factory=dict)
+    """Mean reward of each group, by its id."""
+    signs: dict[str, Sign] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """The steps in which a sign was rarest, up to `step`."""
+
+    step: int
+    share: Mean
+    """Share of the rollouts that had the sign."""
+    reward: Mean
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alarm:
+    """A finding of a step, and the rollouts to look at."""
+
+    step: int
+    signs: tuple[str, ...]
+    """Signs that are new in this alarm: ``empty``, ``copied``, ``long``, ``short``,
+    ``stop:<reason>``, ``answer:<text>``, or ``held_out``."""
+    text: str
+    rollouts: tuple[tuple[int, str], ...]
+    """Step and id of each, the best rewarded first."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RewardWatch:
+    """Looks for signs in the rollouts of each step, and compares held-out with training rewards."""
+
+    config: RewardHacking
+    tallies: list[Tally] = field(default_factory=list)
+    """The latest `config.window` steps."""
+    references: dict[str, Reference] = field(default_factory=dict)
+    lengths: tuple[float, float] | None = None
+    """Sampled tokens of nearly all rollouts of the first `config.window` steps."""
+    held_out: dict[str, tuple[Mean, Mean | None]] = field(default_factory=dict)
+    """Best evaluation so far by name, with the training reward at its time; None: the first steps
+    are not over yet."""
+    raised: set[str] = field(default_factory=set)
+    """Signs of which an alarm has told, and which are still there."""
+    _first_lengths: list[int] = field(default_factory=list)
+
+    def check_step(self, step: int, rollouts: Sequence[Rollout]) -> Alarm | None:
+        """Add a step. Return an alarm if a sign has become one; None if none has."""
+        rewarded = [rollout for rollout in rollouts if rollout.reward is not None]
+        if not rewarded:
+            return None
+        tally = self._count(step, rewarded)
+        window = self.config.window
+        if len(self.tallies) == window:
+            self._lower_references(tally)
+        self.tallies = [*self.tallies, tally][-window:]
+        if self.lengths is None:
+            self._first_lengths += [rollout.sampled_length for rollout in rewarded]
+            if len(self.tallies) == window:
+                ends = statistics.quantiles(self._first_lengths, n=20, method="inclusive")
+                self.lengths = ends[0], ends[-1]
+                self._first_lengths = []
+        if len(self.tallies) == window:
+            for name, (evaluation, training) in self.held_out.items():
+                self.held_out[name] = evaluation, training or _reward(self.tallies)
+        found = {sign: rise for sign in tally.signs if (rise := self._rise(sign)) is not None}
+        new = [sign for sign in found if sign not in self.raised]
+        # The largest rise first, and lengths last: they often come along with another sign.
+        new.sort(key=lambda sign: (sign in ("long", "short"), -found[sign]))
+        self.raised = {*found, *(sign for sign in self.raised if sign.startswith(HELD_OUT))}
+        return self._alarm(step, new) if new else None
+
+    def check_evaluation(self, name: str, rollouts: Sequence[Rollout]) -> Alarm | None:
+        """Add an evaluation. Return an alarm if it fell while the training reward rose.
+
+        `name` says which evaluation it is, without the time: ``sampled``.
+        """
+        means = group_means([r for r in rollouts if r.reward is not None])
+        rewards = mean_of([*means.values()])
+        if math.isnan(rewards.value):
+            return None
+        training = _reward(self.tallies) if self.tallies else None
+        best, training_then = self.held_out.get(name, (rewards, training))
+        if best.value <= rewards.value:
+            self.held_out[name] = rewards, training
+            self.raised.discard(f"{HELD_OUT}:{name}")
+            return None
+        if training is None or training_then is None or f"{HELD_OUT}:{name}" in self.raised:
+            return None
+        has_risen = training_then.rises_to(training, REWARD_ERRORS)
+        if not has_risen or not rewards.rises_to(best, ERRORS):
+            return None
+        self.raised.add(f"{HELD_OUT}:{name}")
+        tally = self.tallies[-1]
+        best_rollouts = tally.signs["any"].suspects
+        return Alarm(
+            step=tally.step,
+            signs=(HELD_OUT,),
+            text=f"the held-out reward ({name}) fell from {best.value:.3g} to {rewards.value:.3g} "
+            f"as that of training rose from {training_then.value:.3g} to {training.value:.3g}",
+            rollouts=tuple((tally.step, rollout_id) for rollout_id in best_rollouts),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the JSON state that later alarms depend on."""
+        return {
+            "tallies": [asdict(tally) for tally in self.tallies],
+            "references": {sign: asdict(r) for sign, r in self.references.items()},
+            "lengths": self.lengths,
+            "first_lengths": [*self._first_lengths],
+            "held_out": {
+                name: [asdict(best), None if training is None else asdict(training)]
+                for name, (best, training) in self.held_out.items()
+            },
+            "raised": sorted(self.raised),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`."""
+        self.tallies = [
+            Tally(**{**tally, "signs": {name: Sign(**s) for name, s in tally["signs"].items()}})
+            for tally in state["tallies"]
+        ]
+        self.references = {
+            sign: Reference(
+                step=reference["step"],
+                share=Mean(**reference["share"]),
+                reward=Mean(**reference["reward"]),
+            )
+            for sign, reference in state["references"].items()
+        }
+        self.lengths = None if state["lengths"] is None else tuple(state["lengths"])
+        self._first_lengths = list(state["first_lengths"])
+        self.held_out = {
+            name: (Mean(**best), None if training is None else Mean(**training))
+            for name, (best, training) in state["held_out"].items()
+        }
+        self.raised = set(state["raised"])
+
+    def _count(self, step: int, rollouts: Sequence[Rollout]) -> Tally:
+        """Return the tally of a step's rollouts, all of which have a reward."""
+        tally = Tally(step, len(rollouts), group_rewards=group_means(rollouts))
+        signs_by_id = {id(rollout): list(self._signs(rollout)) for rollout in rollouts}
+        answers = Counter(s for signs in signs_by_id.values() for s in signs if s[:7] == "answer:")
+        frequent = {answer for answer, _ in answers.most_common(ANSWERS)}
+        sizes = Counter(rollout.group_id for rollout in rollouts)
+        for rollout in sorted(rollouts, key=lambda r: r.reward or 0.0, reverse=True):
+            assert rollout.reward is not None
+            tally.reward += rollout.reward
+            for name in signs_by_id[id(rollout)]:
+                if name[:7] == "answer:" and name not in frequent:
+                    continue
+                sign = tally.signs.setdefault(name, Sign())
+                sign.count += 1
+                sign.reward += rollout.reward
+                group_id = rollout.group_id
+                sign.shares[group_id] = sign.shares.get(group_id, 0.0) + 1 / sizes[group_id]
+                if rollout.task.task_id not in sign.tasks:
+                    sign.tasks.append(rollout.task.task_id)
+                    sign.suspects = [*sign.suspects, rollout.rollout_id][:SUSPECTS]
+        return tally
+
+    def _signs(self, rollout: Rollout) -> Iterator[str]:
+        """Yield the signs of a rollout; ``any`` is that of all."""
+        answer = answer_of(rollout)
+        yield "any"
+        yield f"stop:{rollout.stop_reason}"
+        if is_empty(answer):
+            yield "empty"
+        elif answer is not None:
+            yield f"answer:{answer.strip()[:ANSWER_CHARACTERS]}"
+        if is_copied(rollout, answer):
+            yield "copied"
+        if self.lengths is not None and rollout.sampled_length > self.lengths[1] * LENGTH_FACTOR:
+            yield "long"
+        if self.lengths is not None and rollout.sampled_length < self.lengths[0] / LENGTH_FACTOR:
+            yield "short"
+
+    def _lower_references(self, tally: Tally) -> None:
+        """Update the steps in which each sign was rarest; `tally` is the step after them."""
+        seen = {sign for earlier in (*self.tallies, tally) for sign in earlier.signs}
+        # Answers of long ago are forgotten, or a run would keep every answer.
+        kept = {sign: r for sign, r in self.references.items() if sign in seen or ":" not in sign}
+        reward = _reward(self.tallies)
+        for sign in {*kept, *seen}:
+            share = self._share(sign, self.tallies)
+            if sign not in kept or share.value <= kept[sign].share.value:
+                step = self.tallies[-1].step
+                kept[sign] = Reference(step=step, share=share, reward=reward)
+        self.references = kept
+
+    def _rise(self, sign: str) -> float | None:
+        """Return the rise of a sign's share since it was rarest, if it is an alarm, else None."""
+        reference = self.references.get(sign)
+        if sign == "any" or reference is None:
+            return None
+        if sign.startswith("stop:") and reference.share.value > NEW:
+            return None
+        since = self._since(reference)
+        share = self._share(sign, since)
+        rise = share.value - reference.share.value
+        signed = [tally.signs[sign] for tally in since if sign in tally.signs]
+        assert self.config.limit is not None, "without a limit nothing is watched"
+        if rise < self.config.limit or not reference.share.rises_to(share, ERRORS):
+            return None
+        if len({task for sign_of_step in signed for task in sign_of_step.tasks}) < LEAST_TASKS:
+            return None
+        count, reward = sum(s.count for s in signed), sum(s.reward for s in signed)
+        other_count = sum(tally.count for tally in since) - count
+        other_reward = sum(tally.reward for tally in since) - reward
+        if other_count and reward / count < other_reward / other_count:
+            return None
+        has_risen = reference.reward.rises_to(_reward(since), REWARD_ERRORS)
+        return rise if has_risen else None
+
+    def _alarm(self, step: int, signs: Sequence[str]) -> Alarm:
+        """Return the alarm of a step; the text is about the first of `signs`, and names others."""
+        (first, *others), rollouts = signs, []
+        reference = self.references[first]
+        since = self._since(reference)
+        for tally in reversed(since):
+            if first in tally.signs:
+                rollouts += [(tally.step, name) for name in tally.signs[first].suspects]
+        text = (
+            f"the reward rose from {reference.reward.value:.3g} to {_reward(since).value:.3g} "
+            f"since step {reference.step}, and the share of {self._describe(first)} from "
+            f"{reference.share.value:.2f} to {self._share(first, since).value:.2f}"
+        )
+        if others:
+            text += f"; also of {', '.join(map(self._describe, others))}"
+        return Alarm(step=step, signs=tuple(signs), text=text, rollouts=tuple(rollouts[:SUSPECTS]))
+
+    def _describe(self, sign: str) -> str:
+        """Return a sign in words."""
+        kind, _, value = sign.partition(":")
+        low, high = self.lengths or (0.0, 0.0)
+        return {
+            "stop": f"rollouts that end as {value}",
+            "empty": "empty answers",
+            "answer": f"the answer {value[:60]!r}",
+            "copied": "answers copied from a tool's text",
+            "long": f"rollouts of over {high * LENGTH_FACTOR:.0f} sampled tokens",
+            "short": f"rollouts of under {low / LENGTH_FACTOR:.0f} sampled tokens",
+        }[kind]
+
+    def _since(self, reference: Reference) -> list[Tally]:
+        """Return the latest steps that came after a reference."""
+        return [tally for tally in self.tallies if tally.step > reference.step]
+
+    def _share(self, sign: str, tallies: Sequence[Tally]) -> Mean:
+        """Return the share of rollouts with a sign in some steps."""
+        shares = [
+            tally.signs[sign].shares.get(group, 0.0) if sign in tally.signs else 0.0
+            for tally in tallies
+            for group in tally.group_rewards
+        ]
+        return mean_of(shares)
+
+
+def _reward(tallies: Sequence[Tally]) -> Mean:
+    """Return the mean reward of some steps."""
+    return mean_of([reward for tally in tallies for reward in tally.group_rewards.values()])
+
+
+def group_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return the mean reward of each group, by its id; all rollouts have a reward."""
+    groups: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        assert rollout.reward is not None
+        groups.setdefault(rollout.group_id, []).append(rollout.reward)
+    return {group_id: statistics.fmean(rewards) for group_id, rewards in groups.items()}

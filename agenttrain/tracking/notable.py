@@ -1,0 +1,165 @@
+"""The rollouts of a run that are worth a look: of alarms, the best, worst and most surprising.
+
+Only the files of the latest steps and of the latest alarms are read, so that a run of a thousand
+steps takes no longer than one of ten.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agenttrain.tracking.rollouts import read_step, step_path, written_steps
+from agenttrain.tracking.run_folder import read_summary
+from agenttrain.types import Origin
+
+Record = Mapping[str, Any]
+STEPS = 3
+"""Latest steps whose rollouts are compared."""
+ALARMS = 5
+"""Latest alarms that are listed."""
+EACH = 3
+"""Rollouts of a section."""
+MOST_CULPRITS = 20
+"""Rollouts of a crash that are listed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """Rollouts of one kind, as the front of a page lists them."""
+
+    title: str
+    text: str
+    """Why these rollouts are listed."""
+    rollouts: list[int]
+    """Their positions in `Notable.records`."""
+
+
+@dataclass(slots=True)
+class Notable:
+    """The rollouts worth a look, each once, with the sections that list them."""
+
+    sections: list[Section] = field(default_factory=list)
+    records: list[dict[str, Any]] = field(default_factory=list)
+    """Records with their `step`, the mean reward of their group as `group_reward`, and the mean
+    log-probability of their sampled tokens as `logprob`."""
+
+    def add(self, title: str, text: str, records: Iterable[dict[str, Any]]) -> None:
+        """Add a section. A record that another section has is not added again."""
+        places = {(r["step"], r["rollout_id"]): place for place, r in enumerate(self.records)}
+        rollouts = []
+        for record in records:
+            key = record["step"], record["rollout_id"]
+            if key not in places:
+                places[key] = len(self.records)
+                self.records.append(record)
+            rollouts.append(places[key])
+        self.sections.append(Section(title=title, text=text, rollouts=rollouts))
+
+
+def notable_rollouts(run_folder: Path, command: str) -> Notable:
+    """Return the rollouts of a run that are worth a look.
+
+    The best and the worst have the highest and the lowest reward of the latest STEPS steps, and the
+    longer of two equal ones comes first. The most surprising are those whose reward differs most
+    from the mean of their group, such as the one success of a group of eight; of two equal ones,
+    the one whose tokens were less probable. A section lists one rollout of a group. Raises
+    ConfigError that begins with `command` if the run has written no rollouts. The folder of a
+    crash has its culprits before them.
+    """
+    steps = written_steps(run_folder, command)
+    notable = Notable()
+    read: dict[int, list[dict[str, Any]]] = {}
+
+    def records_of(step: int) -> list[dict[str, Any]]:
+        if step not in read:
+            exists = step_path(run_folder, step).is_file()
+            read[step] = list(_with_figures(read_step(run_folder, step), step)) if exists else []
+        return read[step]
+
+    def records_named(names: Iterable[tuple[int, str]]) -> list[dict[str, Any]]:
+        return [r for step, name in names for r in records_of(step) if r["rollout_id"] == name]
+
+    crash_file = run_folder / "crash.json"
+    if crash_file.is_file():
+        crash = json.loads(crash_file.read_text(encoding="utf-8"))
+        culprits = records_named((crash["step"], name) for name in crash["culprits"])
+        notable.add(f"Culprits of step {crash['step']}", crash["error"], culprits[:MOST_CULPRITS])
+    for alarm in reversed(read_summary(run_folder).get("alarms", [])[-ALARMS:]):
+        named = records_named(alarm["rollouts"])
+        notable.add(f"Alarm of step {alarm['step']}", alarm["text"], named)
+    latest = steps[-STEPS:]
+    rewarded = [r for step in latest for r in records_of(step) if r["reward"] is not None]
+    of_steps = (
+        f"of steps {latest[0]} to {latest[-1]}" if len(latest) > 1 else f"of step {latest[0]}"
+    )
+    if latest == [0]:
+        of_steps = "of the evaluation"
+    sections: dict[tuple[str, str], Callable[[Record], tuple[float, ...]]] = {
+        ("Best", f"highest reward {of_steps}"): lambda r: (r["reward"], _tokens(r)),
+        ("Worst", f"lowest reward {of_steps}"): lambda r: (-r["reward"], _tokens(r)),
+        (
+            "Most surprising",
+            f"furthest from the mean reward of their group, {of_steps}",
+        ): lambda r: (abs(r["reward"] - r["group_reward"]), -r["logprob"]),
+    }
+    for (title, text), value in sections.items():
+        chosen = _highest(rewarded, value)
+        if title == "Most surprising":
+            chosen = [record for record in chosen if record["reward"] != record["group_reward"]]
+        if title == "Worst" and len({record["reward"] for record in rewarded}) == 1:
+            chosen = []  # as in supervised runs: all are as good as the best
+        if chosen:
+            notable.add(title, text, chosen)
+    return notable
+
+
+def _highest(
+    records: Sequence[dict[str, Any]], value: Callable[[Record], tuple[float, ...]]
+) -> list[dict[str, Any]]:
+    """Return the EACH records of highest value, at most one of each group."""
+    by_group: dict[tuple[int, str], dict[str, Any]] = {}
+    for record in sorted(records, key=value, reverse=True):
+        by_group.setdefault((record["step"], record["group_id"]), record)
+    return list(by_group.values())[:EACH]
+
+
+def _with_figures(records: Iterable[Record], step: int) -> Iterable[dict[str, Any]]:
+    """Yield the records of a step with `step`, `group_reward` and `logprob`."""
+    records = list(records)
+    rewards: dict[str, list[float]] = {}
+    for record in records:
+        if record["reward"] is not None:
+            rewards.setdefault(record["group_id"], []).append(record["reward"])
+    for record in records:
+        group = rewards.get(record["group_id"])
+        yield {
+            **record,
+            "step": step,
+            "group_reward": statistics.fmean(group) if group else None,
+            "logprob": _mean_logprob(record),
+        }
+
+
+def _tokens(record: Record) -> int:
+    """Return the number of sampled tokens of a record."""
+    spans = [span for trajectory in record["trajectories"] for span in trajectory["spans"]]
+    return sum(s["end"] - s["start"] for s in spans if s["origin"] == Origin.sampled)
+
+
+def _mean_logprob(record: Record) -> float:
+    """Return the mean log-probability of a record's sampled tokens; 0 if it has none."""
+    logprobs = [
+        value
+        for trajectory in record["trajectories"]
+        for span in trajectory["spans"]
+        if span["origin"] == Origin.sampled
+        for value in trajectory["logprobs"][span["start"] : span["end"]]
+        if value is not None  # null stands for NaN
+    ]
+    return math.fsum(logprobs) / len(logprobs) if logprobs else 0.0
