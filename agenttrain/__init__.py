@@ -19,6 +19,9 @@ if TYPE_CHECKING:  # for type checkers and editors; `_MODULES` says the same to 
     from agenttrain.chat.config import ChatTemplateConfig as ChatTemplateConfig
     from agenttrain.chat.config import ResponseSchemaConfig as ResponseSchemaConfig
     from agenttrain.chat.loading import load_chat as load_chat
+    from agenttrain.commands.python_api import RunFailed as RunFailed
+    from agenttrain.commands.python_api import RunResult as RunResult
+    from agenttrain.commands.python_api import train as train
     from agenttrain.engines.base import Engine as Engine
     from agenttrain.engines.base import EngineDead as EngineDead
     from agenttrain.engines.base import EngineError as EngineError
@@ -107,6 +110,8 @@ _MODULES = {
     "RolloutRequest": "agenttrain.rollout.config",
     "Routes": "agenttrain.types",
     "RowTool": "agenttrain.types",
+    "RunFailed": "agenttrain.commands.python_api",
+    "RunResult": "agenttrain.commands.python_api",
     "Rubric": "agenttrain.rewards.rubric",
     "Sampling": "agenttrain.engines.config",
     "ScriptedEngine": "agenttrain.engines.scripted",
@@ -130,6 +135,7 @@ _MODULES = {
     "objective": "agenttrain.algorithms.objectives.config",
     "read_image": "agenttrain.utils.image_files",
     "run_rollout": "agenttrain.rollout.loop",
+    "train": "agenttrain.commands.python_api",
 }
 
 __all__ = tuple(_MODULES)

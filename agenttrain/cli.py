@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import Namespace
 from collections.abc import Sequence
 
-from agenttrain.commands.verb import Verb
-from agenttrain.commands.verbs import DECLARED, RUNNING, split_verb, typed_verb
+from agenttrain.commands.verbs import RUNNING, parse, split_verb, typed_verb
 from agenttrain.types import ConfigError
 from agenttrain.utils.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED
 from agenttrain.utils.garbage import exit_without_collection, no_garbage_collection
@@ -103,16 +101,6 @@ def run(arguments: Sequence[str]) -> int:
         with no_garbage_collection():  # the modules' objects live until the end
             import agenttrain.commands.running  # noqa: F401
     return verb.run(args, settings)
-
-
-def parse(arguments: Sequence[str]) -> tuple[Verb, Namespace, list[str]]:
-    """Return the verb of a command line, its arguments and the settings; raises ConfigError."""
-    typed_verb(arguments)
-    name, words = split_verb(arguments)
-    verb = DECLARED[name]
-    args, settings = verb.parse(words)
-    args.verb, args.words, args.command_line = name, words, list(arguments)
-    return verb, args, settings
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from agenttrain.algorithms.objectives import config as objectives
 from agenttrain.commands.running import compose_all
 from agenttrain.commands.sweep.expand import expand
 from agenttrain.commands.verb import VERBS
+from agenttrain.commands.verbs import parse as parse_words
 from agenttrain.commands.verbs import split_verb
 from agenttrain.settings.checks import validate
 from agenttrain.settings.compose import compose_run, hydra_session
@@ -150,7 +151,7 @@ def compose(arguments: list[str], block: Block) -> None:
     if "sise" in " ".join(arguments):  # the page shows how a mistake is answered
         assert cli.main(arguments) == 2
         return
-    if not hasattr(cli.parse(arguments)[1], "multirun"):  # a verb that composes no settings
+    if not hasattr(parse_words(arguments)[1], "multirun"):  # a verb that composes no settings
         return
     command = parse(arguments)
     with hydra_session(command.source):

@@ -74,6 +74,43 @@ def test_the_dockerfile_copies_what_the_package_is_built_of():
     assert all((ROOT / name).exists() for name in copied)
 
 
+def tracked(*folders: str) -> set[str]:
+    """The committed files in these folders."""
+    return set(run("git", "ls-files", *folders, cwd=ROOT).splitlines())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs the repository, to list its files")
+def test_sdist_and_wheel_hold_the_committed_files_and_no_others(tmp_path):
+    run(sys.executable, "-m", "hatchling", "build", "-d", str(tmp_path), cwd=ROOT)
+    stem = f"{PROJECT['name']}-{PROJECT['version']}"
+    with ZipFile(tmp_path / f"{stem}-py3-none-any.whl") as archive:
+        metadata = archive.read(f"{stem}.dist-info/METADATA").decode()
+        entries = archive.read(f"{stem}.dist-info/entry_points.txt").decode()
+        wheel = {name for name in archive.namelist() if ".dist-info/" not in name}
+    packaged = {f"agenttrain/{name}" for name in tracked("conf", "skills")}
+    assert wheel == tracked("agenttrain") | packaged
+    with tarfile.open(tmp_path / f"{stem}.tar.gz") as archive:
+        sdist = {
+            name.removeprefix(f"{stem}/")
+            for name in archive.getnames()
+            if "__pycache__" not in name
+        }
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    places = config["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    expected = tracked(*(place.removeprefix("/") for place in places))
+    assert expected <= sdist
+    assert sdist - expected <= {"PKG-INFO", "pyproject.toml", ".gitignore"}
+
+    header, _, description = metadata.partition("\n\n")
+    assert f"\nVersion: {PROJECT['version']}\n" in header
+    assert "\nDescription-Content-Type: text/markdown" in header
+    assert description == (ROOT / "README.md").read_text()
+    extras = set(re.findall(r"^Provides-Extra: (.+)$", header, re.M))
+    assert extras == set(PROJECT["optional-dependencies"])
+    assert {"agenttrain = agenttrain.cli:main"} <= set(entries.splitlines())
+
+
 @pytest.mark.long
 def test_a_wheel_made_of_the_sdist_trains_outside_the_checkout(tmp_path):
     build = (sys.executable, "-m", "hatchling", "build", "-d", str(tmp_path))

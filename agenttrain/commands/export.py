@@ -7,7 +7,7 @@ import os
 import shutil
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
@@ -17,6 +17,9 @@ from agenttrain.types import AgenttrainError, ConfigError
 from agenttrain.utils.hub import ID, is_hub_id
 from agenttrain.utils.model_path import BASE_QUANTIZATION
 from agenttrain.utils.temporary import TemporaryFolder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 LATEST = Path("checkpoints", "latest")
 HUB = "hub:"
@@ -36,7 +39,7 @@ def export_checkpoint(args: Namespace) -> int:
     to, form, dtype = args.to, args.format, args.dtype
     if args.public and not to.startswith(HUB):
         raise ConfigError(f"--public {args.public}: goes with --to {HUB}org/name; leave it out")
-    checkpoint = _checkpoint(args.folder or args.run, args.step)
+    checkpoint = checkpoint_to_export(args.folder or args.run, args.step)
     adapted = (checkpoint / ADAPTER_FILES[0]).is_file()
     if form != "transformers" and not adapted:
         raise ConfigError(
@@ -65,7 +68,7 @@ def export_checkpoint(args: Namespace) -> int:
     return 0
 
 
-def _checkpoint(source: Path, step: str | None) -> Path:
+def checkpoint_to_export(source: Path, step: str | None) -> Path:
     """Return the checkpoint of a `--step`, else the newest of a run, else `source` itself.
 
     Raises ConfigError if that is no checkpoint.
@@ -97,46 +100,25 @@ def export(
     `float16`. The folder appears once it is complete. `name` is the model's in its card. Raises
     CheckpointError for an incomplete checkpoint.
     """
-    import torch
     from transformers import AutoTokenizer
-    from transformers.utils import logging
 
     from agenttrain.engines.vision import copy_processors
-    from agenttrain.training.checkpoint_files import auto_class, only_tensors, verify
-    from agenttrain.training.lora import merged
-    from agenttrain.training.sliced_weights import keeping_float32
+    from agenttrain.training.checkpoint_files import verify
 
-    logging.disable_progress_bar()
     verify(checkpoint)
     # Filled under another name, and renamed once it is complete.
     part = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)  # of an export that was killed
     part.mkdir(parents=True)
     try:
-        weights, rounding = "complete", 0.0
+        weights = "complete"
         if form == "adapter":
             for file in (*ADAPTER_FILES, BASE_QUANTIZATION, GENERATION_FILE):
                 if (checkpoint / file).is_file():
                     shutil.copyfile(checkpoint / file, part / file)
         else:
-            adapted = (checkpoint / ADAPTER_FILES[0]).is_file()
-            if adapted and dtype == "auto":  # adapter files do not name their base model's dtype
-                dtype = _run_config(checkpoint).get("model", {}).get("dtype", dtype)
-            double = None  # else the base was in 4 bits, with its scales in 8 bits or in 32
-            if (quantized := checkpoint / BASE_QUANTIZATION).is_file():
-                double = json.loads(quantized.read_text(encoding="utf-8"))["double_quantization"]
-            torch_dtype: torch.dtype | str = dtype if dtype == "auto" else getattr(torch, dtype)
-            with only_tensors(checkpoint):
-                if adapted:
-                    model, rounding = merged(checkpoint, torch_dtype, double=double)
-                    weights += ", adapters (LoRA) merged in float32"
-                    if double is not None:
-                        weights += " into the base as its 4 bits (nf4) stand for it"
-                else:
-                    with keeping_float32():
-                        model = auto_class(checkpoint).from_pretrained(
-                            checkpoint, dtype=torch_dtype
-                        )
+            model, merging, rounding = _load_model(checkpoint, dtype)
+            weights += merging
             model.save_pretrained(part)
             weights += f", saved in {str(model.dtype).removeprefix('torch.')}"
             if rounding:
@@ -154,6 +136,59 @@ def export(
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
+
+
+def load_checkpoint(checkpoint: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return the model and the tokenizer of `checkpoint`, as `export` writes them.
+
+    Raises CheckpointError for an incomplete checkpoint.
+    """
+    from transformers import AutoTokenizer
+
+    from agenttrain.training.checkpoint_files import verify
+
+    verify(checkpoint)
+    return _load_model(checkpoint, "auto").model, AutoTokenizer.from_pretrained(checkpoint)
+
+
+class LoadedModel(NamedTuple):
+    """A checkpoint's model, with its adapters merged."""
+
+    model: PreTrainedModel
+    merging: str
+    """What was merged, for the model card; empty without adapters."""
+    rounding: float
+    """How far the rounding to the model's dtype moves the adapted weights, as a share of what the
+    adapters change."""
+
+
+def _load_model(checkpoint: Path, dtype: str) -> LoadedModel:
+    """Load the model of a checkpoint in `dtype`, which is as for `export`."""
+    import torch
+    from transformers.utils import logging
+
+    from agenttrain.training.checkpoint_files import auto_class, only_tensors
+    from agenttrain.training.lora import merged
+    from agenttrain.training.sliced_weights import keeping_float32
+
+    logging.disable_progress_bar()
+    adapted = (checkpoint / ADAPTER_FILES[0]).is_file()
+    if adapted and dtype == "auto":  # adapter files do not name their base model's dtype
+        dtype = _run_config(checkpoint).get("model", {}).get("dtype", dtype)
+    torch_dtype: torch.dtype | str = dtype if dtype == "auto" else getattr(torch, dtype)
+    double = None  # else the base was in 4 bits, with its scales in 8 bits or in 32
+    if (quantized := checkpoint / BASE_QUANTIZATION).is_file():
+        double = json.loads(quantized.read_text(encoding="utf-8"))["double_quantization"]
+    with only_tensors(checkpoint):
+        if not adapted:
+            with keeping_float32():
+                model = auto_class(checkpoint).from_pretrained(checkpoint, dtype=torch_dtype)
+            return LoadedModel(model, "", 0.0)
+        model, rounding = merged(checkpoint, torch_dtype, double=double)
+    merging = ", adapters (LoRA) merged in float32"
+    if double is not None:
+        merging += " into the base as its 4 bits (nf4) stand for it"
+    return LoadedModel(model, merging, rounding)
 
 
 def _run_config(checkpoint: Path) -> dict[str, Any]:

@@ -250,6 +250,7 @@ def _continue_run(command: Command, saved: Path, composed: Composed) -> int:
             raise _folder_is_taken(folder)
         check_writable(folder, f"{RUN_DIR}{folder}", f"name another folder: {RUN_DIR}…")
         return _launch(command, composed, folder)
+    command.before_start(saved, composed.config)
     steps, stop_when = finished_steps(saved), composed.config.stop_when
     stopped_early = stopped_when(saved, stop_when)
     if steps is None or (steps < composed.config.steps and not stopped_early):
@@ -309,6 +310,7 @@ def _launch(command: Command, composed: Composed, folder: Path, *, announce: boo
     from agenttrain.settings.pinning import fetch
 
     fetch(composed.config, command.verb)
+    command.before_start(folder, composed.config)
     if announce:
         print(f"{command.verb} in {folder}", flush=True)
     from agenttrain.commands.sweep.record import is_job

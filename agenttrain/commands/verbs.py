@@ -5,7 +5,7 @@ A verb's command is imported when it runs, so that help and mistakes are answere
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -587,3 +587,13 @@ _DECLARED = (
 )
 DECLARED = {verb.name: verb for verb in _DECLARED}
 """Name -> its verb."""
+
+
+def parse(arguments: Sequence[str]) -> tuple[Verb, Namespace, list[str]]:
+    """Return the verb of a command line, its arguments and the settings; raises ConfigError."""
+    typed_verb(arguments)
+    name, words = split_verb(arguments)
+    verb = DECLARED[name]
+    args, settings = verb.parse(words)
+    args.verb, args.words, args.command_line = name, words, list(arguments)
+    return verb, args, settings

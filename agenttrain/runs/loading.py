@@ -78,7 +78,7 @@ def check_model(config: RunConfig, verb: str = "train") -> None:
         listed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         missing = sorted(name for name in listed if not (folder / name).is_file())
         if missing:
-            raise ValueError(
+            raise ConfigError(
                 f"model.path={config.model.path}: {index.name} names {', '.join(missing)}, which "
                 "the folder lacks; copy the whole model"
             )
@@ -99,7 +99,7 @@ def check_model(config: RunConfig, verb: str = "train") -> None:
 
 
 def _empty_model(config: RunConfig, folder: Path) -> PreTrainedModel:
-    """Return the model of a folder's config.json on the meta device; raises ValueError."""
+    """Return the model of a folder's config.json on the meta device; raises ConfigError."""
     import torch
     from transformers import AutoConfig
 
@@ -109,7 +109,7 @@ def _empty_model(config: RunConfig, folder: Path) -> PreTrainedModel:
             dtype = getattr(torch, config.model.dtype)
             model: PreTrainedModel = auto_class(folder).from_config(architecture, dtype=dtype)
     except (ValueError, OSError, KeyError) as error:
-        raise ValueError(f"model.path={config.model.path}: cannot be loaded: {error}") from error
+        raise ConfigError(f"model.path={config.model.path}: cannot be loaded: {error}") from error
     return model
 
 

@@ -224,13 +224,13 @@ class Run:
         meanwhile can be resumed. It completes the file afterwards.
         """
         if not self.world.is_main:
-            return prepare(self.config, self.verb, self.folder, world=self.world)
+            return self._build_components()
         config_file = self.folder / "config.yaml"
         is_new = not config_file.exists()
         if is_new:
             write_config(self.folder, self.plain, None)
         try:
-            components = prepare(self.config, self.verb, self.folder, world=self.world)
+            components = self._build_components()
         except Exception:
             if is_new:  # without the file, the next try can use the folder
                 config_file.unlink(missing_ok=True)
@@ -243,6 +243,18 @@ class Run:
         write_declared(self.folder, components.toolbox, components.environments)
         self._print_notes(components)
         return components
+
+    def _build_components(self) -> Components:
+        """Call `prepare`. What it raises as ValueError is a mistake in the settings: ConfigError.
+
+        Tools, rewards and rows raise ValueError, as user code that builds them by itself expects.
+        """
+        try:
+            return prepare(self.config, self.verb, self.folder, world=self.world)
+        except ValueError as error:
+            if type(error) is not ValueError:  # an error of ours, or one about bytes or JSON
+                raise
+            raise ConfigError(str(error)) from error
 
     def _print_notes(self, components: Components) -> None:
         """Print the choices that the user did not make; write the template's changes to a file."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -12,6 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
 
 from agenttrain.settings.compose import Source, open_keys
+from agenttrain.settings.run_config import RunConfig
 from agenttrain.types import ConfigError
 
 CHECK = "check"
@@ -52,6 +53,9 @@ class Command:
     source: Source
     sweep: bool
     """True if it starts several runs (`-m`)."""
+    before_start: Callable[[Path, RunConfig], object] = lambda folder, config: None
+    """Called with folder and settings of a run that is about to start, or needs no start because it
+    is finished. May raise ConfigError."""
 
     @property
     def words(self) -> tuple[str, ...]:

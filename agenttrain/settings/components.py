@@ -26,12 +26,14 @@ from agenttrain.data.config import (
 )
 from agenttrain.environments.config import EnvironmentSettings, UserSettings
 from agenttrain.rewards.config import RewardSettings
+from agenttrain.settings.engine_checks import has_rollout_process
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tools.config import (
     HOOKS,
     LIFE_CYCLE,
     MCP_SERVER,
     SEARCH,
+    Isolation,
     ToolLimits,
     ToolSettings,
     check_corpus,
@@ -41,6 +43,7 @@ from agenttrain.tools.sandbox.config import INTERPRETER
 from agenttrain.tracking.config import OwnTrackerSettings, missing_libraries
 from agenttrain.types import ConfigError
 from agenttrain.utils.locate import (
+    PROGRAM,
     about_argument,
     call_parameters,
     class_method,
@@ -172,11 +175,38 @@ def code_problems(config: RunConfig, sections: Collection[str] = SECTIONS) -> It
                     f"argument{did_you_mean(name, known)}; known are: {', '.join(known)}"
                 )
             continue
+        yield from _out_of_reach(config, f"{key}._target_", section["_target_"], section)
         yield from CODE_CHECKS[kind](config, key, section, target)
     if "tracker" in sections:
         yield from missing_libraries(config.tracker)
+    if config.agent._target_ is not None:
+        yield from _out_of_reach(config, "agent._target_", config.agent._target_, {})
     if {"tools", "environment"} <= set(sections):
         yield from _named_tools(config)
+
+
+def _out_of_reach(
+    config: RunConfig, key: str, path: str, section: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield the problem of code in the program itself that another process of the run imports.
+
+    `path` is the code's dotted path, at `key`, in `section`.
+    """
+    if not path.startswith(f"{PROGRAM}."):
+        return
+    if key.startswith("tracker."):
+        process, remedy = "the trackers' process", ""
+    elif key.startswith("tools.") and section.get("isolation") == Isolation.process:
+        process, remedy = "a process of its own (isolation=process)", ", or leave isolation out"
+    elif has_rollout_process(config):
+        process = "the rollout process"
+        remedy = ", or keep the rollouts in this one (rollout.process=same)"
+    else:
+        return
+    yield (
+        f"{key}={path}: is defined in the notebook or program itself, and {process} cannot import "
+        f"it; move it into a module, e.g. my_code.py beside it, and import it from there{remedy}"
+    )
 
 
 def _tool(config: RunConfig, key: str, section: Mapping[str, Any], target: Any) -> Iterator[str]:

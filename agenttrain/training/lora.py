@@ -33,6 +33,7 @@ from agenttrain.training.quantization import (
 )
 from agenttrain.training.sharding import assign, full_tensor, like_part, own_rows
 from agenttrain.training.tensor_files import read_header
+from agenttrain.types import ConfigError
 from agenttrain.utils.model_path import BASE_QUANTIZATION, base_folder
 from agenttrain.utils.sections import shown
 
@@ -50,7 +51,7 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> LoraTargets | No
 
     `model` stays the same object, so that an engine may sample from it. Returns the targets of new
     adapters. A model that was loaded with adapters continues with them, and the result is None.
-    Raises ValueError for targets that the model does not have, and for loaded adapters whose rank,
+    Raises ConfigError for targets that the model does not have, and for loaded adapters whose rank,
     alpha or targets differ from the settings.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -71,7 +72,7 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> LoraTargets | No
     head: Any = model.get_output_embeddings()
     has_adapter = any(isinstance(module, BaseTunerLayer) for module in (embedding, head))
     if has_adapter and embedding.weight is head.weight:
-        raise ValueError(
+        raise ConfigError(
             f"model.lora.targets={shown(settings.targets)}: embedding and head of "
             f"{type(model).__name__} are one weight (tie_word_embeddings), into which an adapter "
             "of one of them cannot be merged; leave both out"
@@ -99,7 +100,7 @@ def _add_new_adapters(model: PreTrainedModel, settings: LoraSettings) -> LoraTar
     try:
         model.add_adapter(config, ADAPTER)
     except ValueError as error:
-        raise ValueError(f"model.lora.targets={shown(settings.targets)}: {error}") from error
+        raise ConfigError(f"model.lora.targets={shown(settings.targets)}: {error}") from error
     return targets
 
 
@@ -163,11 +164,11 @@ def _patterns_match() -> Iterator[None]:
 
 
 def _check_same_adapters(model: Any, settings: LoraSettings) -> None:
-    """Raise ValueError if a model was loaded with other adapters than `settings` ask for."""
+    """Raise ConfigError if a model was loaded with other adapters than `settings` ask for."""
     config = model.peft_config[ADAPTER]
     if (config.r, config.lora_alpha) != (settings.rank, settings.alpha):
         remedy = f"model.lora.rank={config.r} model.lora.alpha={config.lora_alpha:g}"
-        raise ValueError(
+        raise ConfigError(
             f"model.lora.rank={settings.rank} model.lora.alpha={settings.alpha:g}: model.path "
             f"holds other adapters; set {remedy} to continue with them, or merge them first "
             "(agenttrain export)"
@@ -179,7 +180,7 @@ def _check_same_adapters(model: Any, settings: LoraSettings) -> None:
         checked["targets"] = (settings.targets, config.target_modules)
     for name, (wanted, saved) in checked.items():
         if wanted is not None and set(wanted) != set(saved or ()):
-            raise ValueError(
+            raise ConfigError(
                 f"model.lora.{name}={shown(wanted)}: model.path holds adapters of "
                 f"{', '.join(sorted(saved or ())) or 'none'}; leave it out to continue with them, "
                 "or merge them first (agenttrain export)"

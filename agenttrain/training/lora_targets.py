@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from agenttrain.training.config import ALL_LINEAR, LoraSettings
+from agenttrain.types import ConfigError
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.sections import shown
 
@@ -44,7 +45,7 @@ def choose_targets(
 ) -> LoraTargets:
     """Return what gets adapters in a model that has none.
 
-    `encoders` is a pattern of modules beside the language model, which get none. Raises ValueError
+    `encoders` is a pattern of modules beside the language model, which get none. Raises ConfigError
     for names that the model does not have, or that peft would take for others.
     """
     packed = list(dict.fromkeys(".".join(n.split(".")[-2:]) for n in packed_experts(model)))
@@ -169,7 +170,7 @@ def _taken_for_experts(model: PreTrainedModel, names: Iterable[str]) -> set[str]
 
 
 def _check_modules(model: PreTrainedModel, targets: list[str]) -> None:
-    """Raise ValueError for a target that is no module of the model, or stands for experts to peft.
+    """Raise ConfigError for a target that is no module of the model, or stands for experts to peft.
 
     peft ignores a target that does not exist as long as another one does.
     """
@@ -180,17 +181,17 @@ def _check_modules(model: PreTrainedModel, targets: list[str]) -> None:
         key = f"model.lora.targets={shown(targets)}: {type(model).__name__}"
         is_module = any(f".{name}".endswith(f".{target}") for name in modules)
         if packed and (target == EXPERTS or (target in EXPERT_LAYERS and not is_module)):
-            raise ValueError(
+            raise ConfigError(
                 f"{key} has packed experts, without a module {target}; leave it out, and name "
                 f"weights with model.lora.target_parameters=[{','.join(packed)}]"
             )
         if not is_module:
-            raise ValueError(
+            raise ConfigError(
                 f"{key} has no module {target}"
                 f"{did_you_mean(target, sorted({_last(name) for name in modules}))}"
             )
         if target in taken:
-            raise ValueError(
+            raise ConfigError(
                 f"model.lora.targets={shown(targets)}: in {type(model).__name__} peft takes "
                 f"{target} for packed experts, whatever module has that name; leave it out, and "
                 "name the experts' weights in model.lora.target_parameters"
@@ -198,16 +199,16 @@ def _check_modules(model: PreTrainedModel, targets: list[str]) -> None:
 
 
 def _check_parameter(model: PreTrainedModel, target: str, packed: list[str]) -> None:
-    """Raise ValueError for a target parameter that is no packed weight of experts."""
+    """Raise ConfigError for a target parameter that is no packed weight of experts."""
     if any(f".{name}".endswith(f".{target}") for name in packed_experts(model)):
         return
     key = f"model.lora.target_parameters=[{target}]"
     if not packed:
-        raise ValueError(
+        raise ConfigError(
             f"{key}: {type(model).__name__} has no packed experts; leave it out, and name modules "
             "in model.lora.targets"
         )
-    raise ValueError(
+    raise ConfigError(
         f"{key}: {type(model).__name__} has no packed weight of experts {target}"
         f"{did_you_mean(target, packed)}; it has {', '.join(packed)}"
     )

@@ -22,6 +22,7 @@ from agenttrain.training.config import (
     SgdSettings,
 )
 from agenttrain.training.sharding import assign
+from agenttrain.types import ConfigError
 
 
 def build_optimizer(model: PreTrainedModel, config: OptimizerConfig) -> Optimizer:
@@ -64,7 +65,7 @@ def _muon(
     matrices = [p for name, p in parameters.items() if name in matrix_names]
     remaining = {name: p for name, p in parameters.items() if name not in matrix_names}
     if not matrices:
-        raise ValueError(
+        raise ConfigError(
             "optimizer=muon: no trainable matrix in the model's layers; set optimizer=adamw"
         )
     muon = Muon(

@@ -17,6 +17,7 @@ from agenttrain.training.logprobs import Scorer
 from agenttrain.training.lora import adapter_parameters, changes_nothing, is_adapted
 from agenttrain.training.sharding import Sharding, assign, give_storage, local_part
 from agenttrain.training.wrapping import shard
+from agenttrain.types import ConfigError
 
 SYNCED_ADAPTERS = (
     "algorithm.kl.reference.sync_steps: the reference of a model with adapters is the model as the "
@@ -142,14 +143,14 @@ def make_reference(
     Without adapters the reference is a copy of the policy. If the policy is still on the meta
     device, `copy_weights` fills the copy later. With adapters both share the base weights: new
     adapters are switched off for the reference, and those of an earlier training are copied. Raises
-    ValueError for a synced reference of a model with adapters.
+    ConfigError for a synced reference of a model with adapters.
     """
     if config.kl is None:
         return None
     synced = config.kl.reference
     if is_adapted(scorer.model):
         if synced is not None:
-            raise ValueError(SYNCED_ADAPTERS)
+            raise ConfigError(SYNCED_ADAPTERS)
         if changes_nothing(scorer.model):
             return AdaptersOff(scorer)
         adapters = adapter_parameters(scorer.model)

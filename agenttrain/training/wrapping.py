@@ -30,10 +30,10 @@ from agenttrain.types import ConfigError
 
 
 def make_accelerator(mixed_precision: str) -> Accelerator:
-    """Return the accelerator of this process. Raises ValueError for fp16 without a GPU."""
+    """Return the accelerator of this process. Raises ConfigError for fp16 without a GPU."""
     gpu = torch.cuda.is_available()
     if mixed_precision == "fp16" and not gpu:
-        raise ValueError(
+        raise ConfigError(
             "training.mixed_precision=fp16: needs a GPU, and there is none here. Set "
             "training.mixed_precision=bf16 or no."
         )

@@ -20,6 +20,8 @@ INSTALLED = (
     *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
 """Folders of code that is not the user's."""
+PROGRAM = "__main__"
+"""Python's name of the program or notebook that runs, which no other process can import."""
 
 
 def parameter_names(target: Any) -> tuple[str, ...] | None:
@@ -157,6 +159,11 @@ def locate(path: object, *, key: str) -> Any:
         if not hasattr(value, parts[position]):
             where = ".".join(parts[:position])
             hint = did_you_mean(parts[position], (n for n in dir(value) if not n.startswith("_")))
+            if where == PROGRAM:
+                hint = (
+                    "; it was defined in a notebook or program of its own: go on there, with "
+                    "agenttrain.train(resume=…), or move it into a module"
+                )
             raise ValueError(f"{key}={path}: {where} has no {parts[position]!r}{hint}")
         value = getattr(value, parts[position])
     if isinstance(value, ModuleType):

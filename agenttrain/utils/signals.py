@@ -5,7 +5,7 @@ nothing would be lost (imports, loading the model) the first signal interrupts a
 does. Within `deferred` it is only recorded: `cut_short` cancels work that will be done again
 anyway, all other work is finished first, and `check` marks the places where the run can stop. A
 second SIGTERM, at least GRACE_S after the first, interrupts at once, wherever the run is; an
-earlier one counts as a repetition.
+earlier one counts as a repetition. A run that Python code starts (`train`) defers SIGINT too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from threading import current_thread, main_thread
@@ -32,7 +32,7 @@ SETTLE_S = 0.1
 the end of a backward pass, which may take longer than the grace."""
 NOTICE = (
     "{}: the run stops at the next safe point, with a checkpoint; "
-    f"SIGTERM again after {GRACE_S:g} s: at once\n"
+    f"{{}} again after {GRACE_S:g} s: at once\n"
 )
 
 Result = TypeVar("Result")
@@ -52,12 +52,12 @@ class Preempted(AgenttrainError):
 
 @dataclass(slots=True)
 class Insistence:
-    """Distinguishes a second SIGTERM from a repetition of the first."""
+    """Distinguishes a second SIGTERM, or SIGINT, from a repetition of the first."""
 
     _first: float | None = None
 
     def arrive(self) -> bool:
-        """Record a SIGTERM; return True if it insists, having come GRACE_S after the first."""
+        """Record a signal; return True if it insists, having come GRACE_S after the first."""
         now = time.monotonic()
         if self._first is None:
             self._first = now
@@ -73,9 +73,11 @@ class StopRequest:
     passed_on: Callable[[], str | None] = field(default=lambda: None)
     """Returns the signal that the sender received, where it forwards another one."""
     insisted: bool = False
-    """True once there was a second SIGTERM that counts."""
+    """True once there was a second SIGTERM, or a second deferred SIGINT, that counts."""
     at_once: bool = False
     """True if the first signal came while there was nothing to save, and interrupted at once."""
+    defers_interrupts: bool = False
+    """True: within `deferred`, SIGINT (Ctrl-C) is handled as SIGTERM is."""
     agree: Callable[[bool], bool] = field(default=lambda stopping: stopping)
     """Takes True if this process is to stop, and returns True if any process of the run is. With
     several processes all have to call it at the same points:
@@ -92,7 +94,8 @@ class StopRequest:
         is_first = self.name is None
         self.name = self.name or self.passed_on() or signal.Signals(number).name
         leave_terminal()
-        if number == signal.SIGTERM and self._terms.arrive():
+        insists = number in (signal.SIGTERM, signal.SIGINT)
+        if insists and self._terms.arrive():
             self.insisted = True
             raise KeyboardInterrupt
         if not is_first:
@@ -107,7 +110,8 @@ class StopRequest:
             return
         with suppress(OSError):  # its reader may be gone
             # Bypass sys.stderr, whose lock the interrupted code may hold.
-            os.write(2, NOTICE.format(self.name).encode())
+            again = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+            os.write(2, NOTICE.format(self.name, again.name).encode())
         if self._cancel is not None:
             self._cancel()
         time.sleep(SETTLE_S)
@@ -117,10 +121,12 @@ class StopRequest:
         """Only record the first signal in the block; call `save` if the block raises Preempted."""
         self._deferred = True
         try:
-            yield
-        except Preempted:
-            save()
-            raise
+            with _handling_interrupts(self.arrive) if self.defers_interrupts else nullcontext():
+                try:
+                    yield
+                except Preempted:
+                    save()
+                    raise
         finally:
             self._deferred = False
 
@@ -169,6 +175,16 @@ class StopRequest:
             raise Preempted(self.name or "a signal to another process of the run")
 
 
+@contextmanager
+def _handling_interrupts(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Give SIGINT a handler for the block; asyncio's, of the running loop, is put back."""
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def hear_interrupts() -> None:
     """Handle SIGINT in a process whose parent forwards it, even if it is inherited as ignored.
 
@@ -193,17 +209,17 @@ _active: StopRequest | None = None
 
 
 @contextmanager
-def listening() -> Iterator[StopRequest]:
+def listening(*, defers_interrupts: bool = False) -> Iterator[StopRequest]:
     """Yield a request that handles `SIGNALS` in the block; nested blocks share one.
 
     Outside the main thread, which gets the signals, the request stays empty. A SIGHUP that nohup
-    ignores stays ignored.
+    ignores stays ignored. `defers_interrupts` is the request's; the outermost block decides.
     """
     global _active
     if _active is not None or current_thread() is not main_thread():
         yield _active or StopRequest()
         return
-    _active = request = StopRequest()
+    _active = request = StopRequest(defers_interrupts=defers_interrupts)
     numbers = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
     previous = {number: signal.signal(number, request.arrive) for number in numbers}
     try:

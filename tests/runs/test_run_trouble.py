@@ -20,7 +20,7 @@ from agenttrain.settings.compose import Source, compose_run, hydra_session, open
 from agenttrain.tracking.run_folder import lock_folder, read_summary, update_summary
 from agenttrain.training.checkpoint import seed_random
 from agenttrain.types import ConfigError
-from agenttrain.utils.exit_codes import INTERRUPTED, PREEMPTED, TERMINATED
+from agenttrain.utils.exit_codes import INTERRUPTED, PREEMPTED, REFUSED, TERMINATED
 
 SHORT = ("debug=tiny", "steps=1", "tracker=none", "eval.questions=0")
 STOPS = """
@@ -252,3 +252,24 @@ def test_a_seed_is_numpys_too(seed):
     drawn = np.random.rand()
     seed_random(seed)
     assert np.random.rand() == drawn
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        (["model.lora.rank=4", "model.lora.targets=[q_prj]"], "model.lora.targets=[q_prj]"),
+        (["model.lora.rank=4", "model.lora.targets=[lm_head]"], "model.lora.targets=[lm_head]"),
+        (
+            ["model.lora.rank=4", "model.lora.target_parameters=[experts.up]"],
+            "model.lora.target_parameters=[experts.up]",
+        ),
+        (["reward=[tool_success]", "reward.tool_success.tool=sqll"], "reward.tool_success"),
+    ],
+)
+def test_settings_that_do_not_fit_the_model_or_the_tools_are_refused(
+    tmp_path, capsys, settings, key
+):
+    """What is found while the components are built ends a run as any other wrong setting does."""
+    assert main([*SHORT, f"hydra.run.dir={tmp_path}/run", *settings]) == REFUSED
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"agenttrain: {key}")
+    assert not (tmp_path / "run" / "config.yaml").exists()

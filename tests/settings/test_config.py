@@ -67,6 +67,7 @@ NEEDS_A_PATH = {
     "experiment=recipes/sql": ["data.path=spider", "model.path=bundled:shop"],
     "data=rollouts": ["data.path=tests/fixtures/recorded_run/run/rollouts/*.jsonl"],
     "data=hub": ["data.path=someone/questions", "data.test_fraction=0.1"],
+    "data=own": ["data.train._target_=builtins.list"],
     "reward=format": ["reward.format.pattern=Answer.*"],
     "reward=jmespath": ["reward.jmespath.expression=turns"],
     "reward=json_schema": ["reward.json_schema.column=shape"],

@@ -1,0 +1,141 @@
+"""Settings as Python values -> overrides, as they are typed: what `agenttrain.train` takes.
+
+    {"steps": 20, "optimizer": {"lr": 1e-4}, "tools": [add]}
+    -> ["steps=20", "optimizer.lr=0.0001", "tools=[]", "tools.add._target_=my_tools.add"]
+
+A function or class is written as its dotted name, so that config.yaml says what ran, and a resumed
+run or another process of it can import the same. What was defined in a notebook or in the program
+itself is ``__main__.add``, which is found in that process alone (`own_code_problems`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from inspect import isclass, isfunction
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.errors import HydraException
+
+from agenttrain.types import ConfigError
+from agenttrain.utils.locate import locate
+from agenttrain.utils.sections import shown
+
+CHOSEN = ("tools", "reward")
+"""Groups whose value is a list: it replaces the options that an experiment has chosen."""
+FOLDERS = ("resume", "run")
+"""Settings that are read from the command line as they are typed."""
+
+
+def as_overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the overrides of `settings`, whose keys are below `prefix` (``"optimizer."``).
+
+    - a mapping is a section: its values are set one by one, and its other keys stay;
+    - a function or class is a section's `_target_`, or a section that has only this; as rows
+      (`data`) it replaces the experiment's;
+    - a list of options, functions and classes (`tools`, `reward`, `environment`) is a section for
+      each function and class, by its name;
+    - everything else is a value.
+
+    Raises ConfigError, with the key, for a value that cannot stand in config.yaml.
+    """
+    for name, value in settings.items():
+        key = f"{prefix}{name}"
+        if key in FOLDERS and value is not None:
+            yield f"{key}={value}"
+        elif _is_code(value):
+            target = key if name == "_target_" else f"{key}._target_"
+            yield f"{target}={dotted_name(value, target)}"
+        elif isinstance(value, Mapping) and value:
+            if key == "data" and any(map(_has_code, value.values())):
+                yield "data=own"  # without the arguments of the experiment's rows
+            yield from as_overrides(value, f"{key}.")
+        elif isinstance(value, list | tuple) and any(map(_is_code, value)):
+            yield from _of_list(key, value)
+        else:
+            yield f"{key}={_literal(value, key)}"
+
+
+def _of_list(key: str, values: Sequence[Any]) -> Iterator[str]:
+    """Yield the overrides of a list with functions or classes among the names of options."""
+    options = [value for value in values if not _is_code(value)]
+    if options or key in CHOSEN:
+        yield f"{key}={_literal(options, key)}"
+    names = set[str]()
+    for value in values:
+        if not _is_code(value):
+            continue
+        name = value.__name__
+        if name in names:
+            raise ConfigError(
+                f"{key}: two are called {name}; give them names: {key}={{'first': …, 'second': …}}"
+            )
+        names.add(name)
+        yield f"{key}.{name}._target_={dotted_name(value, key)}"
+
+
+def _is_code(value: object) -> bool:
+    return isfunction(value) or isclass(value)
+
+
+def _has_code(section: object) -> bool:
+    """Return True for a section of a function or class: it alone, or with arguments beside it."""
+    return _is_code(section.get("_target_") if isinstance(section, Mapping) else section)
+
+
+def dotted_name(code: Callable[..., Any], key: str) -> str:
+    """Return the path by which `locate` finds a function or class: ``my_tools.add``.
+
+    Raises ConfigError, with `key`, if there is none: it was defined inside a function, is a lambda,
+    or its name means something else by now.
+    """
+    path = f"{code.__module__}.{code.__qualname__}"
+    if "<" in path:  # <lambda>, or <locals> of a function
+        raise ConfigError(
+            f"{key}={path}: has no name by which the run's config.yaml could name it; define it "
+            "with def or class at the top of a module or of the notebook"
+        )
+    try:
+        located = locate(path, key=key)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if located is not code:
+        raise ConfigError(
+            f"{key}={path}: that name means something else now (is it decorated, or defined "
+            "again?); give what it means now"
+        )
+    return path
+
+
+def _literal(value: object, key: str) -> str:
+    """Return a value as Hydra's grammar writes it: ``null``, ``[1,2]``, ``'a, b'``."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str | Path):
+        return _text(str(value))
+    if isinstance(value, list | tuple):
+        return f"[{','.join(_literal(entry, key) for entry in value)}]"
+    if isinstance(value, Mapping):
+        pairs = (f"{name}:{_literal(entry, key)}" for name, entry in value.items())
+        return f"{{{','.join(pairs)}}}"
+    raise ConfigError(
+        f"{key}={shown(value)}: config.yaml cannot hold a {type(value).__name__}; give plain "
+        "values, and for an object its class or function with the arguments: "
+        f"{key}={{'_target_': Search, 'path': 'docs/'}}"
+    )
+
+
+def _text(text: str) -> str:
+    """Return a text as it is typed, with quotes if Hydra would read it as something else."""
+    try:
+        # In a list, where commas and brackets mean more than they do alone.
+        plain = OverridesParser.create().parse_overrides([f"x=[{text}]"])[0].value() == [text]
+    except HydraException:
+        plain = False
+    return text if plain and text else QuotedString(text=text, quote=Quote.single).with_quotes()
