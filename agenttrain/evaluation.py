@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from statistics import mean
 from typing import Any
 
+from agenttrain.data.mixture import Questions
 from agenttrain.data.tasks import TaskSource
 from agenttrain.engines.config import Sampling
 from agenttrain.rollout.collector import Collected, Collector, may_be_scored, why_unrewarded
@@ -17,6 +18,7 @@ from agenttrain.rollout.config import EvalConfig, RolloutConfig
 from agenttrain.rollout.request import BatchRequest
 from agenttrain.rollout.sharing import Costs, collect_share, merge_shares
 from agenttrain.rollout.source import Demonstrations, RolloutSource
+from agenttrain.settings.mixture import source_views
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tracking.metrics import Estimate, Scores, mean_estimate, pass_at_k, solved
 from agenttrain.training.policy import Policy
@@ -44,20 +46,30 @@ class Evaluation(Scores):
 
         `_low` and `_high` are the ends of intervals. Metrics that are NaN are left out.
         """
-        metrics: dict[str, float] = {}
-        pass_at = {f"pass@{k}": estimate for k, estimate in self.pass_at.items()}
-        for name, estimate in {"reward": self.reward, **pass_at}.items():
-            metrics[name] = estimate.mean
-            metrics[f"{name}_low"] = estimate.low
-            metrics[f"{name}_high"] = estimate.high
-        metrics |= {
-            **{f"group/{name}": group.mean for name, group in self.by_group.items()},
+        metrics = {
+            **score_metrics(self),
             **{f"stop/{reason}": share for reason, share in self.stop_reasons.items()},
+            **{
+                f"source/{source}/{name}": value
+                for source, scores in self.by_source.items()
+                for name, value in score_metrics(scores).items()
+            },
             "rollout/dropped": self.dropped,
             "rollout/unscored": self.unscored,
             "data/overlong": self.overlong,
         }
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def score_metrics(scores: Scores) -> dict[str, float]:
+    """Return scores as flat metrics: reward and pass@k with their intervals, group/<value>."""
+    metrics: dict[str, float] = {}
+    pass_at = {f"pass@{k}": estimate for k, estimate in scores.pass_at.items()}
+    for name, estimate in {"reward": scores.reward, **pass_at}.items():
+        metrics[name] = estimate.mean
+        metrics[f"{name}_low"] = estimate.low
+        metrics[f"{name}_high"] = estimate.high
+    return metrics | {f"group/{name}": group.mean for name, group in scores.by_group.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +99,7 @@ class Evaluator(ABC):
     """Evaluates the policy of a run on the first `eval.questions` tasks or rows."""
 
     config: RunConfig
-    tasks: TaskSource
+    tasks: TaskSource | Questions
     world: World = field(default_factory=World)
     title: str = "evaluation"
     """Name of the evaluation on the console."""
@@ -95,7 +107,7 @@ class Evaluator(ABC):
     @property
     def questions(self) -> int:
         """Number of tasks or rows to evaluate on, perhaps 0."""
-        return min(self.config.eval.questions, len(self.tasks))
+        return question_count(self.config, self.tasks)
 
     @abstractmethod
     async def evaluate(self) -> Sequence[Evaluation | HeldOutLoss]:
@@ -104,6 +116,21 @@ class Evaluator(ABC):
     def summary(self, evaluations: Sequence[Evaluation | HeldOutLoss]) -> dict[str, Any]:
         """Return the result of `evaluate` for summary.json."""
         return to_json([e for e in evaluations if isinstance(e, Evaluation)])
+
+
+def question_count(config: RunConfig, tasks: TaskSource | Questions) -> int:
+    """Return the number of rows of one evaluation, perhaps 0.
+
+    Those of a mixture are limited source by source already.
+    """
+    if isinstance(tasks, Questions):
+        return len(tasks)
+    return min(config.eval.questions, len(tasks))
+
+
+def source_columns(config: RunConfig) -> dict[str, str | None]:
+    """Return the column of each source of a mixture by which its reward is broken down."""
+    return {name: view.eval.group_by for name, view in source_views(config).items()}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -121,6 +148,7 @@ class TaskEvaluator(Evaluator):
             seed=self.config.seed,
             world=self.world,
             costs=self.source.costs.copy(),
+            sources=source_columns(self.config),
         )
 
 
@@ -137,6 +165,7 @@ class LossEvaluator(Evaluator):
     async def evaluate(self) -> Sequence[Evaluation | HeldOutLoss]:
         """Return the loss averaged over the tokens of all processes; empty without a row."""
         if self._rollouts is None:
+            assert isinstance(self.tasks, TaskSource), "a mixture has no demonstrations"
             self._rollouts = self.source.demonstrate(self.tasks, 0, self.questions).rollouts
         conversations = int(self.world.sum(len(self._rollouts), "the held-out rows"))
         if conversations == 0:
@@ -159,24 +188,57 @@ class Best:
     """The best evaluation during and after training, by the mean reward of sampled rollouts."""
 
     record: dict[str, Any] | None = None
-    """``{"step": 40, "reward": 0.53, "low": 0.48, "high": 0.58, "n": 400}``"""
+    """``{"step": 40, "reward": 0.53, "low": 0.48, "high": 0.58, "n": 400}``; of a mixture also
+    `sources`: the best evaluation of each source, likewise."""
 
     @property
     def step(self) -> int | None:
         """Number of steps after which the best evaluation was made; None before the first."""
         return None if self.record is None else self.record["step"]
 
+    @property
+    def _steps(self) -> dict[str, int]:
+        """The step of the best evaluation, by source; "" is the run as a whole."""
+        if self.record is None:
+            return {}
+        records = {"": self.record, **self.record.get("sources", {})}
+        return {name: record["step"] for name, record in records.items()}
+
+    def of_step(self, step: int) -> list[str]:
+        """Return the sources whose best evaluation is that of a step; "" is the run as a whole."""
+        return [name for name, best_step in self._steps.items() if best_step == step]
+
+    def is_of(self, step: int) -> bool:
+        """Return True if no best evaluation, of the run or a source, is of another step."""
+        return {*self._steps.values()} == {step}
+
     def consider(self, step: int, evaluations: Sequence[Scores | HeldOutLoss]) -> bool:
-        """Record these evaluations if they are better than the best; return True if so."""
+        """Record these evaluations if they are better than the best; return True if so.
+
+        In a mixture, those of one source are enough.
+        """
         sampled = evaluations[0]  # a greedy one comes after it
         if not isinstance(sampled, Scores):
             return False
-        reward = sampled.reward
-        if math.isnan(reward.mean) or (self.record and reward.mean <= self.record["reward"]):
+        earlier = self.record or {}
+        sources = dict(earlier.get("sources", {}))
+        for name, scores in sampled.by_source.items():
+            if (better := _better(step, scores.reward, sources.get(name))) is not None:
+                sources[name] = better
+        whole = _better(step, sampled.reward, self.record)
+        if whole is None and sources == earlier.get("sources", {}):
             return False
-        ends = {"low": reward.low, "high": reward.high, "n": reward.n}
-        self.record = {"step": step, "reward": reward.mean, **ends}
+        record = whole or {name: value for name, value in earlier.items() if name != "sources"}
+        self.record = {**record, "sources": sources} if sources else record
         return True
+
+
+def _better(step: int, reward: Estimate, record: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return the record of an evaluation if it is better than that of an earlier one, else None."""
+    if math.isnan(reward.mean) or (record and reward.mean <= record["reward"]):
+        return None
+    ends = {"low": reward.low, "high": reward.high, "n": reward.n}
+    return {"step": step, "reward": reward.mean, **ends}
 
 
 async def evaluate(
@@ -187,19 +249,20 @@ async def evaluate(
     seed: int,
     world: World | None = None,
     costs: Costs | None = None,
+    sources: Mapping[str, str | None] | None = None,
 ) -> list[Evaluation]:
     """Evaluate with sampled rollouts and, if `config.greedy`, greedy ones, on the same tasks.
 
-    Seeds depend only on `seed`, the task and the sample, so that two policies get the same noise.
-    The processes of `world` share the tasks.
+    `sources` maps the sources of a mixture to the columns by which they are broken down. Seeds
+    depend only on `seed`, the task and the sample, so that two policies get the same noise. The
+    processes of `world` share the tasks.
     """
     world, costs = world or World(), costs or Costs(config.group_by)
     runs = [("sampled", config.sampling(), config.samples)]
     if config.greedy:
         runs.append(("greedy", Sampling(temperature=0.0), 1))
     # NaN of a reward function must not stop an evaluation.
-    rubric, limits = collector.rubric.lenient(), limits_of(collector.limits, config)
-    collector = replace(collector, limits=limits, rubric=rubric)
+    collector = replace(collector.lenient(), limits=limits_of(collector.limits, config))
     tasks = [restricted(task, config.tools, collector.tools_of(task)) for task in tasks]
     evaluations = []
     for label, sampling, samples in runs:  # samples of each task
@@ -210,7 +273,7 @@ async def evaluate(
         shares = world.to_main([collected], "the rollouts of an evaluation")
         evaluation: Evaluation | None = None
         if world.is_main:
-            evaluation = summarise(label, merge_shares(shares), config.group_by)
+            evaluation = summarise(label, merge_shares(shares), config.group_by, sources)
             _warn_of_unscored(evaluation)
         # The other processes get the results without the rollouts.
         results = None if evaluation is None else replace(evaluation, rollouts=[])
@@ -260,39 +323,27 @@ def restricted(task: Task, tools: Sequence[str] | None, declared: Sequence[str])
     return replace(task, tools=tuple(kept))
 
 
-def summarise(label: str, collected: Collected, group_by: str | None) -> Evaluation:
+def summarise(
+    label: str,
+    collected: Collected,
+    group_by: str | None,
+    sources: Mapping[str, str | None] | None = None,
+) -> Evaluation:
     """Compute the results of an evaluation from its scored rollouts.
 
-    As in training, rollouts that failed for reasons other than the model have no reward and are
-    left out; `stop/error` is their share.
+    With `sources`, as in `evaluate`, the sources are broken down instead of the whole. As in
+    training, rollouts that failed for reasons other than the model have no reward and are left out;
+    `stop/error` is their share.
     """
     groups, rollouts = collected.groups, collected.rollouts
-    scored = [[r.reward for r in group if r.reward is not None] for group in groups]
-    samples = max([1, *(len(rewards) for rewards in scored)])
-    group_names: list[str] = []  # value of the column `group_by`, for each question
-    if group_by:
-        group_names = [str(group[0].task.columns.get(group_by)) for group in groups]
-    counts = [(len(rewards), sum(map(solved, rewards))) for rewards in scored]
     reasons = [str(rollout.stop_reason) for rollout in rollouts]
-    # Estimates are over questions, which are independent; the samples of one question are not.
     return Evaluation(
-        label=label,
-        questions=len(groups),
-        reward=mean_estimate([mean(rewards) for rewards in scored if rewards]),
-        # Without questions that have fewer than k scored samples.
-        pass_at={
-            k: mean_estimate([pass_at_k(n, correct, k) for n, correct in counts if n >= k])
-            for k in sorted({1, samples})
-        },
-        by_group={
-            name: mean_estimate(
-                [
-                    mean(rewards)
-                    for rewards, group_name in zip(scored, group_names, strict=True)
-                    if rewards and group_name == name
-                ]
+        **_scores(label, groups, None if sources else group_by),
+        by_source={
+            name: Scores(
+                **_scores(label, [g for g in groups if g and g[0].task.source == name], column)
             )
-            for name in sorted(set(group_names))
+            for name, column in (sources or {}).items()
         },
         stop_reasons={
             reason: reasons.count(reason) / len(reasons) for reason in sorted(set(reasons))
@@ -302,6 +353,39 @@ def summarise(label: str, collected: Collected, group_by: str | None) -> Evaluat
         overlong=collected.overlong,
         rollouts=rollouts,
     )
+
+
+def _scores(
+    label: str, groups: Sequence[Sequence[Rollout]], group_by: str | None
+) -> dict[str, Any]:
+    """Return the fields of `Scores` of the questions that `groups` answer."""
+    scored = [[r.reward for r in group if r.reward is not None] for group in groups]
+    samples = max([1, *(len(rewards) for rewards in scored)])
+    group_names: list[str] = []  # value of the column `group_by`, for each question
+    if group_by:
+        group_names = [str(group[0].task.columns.get(group_by)) for group in groups]
+    counts = [(len(rewards), sum(map(solved, rewards))) for rewards in scored]
+    # Estimates are over questions, which are independent; the samples of one question are not.
+    return {
+        "label": label,
+        "questions": len(groups),
+        "reward": mean_estimate([mean(rewards) for rewards in scored if rewards]),
+        # Without questions that have fewer than k scored samples.
+        "pass_at": {
+            k: mean_estimate([pass_at_k(n, correct, k) for n, correct in counts if n >= k])
+            for k in sorted({1, samples})
+        },
+        "by_group": {
+            name: mean_estimate(
+                [
+                    mean(rewards)
+                    for rewards, group_name in zip(scored, group_names, strict=True)
+                    if rewards and group_name == name
+                ]
+            )
+            for name in sorted(set(group_names))
+        },
+    }
 
 
 def to_json(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
@@ -322,21 +406,30 @@ def to_json(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
         {name: value for name, value in asdict(replace(e, rollouts=[])).items() if name in names}
         for e in evaluations
     ]
+    for scores in results["scores"]:
+        sources = scores.pop("by_source")
+        if sources:
+            scores["sources"] = sources
+        for own in sources.values():
+            del own["by_source"]  # a source has no sources
     return results
 
 
 def from_json(results: dict[str, Any]) -> list[Scores]:
     """Read the scores that `to_json` wrote; empty if there was no evaluation."""
-    return [
-        Scores(
-            label=scores["label"],
-            questions=scores["questions"],
-            reward=_estimate(scores["reward"]),
-            pass_at={int(k): _estimate(value) for k, value in scores["pass_at"].items()},
-            by_group={name: _estimate(value) for name, value in scores["by_group"].items()},
-        )
-        for scores in results.get("scores", [])
-    ]
+    return [_read_scores(scores) for scores in results.get("scores", [])]
+
+
+def _read_scores(scores: Mapping[str, Any]) -> Scores:
+    """Read the scores of one evaluation, or of one source in it."""
+    return Scores(
+        label=scores["label"],
+        questions=scores["questions"],
+        reward=_estimate(scores["reward"]),
+        pass_at={int(k): _estimate(value) for k, value in scores["pass_at"].items()},
+        by_group={name: _estimate(value) for name, value in scores["by_group"].items()},
+        by_source={name: _read_scores(own) for name, own in scores.get("sources", {}).items()},
+    )
 
 
 def _estimate(value: dict[str, Any]) -> Estimate:

@@ -270,7 +270,7 @@ class Trainer:
             await self.evaluate(f"step-{self.finished_steps}")
             self.evaluated_step = self.finished_steps
         self._finish_checkpoint(wait=False)
-        if is_due(self.config.checkpoint.every) or self._is_best:
+        if is_due(self.config.checkpoint.every) or self._best_of(self.finished_steps):
             self.save_checkpoint(in_background=self.config.checkpoint.in_background)
         self.run.stop.check()
 
@@ -305,8 +305,7 @@ class Trainer:
             return
         self._finish_checkpoint(wait=True)  # at most one is being written
         if self.saved_step == step:
-            if self._is_best:
-                self.checkpoints.mark_best(self.policy, step)
+            self._mark_best(step)
             return
         with self.run.world.together("the run folder before a checkpoint", FolderGone):
             self.run.tracker.check_folder()
@@ -335,15 +334,18 @@ class Trainer:
         """Record a checkpoint; mark it if the best evaluation so far is of its step."""
         self.saved_step = step
         self.run.tracker.checkpoint(path)
-        if self.config.checkpoint.keep_best and self.best is not None and self.best.step == step:
-            self.checkpoints.mark_best(self.policy, step)
+        self._mark_best(step)
 
-    @property
-    def _is_best(self) -> bool:
-        """Return True if the current policy has the best evaluation and its checkpoint is kept."""
-        if self.best is None or not self.config.checkpoint.keep_best:
-            return False
-        return 0 < self.finished_steps == self.best.step
+    def _mark_best(self, step: int) -> None:
+        """Mark the checkpoint of a step if it is the best, of the run or of one of its sources."""
+        if sources := self._best_of(step):
+            self.checkpoints.mark_best(self.policy, step, sources)
+
+    def _best_of(self, step: int) -> list[str]:
+        """Return the sources whose best evaluation is of this step, if its checkpoint is kept."""
+        if self.best is None or not self.config.checkpoint.keep_best or step == 0:
+            return []
+        return self.best.of_step(step)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the JSON state of the loop. Policy and random states are saved apart."""

@@ -200,6 +200,8 @@ class Task:
     """Tools of its own, and names of the run's and its environment's; None: all of the latter."""
     user_turns: tuple[str, ...] = ()
     """Later messages of the user, one after each answer without a tool call."""
+    source: str = ""
+    """Name of the source of a mixture (`data.sources`) whose row it is; empty in other runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -124,7 +124,7 @@ def certify(runs: Sequence[Composed], verb: str = "train") -> bool:
                 )
                 print(f"prompts        {prompts or 'given by the environment'}")
                 notes = [*components.notes, *overlong_notes(components)]
-                notes += components.rubric.alarms()
+                notes += components.alarms()
                 for note in (*notes, sampling_note(config)):
                     if note is not None:
                         print(note)

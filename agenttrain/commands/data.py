@@ -32,25 +32,16 @@ def show(config: RunConfig, prompts: int) -> int:
     with refusing():
         components = Components(config, shows_demonstrations=True)
         certificate, tasks = components.certificate, components.tasks
-        columns = components.rubric.columns
-        for line in _summary(components, context_of(config)):
-            print(line)
-        columns_by_key = {key: column_names(source) for key, source in tasks.by_key.items()}
-        missing, reward_lines = False, []
-        for reward, names in columns.items():
-            if not names:
-                reward_lines.append(f"reward.{reward}  needs no column")
-            for name in names:
-                absent = [key for key, present in columns_by_key.items() if name not in present]
-                place = f"in {' and '.join(absent)}: MISSING" if absent else "found"
-                reward_lines.append(f"reward.{reward}  column {name} {place}")
-                missing = missing or bool(absent)
-        print("\n".join(reward_lines))
+        missing = False
+        for part in components.parts:
+            with part.located():
+                missing |= _print_rows(part)
         shown = tasks.train.tasks(0, min(prompts, len(tasks.train)))
         for task in asyncio.run(_tasks_with_prompts(shown, components)):
             ids = components.prompt_ids(task)
             later = "".join(f"\n(later) {text}" for text in task.user_turns)
-            rule = f"── task {task.task_id}, {len(ids)} tokens "
+            source = f" of {task.source}" if task.source else ""
+            rule = f"── task {task.task_id}{source}, {len(ids)} tokens "
             line = "─" * max(100 - len(rule), 2)
             images = components.chat.place(ids, task.messages)
             text = decoded(components.chat.decode, ids, images)
@@ -61,6 +52,26 @@ def show(config: RunConfig, prompts: int) -> int:
             file=sys.stderr,
         )
     return int(missing or not certificate.passed)
+
+
+def _print_rows(components: Components) -> bool:
+    """Print the summary of the rows, and the columns that rewards read; True if one is missing."""
+    columns = components.rubric.columns
+    for line in _summary(components, context_of(components.config)):
+        print(components.relocated(line))
+    splits = components.tasks.by_key
+    columns_by_key = {key: column_names(source) for key, source in splits.items()}
+    missing, reward_lines = False, []
+    for reward, names in columns.items():
+        if not names:
+            reward_lines.append(f"reward.{reward}  needs no column")
+        for name in names:
+            absent = [key for key, present in columns_by_key.items() if name not in present]
+            place = f"in {' and '.join(absent)}: MISSING" if absent else "found"
+            reward_lines.append(f"reward.{reward}  column {name} {place}")
+            missing = missing or bool(absent)
+    print("\n".join(map(components.relocated, reward_lines)))
+    return missing
 
 
 async def _tasks_with_prompts(tasks: Sequence[Task], components: Components) -> list[Task]:
@@ -74,7 +85,7 @@ async def _tasks_with_prompts(tasks: Sequence[Task], components: Components) -> 
             rollout = Rollout(task=task, rollout_id=f"data-{task.task_id}")
             episode = await start_episode(
                 rollout,
-                components.environments,
+                components.part_of(task).environments,
                 seed=derive_seed(seed, task.task_id),
                 group_seed=derive_seed(seed),
             )

@@ -43,7 +43,8 @@ def model_card(
     algorithm = "sft" if sft else str(config.get("algorithm", {}).get("name", "grpo"))
     base, revision = str(model.get("path")), model.get("revision")
     data = config.get("data", {})
-    train = dict(data.get("train", {}))
+    sources = dict(data.get("sources", {}))
+    trained_rows = [dict(part.get("train", {})) for part in sources.values() or [data]]
     front: dict[str, Any] = {  # YAML front matter, which the hub reads
         # An id of the hub, which turns it into a link; a folder means nothing to others.
         **({"base_model": base} if ID.fullmatch(base) else {}),
@@ -52,15 +53,16 @@ def model_card(
         "pipeline_tag": "image-text-to-text" if sees else "text-generation",
         "tags": ["agenttrain", "tool-use", *([] if sft else ["reinforcement-learning"]), algorithm],
     }
-    if train.get("_target_") == HUB_ROWS:
-        front["datasets"] = [str(train["path"])]
-    source = train.pop("_target_", "unknown")
-    arguments = ", ".join(f"{key}={value}" for key, value in train.items() if value is not None)
-    rewards = [
-        f"`{name}` (weight {section.get('weight', 1)})"
-        for name, section in dict(config.get("reward", {})).items()
-        if isinstance(section, Mapping)
-    ]
+    datasets = [str(rows["path"]) for rows in trained_rows if rows.get("_target_") == HUB_ROWS]
+    if datasets:
+        front["datasets"] = datasets
+    if sources:
+        tasks = {
+            f"source {name}": "; ".join(f"{k}: {v}" for k, v in _tasks(config, part, sft).items())
+            for name, part in sources.items()
+        }
+    else:
+        tasks = _tasks(config, data, sft)
     of_adapters = "adapters (LoRA) alone: load them on the base model"
     if quantization := config.get("model", {}).get("quantization"):
         of_adapters += f" in 4 bits ({quantization}), on which they were trained"
@@ -68,9 +70,7 @@ def model_card(
         "base model": f"`{base}`" + (f" at revision `{revision}`" if revision else ""),
         "weights": of_adapters if adapter else weights,
         "training": f"{algorithm}, {step} steps, seed {config.get('seed')}",
-        "data": f"`{source}`" + (f" ({arguments})" if arguments else ""),
-        **({} if sft else {"rewards": ", ".join(rewards) or "none"}),
-        "tools": ", ".join(f"`{tool}`" for tool in config.get("tools", {})) or "none",
+        **tasks,
         **({"images": "read; none of the training's is in this folder"} if sees else {}),
         "chat template": f"`{config.get('chat_template', {}).get('name')}`, certificate "
         f"`{str(provenance.get('template_certificate'))[:12]}`",
@@ -94,6 +94,25 @@ def model_card(
         sft=sft,
     )
     return hide_secrets(card)
+
+
+def _tasks(config: Mapping[str, Any], rows: Mapping[str, Any], sft: bool) -> dict[str, str]:
+    """Return rows, rewards and tools of a run, or of a source with the section `rows`."""
+    own = {key: rows[key] for key in ("reward", "tools") if rows.get(key) is not None}
+    sections = {**config, **own}
+    train = dict(rows.get("train", {}))
+    source = train.pop("_target_", "unknown")
+    arguments = ", ".join(f"{key}={value}" for key, value in train.items() if value is not None)
+    rewards = [
+        f"`{name}` (weight {section.get('weight', 1)})"
+        for name, section in dict(sections.get("reward", {})).items()
+        if isinstance(section, Mapping)
+    ]
+    return {
+        "data": f"`{source}`" + (f" ({arguments})" if arguments else ""),
+        **({} if sft else {"rewards": ", ".join(rewards) or "none"}),
+        "tools": ", ".join(f"`{tool}`" for tool in sections.get("tools", {})) or "none",
+    }
 
 
 def published_settings(config: Mapping[str, Any]) -> str:

@@ -60,6 +60,8 @@ def recorded_tasks(
 
     Only rows that the run can have drawn up to `step` are searched.
     """
+    assert isinstance(splits.train, TaskSource), "a mixture's rollouts are refused"
+    assert isinstance(splits.test, TaskSource), "a mixture's rollouts are refused"
     if step == EVALUATED:
         return find_tasks(records, splits.test, config.eval.questions)
     drawn = arithmetic(config).most_tasks_per_step * step

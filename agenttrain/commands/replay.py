@@ -37,6 +37,7 @@ from agenttrain.rollout.recorded import difference as rendering_difference
 from agenttrain.rollout.recorded import read_again
 from agenttrain.rollout.request import RolloutContext
 from agenttrain.runs.setup import Components, context_of
+from agenttrain.settings.mixture import refuse_sources
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.tracking.pictures import recorded_messages
@@ -96,6 +97,7 @@ def replay_rollouts(
     rollouts are identical, else 1. Raises ConfigError for a rollout that was not recorded.
     """
     command = f"replay {folder}"
+    refuse_sources(command, config)
     records = step_records(folder, step, command)
     if rollout_id is not None:
         recorded_ids = [record["rollout_id"] for record in records]

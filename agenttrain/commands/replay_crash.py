@@ -13,6 +13,7 @@ from agenttrain.health.crash import read_batch
 from agenttrain.rewards.function import RewardError
 from agenttrain.runs.loading import make_policy
 from agenttrain.runs.setup import Components
+from agenttrain.settings.mixture import refuse_sources
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tracking.rollouts import read_rollout, step_path
 from agenttrain.trainer import train_minibatch
@@ -57,6 +58,7 @@ def _repeat(stage: str, config: RunConfig, bundle: Path, step: int) -> None:
         check_logprobs(_rollouts(bundle, step, {}))
         return
     if stage == "reward":
+        refuse_sources(f"replay {bundle}", config)
         records = step_records(bundle, step, f"replay {bundle}")
         tasks = recorded_tasks(config, Components(config).tasks, records, step)
         rubric = recorded_rubric(config, bundle, records, tasks.values())

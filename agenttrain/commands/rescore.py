@@ -13,6 +13,7 @@ from pathlib import Path
 from agenttrain.commands.recorded import recorded_rubric, recorded_tasks, step_records
 from agenttrain.rollout.collector import may_be_scored
 from agenttrain.runs.setup import Components
+from agenttrain.settings.mixture import refuse_sources
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tracking.rollouts import read_rollout, written_steps
 from agenttrain.tracking.run_folder import write_atomically
@@ -52,6 +53,7 @@ def rescore(config: RunConfig, folder: Path, *, step: int | None, to: Path | Non
     has, RewardError if a reward function fails.
     """
     command = f"rescore {folder}"
+    refuse_sources(command, config)
     steps = written_steps(folder, command) if step is None else [step]
     recorded = {number: step_records(folder, number, command) for number in steps}
     components = Components(config)

@@ -12,6 +12,7 @@ from agenttrain.engines.config import DEFAULT_ENGINE
 from agenttrain.engines.registry import names_with, spec_of
 from agenttrain.engines.spec import ServedModel
 from agenttrain.launch.processes import count_gpus
+from agenttrain.settings.mixture import source_views
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.types import ConfigError
 from agenttrain.utils.child_process import ChildGone
@@ -86,7 +87,13 @@ def _load_chat(config: RunConfig) -> Chat:
     verify_model(config)
     folder = model_folder(config.model.path, revision=config.model.revision)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    return chat_of(config, tokenizer, tools=bool(config.tools or config.environment))
+    return chat_of(config, tokenizer, tools=_has_tools(config))
+
+
+def _has_tools(config: RunConfig) -> bool:
+    """Return True if the run has tools, or one of its sources."""
+    views = source_views(config).values() or [config]
+    return any(view.tools or view.environment for view in views)
 
 
 def _serve_here(config: RunConfig, args: Namespace, listener: socket) -> None:
@@ -117,7 +124,7 @@ def _serve_by_engine(config: RunConfig, args: Namespace, listener: socket) -> No
     try:
         parser = server_parser(chat, config.response_schema)
     except ChatError:  # without tools no parser of calls is needed
-        if config.tools or config.environment:
+        if _has_tools(config):
             raise
     server = spec_of(config.engine).server
     assert server is not None

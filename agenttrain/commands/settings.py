@@ -22,6 +22,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from pydantic import TypeAdapter
 
 from agenttrain.commands.verb import write_report
+from agenttrain.data.config import SOURCES, DataConfig, SourceConfig
 from agenttrain.settings.components import ONE_BESIDE, SETTINGS_BESIDE
 from agenttrain.settings.run_config import CHOICES, RunConfig, choices
 from agenttrain.types import ConfigError
@@ -136,6 +137,16 @@ def all_settings(cls: type = RunConfig, prefix: str = "") -> Iterator[Setting]:
                 yield from all_settings(SETTINGS_BESIDE[key], f"{key}.<name>.")
             if cls is RunConfig and key in ONE_BESIDE:
                 yield from all_settings(ONE_BESIDE[key], f"{key}.")
+            if key == SOURCES:
+                yield from _of_sources()
+
+
+def _of_sources() -> Iterator[Setting]:
+    """Yield the settings that a source of a mixture has beside those of `data`."""
+    shared = tuple(f"{SOURCES}.<name>.{name}" for name in field_names(DataConfig))
+    for setting in all_settings(SourceConfig, f"{SOURCES}.<name>."):
+        if not any(setting.key == key or setting.key.startswith(f"{key}.") for key in shared):
+            yield setting
 
 
 def _choice_settings(section: str, description: str) -> Iterator[Setting]:

@@ -92,7 +92,7 @@ async def _tools_and_results(
         if not calls and not names_row:
             return None, []
         toolbox, environments = components.toolbox, components.environments
-        task = _row(args, components.tasks.train)
+        task = _row(args, components.tasks.by_key["data.train"])
         tools_of = f"row {task.task_id}" if names_row else "the first row"
         machines = components.machines
         machine = await machines.start(TRIED, task) if machines is not None and calls else None

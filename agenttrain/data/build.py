@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from agenttrain.data.config import HOLD_OUT, DataConfig, names_test_rows
+from agenttrain.data.config import HOLD_OUT, DataConfig, at_source, names_test_rows
 from agenttrain.data.files import as_rows
 from agenttrain.data.images import ImageLimits
+from agenttrain.data.mixture import Mixture, Questions
 from agenttrain.data.tasks import COLUMN_SAMPLE, GeneratedRows, Rows, TaskSource
 from agenttrain.data.transform import (
     RowCheck,
@@ -33,24 +34,36 @@ MAX_ITERATED = 1_000_000
 class Splits:
     """The tasks of a run, for training and for evaluation."""
 
-    train: TaskSource
-    test: TaskSource
+    train: TaskSource | Mixture
+    test: TaskSource | Questions
     notes: tuple[str, ...]
     """Notes for the user: rows that are skipped or held out."""
+
+    sources: Mapping[str, Splits] = field(default_factory=dict)
+    """The tasks of each source of a mixture, by its name; empty in other runs."""
 
     @property
     def by_key(self) -> dict[str, TaskSource]:
         """Sources by their configuration key. `data.test` is among them only if it has rows."""
+        if self.sources:
+            return {
+                at_source(name, (), key): tasks
+                for name, splits in self.sources.items()
+                for key, tasks in splits.by_key.items()
+            }
+        assert isinstance(self.train, TaskSource) and isinstance(self.test, TaskSource)
         test = {"data.test": self.test} if len(self.test) else {}
         return {"data.train": self.train, **test}
 
 
-def build_tasks(config: DataConfig, *, seed: int, needs_prompt: bool = True) -> Splits:
+def build_tasks(
+    config: DataConfig, *, seed: int, needs_prompt: bool = True, source: str = ""
+) -> Splits:
     """Build the tasks of a `data:` section, and check every row of a finite dataset.
 
-    Without `needs_prompt`, rows may lack a prompt, because an environment makes one. Raises
-    ValueError with key, value and remedy. For bad rows it names the places and reasons of the first
-    ten.
+    `source` is the name of a mixture's source, whose section it is. Without `needs_prompt`, rows
+    may lack a prompt, because an environment makes one. Raises ValueError with key, value and
+    remedy. For bad rows it names the places and reasons of the first ten.
     """
     transform = RowTransform(config)
     notes: list[str] = []
@@ -81,9 +94,16 @@ def build_tasks(config: DataConfig, *, seed: int, needs_prompt: bool = True) -> 
     limits = image_limits(config)
     return Splits(
         train=TaskSource(
-            train, shuffle=config.shuffle, seed=seed, needs_prompt=needs_prompt, images=limits
+            train,
+            shuffle=config.shuffle,
+            seed=seed,
+            needs_prompt=needs_prompt,
+            images=limits,
+            source=source,
         ),
-        test=TaskSource(test, needs_prompt=needs_prompt, may_be_empty=True, images=limits),
+        test=TaskSource(
+            test, needs_prompt=needs_prompt, may_be_empty=True, images=limits, source=source
+        ),
         notes=tuple(notes),
     )
 

@@ -6,8 +6,9 @@ The curriculum chooses the tasks of a step by the success that was measured of t
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import field
 from enum import StrEnum
 from glob import glob, has_magic
@@ -15,14 +16,25 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from omegaconf import MISSING
-from pydantic import Field, PlainValidator, model_validator
+from pydantic import Field, PlainValidator, TypeAdapter, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
 from agenttrain.utils.data_fields import Data
 from agenttrain.utils.image_files import MOST_PIXELS
 from agenttrain.utils.names import did_you_mean
-from agenttrain.utils.sections import SETTINGS, Number, Quoted, Whole, field_names, raise_problems
+from agenttrain.utils.sections import (
+    SETTINGS,
+    InvalidSettings,
+    Number,
+    Quoted,
+    Whole,
+    field_names,
+    plain,
+    problem_lines,
+    raise_problems,
+    shown,
+)
 
 
 class OnBadRow(StrEnum):
@@ -89,6 +101,95 @@ def _paths(value: object) -> str | list[str] | None:
 Paths = Annotated[Any, PlainValidator(_paths, json_schema_input_type=str | list[str] | None)]
 """A text, a list of texts, or None. OmegaConf has no such type."""
 
+SOURCES = "data.sources"
+SOURCE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
+"""Names of sources, which are parts of metrics and of links to checkpoints."""
+OWN_SECTIONS = ("tools", "stop_tools", "environment", "reward")
+"""Sections of a run that a source may have of its own."""
+OF_THE_MIXTURE = ("sources", "only")
+"""Keys of `data` that a source lacks."""
+
+
+def _read_sources(sections: object) -> dict[str, Any]:
+    """Return the sections of `data.sources` as SourceConfig, by name; raises InvalidSettings."""
+    if not isinstance(sections, Mapping):
+        raise InvalidSettings(
+            f"{SOURCES}={shown(sections)}: is a section; set its keys with {SOURCES}.<name>.<key>=…"
+        )
+    sources: dict[str, Any] = {}
+    problems: list[str] = []
+    for name, section in sections.items():
+        try:
+            sources[str(name)] = _read_source(str(name), section)
+        except InvalidSettings as error:
+            problems.append(str(error))
+    raise_problems(problems)
+    return sources
+
+
+def _read_source(name: str, section: object) -> SourceConfig:
+    """Return the section of a source as SourceConfig; raises InvalidSettings with its problems."""
+    key = f"{SOURCES}.{name}"
+    if isinstance(section, SourceConfig):
+        return section
+    if not SOURCE_NAME.fullmatch(name):
+        raise InvalidSettings(
+            f"{key}: a source's name begins with a letter, and has letters, digits, _ and - only; "
+            "rename it"
+        )
+    if not isinstance(section, Mapping):
+        raise InvalidSettings(
+            f"{key}={shown(section)}: is a section; set its keys with {key}.<key>=…"
+        )
+    known = [part for part in field_names(SourceConfig) if part not in OF_THE_MIXTURE]
+    problems = []
+    for part, value in section.items():
+        if part in OF_THE_MIXTURE and value:
+            problems.append(
+                f"{key}.{part}={shown(value)}: a source has no sources of its own; leave it out"
+            )
+        elif part not in (*known, *OF_THE_MIXTURE):
+            hint = did_you_mean(str(part), known) or f"; its keys are: {', '.join(known)}"
+            problems.append(f"{key}.{part}={shown(value)}: unknown key{hint}")
+    if not section.get("train"):
+        problems.append(
+            f"{key}.train: names no rows; set {key}.train._target_=…, or add a group: "
+            f"+data@{key}=file"
+        )
+        raise_problems(problems)  # the other checks read them
+    own = [part for part in OWN_SECTIONS if section.get(part) is not None]
+    try:
+        source = TypeAdapter(SourceConfig).validate_python(
+            {part: value for part, value in section.items() if part in known}
+        )
+    except ValidationError as error:
+        problems += [at_source(name, own, line) for line in problem_lines(error, key)]
+    raise_problems(problems)
+    return source
+
+
+def at_source(name: str, own: Collection[str], text: str) -> str:
+    """Return a message about a source's rows, and `own` keys, with the keys that the run has.
+
+    Example: ``data.where=a: …`` of the source shop becomes ``data.sources.shop.where=a: …``.
+    """
+    whole = ("stop_tools", "eval.group_by", "eval.questions")  # no keys below these
+    sections = "|".join(("data", *(key for key in own if key not in whole)))
+    settings = "|".join(re.escape(key) for key in own if key in whole) or "(?!)"  # matches nothing
+    keys = rf"(?:{sections})(?=\.[A-Za-z_])|(?:{settings})(?=[=:])"
+
+    def moved(match: re.Match[str]) -> str:
+        key = match[0]
+        return f"{SOURCES}.{name}" if key == "data" else f"{SOURCES}.{name}.{key}"
+
+    return re.sub(rf"(?<![\w./-])(?!{re.escape(SOURCES)}\b)(?:{keys})", moved, text)
+
+
+Sources = Annotated[
+    dict[str, Any], PlainValidator(_read_sources, json_schema_input_type=dict[str, Any])
+]
+"""SourceConfig by name. OmegaConf takes any key: `_read_sources` checks them."""
+
 
 @dataclass(config=SETTINGS)
 class DataConfig:
@@ -137,11 +238,20 @@ class DataConfig:
     on_bad_row: Data[OnBadRow] = OnBadRow.error
     """Consequence of a row that cannot become a task, or that the chat template refuses."""
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+    sources: Sources = field(default_factory=dict)
+    """data=mix: name -> a source of rows, with tools, rewards and a share of its own."""
+    only: Data[str | None] = None
+    """Name of the one source of a mixture that the command uses; None: all."""
 
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
         """Check keys without an effect on these rows, and keys that exclude each other."""
+        if type(self) is DataConfig and (self.sources or self.train == {}):
+            raise_problems(_mixture_problems(self))
+            return self
         problems = []
+        if self.only is not None:
+            problems.append(f"data.only={self.only}: has no effect without data.sources")
         # A key such as data.path, set without the group (data=file) whose sections use it.
         for name, group in GROUPS.items():
             value = getattr(self, name)
@@ -191,6 +301,89 @@ class DataConfig:
         return self
 
 
+def _mixture_problems(data: DataConfig) -> Iterator[str]:
+    """Yield the keys of `data` that belong into one of its sources; or that there is no source."""
+    if not data.sources:
+        yield (
+            f"{SOURCES}={{}}: names no source of rows; add some, e.g. "
+            f"+data@{SOURCES}.shop=shop, or choose other rows with data=…"
+        )
+        return
+    if data.only is not None and data.only not in data.sources:
+        yield (
+            f"data.only={data.only}: there is no such source{did_you_mean(data.only, data.sources)}"
+            f"; there are: {', '.join(data.sources)}"
+        )
+    defaults = DataConfig()
+    for name in field_names(DataConfig):
+        value = getattr(data, name)
+        if name not in ("sources", "only") and value not in ({}, getattr(defaults, name)):
+            yield (
+                f"data.{name}={shown(plain(value))}: has no effect beside {SOURCES}; set it in a "
+                f"source: {SOURCES}.{next(iter(data.sources))}.{name}=…"
+            )
+
+
+class AtEnd(StrEnum):
+    """What follows the last row of a source of a mixture."""
+
+    repeat = "repeat"
+    """Its rows come again."""
+    drop = "drop"
+    """The other sources share its part of the steps."""
+
+
+@dataclass(config=SETTINGS)
+class SourceEvalConfig:
+    """Evaluation on the test rows of one source of a mixture."""
+
+    questions: Whole | None = Field(default=None, ge=0)
+    """Rows of one evaluation; 0: the source is not evaluated; None: as eval.questions."""
+    group_by: Data[str | None] = None
+    """Column by whose values the source's reward is broken down; None: as eval.group_by."""
+
+
+@dataclass(config=SETTINGS)
+class SourceConfig(DataConfig):
+    """One source of a mixture (`data=mix`): rows, and what their rollouts have of their own."""
+
+    weight: Number | None = Field(default=None, gt=0)
+    """Share of the tasks that no `count` claims, relative to the other sources' weights; None: 1,
+    unless there is a `count`."""
+    count: Whole | None = Field(default=None, ge=1)
+    """Tasks of a step; None: `weight` decides."""
+    at_end: Data[AtEnd] = AtEnd.repeat
+    """What follows its last row."""
+    tools: dict[str, Any] | None = None
+    """Its tools, as in `tools`; None: the run's."""
+    stop_tools: Data[list[str] | None] = None
+    """Those of its tools that end a rollout; None: the run's."""
+    environment: dict[str, Any] | None = None
+    """Its environments, as in `environment`; None: the run's."""
+    reward: dict[str, Any] | None = None
+    """Its rewards, as in `reward`; None: the run's."""
+    eval: SourceEvalConfig = field(default_factory=SourceEvalConfig)
+
+    @model_validator(mode="after")
+    def _check_source(self) -> SourceConfig:
+        """Check the keys that only a source has."""
+        problems = []
+        if self.weight is not None and self.count is not None:
+            problems.append(
+                f"data.weight={self.weight:g}: has no effect beside data.count={self.count}; leave "
+                "one of them out"
+            )
+        if self.at_end is AtEnd.drop and self.train.get("_target_") in ENDLESS:
+            problems.append("data.at_end=drop: these rows have no end; leave it out")
+        if self.at_end is AtEnd.drop and self.curriculum.enabled:
+            problems.append(
+                "data.at_end=drop: a curriculum draws rows again, so they have no end; leave it "
+                "out, or set data.curriculum.enabled=false"
+            )
+        raise_problems(problems)
+        return self
+
+
 HOLD_OUT = "data.test_fraction=0.1 holds some of data.train out"
 
 
@@ -207,7 +400,12 @@ def names_test_rows(data: DataConfig) -> bool:
 
 
 def has_test_rows(data: DataConfig) -> bool:
-    """Return True if there are rows to evaluate on, of data.test or held out of data.train."""
+    """Return True if there are rows to evaluate on, of data.test or held out of data.train.
+
+    Those of one source of a mixture are enough.
+    """
+    if data.sources:
+        return any(map(has_test_rows, data.sources.values()))
     return data.test_fraction is not None or names_test_rows(data)
 
 

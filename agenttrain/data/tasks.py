@@ -10,6 +10,7 @@ import json
 import random
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from agenttrain.data.images import COLUMN, ImageLimits, with_images
@@ -61,10 +62,12 @@ class TaskSource:
         needs_prompt: bool = True,
         may_be_empty: bool = False,
         images: ImageLimits | None = None,
+        source: str = "",
     ) -> None:
         """Without `needs_prompt`, rows may lack a prompt, because an environment makes one.
 
-        Raises ValueError for an empty dataset unless it `may_be_empty`, and for shuffling one
+        `source` is the name of a mixture's source, which its tasks get. Raises ValueError for an
+        empty dataset unless it `may_be_empty`, and for shuffling one
         without end.
         """
         if len(rows) == 0 and not may_be_empty:
@@ -74,7 +77,7 @@ class TaskSource:
                 "data.shuffle=true: rows without end have no shuffled order; leave it out"
             )
         self._rows, self._shuffle, self._seed = rows, shuffle, seed
-        self._needs_prompt, self._images = needs_prompt, images
+        self._needs_prompt, self._images, self.source = needs_prompt, images, source
         self._epoch: tuple[int, Sequence[int]] = (-1, ())
         """(number of an epoch, its row indices in shuffled order); -1: none yet."""
         self._kept: Sequence[int] | None = None
@@ -109,7 +112,8 @@ class TaskSource:
         """Return the task of the row at an index."""
         number = self._number(index)
         row, needs_prompt = self._rows[number], self._needs_prompt
-        return to_task(row, number, needs_prompt=needs_prompt, images=self._images)
+        task = to_task(row, number, needs_prompt=needs_prompt, images=self._images)
+        return replace(task, source=self.source) if self.source else task
 
     def where(self, index: int) -> str:
         """Return the row's place for error messages."""

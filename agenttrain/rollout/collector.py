@@ -8,14 +8,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol, Self
 
 from agenttrain.chat.encoding import ChatError
 from agenttrain.data.config import OnBadRow
 from agenttrain.engines.base import Lockstep
+from agenttrain.environments.environments import Environments
 from agenttrain.rewards.function import RewardError
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.config import OnBreak
@@ -30,7 +31,8 @@ from agenttrain.rollout.request import (
     check_room,
 )
 from agenttrain.rollout.row_tools import RowTools
-from agenttrain.tracking.metrics import agent_metrics, rollout_metrics
+from agenttrain.tools.toolbox import Toolbox
+from agenttrain.tracking.metrics import agent_metrics, rollout_metrics, source_metrics
 from agenttrain.types import AgenttrainError, LedgerError, Rollout, StopReason, Task
 from agenttrain.utils.signals import StopRequest
 
@@ -58,8 +60,33 @@ class MetricNames:
     tools: Sequence[str]
     """Names of all tools that some rollout may have."""
     rewards: Sequence[str]
+    sources: Sequence[str] = ()
+    """Names of the sources of a mixture."""
     outside_agents: bool = False
     """Outside agents make the rollouts, which have metrics of their own."""
+
+
+class HasTools(Protocol):
+    """A run's tools, environments and rewards, or those of one source of a mixture."""
+
+    @property
+    def toolbox(self) -> Toolbox: ...
+
+    @property
+    def environments(self) -> Environments: ...
+
+    @property
+    def rubric(self) -> Rubric: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kit:
+    """What the rollouts of one source of a mixture have of their own."""
+
+    toolbox: Toolbox
+    environments: Environments
+    rubric: Rubric
+    on_bad_row: OnBadRow = OnBadRow.error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +97,9 @@ class Collector(RolloutContext):
     """
 
     rubric: Rubric
+    sources: Mapping[str, Kit] = field(default_factory=dict)
+    """Tools, environments and rewards of the sources of a mixture, by name; empty: all tasks have
+    those of the collector."""
     stop: StopRequest = field(default_factory=StopRequest)
     """Request to stop the run, which cuts a collection short."""
     in_flight: InFlight = field(default_factory=InFlight)
@@ -88,15 +118,53 @@ class Collector(RolloutContext):
     place_of: Callable[[Task], str] = "task {0.task_id}".format
     """Returns where a task's row stands, for error messages."""
 
+    def of(self, task: Task) -> Self:
+        """Return the collector with the tools, environments and rewards of the task's source."""
+        kit = self.sources.get(task.source)
+        if kit is None:
+            return self
+        return replace(
+            self,
+            toolbox=kit.toolbox,
+            environments=kit.environments,
+            rubric=kit.rubric,
+            on_bad_row=kit.on_bad_row,
+        )
+
+    def lenient(self) -> Self:
+        """Return the collector with rewards whose NaN does not end the run, for evaluations."""
+        sources = {
+            name: replace(kit, rubric=kit.rubric.lenient()) for name, kit in self.sources.items()
+        }
+        return replace(self, rubric=self.rubric.lenient(), sources=sources)
+
+    @property
+    def _kits(self) -> Sequence[Kit | Self]:
+        """The collector itself, or the kits of a mixture."""
+        return list(self.sources.values()) or [self]
+
+    def toolboxes(self) -> list[Toolbox]:
+        """Return all toolboxes, each once: sources may share them."""
+        toolboxes = [
+            toolbox
+            for kit in self._kits
+            for toolbox in (kit.toolbox, *kit.environments.toolboxes.values())
+        ]
+        return list({id(toolbox): toolbox for toolbox in toolboxes}.values())
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """The weights of all reward functions, by name."""
+        return {name: weight for kit in self._kits for name, weight in kit.rubric.weights.items()}
+
     def waiting(self) -> list[Waiting]:
         """Return the rollouts in flight and what each waits for; callable from any thread."""
-        toolboxes = (self.toolbox, *self.environments.toolboxes.values())
-        calls = (call for toolbox in toolboxes for call in toolbox.running_calls)
+        calls = (call for toolbox in self.toolboxes() for call in toolbox.running_calls)
         return self.in_flight.waiting(calls)
 
     def blocking(self, limit_s: float) -> str | None:
         """Return the async tool that has blocked the event loop for over `limit_s`."""
-        for toolbox in (self.toolbox, *self.environments.toolboxes.values()):
+        for toolbox in self.toolboxes():
             if (name := toolbox.blocking(limit_s)) is not None:
                 return name
         return None
@@ -104,21 +172,36 @@ class Collector(RolloutContext):
     @property
     def stuck(self) -> tuple[str, ...]:
         """Names of the tools whose abandoned calls still run, one per call."""
-        return (*self.toolbox.stuck, *self.environments.stuck)
+        toolboxes = {id(kit.toolbox): kit.toolbox.stuck for kit in self._kits}
+        environments = {id(kit.environments): kit.environments.stuck for kit in self._kits}
+        parts = (*toolboxes.values(), *environments.values())
+        return tuple(name for stuck in parts for name in stuck)
 
     def tools_of(self, task: Task) -> tuple[str, ...]:
         """Return the names of all tools that rollouts of this task may have."""
-        methods = self.environments.toolbox_of(self.environments.kind_of(task))
-        return (*self.toolbox.names, *methods.names)
+        own = self.of(task)
+        methods = own.environments.toolbox_of(own.environments.kind_of(task))
+        return (*own.toolbox.names, *methods.names)
 
     @property
     def metric_names(self) -> MetricNames:
         """What the metrics of its rollouts are named after."""
-        return MetricNames(
-            tools=(*self.toolbox.names, *self.environments.tool_names),
-            rewards=self.rubric.names,
-            outside_agents=self.attempt is not None,
-        )
+        return metric_names(self._kits, self.sources, outside_agents=self.attempt is not None)
+
+
+def metric_names(
+    kits: Iterable[HasTools], sources: Iterable[str], *, outside_agents: bool
+) -> MetricNames:
+    """Return what a step's metrics are named after, from all kits of the run."""
+    kits = list(kits)
+    tools = (n for kit in kits for n in (*kit.toolbox.names, *kit.environments.tool_names))
+    rewards = (name for kit in kits for name in kit.rubric.names)
+    return MetricNames(
+        tools=tuple(dict.fromkeys(tools)),
+        rewards=tuple(dict.fromkeys(rewards)),
+        sources=tuple(sources),
+        outside_agents=outside_agents,
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -205,7 +288,7 @@ async def collect(collector: Collector, request: BatchRequest) -> Collected:
         check_usable(collected, len(request.tasks), attempts, collector.engine.max_context)
     started = time.perf_counter()
     with collector.in_flight.timeline.phase("reward", label=request.name):
-        unscored = await _score(collector.rubric, usable)
+        unscored = await _score(collector, usable)
     for rollout in usable:
         # Again, after all user code has run: what is trained is what was verified.
         verify(rollout, collector.chat, schemas[rollout.rollout_id], collector.parsed_turns)
@@ -218,21 +301,27 @@ async def collect(collector: Collector, request: BatchRequest) -> Collected:
     return collected
 
 
-async def _score(rubric: Rubric, rollouts: Sequence[Rollout]) -> Sequence[str]:
+async def _score(collector: Collector, rollouts: Sequence[Rollout]) -> Sequence[str]:
     """Score rollouts; return the reasons of those that could not be scored. Raises RewardError.
 
-    A rollout whose outside agent failed gets 0 (`agent.on_failure=zero`).
+    Each gets the rewards of its source. A rollout whose outside agent failed gets 0
+    (`agent.on_failure=zero`).
     """
-    failed = [rollout for rollout in rollouts if rollout.stop_reason is StopReason.agent_failed]
-    for rollout in failed:
-        rollout.rewards, rollout.reward = dict.fromkeys(rubric.names, 0.0), 0.0
+    by_source: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        if rollout.stop_reason is StopReason.agent_failed:
+            names = collector.of(rollout.task).rubric.names
+            rollout.rewards, rollout.reward = dict.fromkeys(names, 0.0), 0.0
+        else:
+            by_source.setdefault(rollout.task.source, []).append(rollout)
+    unscored: list[str] = []
     try:
-        return await rubric.score(
-            [rollout for rollout in rollouts if rollout.stop_reason is not StopReason.agent_failed]
-        )
+        for scored in by_source.values():
+            unscored += await collector.of(scored[0].task).rubric.score(scored)
     except RewardError as error:
         error.rollouts = list(rollouts)
         raise
+    return unscored
 
 
 def _rollout_requests(
@@ -246,11 +335,12 @@ def _rollout_requests(
     requests: list[RolloutRequest] = []
     for place, task in request.placed_tasks():
         prompt_ids: list[int] | None = None
-        kind = collector.environments.kind_of(task)
+        own = collector.of(task)
+        kind = own.environments.kind_of(task)
         if collector.attempt is None and (kind is None or not kind.has_reset):
             # All rollouts of the group begin with this prompt. A reset adds to it, so that each
             # rollout has to render its own. An outside agent sends a prompt of its own.
-            tools = RowTools(task, collector.toolbox, collector.environments)
+            tools = RowTools(task, own.toolbox, own.environments)
             try:
                 prompt_ids = collector.chat.prompt_ids(task.messages, tools.schemas)
                 check_room(task, len(prompt_ids), collector.engine.max_context)
@@ -258,7 +348,7 @@ def _rollout_requests(
                 collected.overlong += 1
                 continue
             except ChatError as error:
-                if collector.on_bad_row is OnBadRow.skip:
+                if own.on_bad_row is OnBadRow.skip:
                     collected.bad_rows += 1
                     continue
                 where = collector.place_of(task)
@@ -289,9 +379,10 @@ async def _run_all(
             try:
                 with collector.in_flight.tracked(request.rollout_id, engine) as tracked_engine:
                     attempt = collector.attempt or run_rollout
-                    result = await attempt(request, replace(collector, engine=tracked_engine))
+                    own = collector.of(request.task)
+                    result = await attempt(request, replace(own, engine=tracked_engine))
                 if result.length:  # an environment that could not be started has no prompt
-                    tools = RowTools(result.task, collector.toolbox, collector.environments)
+                    tools = RowTools(result.task, own.toolbox, own.environments)
                     schemas[result.rollout_id] = tools.schemas
                     verify(result, collector.chat, tools.schemas, collector.parsed_turns)
             except PromptTooLong:
@@ -413,6 +504,7 @@ def step_metrics(
     return {
         **rollout_metrics(collected.groups, tools=names.tools, rewards=names.rewards),
         **(agent_metrics(collected.rollouts) if names.outside_agents else {}),
+        **source_metrics(collected.groups, names.sources),
         "rollout/dropped": collected.dropped,
         "rollout/ledger_breaks": collected.broken,
         "time/loop_lag_max_s": collected.loop_lag_s,

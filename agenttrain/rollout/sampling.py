@@ -37,7 +37,7 @@ async def sample_groups(
     only.
     """
     peers, costs = peers or SingleProcess(), costs or Costs()
-    weights = collector.rubric.weights
+    weights = collector.reward_weights
     seed_path, missing = request.seed_path, count
     batch = StepBatch(collected=Collected(), costs=costs)
     groups: list[GroupInfo] = []

@@ -174,14 +174,15 @@ class Costs:
     """
 
     column: str | None = None
-    """Column whose values are kinds of tasks (`eval.group_by`), beside the environment."""
+    """Column whose values are kinds of tasks (`eval.group_by`), beside source and environment."""
     _measured: dict[str, tuple[float, int]] = field(default_factory=dict)
     """(sum of the groups' mean tokens, number of groups) by kind."""
 
     def kind(self, task: Task) -> str:
         """Return the kind of a task: tasks of one kind are expected to cost the same."""
         environment = task.columns.get("environment")
-        return f"{environment}/{task.columns.get(self.column) if self.column else None}"
+        source = f"{task.source}/" if task.source else ""
+        return f"{source}{environment}/{task.columns.get(self.column) if self.column else None}"
 
     def learn(self, costs: Sequence[tuple[str, float]]) -> None:
         """Add (kind, mean tokens of a rollout) of groups."""

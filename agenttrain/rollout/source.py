@@ -11,6 +11,7 @@ from typing import Any
 from agenttrain.algorithms.config import AlgorithmConfig
 from agenttrain.data.config import OnBadRow
 from agenttrain.data.curriculum import Curriculum
+from agenttrain.data.mixture import Mixture
 from agenttrain.data.tasks import TaskSource
 from agenttrain.engines.config import Sampling
 from agenttrain.rollout.collector import (
@@ -41,13 +42,14 @@ class RolloutSource:
 
     phase = "rollout"
     collector: Collector
-    tasks: TaskSource
+    tasks: TaskSource | Mixture
     algorithm: AlgorithmConfig
     tasks_per_step: int
     seed: int
     """Seed of the run."""
-    curriculum: Curriculum | None = None
-    """Chooses among the tasks; None: they are taken in order."""
+    curriculum: Curriculum | Mixture | None = None
+    """Chooses the next task, by success or from the sources of a mixture; None: the tasks are taken
+    in order."""
     peers: Peers = field(default_factory=SingleProcess)
     costs: Costs = field(default_factory=Costs)
     """Costs of finished rollouts. Saved, so that a resumed run assigns tasks alike."""
@@ -97,7 +99,7 @@ class RolloutSource:
         self.cursor += batch.tasks
         self.costs = batch.costs
         if self.curriculum is not None:
-            results = self.curriculum.results(batch.collected.groups)
+            results: list[Any] = list(self.curriculum.results(batch.collected.groups))
             self.curriculum.learn(self.cursor, self.peers.exchange(results, "a step's results"))
             batch.metrics = {**self.curriculum.metrics(), **batch.metrics}
 

@@ -23,11 +23,12 @@ from typing import Any
 
 from agenttrain.data.tasks import TaskSource
 from agenttrain.runs.setup import Components
+from agenttrain.settings.mixture import located
 from agenttrain.settings.role_checks import used_roles
 from agenttrain.settings.run_config import RunConfig, RunPart
 from agenttrain.settings.saved import done_steps
 from agenttrain.tracking.run_folder import write_atomically
-from agenttrain.types import ConfigError
+from agenttrain.types import ConfigError, Task
 from agenttrain.utils.files import digest_of_blocks
 from agenttrain.utils.hub import is_hub_id
 from agenttrain.utils.locate import locate
@@ -53,16 +54,30 @@ Fingerprints = dict[str, dict[str, str]]
 def fingerprints(components: Components) -> Fingerprints:
     """Return the fingerprints of a run that is about to start or to go on."""
     config = components.config
+    parts: Fingerprints = {str(part): {} for part in RunPart}
+    for source, of_source in (components.sources or {"": components}).items():
+        for part, digests in _of_source(of_source).items():
+            parts[part] |= {located(config, source, key): d for key, d in digests.items()}
+    parts[RunPart.template] = {"chat template": _digest(str(components.tokenizer.chat_template))}
+    parts[RunPart.model] = {
+        "tokenizer": _digest(_json(components.tokenizer.get_vocab())),
+        **_model(config, components.verb),
+    }
+    return parts
+
+
+def _of_source(components: Components) -> Fingerprints:
+    """Return the fingerprints of rows, tools, environments and rewards: of one source's, if any."""
+    config = components.config
     toolboxes = [components.toolbox, *components.environments.toolboxes.values()]
     schemas = [schema for toolbox in toolboxes for schema in toolbox.schemas()]
-    parts = {
-        RunPart.data: {
-            "rows of data.train": _rows(components.tasks.train),
-            "rows of data.test": _rows(components.tasks.test),
-        },
-        RunPart.template: {"chat template": _digest(str(components.tokenizer.chat_template))},
+    train, test = components.tasks.train, components.tasks.test
+    assert isinstance(train, TaskSource) and isinstance(test, TaskSource)
+    suffix = f" ({train.source})" if train.source else ""
+    return {
+        RunPart.data: {"rows of data.train": _rows(train), "rows of data.test": _rows(test)},
         RunPart.tools: {
-            **{f"schema of {s['function']['name']}": _digest(_json(s)) for s in schemas},
+            **{f"schema of {s['function']['name']}{suffix}": _digest(_json(s)) for s in schemas},
             **_code("tools", config.tools),
             **_files(config.tools),
         },
@@ -72,12 +87,7 @@ def fingerprints(components: Components) -> Fingerprints:
             **_code("", {"user": config.user}),
         },
         RunPart.reward: _code("reward", config.reward),
-        RunPart.model: {
-            "tokenizer": _digest(_json(components.tokenizer.get_vocab())),
-            **_model(config, components.verb),
-        },
     }
-    return {str(part): digests for part, digests in parts.items()}
 
 
 def check_unchanged(folder: Path, now: Fingerprints, allowed: Sequence[RunPart]) -> None:
@@ -160,7 +170,12 @@ def _rows(source: TaskSource) -> str:
     else:
         count = min(total, ROWS)
         indices = [i * total // count for i in range(count)]
-    return _digest_of_lines([str(total), *(_json(asdict(source.row(i))) for i in indices)])
+    return _digest_of_lines([str(total), *(_json(_row(source.row(i))) for i in indices)])
+
+
+def _row(task: Task) -> dict[str, Any]:
+    """Return the content of a task's row; the name of its source is none of it."""
+    return {name: value for name, value in asdict(task).items() if name != "source"}
 
 
 def _code(key: str, sections: Mapping[str, Any]) -> dict[str, str]:

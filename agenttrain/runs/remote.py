@@ -387,11 +387,7 @@ def make_remote_source(
     rollouts.restartable = True
     source = RemoteSource(
         rollouts=rollouts,
-        names=MetricNames(
-            tools=(*components.toolbox.names, *components.environments.tool_names),
-            rewards=components.rubric.names,
-            outside_agents=config.agent.outside,
-        ),
+        names=components.metric_names,
         minibatches=config.algorithm.minibatches,
     )
     evaluator = RemoteEvaluator(

@@ -39,7 +39,7 @@ from agenttrain.rollout.collector import Collected
 from agenttrain.rollout.monitoring import Waiting
 from agenttrain.rollout.sharing import Costs
 from agenttrain.rollout.step_batch import StepBatch
-from agenttrain.tracking.metrics import Estimate
+from agenttrain.tracking.metrics import Estimate, Scores
 from agenttrain.training.config import WeightSyncMode
 from agenttrain.training.weight_sync import Gap, ProbeCheck
 from agenttrain.types import (
@@ -250,7 +250,8 @@ CODEC = Codec(
         *(ProbeRequest, CompletionRequest, MetricsRequest, EvaluationRequest, EndRequest),
         *(RequestResult, RequestFailure, RolloutStatus, EngineDescription, StepBatch, Costs),
         *(Waiting, WeightFiles, WeightWriter),
-        *(ProbeCheck, Gap, Sampling, Completion, Finish, Collected, Evaluation, Estimate, Rollout),
+        *(ProbeCheck, Gap, Sampling, Completion, Finish, Collected, Evaluation, Estimate),
+        *(Scores, Rollout),
         *(Trajectory, Span, Origin, StopReason, Task, RowTool, ToolCall, ToolError, ToolResult),
         *(Delegation, Image, PlacedImage, Audience, Receiver, WeightSyncMode),
         *(BroadcastResult, Receipt, Routes),

@@ -28,7 +28,7 @@ from agenttrain.engines.base import (
 from agenttrain.engines.broadcast import BroadcastResult, Broadcasts
 from agenttrain.engines.weight_files import WeightFiles, WeightWriter, read_verified
 from agenttrain.engines.weights_place import new_weights_folder, remove_weights_folder
-from agenttrain.evaluation import Evaluation, evaluate
+from agenttrain.evaluation import Evaluation, evaluate, question_count, source_columns
 from agenttrain.rollout.asynchronous.journal import Journal, settings_digest
 from agenttrain.rollout.asynchronous.queue import GroupQueue
 from agenttrain.rollout.monitoring import LoopMonitor, Waiting, light_gc
@@ -267,10 +267,11 @@ class RolloutService:
         with nullcontext() if self._queue is None else self._queue.held():
             return await evaluate(
                 self._source.collector,
-                tasks.tasks(0, min(config.eval.questions, len(tasks))),
+                tasks.tasks(0, question_count(config, tasks)),
                 config.eval,
                 seed=config.seed,
                 costs=self._source.costs.copy(),  # those of training stay as they are
+                sources=source_columns(config),
             )
 
     async def _sync(self, version: int, files: WeightFiles | None) -> None:

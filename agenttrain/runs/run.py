@@ -351,7 +351,7 @@ class Run:
     ) -> None:
         """Print the report at the end of a run that sampled rollouts."""
         best = None if trainer is None else trainer.best
-        if trainer and best and best.step == trainer.finished_steps:
+        if trainer and best and best.is_of(trainer.finished_steps):
             best = None  # the scores after the last step are printed anyway
         print_scores(
             before=from_json(before),
@@ -601,7 +601,7 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
         config,
         _algorithm_of(run),
         temperature=1.0 if supervised else config.rollout.temperature,
-        reward_weights=None if supervised else components.rubric.weights,
+        reward_weights=None if supervised else components.reward_weights,
         world=world,
         sampled=not supervised,
     )

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,13 +24,15 @@ from agenttrain.chat.loading import load_chat
 from agenttrain.chat.parsers.export import response_template
 from agenttrain.data.build import Splits, build_tasks, check_needed_columns
 from agenttrain.data.config import OnBadRow
-from agenttrain.data.tasks import check_columns
+from agenttrain.data.curriculum import Curriculum
+from agenttrain.data.mixture import MixedSource, Mixture, Questions, shares_of
+from agenttrain.data.tasks import TaskSource, check_columns
 from agenttrain.engines.base import Engine, Lockstep
 from agenttrain.engines.vllm_server.roles import RoleServers, with_servers
 from agenttrain.environments.environments import Environments, build_kinds
 from agenttrain.environments.user import SimulatedUser, build_user
 from agenttrain.rewards.rubric import Rubric, build_rubric
-from agenttrain.rollout.collector import Collector
+from agenttrain.rollout.collector import Collector, Kit, MetricNames, metric_names
 from agenttrain.rollout.compaction import check_compaction
 from agenttrain.rollout.config import RolloutConfig, RolloutRequest, tasks_of_round
 from agenttrain.rollout.demonstration import REMEDY, BadDemonstration, Demonstrator
@@ -41,6 +44,7 @@ from agenttrain.runs.sampling import architecture_folder, placeholders_of, verif
 from agenttrain.runtimes.base import MachineLost
 from agenttrain.runtimes.machines import Machines, harbor_task, runtime_problems
 from agenttrain.settings.components import REWARD, REWARD_TARGET, reward_sections
+from agenttrain.settings.mixture import located, shares_tools, source_views
 from agenttrain.settings.role_checks import used_roles
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tools.build import build_toolbox
@@ -48,7 +52,7 @@ from agenttrain.tools.sandbox.config import INTERPRETER, RUNTIME
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.tracking.timeline import Timeline
 from agenttrain.training.checkpoint_files import CheckpointError
-from agenttrain.types import ConfigError, Rollout, Task
+from agenttrain.types import AgenttrainError, ConfigError, Rollout, Task
 from agenttrain.utils.model_path import model_folder
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.temporary import TemporaryFolder
@@ -101,10 +105,12 @@ def complete(components: Components) -> None:
     if verb == "sft":
         _check_demonstrations(components)
         return
-    tasks = components.tasks
-    if len(tasks.test):
-        check_columns(tasks.test, {"eval.group_by": config.eval.group_by})
-    _check_eval_tools(components)
+    for part in components.parts:
+        with part.located():
+            test = part.tasks.by_key.get("data.test")
+            if test is not None:
+                check_columns(test, {"eval.group_by": part.config.eval.group_by})
+            _check_eval_tools(part)
     check_compaction(config.rollout, components.chat, context_of(config))
     if config.agent.outside:
         make_agent(config.agent, Path(), machines=components.machines)  # raises for bad settings
@@ -112,14 +118,16 @@ def complete(components: Components) -> None:
         if config.agent.outside:
             _check_single_steps(components)
         prepare_images(components)
-    needed = components.needed_columns  # builds the rubric, which checks the rows' own tools
-    _check_prompts_fit(components, training=verb == "train")
-    for key, source in tasks.by_key.items():
-        check_needed_columns(source, needed, key)
+    for part in components.parts:
+        with part.located():
+            needed = part.needed_columns  # builds the rubric, which checks the rows' own tools
+            _check_prompts_fit(part, training=verb == "train")
+            for key, source in part.tasks.by_key.items():
+                check_needed_columns(source, needed, key)
     if verb == "train" and config.algorithm.teacher is not None:
         from agenttrain.runs.teacher import check_teacher
 
-        check_teacher(config, components.tokenizer, tasks.train)
+        check_teacher(config, components.tokenizer, components.tasks.by_key["data.train"])
 
 
 def _check_single_steps(components: Components) -> None:
@@ -148,17 +156,21 @@ class Components:
         *,
         tools: tuple[Toolbox, Environments] | None = None,
         shows_demonstrations: bool = False,
+        mixture: Components | None = None,
+        source: str = "",
     ) -> None:
         """`folder` is the run folder, in which role servers are found; None: roles have no servers.
 
         `tools` are those of other components, to share; None: they are built from `config`.
         `shows_demonstrations`: rows may end with their answer, as the verb only shows them.
+        `mixture`: these are the components of one `source` of a run of several.
         """
         self.config = config
         self.verb = verb
         self.folder = folder
         self._tools = tools
         self._shows_demonstrations = shows_demonstrations
+        self._mixture, self._source = mixture, source
         self._agents: Agents | None = None
 
     def with_config(self, config: RunConfig) -> Components:
@@ -169,7 +181,53 @@ class Components:
         shared = Components(config, self.verb, self.folder, tools=(self.toolbox, self.environments))
         shared.tokenizer, shared.chat = self.tokenizer, self.chat
         shared.certificate = self.certificate
+        for name, part in shared.sources.items():
+            part._tools = (self.sources[name].toolbox, self.sources[name].environments)
         return shared
+
+    @cached_property
+    def sources(self) -> dict[str, Components]:
+        """The components of each source of a mixture, by its name; empty for other runs.
+
+        A source has the run's tools and environments unless it has some of its own.
+        """
+        sources = {}
+        for name, view in source_views(self.config).items():
+            shares = shares_tools(self.config.data.sources[name])
+            sources[name] = Components(
+                view,
+                self.verb,
+                self.folder,
+                tools=(self.toolbox, self.environments) if shares else None,
+                shows_demonstrations=self._shows_demonstrations,
+                mixture=self,
+                source=name,
+            )
+        return sources
+
+    @property
+    def parts(self) -> Sequence[Components]:
+        """The components of all sources of a mixture; these ones for other runs."""
+        return list(self.sources.values()) or [self]
+
+    def part_of(self, task: Task) -> Components:
+        """Return the components of the task's source."""
+        return self.sources.get(task.source, self)
+
+    @contextmanager
+    def located(self) -> Iterator[None]:
+        """Let errors about the settings of a source name the keys that the run has."""
+        try:
+            yield
+        except (AgenttrainError, ValueError) as error:
+            if self._mixture is not None and len(error.args) == 1:
+                error.args = (self.relocated(str(error)),)
+            raise
+
+    def relocated(self, message: str) -> str:
+        """Return a message with the keys that the run has for the settings of its source."""
+        config = self.config if self._mixture is None else self._mixture.config
+        return located(config, self._source, message)
 
     @property
     def toolbox(self) -> Toolbox:
@@ -186,7 +244,13 @@ class Components:
         """Both are built together: a stop tool is a tool or an environment's method."""
         if self._tools is not None:
             return self._tools
+        with self.located():
+            return self._build_tools()
+
+    def _build_tools(self) -> tuple[Toolbox, Environments]:
         config = self.config
+        if config.data.sources and not any(map(shares_tools, config.data.sources.values())):
+            return Toolbox({}), Environments()
         environments = Environments(
             build_kinds(config.environment),
             stop_tools=config.stop_tools,
@@ -206,6 +270,8 @@ class Components:
     @cached_property
     def tokenizer(self) -> Any:
         """The model's tokenizer; `prepare` puts the chat template of the training into it."""
+        if self._mixture is not None:
+            return self._mixture.tokenizer
         from transformers import AutoTokenizer
 
         path = self.config.model.path
@@ -221,17 +287,24 @@ class Components:
     @cached_property
     def chat(self) -> Chat:
         """The model's chat template and response schema, for a run with these tools."""
-        has_tools = any(map(bool, tool_sets(self.toolbox, self.environments)))
-        return chat_of(self.config, self.tokenizer, tools=has_tools)
+        if self._mixture is not None:
+            return self._mixture.chat
+        return chat_of(self.config, self.tokenizer, tools=any(map(bool, self._tool_sets)))
+
+    @property
+    def _tool_sets(self) -> list[list[dict[str, Any]]]:
+        """The tool sets of rows that list no tools, each once."""
+        sets = [s for part in self.parts for s in tool_sets(part.toolbox, part.environments)]
+        return [tools for index, tools in enumerate(sets) if tools not in sets[:index]]
 
     @cached_property
     def certificate(self) -> Certificate:
         """The certificate of the template with the run's tools.
 
-        With several environments, the template is certified with the tools of each. The first
-        certificate that fails counts.
+        With several sources or environments, the template is certified with the tools of each. The
+        first certificate that fails counts.
         """
-        return certify_tool_sets(self.chat, tool_sets(self.toolbox, self.environments))
+        return certify_tool_sets(self.chat, self._tool_sets)
 
     @cached_property
     def tasks(self) -> Splits:
@@ -239,8 +312,48 @@ class Components:
 
         With an environment a row needs no prompt of its own, unless it is a demonstration.
         """
+        if self.sources:
+            return self._mixed_tasks()
         needs_prompt = self.verb == "sft" or self.rows_are_prompts
-        return build_tasks(self.config.data, seed=self.config.seed, needs_prompt=needs_prompt)
+        with self.located():
+            return build_tasks(
+                self.config.data,
+                seed=self.config.seed,
+                needs_prompt=needs_prompt,
+                source=self._source,
+            )
+
+    def _mixed_tasks(self) -> Splits:
+        """Return the tasks of a mixture: in the order of a run without curricula."""
+        splits = {name: part.tasks for name, part in self.sources.items()}
+        questions = {
+            name: (part.tasks.by_key.get("data.test"), part.config.eval.questions)
+            for name, part in self.sources.items()
+        }
+        return Splits(
+            train=self.mixture(curricula=False),
+            test=Questions(questions),
+            notes=(),
+            sources=splits,
+        )
+
+    def mixture(self, *, curricula: bool = True) -> Mixture:
+        """Return the tasks of all sources of a mixture; `curricula` choose among a source's."""
+        config = self.config
+        shares = shares_of(config.data.sources, config.tasks_per_step)
+        sources = {}
+        for name, part in self.sources.items():
+            tasks, curriculum = part.tasks.train, part.config.data.curriculum
+            assert isinstance(tasks, TaskSource), "a source has one set of rows"
+            sources[name] = MixedSource(
+                tasks=tasks,
+                share=shares[name],
+                at_end=config.data.sources[name].at_end,
+                curriculum=Curriculum(tasks, curriculum, seed=config.seed)
+                if curricula and curriculum.enabled
+                else None,
+            )
+        return Mixture(sources, seed=config.seed)
 
     @property
     def rows_are_prompts(self) -> bool:
@@ -250,12 +363,16 @@ class Components:
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes on rows that were left out."""
+        if self.sources:
+            return tuple(part.relocated(note) for part in self.parts for note in part.notes)
         left_out = (source.note for source in self.tasks.by_key.values())
         return (*self.tasks.notes, *filter(None, left_out))
 
     @cached_property
     def row_tool_names(self) -> set[str]:
         """Names of the tools that rows list. Computing them checks the rows, see `check_rows`."""
+        if self.sources:
+            return set().union(*(part.row_tool_names for part in self.sources.values()))
         holds_answers = self.verb == "sft" or self._shows_demonstrations
         return check_rows(
             self.chat,
@@ -270,11 +387,13 @@ class Components:
 
     @cached_property
     def rubric(self) -> Rubric:
-        """The run's rewards, also those of its environments.
+        """The run's rewards, also those of its environments; none for a mixture as a whole.
 
         Raises ValueError for a reward on a tool that neither the run nor a row has, and for one
         that compares the rollouts of a group where a group has only one.
         """
+        if self.sources:
+            return Rubric({})
         # Computing `row_tool_names` checks the rows, which an outside agent's run needs too.
         names = {*self.toolbox.names, *self.environments.tool_names, *self.row_tool_names}
         rubric = rubric_of(self.config, self.environments.rewards, self.roles)
@@ -292,7 +411,11 @@ class Components:
         ChatError with key, task and remedy otherwise, and if no prompt of a split can be rendered.
         """
         lengths: dict[str, list[int]] = {}
-        for key, source in self.tasks.by_key.items():
+        for part in self.sources.values():
+            with part.located():
+                for key, of_split in part.prompt_lengths.items():
+                    lengths[part.relocated(key)] = of_split
+        for key, source in () if self.sources else self.tasks.by_key.items():
             lengths[key], refusals = [], []
             for task in source.tasks(0, min(RENDERED_TASKS, len(source))):
                 if not task.messages:  # an environment's reset gives the whole prompt
@@ -333,6 +456,8 @@ class Components:
     @cached_property
     def roles(self) -> dict[str, RoleServers]:
         """Servers of the roles that the run uses, by the role's name."""
+        if self._mixture is not None:
+            return self._mixture.roles
         if self.folder is None:
             return {}
         return {
@@ -379,10 +504,7 @@ class Components:
                 folder = TemporaryFolder().path  # removed at the end of this process
             attempt = self._make_agents(engine, folder / "agents")
         in_flight = InFlight(timeline=timeline or Timeline())
-        # Tools report each answered call, as progress of the rollouts in flight.
-        for toolbox in (self.toolbox, *self.environments.toolboxes.values()):
-            toolbox.answered = in_flight.answered
-        return Collector(
+        collector = Collector(
             attempt=attempt,
             in_flight=in_flight,
             engine=engine,
@@ -395,7 +517,35 @@ class Components:
             simulated_user=self.user,
             on_bad_row=self.config.data.on_bad_row,
             place_of=self.place_of,
+            sources={
+                name: Kit(
+                    toolbox=part.toolbox,
+                    environments=part.environments,
+                    rubric=part.rubric,
+                    on_bad_row=part.config.data.on_bad_row,
+                )
+                for name, part in self.sources.items()
+            },
         )
+        # Tools report each answered call, as progress of the rollouts in flight.
+        for toolbox in collector.toolboxes():
+            toolbox.answered = in_flight.answered
+        return collector
+
+    @property
+    def metric_names(self) -> MetricNames:
+        """What the metrics of the run's rollouts are named after."""
+        outside = self.config.agent.outside
+        return metric_names(self.parts, self.sources, outside_agents=outside)
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """The weights of the reward functions of all sources, by name."""
+        return {name: w for part in self.parts for name, w in part.rubric.weights.items()}
+
+    def alarms(self) -> list[str]:
+        """Return a note for each reward function that sets alarms, as `Rubric.alarms`."""
+        return [part.relocated(note) for part in self.parts for note in part.rubric.alarms()]
 
     def _make_agents(
         self, engine: Engine, folder: Path
@@ -425,8 +575,8 @@ class Components:
         return self._row_tools(task).stop_tools
 
     def _row_tools(self, task: Task) -> RowTools:
-        executed = self.verb != "sft"
-        return RowTools(task, self.toolbox, self.environments, executed=executed)
+        executed, part = self.verb != "sft", self.part_of(task)
+        return RowTools(task, part.toolbox, part.environments, executed=executed)
 
     def prompt_ids(self, task: Task) -> list[int]:
         """Return the ids with which a rollout of the task starts."""
@@ -437,7 +587,8 @@ class Components:
 
         If all prompts come from environments, return one stop token instead.
         """
-        for source in (self.tasks.train, self.tasks.test):
+        splits: tuple[TaskSource | Mixture | Questions, ...] = (self.tasks.train, self.tasks.test)
+        for source in splits:
             first_task = source.tasks(0, 1) if len(source) else []
             for task in first_task:
                 if task.messages:
@@ -447,6 +598,13 @@ class Components:
     async def aclose(self) -> None:
         """Close tools, environments and agents; stop sending requests to role servers."""
         self.close_roles()
+        async with AsyncExitStack() as stack:  # everything is closed, also after an error
+            stack.push_async_callback(self._close_tools)
+            for part in self.sources.values():
+                if part.toolbox is not self.toolbox:
+                    stack.push_async_callback(part._close_tools)
+
+    async def _close_tools(self) -> None:
         # Everything is closed, also after an error; the last error is raised.
         try:
             if self._agents is not None:
@@ -644,9 +802,9 @@ def _check_demonstrations(components: Components) -> None:
     _ = components.row_tool_names  # computing it checks all rows
     if config.data.on_bad_row is not OnBadRow.error:
         return
-    sources = {"data.train": components.tasks.train}
-    if config.eval.questions:
-        sources["data.test"] = components.tasks.test
+    sources = components.tasks.by_key
+    if not config.eval.questions:
+        sources.pop("data.test", None)
     demonstrator = components.demonstrator
     for key, source in sources.items():
         for task in source.tasks(0, min(len(source), config.sft.batch_size)):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from agenttrain.data.curriculum import Curriculum
+from agenttrain.data.mixture import Mixture
+from agenttrain.data.tasks import TaskSource
 from agenttrain.evaluation import LossEvaluator, TaskEvaluator
 from agenttrain.rollout.collector import Collector
 from agenttrain.rollout.sharing import Costs, Peers
@@ -17,12 +19,14 @@ def make_recorded_source(
     config: RunConfig, components: Components, policy: Policy, world: World
 ) -> tuple[Demonstrations, LossEvaluator]:
     """Return the source of batches of demonstrations, and the evaluator of the held-out ones."""
+    tasks = components.tasks.train
+    assert isinstance(tasks, TaskSource), "a mixture has no demonstrations"
     # A conversation longer than either limit is left out.
     context = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
     limits = [limit for limit in (config.sft.max_tokens, context) if limit is not None]
     source = Demonstrations(
         demonstrator=components.demonstrator,
-        tasks=components.tasks.train,
+        tasks=tasks,
         batch_size=config.sft.batch_size,
         on_bad_row=config.data.on_bad_row,
         max_tokens=min(limits, default=2**31),  # more than any conversation has
@@ -49,14 +53,19 @@ def make_rollout_source(
     config: RunConfig, components: Components, collector: Collector, peers: Peers
 ) -> RolloutSource:
     """Return the source that draws the tasks of each step and samples their groups."""
-    tasks, curriculum = components.tasks.train, config.data.curriculum
+    tasks, settings = components.tasks.train, config.data.curriculum
+    curriculum: Curriculum | Mixture | None = None
+    if isinstance(tasks, Mixture):
+        curriculum = components.mixture()
+    elif settings.enabled:
+        curriculum = Curriculum(tasks, settings, seed=config.seed)
     return RolloutSource(
         algorithm=config.algorithm,
         tasks_per_step=config.tasks_per_step,
         seed=config.seed,
         collector=collector,
         tasks=tasks,
-        curriculum=Curriculum(tasks, curriculum, seed=config.seed) if curriculum.enabled else None,
+        curriculum=curriculum,
         peers=peers,
         costs=Costs(config.eval.group_by),
     )

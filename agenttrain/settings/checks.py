@@ -20,6 +20,11 @@ from agenttrain.launch.config import DistributedName
 from agenttrain.settings.async_checks import async_problems
 from agenttrain.settings.components import SECTIONS, code_problems, section_problems
 from agenttrain.settings.engine_checks import WITHOUT_REPLAY, engine_problems, recorder_problems
+from agenttrain.settings.mixture import (
+    mixture_problems,
+    problems_by_source,
+    single_source_problems,
+)
 from agenttrain.settings.overrides import as_typed, key_of
 from agenttrain.settings.role_checks import role_problems, used_roles
 from agenttrain.settings.run_config import RunConfig
@@ -47,6 +52,14 @@ class Check:
 
     problems: Callable[[RunConfig], Iterator[str]]
     reads: tuple[str, ...]
+    whole: bool = False
+    """True: it looks at a mixture as a whole; False: at each of its sources."""
+
+    def of_run(self, config: RunConfig) -> Sequence[str]:
+        """Return the problems of a run, or of its sources."""
+        if self.whole:
+            return list(self.problems(config))
+        return problems_by_source(config, self.problems)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +74,14 @@ class VerbCheck:
     """Verbs to which the settings do not matter."""
     imports: bool = False
     """True: it imports modules of the user's, so it runs after all others have passed."""
+    whole: bool = False
+    """True: it looks at a mixture as a whole; False: at each of its sources."""
+
+    def of_run(self, config: RunConfig, verb: str, overrides: Sequence[str]) -> Sequence[str]:
+        """Return the problems of a run, or of its sources."""
+        if self.whole:
+            return list(self.problems(config, verb, overrides))
+        return problems_by_source(config, lambda view: self.problems(view, verb, overrides))
 
 
 def validate(
@@ -76,12 +97,14 @@ def validate(
     recorded run whose code the user does not trust.
     """
     checks = (check for check in CHECKS if isinstance(check, Check))
-    problems = [problem for check in checks for problem in check.problems(config)]
+    problems = [problem for check in checks for problem in check.of_run(config)]
     try:
         model_folder(config.model.path, model_parts, revision=config.model.revision)
     except ConfigError as error:
         problems.append(str(error))
-    raise_config_error(problems or code_problems(config, code))
+    raise_config_error(
+        problems or problems_by_source(config, lambda view: code_problems(view, code))
+    )
 
 
 def _sizes(config: RunConfig) -> Iterator[str]:
@@ -441,7 +464,7 @@ def check_for_verb(verb: str, config: RunConfig, overrides: Sequence[str] = ()) 
             problem
             for check in checks
             if check.imports is imports
-            for problem in check.problems(config, verb, overrides)
+            for problem in check.of_run(config, verb, overrides)
         )
 
 
@@ -660,18 +683,28 @@ CHECKS: tuple[Check | VerbCheck, ...] = (
         role_problems,
         (
             *("roles", "reward", "user", "algorithm", "rollout", "distributed", "async_training"),
-            "engine",
+            *("engine", "data"),
         ),
+        whole=True,
     ),
     Check(
         async_problems, ("async_training", "rollout", "algorithm", "engine", "weight_sync", "model")
     ),
     Check(_evaluation, ("eval", "data", "checkpoint")),
+    Check(
+        mixture_problems,
+        (
+            *("data", "tasks_per_step", "eval", "tools", "stop_tools", "environment", "reward"),
+            *("agent", "runtime", "algorithm", "user", "checkpoint"),
+        ),
+        whole=True,
+    ),
     Check(_guards, ("guards", "algorithm")),
     Check(shared_problems, ("training", "distributed")),
     Check(lambda config: tracker_problems(config.tracker), ("tracker",)),
     Check(_environments, ("algorithm", "reward", "environment")),
     VerbCheck(_unread, ()),
+    VerbCheck(single_source_problems, ("data",), whole=True),
     VerbCheck(_task_rows, ("data",)),
     VerbCheck(
         _router_replay,
@@ -680,7 +713,7 @@ CHECKS: tuple[Check | VerbCheck, ...] = (
     ),
     VerbCheck(_structured, ("rollout", "algorithm", "guards"), skips=UNTRAINED),
     VerbCheck(_teacher_folder, ("algorithm",), skips=UNTRAINED),
-    VerbCheck(_role_folders, ("roles", "reward", "user", "algorithm")),
+    VerbCheck(_role_folders, ("roles", "reward", "user", "algorithm", "data")),
     VerbCheck(_stop_when, ("stop_when", "algorithm"), skips=("eval", "plan", "play", "serve")),
     VerbCheck(_own_objective, ("algorithm",), skips=UNTRAINED, imports=True),
 )

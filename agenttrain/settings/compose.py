@@ -29,6 +29,7 @@ from agenttrain.data.config import has_test_rows
 from agenttrain.engines import registry
 from agenttrain.engines.config import DEFAULT_ENGINE
 from agenttrain.settings.messages import check_values, explained, with_files
+from agenttrain.settings.mixture import with_only
 from agenttrain.settings.overrides import as_typed
 from agenttrain.settings.run_config import CHOICES, RunConfig
 from agenttrain.types import ConfigError
@@ -41,7 +42,7 @@ HYDRA_VERSION = "1.3"
 """Hydra behaves as this version, whichever is installed."""
 OPEN_SECTIONS = (
     *("tools.", "environment.", "user.", "reward.", "data.train.", "data.test."),
-    *("data.map.", "algorithm.objective.", "tracker.own."),
+    *("data.map.", "data.sources.", "algorithm.objective.", "tracker.own."),
     *("chat_template.kwargs.", "optimizer.schedule_options."),
     *("engine.", "servers.args."),
     *("roles.judge.args.", "roles.user.args.", "roles.teacher.args."),
@@ -180,7 +181,8 @@ def compose_run(overrides: Sequence[str], source: Source, *, with_hydra: bool = 
             composed = convert(sections) if adds_or_deletes else _validate(sections)
         except ConfigError as error:
             raise ConfigError(with_files(str(error), overrides, source.name)) from error
-    _check_emptied(overrides, composed)
+    if sections["data"].get("only") is None:  # else the source's own sections take their place
+        _check_emptied(overrides, composed)
     return replace(composed, raw=raw) if with_hydra else composed
 
 
@@ -296,6 +298,8 @@ def convert(raw: DictConfig | Mapping[str, Any]) -> Composed:
 def _validate(sections: Mapping[str, Any]) -> Composed:
     """Build the settings from sections that the schema has typed; raises ConfigError."""
     config = validated(RunConfig, sections)
+    if config.data.only is not None:
+        return _validate(with_only(config, sections))
     complete = plain(config)  # with the defaults of the choices
     if not has_test_rows(config.data):  # no evaluation; config.yaml still has the typed number
         config.eval.questions = 0

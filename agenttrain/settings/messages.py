@@ -11,6 +11,7 @@ from enum import Enum
 from functools import cache
 from pathlib import Path
 from shlex import quote
+from traceback import extract_tb
 from types import NoneType, UnionType
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
@@ -78,6 +79,11 @@ def explained(
         raise ConfigError(_explain(error, overrides, groups())) from error
 
 
+def _is_about_defaults(error: AssertionError) -> bool:
+    """Return True if Hydra's reader of defaults lists raised the error, which has no message."""
+    return Path(extract_tb(error.__traceback__)[-1].filename).name == "default_element.py"
+
+
 def _explain(
     error: Exception, overrides: Sequence[str], groups: Mapping[str, Sequence[str]]
 ) -> str:
@@ -102,6 +108,11 @@ def _explain(
         )
     if isinstance(error, MissingConfigException):
         return _unknown_option(error, groups)
+    if isinstance(error, AssertionError) and _is_about_defaults(error):
+        return (
+            "defaults: lines that begin with `override` stand after all others of a defaults list; "
+            "move them to its end"
+        )
     if key_error is not None:
         return _explain_key_error(key_error, str(error), overrides, groups)
     return _explain_other(error, overrides, groups)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agenttrain.data.config import HUB_ROWS
+from agenttrain.data.config import HUB_ROWS, DataConfig
 from agenttrain.settings.compose import Composed
 from agenttrain.settings.role_checks import used_roles
 from agenttrain.settings.run_config import RunConfig
@@ -75,11 +75,16 @@ def hub_models(config: RunConfig, verb: str) -> Iterator[HubModel]:
     reads_weights = policy.init is not Init.random
     yield from in_section(("model",), policy.path, policy.revision, loaded=reads_weights)
     yield from in_section(("chat_template",), template.path, template.revision, loaded=False)
-    rewards = {} if verb == "sft" else config.reward
-    for name, section in rewards.items():
-        if isinstance(section, Mapping) and section.get("_target_") == REWARD_MODEL:
-            path, revision = section.get("path"), section.get("revision")
-            yield from in_section(("reward", name), path, revision, loaded=True)
+    rewards: list[tuple[tuple[str, ...], Any]] = []
+    if verb != "sft":
+        rewards = [((), config.reward)]
+        for source, data in config.data.sources.items():
+            rewards.append((("data", "sources", source), data.reward))
+    for place, sections in rewards:
+        for name, section in (sections or {}).items():
+            if isinstance(section, Mapping) and section.get("_target_") == REWARD_MODEL:
+                path, revision = section.get("path"), section.get("revision")
+                yield from in_section((*place, "reward", name), path, revision, loaded=True)
     teacher = config.algorithm.loaded_teacher
     if teacher is not None and verb not in WITHOUT_TEACHER:
         keys = ("algorithm", "teacher")
@@ -108,19 +113,23 @@ def hub_rows(config: RunConfig, verb: str) -> Iterator[HubModel]:
     """Yield the hub data sets that a verb reads, once for each section that names one."""
     if verb in WITHOUT_DATA:
         return
-    data = config.data
-    sections = {("data", "train"): data.train, ("data", "test"): data.test}
-    named: dict[tuple[str, ...], tuple[Any, Any]] = {
-        keys: (section.get("path"), section.get("revision"))
-        for keys, section in sections.items()
-        if section.get("_target_") == HUB_ROWS
+    places: dict[tuple[str, ...], DataConfig] = {
+        ("data", "sources", name): source for name, source in config.data.sources.items()
     }
-    # `data.path` and `data.revision` may stand for both splits, which read them by interpolation.
-    if data.path in [path for path, _ in named.values()]:
-        named[("data",)] = (data.path, data.revision)
-    for section_keys, (path, revision) in named.items():
-        if isinstance(path, str) and not Path(path).exists():
-            yield HubModel(section=section_keys, path=path, revision=revision, loaded=False)
+    for place, data in (places or {("data",): config.data}).items():
+        sections = {(*place, "train"): data.train, (*place, "test"): data.test}
+        named: dict[tuple[str, ...], tuple[Any, Any]] = {
+            keys: (section.get("path"), section.get("revision"))
+            for keys, section in sections.items()
+            if section.get("_target_") == HUB_ROWS
+        }
+        # `data.path` and `data.revision` may stand for both splits, which read them by
+        # interpolation.
+        if data.path in [path for path, _ in named.values()]:
+            named[place] = (data.path, data.revision)
+        for section_keys, (path, revision) in named.items():
+            if isinstance(path, str) and not Path(path).exists():
+                yield HubModel(section=section_keys, path=path, revision=revision, loaded=False)
 
 
 def pin(composed: Composed, verb: str) -> None:

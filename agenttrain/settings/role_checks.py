@@ -9,6 +9,7 @@ from agenttrain.engines.registry import OutsideEngine, names_with, spec_of
 from agenttrain.engines.vllm_server.config import ROLES, RoleConfig
 from agenttrain.engines.vllm_server.spec import OWNED
 from agenttrain.settings.engine_checks import has_rollout_process
+from agenttrain.settings.mixture import located, source_views
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.role_names import ROLE, role_named
@@ -25,8 +26,9 @@ def roles_named(config: RunConfig) -> dict[str, str]:
     Example: {"reward.judge.url": "judge", "algorithm.teacher.path": "teacher"}.
     """
     addresses = {
-        f"reward.{name}.url": section.get("url")
-        for name, section in config.reward.items()
+        located(config, source, f"reward.{name}.url"): section.get("url")
+        for source, view in (source_views(config) or {"": config}).items()
+        for name, section in view.reward.items()
         if isinstance(section, Mapping)
     }
     addresses["user.url"] = config.user.get("url")

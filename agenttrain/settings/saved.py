@@ -200,10 +200,12 @@ def run_of(folder: Path) -> Path:
 def checkpoint_of(folder: Path, step: str) -> Path:
     """Return the checkpoint of `--step N` or `--step best`; raises ConfigError if there is none."""
     checkpoints = folder / "checkpoints"
-    if step != BEST and not step.isdecimal():
-        hint = did_you_mean(step, (BEST,))
-        raise ConfigError(f"--step {step}: expected a step's number or {BEST}{hint}")
-    path = checkpoints / (BEST if step == BEST else f"step-{int(step):06d}")
+    # A mixture has a best checkpoint of each source, best-<source>.
+    links = [BEST, *sorted(link.name for link in checkpoints.glob(f"{BEST}-*"))]
+    if step not in links and not step.isdecimal():
+        hint = did_you_mean(step, links)
+        raise ConfigError(f"--step {step}: expected a step's number or {' or '.join(links)}{hint}")
+    path = checkpoints / (step if step in links else f"step-{int(step):06d}")
     if not path.is_dir():
         steps = ", ".join(map(str, _checkpoint_steps(checkpoints)))
         kept = f"those of the steps {steps}" if steps else "none"

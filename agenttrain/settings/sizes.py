@@ -5,16 +5,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from agenttrain.algorithms.config import AlgorithmConfig
 from agenttrain.data.config import has_test_rows, known_rows, names_test_rows
+from agenttrain.data.mixture import shares_of
 from agenttrain.launch.config import DistributedName
 from agenttrain.rewards.config import RewardSettings
 from agenttrain.rollout.config import tasks_of_round
 from agenttrain.settings.components import reward_sections, rewarding, stop_tools, tool_names
+from agenttrain.settings.mixture import source_views
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.utils.sections import plain, shown
 
@@ -85,9 +87,12 @@ def arithmetic(config: RunConfig) -> Arithmetic:
     rollout, algorithm, evaluation = config.rollout, config.algorithm, config.eval
     rollouts = config.tasks_per_step * algorithm.group_size
     during = (config.steps - 1) // evaluation.every if evaluation.every else 0  # between steps
-    held_out = config.data.test_fraction is not None
-    rows = None if held_out else known_rows(config.data.test)
-    questions = evaluation.questions if rows is None else min(evaluation.questions, rows)
+    views = list(source_views(config).values()) or [config]
+    rows = [_test_rows(view) for view in views]
+    questions = sum(
+        view.eval.questions if count is None else min(view.eval.questions, count)
+        for view, count in zip(views, rows, strict=True)
+    )
     return Arithmetic(
         steps=config.steps,
         end=f", or until {config.stop_when}" if config.stop_when.enabled else "",
@@ -103,10 +108,16 @@ def arithmetic(config: RunConfig) -> Arithmetic:
         ),
         tokens_per_rollout=rollout.max_completion_tokens,
         # One before the first step, one after the last.
-        evaluations=2 + during if evaluation.questions else 0,
+        evaluations=2 + during if questions else 0,
         rollouts_per_evaluation=questions * (evaluation.samples + int(evaluation.greedy)),
-        evaluation_is_exact=rows is not None,
+        evaluation_is_exact=None not in rows,
     )
+
+
+def _test_rows(config: RunConfig) -> int | None:
+    """Return the number of test rows; None: it is not cheap to get."""
+    held_out = config.data.test_fraction is not None
+    return None if held_out else known_rows(config.data.test)
 
 
 AXES = ("advantage", "scale", "objective", "aggregation")
@@ -126,6 +137,27 @@ def describe(config: RunConfig) -> str:
         value = getattr(algorithm, field.name)
         if field.name not in (*AXES, *COUNTED) and value != getattr(default, field.name):
             axes.append(f"{field.name} {shown(plain(value))}")
+    parts = {
+        "model": f"{config.model.path} ({config.model.dtype})",
+        "template": f"{config.chat_template.name}, response schema {config.response_schema.name}",
+        **(_tasks(config) if not config.data.sources else {}),
+        "algorithm": f"{algorithm.name}: {', '.join(axes)}",
+        "optimizer": f"lr {optimizer.lr:g}, {optimizer.schedule} after {optimizer.warmup_steps} "
+        f"warm-up steps, gradient norm at most {optimizer.max_grad_norm:g}",
+        "engine": config.engine.name,
+        "tracker": ", ".join(tracker.name for tracker in config.tracker.sections()) or "none",
+    }
+    if processes.name is not DistributedName.single:
+        nodes = f" on each of {processes.nodes} nodes" if processes.nodes > 1 else ""
+        count = processes.processes or "one per GPU"
+        parts["processes"] = f"{count}{nodes}, {processes.name}"
+    lines = [f"{name:<12}{text}" for name, text in parts.items()]
+    lines += _source_lines(config)
+    return "\n".join([*lines, "", *arithmetic(config).lines()])
+
+
+def _tasks(config: RunConfig) -> dict[str, str]:
+    """Summarise the rows, tools and rewards of a run of one source."""
     environments = []
     for name, section in config.environment.items():
         tools = tool_names(RunConfig(environment={name: section}))
@@ -144,9 +176,7 @@ def describe(config: RunConfig) -> str:
         + _call({key: value for key, value in part.items() if key not in ours})
         for name, part in sections.items()
     ]
-    parts = {
-        "model": f"{config.model.path} ({config.model.dtype})",
-        "template": f"{config.chat_template.name}, response schema {config.response_schema.name}",
+    return {
         "tools": ", ".join(config.tools) or "none",
         "stop tools": ", ".join(stop_tools(config)) or "none",
         **({"environment": INDENT.join(environments)} if environments else {}),
@@ -154,18 +184,17 @@ def describe(config: RunConfig) -> str:
         "train data": _call(config.data.train),
         "test data": test,
         "reward": INDENT.join(rewards) or "none",
-        "algorithm": f"{algorithm.name}: {', '.join(axes)}",
-        "optimizer": f"lr {optimizer.lr:g}, {optimizer.schedule} after {optimizer.warmup_steps} "
-        f"warm-up steps, gradient norm at most {optimizer.max_grad_norm:g}",
-        "engine": config.engine.name,
-        "tracker": ", ".join(tracker.name for tracker in config.tracker.sections()) or "none",
     }
-    if processes.name is not DistributedName.single:
-        nodes = f" on each of {processes.nodes} nodes" if processes.nodes > 1 else ""
-        count = processes.processes or "one per GPU"
-        parts["processes"] = f"{count}{nodes}, {processes.name}"
-    lines = [f"{name:<12}{text}" for name, text in parts.items()]
-    return "\n".join([*lines, "", *arithmetic(config).lines()])
+
+
+def _source_lines(config: RunConfig) -> Iterator[str]:
+    """Yield the summary of each source of a mixture."""
+    shares = shares_of(config.data.sources, config.tasks_per_step)
+    for name, view in source_views(config).items():
+        tasks = float(shares[name] * config.tasks_per_step)
+        end = f", at its end: {config.data.sources[name].at_end}"
+        yield f"\nsource      {name}: {tasks:.4g} of {config.tasks_per_step} tasks a step{end}"
+        yield from (f"  {key:<12}{text}" for key, text in _tasks(view).items())
 
 
 def _call(section: Mapping[str, Any]) -> str:

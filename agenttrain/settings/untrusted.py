@@ -14,6 +14,7 @@ from functools import cache
 from inspect import Parameter, isclass, signature
 from typing import Any, cast, get_type_hints
 
+from agenttrain.data.config import OWN_SECTIONS, SOURCES, SourceConfig
 from agenttrain.engines.config import EngineSettings
 from agenttrain.settings.components import ONE_BESIDE, REWARD, REWARD_TARGET, SETTINGS_BESIDE
 from agenttrain.settings.run_config import RunConfig, choices
@@ -67,8 +68,11 @@ def _values_of_class(
     sections = sections_below(cls)
     for name, value in section.items():
         place = (*path, str(name))
-        key, is_section = ".".join(place), isinstance(value, Mapping)
-        if is_section and key in COMPONENTS:
+        key, is_section = ".".join(_run_place(place)), isinstance(value, Mapping)
+        if is_section and key == SOURCES:
+            for source, own in value.items():
+                yield from _values_of_source(own, (*place, str(source)))
+        elif is_section and key in COMPONENTS:
             yield from _values_of_component(COMPONENTS[key], value, place)
         elif is_section and key in NAMED_COMPONENTS:
             yield from _values_of_components(NAMED_COMPONENTS[key], value, place)
@@ -80,6 +84,26 @@ def _values_of_class(
             continue  # the default is this package's, whatever its type
         elif name not in hints or not is_data(hints[name], value):
             yield from _leaves(value, place)
+
+
+def _run_place(place: tuple[str, ...]) -> tuple[str, ...]:
+    """Return where a run of one source has what stands in a source of a mixture.
+
+    Example: ("data", "sources", "shop", "tools", "sql") is ("tools", "sql") there, and ("data",
+    "sources", "shop", "train") is ("data", "train").
+    """
+    inside = place[3:] if ".".join(place[:2]) == SOURCES else ()
+    if not inside:
+        return place
+    return inside if inside[0] in OWN_SECTIONS else ("data", *inside)
+
+
+def _values_of_source(section: Any, path: tuple[str, ...]) -> Iterator[UntrustedValue]:
+    """Yield the untrusted values of a source of a mixture."""
+    if isinstance(section, Mapping):
+        yield from _values_of_class(SourceConfig, section, path)
+    else:
+        yield from _leaves(section, path)
 
 
 def _values_of_choice(
@@ -100,7 +124,7 @@ def _values_of_components(
     for name, component in section.items():
         place = (*path, str(name))
         if isinstance(component, Mapping):
-            if place == ("reward", REWARD):
+            if _run_place(place) == ("reward", REWARD):
                 component = {"_target_": REWARD_TARGET, **component}
             yield from _values_of_component(beside, component, place)
         else:

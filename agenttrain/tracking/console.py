@@ -30,8 +30,20 @@ _SHOWN_SUPERVISED = (("loss", "loss", "{:.4f}"), ("tokens_per_s", "tok/s", "{:.0
 """Metrics shown for `agenttrain sft`, which has no reward."""
 _SHOWN_LAST = (("perf/mfu", "mfu", "{:.2f}"), ("cost/total", "cost", "{:.2f}"))
 """Metrics of some runs, shown after the others where there is room."""
+MOST_SOURCES = 4
+"""Sources of a mixture whose rewards are shown."""
 ROOMY = 110
 """Columns of a terminal whose live line has room for them."""
+
+
+def _of_sources(metrics: Mapping[str, float]) -> list[tuple[str, str, str]]:
+    """Return the rewards of a mixture's sources, as in `_SHOWN`; few enough for a line.
+
+    A source without a rollout in the step has none.
+    """
+    matches = (re.fullmatch(r"source/([^/]+)/reward", name) for name in metrics)
+    rewards = [(m[0], m[1], "{:.2f}") for m in matches if m and metrics[m[0]] == metrics[m[0]]]
+    return rewards if len(rewards) <= MOST_SOURCES else []
 
 
 class ConsoleProgress:
@@ -103,7 +115,10 @@ class ConsoleProgress:
         has_room = self._progress is None or self.console.width >= ROOMY
         values = "  ".join(
             f"{label} {shape.format(metrics[name])}"
-            for name, label, shape in (*shown, *(_SHOWN_LAST if has_room else ()))
+            for name, label, shape in (
+                *(*shown, *_of_sources(metrics)),
+                *(_SHOWN_LAST if has_room else ()),
+            )
             if name in metrics
         )
         if self._progress is not None:

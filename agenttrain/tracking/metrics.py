@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from agenttrain.tracking.answers import answer_metrics
 from agenttrain.types import Rollout, StopReason, ToolError, ToolResult
@@ -52,6 +52,28 @@ def rollout_metrics(
         "turns/mean": _mean([rollout.turns for rollout in rollouts]),
         "trajectories/mean": _mean([len(rollout.trajectories) for rollout in rollouts]),
     }
+
+
+OF_SOURCES = (
+    *("reward", "reward_std", "frac_reward_zero_std", "success", "turns/mean"),
+    *("completions/mean_length", "completions/clipped_ratio"),
+    *("tools/call_frequency", "tools/failure_frequency"),
+)
+"""Metrics of `rollout_metrics` that each source of a mixture has too."""
+
+
+def source_metrics(groups: Sequence[Sequence[Rollout]], sources: Iterable[str]) -> dict[str, float]:
+    """Return the metrics of the groups of each source of a mixture.
+
+    Example: ``{"source/shop/tasks": 5.0, "source/shop/reward": 0.4, …}``
+    """
+    metrics: dict[str, float] = {}
+    for source in sources:
+        own = [group for group in groups if group and group[0].task.source == source]
+        values = rollout_metrics(own)
+        metrics[f"source/{source}/tasks"] = float(len(own))
+        metrics |= {f"source/{source}/{name}": values[name] for name in OF_SOURCES}
+    return metrics
 
 
 def agent_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
@@ -197,6 +219,8 @@ class Scores:
     """By k: share of questions solved (reward 1) by at least one of k samples, unbiased."""
     by_group: dict[str, Estimate]
     """Mean reward by the values of the column `eval.group_by`."""
+    by_source: dict[str, Scores] = field(default_factory=dict)
+    """The same scores of each source of a mixture; empty for other runs."""
 
 
 def wilson(successes: int, n: int) -> Estimate:

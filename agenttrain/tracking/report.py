@@ -49,8 +49,20 @@ def before_after(before: Sequence[Scores], after: Sequence[Scores]) -> Table:
                 _add_row(table, "", f"all, pass@{k}", cells)
         for group in sorted({name for e in pair if e for name in e.by_group}):
             _add_row(table, "", group, [e.by_group.get(group) if e else None for e in pair])
+        for source in dict.fromkeys(name for e in pair if e for name in e.by_source):
+            _add_source(table, source, [e.by_source.get(source) if e else None for e in pair])
         table.add_section()
     return table
+
+
+def _add_source(table: Table, source: str, pair: Sequence[Scores | None]) -> None:
+    """Add the rows of one source of a mixture: its mean reward, then its groups."""
+    cells = [e.reward if e and e.questions else None for e in pair]
+    if any(cells):
+        _add_row(table, "", source, cells)
+    for group in sorted({name for e in pair if e for name in e.by_group}):
+        groups = [e.by_group.get(group) if e else None for e in pair]
+        _add_row(table, "", f"{source}, {group}", groups)
 
 
 def _add_row(table: Table, label: str, group: str, cells: Sequence[Estimate | None]) -> None:
@@ -123,8 +135,10 @@ def print_report(
     # soft_wrap: a path or a command broken over lines cannot be copied.
     console.print(Text.assemble("run        ", (str(run_folder), "bold")), soft_wrap=True)
     if best is not None:
-        text = f"reward {best['reward']:.2f} after step {best['step']}"
-        console.print(Text.assemble("best       ", (text, "bold")), soft_wrap=True)
+        for name, record in {"": best, **best.get("sources", {})}.items():
+            text = f"reward {record['reward']:.2f} after step {record['step']}"
+            of_source = f" ({name})" if name else ""
+            console.print(Text.assemble("best       ", (text, "bold"), of_source), soft_wrap=True)
     for title, text in usage_lines(usage or {}):
         console.print(Text(f"{title:<11}{text}"), soft_wrap=True)
     view = f"agenttrain view {shlex.quote(str(run_folder))}"

@@ -3,11 +3,11 @@
 The keys are `task_id, group_id, rollout_id, stop_reason, tool_calls, rewards, reward, columns,
 trajectories`, and `error`, `untrained` (conversations of an outside agent that are not trained:
 `model, frozen, turns, sampled_length, messages`), `environment_reward`, `turn_scores`, `staleness`
-(updates between the oldest weights that sampled it and those that it trains) and the row's own
-`tools` if there are any. A trajectory has the keys `role, parent, messages, token_ids, spans,
-logprobs`; `number`, `turn_rewards` and `states` if there are any; and `trainer_logprobs` and
-`entropies` if the trainer computed them. It does not for rollouts without a gradient, such as those
-of a group whose rewards are equal.
+(updates between the oldest weights that sampled it and those that it trains), the row's own `tools`
+and its `source` in a mixture if there are any. A trajectory has the keys `role, parent, messages,
+token_ids, spans, logprobs`; `number`, `turn_rewards` and `states` if there are any; and
+`trainer_logprobs` and `entropies` if the trainer computed them. It does not for rollouts without a
+gradient, such as those of a group whose rewards are equal.
 
 `read_rollout` makes a Rollout of an object; `completions` and `tool_results` give the outputs of
 the engine and the tools.
@@ -72,6 +72,7 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
     """
     exchanges = exchanges_of([trajectory.added_messages for trajectory in rollout.trajectories])
     record: dict[str, Any] = {
+        **({"source": rollout.task.source} if rollout.task.source else {}),
         "task_id": rollout.task.task_id,
         "group_id": rollout.group_id,
         "rollout_id": rollout.rollout_id,

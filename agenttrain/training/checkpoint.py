@@ -10,6 +10,7 @@ checkpoints/step-000010/   model.safetensors, config.json, tokenizer: loadable b
                            manifest.json  sha256 of each file above; written last
 checkpoints/latest         link to the newest
 checkpoints/best           link to the best by its evaluation (checkpoint.keep_best)
+checkpoints/best-<source>  link to the best of one source of a mixture
 
 Each process hashes what it writes, while it writes it. `Checkpoints.begin` copies the policy and
 writes the copy in a thread, and `finish` puts the files in their place: a checkpoint is finished
@@ -26,7 +27,7 @@ import random
 import shutil
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -307,11 +308,15 @@ class Checkpoints:
                 raise CheckpointError(f"{self.folder}: no intact checkpoint. Start a new run.")
         raise AssertionError  # the main process raised for all
 
-    def mark_best(self, policy: Policy, step: int) -> None:
-        """Mark the checkpoint of `step` as the best. The former best may be pruned again."""
+    def mark_best(self, policy: Policy, step: int, sources: Sequence[str] = ("",)) -> None:
+        """Mark the checkpoint of `step` as the best of these sources, or of the run (``""``).
+
+        The former best may be pruned again, unless it is the best of another source.
+        """
         if policy.world.is_main:
             path = self.folder / f"{PREFIX}{step:06d}"
-            self._link(BEST, path)
+            for source in sources:
+                self._link(f"{BEST}-{source}" if source else BEST, path)
             self._prune(newest_first(self.folder)[0])
 
     def _link(self, name: str, path: Path) -> None:
@@ -327,12 +332,12 @@ class Checkpoints:
         sync(self.folder)
 
     def _prune(self, written: Path) -> None:
-        """Remove all checkpoints but `written`, the newest others up to `keep`, and the best.
+        """Remove all checkpoints but `written`, the newest others up to `keep`, and the best ones.
 
         `written` is not the newest in a run that was resumed from an older checkpoint.
         """
-        best = self.folder / BEST
-        protected = {written, self.folder / best.readlink()} if best.is_symlink() else {written}
+        links = [link for link in self.folder.glob(f"{BEST}*") if link.is_symlink()]
+        protected = {written, *(self.folder / link.readlink() for link in links)}
         former = [path for path in newest_first(self.folder) if path != written]
         for path in former[self._keep - 1 :]:  # `written` is one of the `keep`
             if path not in protected:

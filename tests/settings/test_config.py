@@ -88,6 +88,7 @@ NEEDS_A_PATH = {
     },
     "data=verifiers": ["environment=verifiers", *VERIFIERS],
     "tools=files": ["runtime=podman"],
+    "data=mix": ["+data@data.sources.shop=shop"],
     "data=harbor": ["runtime=podman", "data.path=examples/terminal_agent/tasks"],
     "user=llm": ["user.url=http://localhost:8000/v1", "user.model=m"],
     "reward=reward_model": ["reward.reward_model.path=agenttrain/data/models/shop"],

@@ -28,6 +28,14 @@ def refusal(*overrides: str, source: Source | None = None) -> str:
     return str(caught.value)
 
 
+def test_an_override_before_other_lines_of_a_defaults_list(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    lines = ["# @package _global_", "defaults:", "  - override /tools: []", "  - shop"]
+    (tmp_path / "experiment" / "mine.yaml").write_text("\n".join(lines))
+    text = refusal("experiment=mine", source=Source(extra=str(tmp_path)))
+    assert text.startswith("defaults: ")
+
+
 def test_a_word_that_is_no_setting() -> None:
     assert "rloo: settings are written key=value" in refusal("rloo")
 

@@ -22,7 +22,7 @@ from agenttrain.utils.sections import sections_below
 UNDECLARED = {
     "AgentConfig": {"command", "_target_", "env", "host", "install", "read"},
     "AlgorithmConfig": {"objective"},
-    "DataConfig": {"train", "test", "image_urls"},
+    "DataConfig": {"train", "test", "image_urls", "sources"},
     "DistributedConfig": {"rendezvous"},
     "MLflowSettings": {"uri"},
     "RoleConfig": {"args"},
@@ -133,6 +133,26 @@ def test_the_arguments_of_bundled_components_that_are_not_data() -> None:
         for target in bundled_targets()
     }
     assert {name: names for name, names in undeclared.items() if names} == NOT_DATA
+
+
+def test_a_source_of_a_mixture_is_trusted_as_a_run_of_one_source_is() -> None:
+    plain_rows = {"_target_": "agenttrain.data.bundled.shop.row", "split": "train", "seed": 3}
+    sql = {
+        "_target_": "agenttrain.tools.builtin.sql.Sql",
+        "connect": "agenttrain.data.bundled.shop.connect",
+        "timeout_s": 2.0,
+    }
+    mine = {"_target_": "evil.rows", "n": 3}
+    sources = {
+        "shop": {"weight": 2.0, "train": plain_rows, "tools": {"sql": sql}, "system": "Be brief."},
+        "mine": {"train": mine, "reward": {"good": {"_target_": "evil.good", "weight": 0.5}}},
+    }
+    values = untrusted_values({"data": {"train": {}, "test": {}, "sources": sources}})
+    assert [value.key for value in values] == [
+        "data.sources.mine.train._target_",
+        "data.sources.mine.train.n",
+        "data.sources.mine.reward.good._target_",
+    ]
 
 
 def test_a_new_field_is_untrusted_until_its_class_says_otherwise() -> None:

@@ -188,6 +188,7 @@ class Evaluated:
     reward: Estimate
     by_group: dict[str, Estimate] = field(default_factory=dict)
     pass_at: dict[int, Estimate] = field(default_factory=dict)
+    by_source: dict[str, Evaluated] = field(default_factory=dict)
 
 
 def test_before_after_table_at_80_columns():

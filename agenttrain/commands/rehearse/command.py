@@ -128,8 +128,10 @@ def rehearse(config: RunConfig, args: Namespace, overrides: Sequence[str]) -> in
         if config.data.train.get("_target_") == HARBOR:
             return rehearse_tasks(components, args)
         components.certificate.raise_if_refused()
-        for key, source in components.tasks.by_key.items():
-            check_needed_columns(source, components.needed_columns, key)
+        for part in components.parts:
+            with part.located():
+                for key, source in part.tasks.by_key.items():
+                    check_needed_columns(source, part.needed_columns, key)
         report = asyncio.run(_rehearse(components, args, overrides))
     if write_report(asdict(report), args.json):
         show(report, args.tokens_per_s)
@@ -206,7 +208,7 @@ def _make_report(
         answers=dict(Counter(str(r.error) for r in results if r.error in REFUSED)),
         stop_reasons=dict(Counter(str(rollout.stop_reason) for rollout in rollouts)),
         tools=list(_tool_reports(collector, rollouts)),
-        rewards=[_reward_report(name, rollouts) for name in components.rubric.names],
+        rewards=[_reward_report(name, rollouts) for name in components.metric_names.rewards],
         prompt_tokens=_min_median_max(prompts),
         sampled_tokens=_min_median_max(sampled),
         context=context,
@@ -256,7 +258,7 @@ def _add_findings(
         warnings.append(
             f"data.train: {collected.overlong} prompts fill the context of {report.context} tokens"
         )
-    warnings += components.rubric.alarms()
+    warnings += components.alarms()
     # A run that stops has not scored all rollouts: missing values say nothing then.
     stops = any(text.startswith("the run would stop:") for text in problems)
     for reward in report.rewards:
@@ -291,7 +293,8 @@ def _tool_reports(collector: Collector, rollouts: Sequence[Rollout]) -> Iterator
     """Yield a report of every tool that was run."""
     by_tool: dict[str, list[tuple[ToolResult, int]]] = {}
     for rollout in rollouts:
-        tools = RowTools(rollout.task, collector.toolbox, collector.environments)
+        own = collector.of(rollout.task)
+        tools = RowTools(rollout.task, own.toolbox, own.environments)
         for result in rollout.tool_results:
             if result.error not in REFUSED:
                 limit = tools.limits(result.call.name).max_result_tokens

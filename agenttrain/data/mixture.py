@@ -1,0 +1,256 @@
+"""A mixture of sources of tasks, each of which has its share of the tasks of a run (`data=mix`).
+
+The source of the n-th task is a function of (shares, seed, n), until a source is dropped at its
+end. The sources come in turn, so that the tasks of a minibatch are mixed like those of the step.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from fractions import Fraction
+from math import lcm
+from typing import Any
+
+from agenttrain.data.config import AtEnd, SourceConfig
+from agenttrain.data.curriculum import Curriculum, Result
+from agenttrain.data.tasks import TaskSource
+from agenttrain.types import Rollout, Task
+
+
+def shares_of(sources: Mapping[str, SourceConfig], tasks_per_step: int) -> dict[str, Fraction]:
+    """Return each source's share of the tasks, exactly; the shares add up to 1.
+
+    A source with a `count` has that many of `tasks_per_step` tasks. The others share the rest by
+    their weights. Example: a source of 4 in steps of 16 tasks, and two of the weights 1 and 2 have
+    the shares 1/4, 1/4 and 1/2. The counts must leave something to sources without one.
+    """
+    counted = sum(source.count or 0 for source in sources.values())
+    weights = {
+        name: Fraction(str(1 if source.weight is None else source.weight))
+        for name, source in sources.items()
+        if source.count is None
+    }
+    rest, total = 1 - Fraction(counted, tasks_per_step), sum(weights.values())
+    return {
+        name: rest * weights[name] / total
+        if source.count is None
+        else Fraction(source.count, tasks_per_step)
+        for name, source in sources.items()
+    }
+
+
+class Turns:
+    """Whose turn it is: draws sources one by one, each exactly by its share.
+
+    After any number of draws each source has its share of all draws so far, rounded up or down (the
+    quota method of apportionment; Balinski and Young, American Mathematical Monthly 82, 1975).
+    Among the sources that may have one more without being a whole draw ahead, the next is the one
+    whose share reaches that number first. Ties go to the first in `shares`. A source that has come
+    to its limit is left out, and the counts begin anew for the others.
+
+    Example: the shares 2/3 and 1/3 of a and b draw a, b, a, a, b, a, …
+    """
+
+    def __init__(self, shares: Mapping[str, Fraction], limits: Mapping[str, int]) -> None:
+        """`limits` are the most draws of a source; sources without a limit are missing."""
+        common = lcm(*(share.denominator for share in shares.values()))
+        self._weights = {name: int(share * common) for name, share in shares.items()}
+        """The shares as whole numbers."""
+        common = lcm(*self._weights.values())
+        self._distances = {name: common // weight for name, weight in self._weights.items()}
+        """Draws from one of a source to its next, in a unit that makes them whole numbers."""
+        self._limits = limits
+        self.drawn = dict.fromkeys(shares, 0)
+        """Draws of each source so far."""
+        self.counted = dict.fromkeys(shares, 0)
+        """Those since a source was last left out."""
+
+    def draw(self) -> str:
+        """Return the source of the next task, and count it."""
+        limits = self._limits
+        live = [n for n in self._weights if self.drawn[n] < limits.get(n, sys.maxsize)]
+        total = sum(self._weights[name] for name in live)
+        draws = sum(self.counted[name] for name in live) + 1
+        eligible = (n for n in live if self.counted[n] * total < self._weights[n] * draws)
+        name = min(eligible, key=lambda n: (self.counted[n] + 1) * self._distances[n])
+        self.drawn[name] += 1
+        self.counted[name] += 1
+        if self.drawn[name] == limits.get(name):
+            self.counted = dict.fromkeys(self.counted, 0)
+        return name
+
+    def copy(self) -> Turns:
+        """Return an independent copy."""
+        duplicate = copy(self)
+        duplicate.drawn, duplicate.counted = dict(self.drawn), dict(self.counted)
+        return duplicate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedSource:
+    """One source of a mixture."""
+
+    tasks: TaskSource
+    share: Fraction
+    """Share of all tasks."""
+    at_end: AtEnd = AtEnd.repeat
+    curriculum: Curriculum | None = None
+    """Chooses among `tasks`; None: they are taken in order."""
+
+
+class Mixture:
+    """Tasks of several sources without end; the caller's cursor counts the tasks of all.
+
+    Example: ``Mixture({"shop": MixedSource(tasks=shop, share=Fraction(2, 3)), "sums":
+    MixedSource(tasks=sums, share=Fraction(1, 3))}, seed=0).tasks(0, 3)`` are the first two tasks of
+    one source and the first of the other. A step's tasks may be asked for again until `learn` ends
+    it.
+    """
+
+    endless = True
+
+    def __init__(self, sources: Mapping[str, MixedSource], *, seed: int) -> None:
+        """`seed` decides which source comes first where two have the same right to a task."""
+        self._sources = dict(sources)
+        names = list(sources)
+        random.Random(f"{seed}-mixture").shuffle(names)
+        limits = {n: len(s.tasks) for n, s in sources.items() if s.at_end is AtEnd.drop}
+        self._start = 0
+        """The first task of the oldest step without results."""
+        self._turns = Turns({name: sources[name].share for name in names}, limits)
+        """State of the turns at `_start`."""
+        self._next_turns = self._turns.copy()
+        """State of the turns after `_picks`."""
+        self._picks: list[tuple[str, int]] = []
+        """(source, its own occurrence) of each task from `_start` on that was drawn."""
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def tasks(self, start: int, count: int) -> list[Task]:
+        """Return `count` tasks from the run's `start`-th on, which is 0 for its first task.
+
+        Raises ValueError for tasks of steps whose results were learnt.
+        """
+        if start < self._start:
+            raise ValueError(f"mixture: task {start} belongs to an earlier step")
+        return [
+            (self._sources[name].curriculum or self._sources[name].tasks).tasks(occurrence, 1)[0]
+            for name, occurrence in self._picked(start + count)[start - self._start :]
+        ]
+
+    def _picked(self, end: int) -> list[tuple[str, int]]:
+        """Return the picks from `_start` to the run's `end`-th task; draw missing ones."""
+        while self._start + len(self._picks) < end:
+            name = self._next_turns.draw()
+            self._picks.append((name, self._next_turns.drawn[name] - 1))
+        return self._picks[: end - self._start]
+
+    def _cursors(self, cursor: int) -> dict[str, int]:
+        """Return the tasks of each source among the first `cursor` of the run."""
+        cursors = dict(self._turns.drawn)
+        for name, occurrence in self._picked(cursor):
+            cursors[name] = occurrence + 1
+        return cursors
+
+    def close(self, cursor: int) -> None:
+        """Close the step of the tasks up to `cursor`, whose results come later."""
+        for name, own_cursor in self._cursors(cursor).items():
+            curriculum = self._sources[name].curriculum
+            if curriculum is not None:
+                curriculum.close(own_cursor)
+
+    def results(self, groups: Iterable[Sequence[Rollout]]) -> list[tuple[str, Result]]:
+        """Return the source and the outcome of each group whose source has a curriculum."""
+        by_source: dict[str, list[Sequence[Rollout]]] = {}
+        for group in groups:
+            if group:
+                by_source.setdefault(group[0].task.source, []).append(group)
+        return [
+            (name, result)
+            for name, own_groups in by_source.items()
+            if (curriculum := self._sources[name].curriculum) is not None
+            for result in curriculum.results(own_groups)
+        ]
+
+    def learn(self, cursor: int, results: Iterable[tuple[str, Result]]) -> None:
+        """Finish the oldest step that has no results yet, whose tasks end at `cursor`."""
+        by_source: dict[str, list[Result]] = {}
+        for name, result in results:
+            by_source.setdefault(name, []).append(result)
+        for name, own_cursor in self._cursors(cursor).items():
+            curriculum = self._sources[name].curriculum
+            # A step without a task of the source is none of its curriculum's.
+            if curriculum is not None and own_cursor > self._turns.drawn[name]:
+                curriculum.learn(own_cursor, by_source.get(name, []))
+        for _ in range(cursor - self._start):
+            self._turns.draw()
+        del self._picks[: cursor - self._start]
+        self._start = cursor
+
+    def metrics(self) -> dict[str, float]:
+        """Return `source/<name>/epoch` of finite sources, and the metrics of curricula."""
+        metrics: dict[str, float] = {}
+        for name, source in self._sources.items():
+            if not source.tasks.endless:
+                epoch = self._turns.drawn[name] / len(source.tasks)
+                metrics[f"source/{name}/epoch"] = epoch
+            if source.curriculum is not None:
+                of_curriculum = source.curriculum.metrics()
+                metrics |= {f"source/{name}/{key}": value for key, value in of_curriculum.items()}
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state after the last step with results, as JSON: each source's cursor."""
+        return {
+            "start": self._start,
+            "sources": {
+                name: {
+                    "cursor": self._turns.drawn[name],
+                    "counted": self._turns.counted[name],
+                    "curriculum": None
+                    if source.curriculum is None
+                    else source.curriculum.state_dict(),
+                }
+                for name, source in self._sources.items()
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the state of `state_dict()`."""
+        self._start, self._picks = state["start"], []
+        for name, saved in state["sources"].items():
+            self._turns.drawn[name] = saved["cursor"]
+            self._turns.counted[name] = saved["counted"]
+            curriculum = self._sources[name].curriculum
+            if curriculum is not None:
+                curriculum.load_state_dict(saved["curriculum"])
+        self._next_turns = self._turns.copy()
+
+
+class Questions:
+    """The held-out tasks of a mixture's evaluations: the first ones of each source."""
+
+    endless = False
+
+    def __init__(self, sources: Mapping[str, tuple[TaskSource | None, int]]) -> None:
+        """`sources` maps names to tasks, and to the most of them that are questions."""
+        self._sources = {
+            name: (tasks, min(count, len(tasks)))
+            for name, (tasks, count) in sources.items()
+            if tasks is not None
+        }
+
+    def __len__(self) -> int:
+        return sum(count for _, count in self._sources.values())
+
+    def tasks(self, start: int, count: int) -> list[Task]:
+        """Return `count` questions from the `start`-th on, source by source."""
+        questions = [
+            task for tasks, number in self._sources.values() for task in tasks.tasks(0, number)
+        ]
+        return questions[start : start + count]

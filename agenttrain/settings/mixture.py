@@ -1,0 +1,208 @@
+"""A mixture of sources (`data.sources`) as settings: the run as each source sees it, and checks.
+
+Every check of a run holds for each of its sources. `source_views` makes a run of one source of
+rows out of each, so that nothing else needs to know sources.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+from agenttrain.algorithms.config import Rewards
+from agenttrain.data.config import (
+    OWN_SECTIONS,
+    SOURCES,
+    AtEnd,
+    DataConfig,
+    SourceConfig,
+    at_source,
+    has_test_rows,
+)
+from agenttrain.rewards.config import RewardSettings
+from agenttrain.settings.run_config import RunConfig
+from agenttrain.types import ConfigError
+from agenttrain.utils.sections import field_names, plain, shown
+
+
+def source_views(config: RunConfig) -> dict[str, RunConfig]:
+    """Return the run as if it had a single source, for each source; empty for other runs.
+
+    Sections that the source has of its own take the place of the run's.
+    """
+    return {name: _view(config, source) for name, source in config.data.sources.items()}
+
+
+def _view(config: RunConfig, source: SourceConfig) -> RunConfig:
+    view = copy(config)
+    view.data = source
+    for section in own_sections(source):
+        setattr(view, section, getattr(source, section))
+    own = source.eval
+    view.eval = replace(
+        config.eval,
+        questions=config.eval.questions if own.questions is None else own.questions,
+        group_by=own.group_by or config.eval.group_by,
+    )
+    if not has_test_rows(source):  # it is left out of evaluations
+        view.eval = replace(view.eval, questions=0, every=None)
+    if view.eval.questions == 0:
+        view.checkpoint = replace(config.checkpoint, keep_best=False)
+    return view
+
+
+def own_sections(source: SourceConfig) -> list[str]:
+    """Return the sections of a run that the source has of its own."""
+    return [section for section in OWN_SECTIONS if getattr(source, section) is not None]
+
+
+def with_only(config: RunConfig, sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sections of a run of the one source that `data.only` names."""
+    view = source_views(config)[str(config.data.only)]
+    changed = {section: getattr(view, section) for section in (*OWN_SECTIONS, "eval", "checkpoint")}
+    rows = {name: getattr(view.data, name) for name in field_names(DataConfig)}
+    return {**sections, **plain({**changed, "data": rows})}
+
+
+def shares_tools(source: SourceConfig) -> bool:
+    """Return True if the source has exactly the run's tools and environments."""
+    return not {"tools", "stop_tools", "environment"} & {*own_sections(source)}
+
+
+def located(config: RunConfig, name: str, message: str) -> str:
+    """Return a message about the view of source `name` with the keys that the run has."""
+    if not name:
+        return message
+    source = config.data.sources[name]
+    own = [f"eval.{key}" for key, value in plain(source.eval).items() if value is not None]
+    return at_source(name, [*own_sections(source), *own], message)
+
+
+def problems_by_source(
+    config: RunConfig, problems: Callable[[RunConfig], Iterator[str]]
+) -> list[str]:
+    """Return the problems of a run, or those of each source's view, each once."""
+    views = source_views(config)
+    if not views:
+        return list(problems(config))
+    lines = (located(config, name, line) for name, view in views.items() for line in problems(view))
+    return list(dict.fromkeys(lines))
+
+
+def mixture_problems(config: RunConfig) -> Iterator[str]:
+    """Yield the problems of a mixture as a whole."""
+    sources = config.data.sources
+    if not sources:
+        return
+    yield from _share_problems(config)
+    if all(source.at_end is AtEnd.drop for source in sources.values()):
+        yield (
+            f"{SOURCES}.{next(iter(sources))}.at_end=drop: every source is dropped at its end, and "
+            "the run would have no tasks after them; let one repeat: at_end=repeat"
+        )
+    for section in OWN_SECTIONS:
+        value = getattr(config, section)
+        if value and all(getattr(source, section) is not None for source in sources.values()):
+            named = ", ".join(f"{section}.{key}" for key in value)
+            key = f"{section}={shown(value)}" if section == "stop_tools" else named
+            empty = "environment=null" if section == "environment" else f"{section}=[]"
+            yield (
+                f"{key}: has no effect, every source has {section} of its own; leave it out: "
+                f"{empty}"
+            )
+    if config.eval.questions and config.eval.every is not None and not has_test_rows(config.data):
+        yield f"eval.every={config.eval.every}: no source has test rows; leave it out"
+    yield from _unsupported(config)
+    yield from _weight_problems(config)
+
+
+def _share_problems(config: RunConfig) -> Iterator[str]:
+    """Yield counts that do not fit a step."""
+    sources, tasks = config.data.sources, config.tasks_per_step
+    counts = {name: source.count for name, source in sources.items() if source.count is not None}
+    total = sum(counts.values())
+    named = " ".join(f"{SOURCES}.{name}.count={count}" for name, count in counts.items())
+    if counts and len(counts) == len(sources) and total != tasks:
+        yield f"{named}: add up to {total}; set tasks_per_step={total}, or change them"
+    elif len(counts) < len(sources) and total >= tasks:
+        others = ", ".join(name for name in sources if name not in counts)
+        yield (
+            f"{named}: leave nothing of tasks_per_step={tasks} to {others}; lower them, or raise "
+            "tasks_per_step"
+        )
+
+
+def _unsupported(config: RunConfig) -> Iterator[str]:
+    """Yield settings that know one source of rows only."""
+    agent, runtime, teacher = config.agent, config.runtime, config.algorithm.teacher
+    if agent.outside:
+        yield (
+            f"agent={agent.name}: an outside agent has one set of tools and rows; leave "
+            f"{SOURCES} out, or set agent=none"
+        )
+    if runtime.has_machines:
+        yield (
+            f"runtime={runtime.name}: containers are not made for the rows of several sources; "
+            f"leave {SOURCES} out, or set runtime=bwrap"
+        )
+    if teacher is not None:
+        yield (
+            "algorithm.teacher: is asked about the rows of one source; leave it out, or leave "
+            f"{SOURCES} out"
+        )
+    if config.user:
+        yield (
+            f"user._target_={config.user.get('_target_')}: would speak in the rollouts of all "
+            "sources; leave it out, or let an environment's `user` speak"
+        )
+    if config.eval.tools is not None:
+        yield (f"eval.tools={shown(config.eval.tools)}: names tools of one source; leave it out")
+
+
+def _weight_problems(config: RunConfig) -> Iterator[str]:
+    """Yield rewards of one name and two weights, if the algorithm weighs rewards by name."""
+    algorithm = config.algorithm
+    if algorithm.rewards is Rewards.sum and algorithm.turn_credit is None:
+        return
+    weights: dict[str, tuple[str, float]] = {}
+    for source, view in source_views(config).items():
+        for name, section in view.reward.items():
+            if not isinstance(section, Mapping):  # `section_problems` reports it
+                continue
+            weight = section.get("weight", RewardSettings.weight)
+            first_source, first = weights.setdefault(name, (source, weight))
+            if weight != first:
+                yield (
+                    f"{SOURCES}.{source}.reward.{name}.weight={weight:g}: the algorithm weighs "
+                    f"rewards by their names, and {name} has the weight {first:g} in "
+                    f"{SOURCES}.{first_source}; give one of them another name"
+                )
+
+
+SINGLE_SOURCE = {
+    "sft": "learns from the conversations of one source",
+    "play": "talks to one set of tools",
+    "tools": "shows one set of tools",
+}
+"""Verbs that know one source of rows only, and why."""
+
+
+def single_source_problems(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterator[str]:
+    """Yield a problem if the verb is not made for a run of several sources."""
+    if config.data.sources and verb in SINGLE_SOURCE:
+        yield (
+            f"{SOURCES}: agenttrain {verb} {SINGLE_SOURCE[verb]}, and there are "
+            f"{', '.join(config.data.sources)}; choose one: data.only="
+            f"{next(iter(config.data.sources))}"
+        )
+
+
+def refuse_sources(command: str, config: RunConfig) -> None:
+    """Raise ConfigError for a saved run of several sources, for a command that knows one only."""
+    if config.data.sources:
+        raise ConfigError(
+            f"{command}: the run has several sources ({', '.join(config.data.sources)}), and their "
+            "rollouts have tools and rewards of their own; agenttrain view shows them"
+        )

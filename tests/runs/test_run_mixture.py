@@ -1,0 +1,239 @@
+"""A mixture of sources, each with tools and rewards of its own: one step, whole runs, resume."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from agenttrain.cli import main
+from agenttrain.engines.config import Sampling
+from agenttrain.engines.scripted import ScriptedEngine
+from agenttrain.evaluation import Best, Evaluation, from_json, summarise, to_json
+from agenttrain.rollout.collector import Collected, collect, step_metrics
+from agenttrain.rollout.request import BatchRequest
+from agenttrain.runs.setup import Components
+from agenttrain.settings.checks import check_for_verb, validate
+from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
+from agenttrain.settings.run_config import RunConfig
+from agenttrain.tracking.names import depends_on_clock, metric_row
+from agenttrain.types import ConfigError, Rollout, Task
+
+pytestmark = pytest.mark.timeout(1200)  # whole runs
+
+MIX = [
+    *("data=mix", "tools=[]", "reward=[]"),
+    *("+data@data.sources.shop=shop", "data.sources.shop.curriculum.enabled=true"),
+    *("data.sources.shop.weight=2", "data.sources.shop.eval.group_by=hops"),
+    "+tools@data.sources.shop.tools.sql=sql",
+    "+tools@data.sources.shop.tools.final_answer=final_answer",
+    "+reward@data.sources.shop.reward.exact_match=exact_match",
+    *("+data@data.sources.sums=calculator", "data.sources.sums.eval.questions=3"),
+    "+tools@data.sources.sums.tools.add=add",
+    "+tools@data.sources.sums.tools.final_answer=final_answer",
+    "+reward@data.sources.sums.reward.right=exact_match",
+]
+"""Two parts of shop, one of sums; the reward of sums has another name."""
+TINY = ["debug=tiny", "tracker=none", "eval.group_by=null", "optimizer.schedule=constant"]
+
+
+def composed(*overrides: str) -> RunConfig:
+    with hydra_session(Source()):
+        return compose_run(open_keys(overrides), Source()).config
+
+
+def problems(*overrides: str, verb: str = "train") -> str:
+    with pytest.raises(ConfigError) as error:
+        config = composed(*MIX, *overrides)
+        validate(config)
+        check_for_verb(verb, config, overrides)
+    return str(error.value)
+
+
+def test_each_task_has_the_tools_and_rewards_of_its_source():
+    components = Components(composed(*MIX, *TINY))
+    tasks = components.tasks.train.tasks(0, 3)
+    assert sorted(task.source for task in tasks) == ["shop", "shop", "sums"]
+    names = {
+        task.source: [schema["function"]["name"] for schema in components.schemas(task)]
+        for task in tasks
+    }
+    assert names == {"shop": ["sql", "final_answer"], "sums": ["add", "final_answer"]}
+    calls = {
+        task.source: '<tool_call>\n{"name": "final_answer", "arguments": {"answer": "'
+        f"{task.columns['answer'] if task.source == 'sums' else 'nobody'}"
+        '"}}\n</tool_call>'
+        for task in tasks
+    }
+    source_of = {f"train-1-{place}-0": task.source for place, task in enumerate(tasks)}
+    engine = ScriptedEngine(
+        lambda ids, session, turn: calls[source_of[session]],
+        encode=lambda text: components.tokenizer.encode(text, add_special_tokens=False),
+    )
+    collector = components.collector(engine)
+    request = BatchRequest(tasks=tasks, samples=1, sampling=Sampling(), seed_path=(0, "train", 1))
+    collected = asyncio.run(collect(collector, request))
+    rewards = {r.task.source: (r.rewards, r.stop_reason) for r in collected.rollouts}
+    assert rewards == {
+        "shop": ({"exact_match": 0.0}, "stop_tool"),
+        "sums": ({"right": 1.0}, "stop_tool"),
+    }
+    metrics = step_metrics(collector.metric_names, collected, {"rollout": 1.0})
+    assert metrics["source/shop/tasks"] == 2 and metrics["source/sums/tasks"] == 1
+    assert metrics["source/shop/reward"] == 0 and metrics["source/sums/reward"] == 1
+    assert metrics["rewards/right/mean"] == 1 and metrics["tools/add/calls"] == 0
+    assert all(metric_row(name) is not None for name in metrics)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["stop_tools=[submit]"], "stop_tools=[submit]"),
+        (["data.sources.sums.stop_tools=[sql]"], "data.sources.sums.stop_tools=[sql]"),
+        (["+tools.mine._target_=agenttrain.tools.builtin.calculator.add"], "tools.mine"),
+        (["+reward.mine._target_=agenttrain.rewards.builtin.tools.tool_success"], "reward.mine"),
+        (["data.sources.shop.tools.sql.timeout_s=0"], "data.sources.shop.tools.sql.timeout_s=0"),
+        (["data.sources.shop.reward.exact_match.weight=a"], "data.sources.shop.reward."),
+        (["data.sources.shop.train.splt=tune"], "data.sources.shop.train.splt=tune"),
+        (["data.sources.sums.count=16"], "data.sources.sums.count=16"),
+        (["agent=endpoint", "agent.command=[a]"], "agent=endpoint"),
+        (["eval.tools=[sql]"], "eval.tools=[sql]"),
+        (
+            [
+                *("algorithm.rewards=normalize_each", "algorithm.scale=batch"),
+                "data.sources.sums.reward.right.weight=2",
+                "+reward@data.sources.shop.reward.right=exact_match",
+            ],
+            "data.sources.sums.reward.right.weight=2",
+        ),
+    ],
+)
+def test_a_mistake_names_the_key_of_its_source(overrides, key):
+    assert problems(*overrides).startswith(key)
+
+
+@pytest.mark.parametrize("verb", ["sft", "play", "tools"])
+def test_a_verb_that_knows_one_source_wants_one(verb):
+    assert "data.only=shop" in problems(verb=verb)
+    only = composed(*MIX, "data.only=shop")
+    assert list(only.tools) == ["sql", "final_answer"] and not only.data.sources
+    assert only.eval.group_by == "hops" and list(only.reward) == ["exact_match"]
+    validate(only)
+
+
+@pytest.mark.parametrize("group", ["file", "hub", "rollouts", "spider"])
+def test_a_group_of_rows_reads_the_path_of_its_source(group):
+    mine = [f"+data@data.sources.mine={group}", "data.sources.mine.path=here"]
+    rows = composed(*MIX, *mine).data.sources["mine"]
+    assert rows.train["path"] == "here" and rows.path == "here"
+
+
+def scored(source: str, rewards: list[float], **columns: str) -> list[Rollout]:
+    """A group of a question of a source."""
+    task = Task(task_id="q", messages=(), columns=columns, source=source)
+    rollouts = [Rollout(task=task, rollout_id=str(i)) for i in range(len(rewards))]
+    for rollout, reward in zip(rollouts, rewards, strict=True):
+        rollout.reward = reward
+    return rollouts
+
+
+def evaluation(**rewards: list[float]) -> Evaluation:
+    """An evaluation of a source's questions, each with one sample."""
+    groups = [scored(source, [reward]) for source, own in rewards.items() for reward in own]
+    return summarise("sampled", Collected(groups=groups), None, dict.fromkeys(rewards))
+
+
+def test_an_evaluation_has_the_scores_of_each_source():
+    groups = [
+        scored("a", [1.0, 0.0], kind="x"),
+        scored("a", [1.0, 1.0], kind="y"),
+        scored("b", [0.0, 0.0]),
+    ]
+    result = summarise("sampled", Collected(groups=groups), None, {"a": "kind", "b": None})
+    metrics = result.metrics()
+    assert metrics["reward"] == 0.5 and metrics["source/a/reward"] == 0.75
+    assert metrics["source/a/group/x"] == 0.5 and metrics["source/a/pass@2"] == 1
+    assert metrics["source/b/reward"] == 0 and "source/b/group/x" not in metrics
+    (read,) = from_json(json.loads(json.dumps(to_json([result]))))
+    assert str(read.by_source) == str(result.by_source)  # NaN differs from itself
+
+
+def test_the_best_evaluation_of_each_source_is_kept():
+    best = Best()
+    assert best.consider(1, [evaluation(a=[0.5], b=[0.5])])
+    assert best.of_step(1) == ["", "a", "b"] and best.is_of(1)
+    assert best.consider(2, [evaluation(a=[0.75], b=[0.0])])  # only of source a
+    assert best.of_step(1) == ["", "b"] and best.of_step(2) == ["a"] and best.step == 1
+    assert not best.consider(3, [evaluation(a=[0.75], b=[0.25])])
+    assert best.consider(4, [evaluation(a=[0.5], b=[1.0])])
+    assert best.of_step(4) == ["", "b"] and best.of_step(2) == ["a"]
+    resumed = Best(json.loads(json.dumps(best.record)))
+    assert resumed.of_step(2) == ["a"] and resumed.step == 4
+
+
+def run(folder: Path, *overrides: str) -> None:
+    assert main([*overrides, f"hydra.run.dir={folder}"]) == 0
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    metrics = [json.loads(line) for line in lines]
+    return [{k: v for k, v in row.items() if not depends_on_clock(k)} for row in metrics]
+
+
+def few(tmp_path: Path) -> list[str]:
+    """A third source of three rows, which is dropped after them."""
+    file = tmp_path / "rows.jsonl"
+    prompts = [{"prompt": f"what is {n} + 1?", "answer": str(n + 1)} for n in range(3)]
+    file.write_text("\n".join(map(json.dumps, prompts)))
+    return [
+        *(f"data.sources.few.train.path={file}", "data.sources.few.at_end=drop"),
+        "data.sources.few.train._target_=agenttrain.data.files.FileRows",
+        "+tools@data.sources.few.tools.final_answer=final_answer",
+        "+reward@data.sources.few.reward.exact_match=exact_match",
+    ]
+
+
+@pytest.mark.slow
+def test_a_resumed_mixture_equals_an_uninterrupted_one(tmp_path):
+    words = [*MIX, *few(tmp_path), *TINY, "tasks_per_step=4", "eval.every=2"]
+    words += ["checkpoint.keep=1", "checkpoint.keep_best=true", "algorithm.oversample=1.5"]
+    run(tmp_path / "whole", *words, "steps=4")
+    run(tmp_path / "resumed", *words, "steps=2")
+    assert main([f"resume={tmp_path / 'resumed'}", "steps=4"]) == 0
+    assert rows(tmp_path / "resumed") == rows(tmp_path / "whole")
+    resumed, whole = (
+        load_file(tmp_path / name / "checkpoints/latest/model.safetensors")
+        for name in ("resumed", "whole")
+    )
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+
+    state = json.loads((tmp_path / "whole/checkpoints/latest/state.json").read_text())
+    cursors = {name: s["cursor"] for name, s in state["curriculum"]["sources"].items()}
+    # 24 tasks in four steps of 6: few is dropped after three, the others share the rest.
+    assert cursors["few"] == 3 and sum(cursors.values()) == state["cursor"] == 24
+    assert abs(cursors["shop"] - 14) <= 1
+    of_sources = [n for n in rows(tmp_path / "whole")[-1] if n.startswith("source/")]
+    assert "source/few/epoch" in of_sources and "source/shop/curriculum/band" in of_sources
+    assert all(metric_row(name) is not None for name in of_sources)
+    links = sorted(link.name for link in (tmp_path / "whole/checkpoints").glob("best*"))
+    assert links == ["best", "best-shop", "best-sums"]  # few has no test rows
+    after = json.loads((tmp_path / "whole/summary.json").read_text())["eval"]["after"]
+    (sampled,) = (scores for scores in after["scores"] if scores["label"] == "sampled")
+    questions = {name: own["questions"] for name, own in sampled["sources"].items()}
+    assert questions == {"shop": 4, "sums": 3, "few": 0}
+    written = (tmp_path / "whole/rollouts/step-000001.jsonl").read_text().splitlines()
+    assert {json.loads(line)["source"] for line in written} == {"shop", "sums", "few"}
+
+
+@pytest.mark.slow
+def test_a_mixture_runs_in_a_rollout_process(tmp_path):
+    run(tmp_path / "own", *MIX, *TINY, "rollout.process=own", "tasks_per_step=3")
+    run(tmp_path / "here", *MIX, *TINY, "tasks_per_step=3")
+    names = [f"source/{name}/tasks" for name in ("shop", "sums")]
+    for folder in ("own", "here"):
+        assert [rows(tmp_path / folder)[-1][name] for name in names] == [2, 1]
