@@ -50,7 +50,7 @@ def test_a_column_that_a_reward_misses(capsys):
 
 
 def test_the_same_column_stops_the_run(capsys):
-    assert cli.main([*MAPPED, "debug=tiny", "hydra.run.dir=run"]) == 1
+    assert cli.main([*MAPPED, "debug=tiny", "hydra.run.dir=run"]) == 2
     told = capsys.readouterr().err
     assert "reward.exact_match: needs the column 'answer', and the rows of data.train have" in told
     assert "make it of another: data.map.answer=…" in told

@@ -345,5 +345,5 @@ def test_a_run_with_a_simulated_user_can_be_replayed(
     assert "replay to identical ids" in capsys.readouterr().out
     assert len(server.asked) == asked_in_all
     column = ['user.prompt="{{ wish }}"', "user.url=http://h/v1", "user.model=m", "user=llm"]
-    assert cli.main([*own, *column, "hydra.run.dir=" + str(tmp_path / "no")]) == 1
+    assert cli.main([*own, *column, "hydra.run.dir=" + str(tmp_path / "no")]) == 2
     assert "user.prompt: needs the column 'wish'" in capsys.readouterr().err

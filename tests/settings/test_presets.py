@@ -14,7 +14,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from agenttrain.commands.plan.command import planned
+from agenttrain.commands.plan.command import plan_options
 from agenttrain.commands.plan.estimate import Sizes
 from agenttrain.commands.plan.remedies import Planner
 from agenttrain.commands.verbs import DECLARED
@@ -201,7 +201,7 @@ def test_a_shape_has_the_published_number_of_weights(
 def fits(hardware: str, model: str, folder: Path) -> bool:
     SHAPES[model].save_pretrained(folder)
     config = compose(f"model={model}", f"hardware={hardware}", f"model.path={folder}").config
-    options = planned(DECLARED["plan"].parse(MACHINES[hardware])[0])
+    options = plan_options(DECLARED["plan"].parse(MACHINES[hardware])[0])
     return not Planner(config, options.machine, 1024).estimate().excess
 
 
@@ -232,7 +232,7 @@ def test_a_base_in_4_bits_is_proposed_where_adapters_do_not_fit(tmp_path: Path) 
     SHAPES["qwen3-8b"].save_pretrained(tmp_path)
     settings = ("model=qwen3-8b", "hardware=gpu24", "engine=transformers_small")
     config = compose(*settings, f"model.path={tmp_path}").config
-    options = planned(DECLARED["plan"].parse(["--gpu-memory-gb", "16"])[0])
+    options = plan_options(DECLARED["plan"].parse(["--gpu-memory-gb", "16"])[0])
     first = Planner(config, options.machine, 1024).remedies()[0]
     assert first.fits
     assert "model.quantization=nf4" in first.overrides.split()

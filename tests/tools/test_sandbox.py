@@ -515,7 +515,7 @@ def test_a_sandbox_that_cannot_be_started_leaves_no_folder(
         await pool.release("r")
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(outside_process, "interpreter", lambda: str(tmp_path / "python"))
+    monkeypatch.setattr(outside_process, "base_python", lambda: str(tmp_path / "python"))
     asyncio.run(fail())
     assert list(tmp_path.iterdir()) == []
 
