@@ -55,7 +55,10 @@ class Scan:
         return self.apply(self.function, inputs, self.weights, state, keeps)
 
     def detached(self) -> Scan:
-        """Return the call with copies of its tensors, which require a gradient."""
+        """Return the call with copies of its tensors, which require a gradient.
+
+        The trainer repeats a recorded call so, to compare a kernel with transformers' own code.
+        """
         return replace(
             self,
             inputs=tuple(map(_detached, self.inputs)),
@@ -344,7 +347,7 @@ def layout_keywords(model: nn.Module, layout: MixerLayout) -> dict[str, MixerLay
         if not isinstance(function, _WithLayout):
             setattr(module, name, _WithLayout(function, ADAPTERS[name]))
     keywords = {"recurrent": layout}
-    # Such a mixer drops `recurrent`: it gets the layout by a keyword that it hands on.
+    # Some mixers drop the keyword `recurrent`: they get the layout as `seq_idx`, which they keep.
     if any(map(_takes_only_seq_idx, _modeling_classes(model))):
         keywords["seq_idx"] = layout
     return keywords

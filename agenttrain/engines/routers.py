@@ -107,7 +107,10 @@ def intercepting(
 
 
 class _Hooks:
-    """Hooks that intercept `topk` while a router runs, in whichever thread it runs."""
+    """Hooks around a router's forward pass, in which its calls of `topk` are intercepted.
+
+    Torch keeps such a mode for each thread, so that it is entered in the thread of the pass.
+    """
 
     def __init__(self, router: LayerRouter, choose: Choose) -> None:
         self._router, self._choose = router, choose
@@ -191,7 +194,9 @@ class RouteReplay:
     def __init__(self, routers: Routers) -> None:
         self.routers = routers
         self._loaded_TLK: Tensor | None = None
+        """Experts that `load` has set."""
         self._pass_TLK: Tensor | None = None
+        """Experts of the next forward pass: the loaded ones, or those at the selected positions."""
         self._equal: Tensor | None = None
         """[2] (equal, compared) choices of the block of `comparing`; None outside of it."""
 
@@ -316,15 +321,19 @@ class _Search(TorchFunctionMode):
     """Finds the routers in a forward pass that runs in its block.
 
     A router is the innermost module that returns the indices of a `topk` in it, if another module
-    gets these indices together with weights of their shape. That module has the experts.
+    gets these indices together with weights of their shape. That module has the experts. Example:
+    in Qwen3-MoE, `mlp.gate` returns the indices, and `mlp.experts` gets them.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._model = model
         self._stack: list[_Frame] = []
+        """Modules that are running, the innermost last."""
         self._choices: list[_Choice] = []
+        """Indices of `topk` that some module has returned."""
         self._found: list[tuple[LayerRouter, _Choice]] = []
+        """Routers whose choice has reached a module with experts."""
         self._strangers: list[str] = []
         """Modules whose experts were chosen in another way."""
         self._handles: list[Any] = []
@@ -431,7 +440,10 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
 
 
 def _layer_of(name: str) -> int:
-    """Return the number of the layer in a module's name, e.g. 3 of model.layers.3.mlp.gate."""
+    """Return the number of the layer in a module's name, or -1 if there is none.
+
+    Example: 3 of model.layers.3.mlp.gate.
+    """
     return next((int(part) for part in name.split(".") if part.isdecimal()), -1)
 
 
@@ -472,8 +484,9 @@ def _why_not_replaced(
 def _problem_of(router: LayerRouter, results: Callable[[Choose], Sequence[Any]]) -> str | None:
     """Return why replaced choices of a router do not have the right effect, or None.
 
-    `results` runs it. Experts in the opposite order must get the same weights in that order, and
-    the experts of another token must get weights above 0.
+    `results(choose)` runs the router with its choice replaced by `choose`, and returns its outputs.
+    Experts in the opposite order must get the same weights in that order, and the experts of
+    another token must get weights above 0.
     """
     plain = _experts_and_weights(results(lambda _, experts: None))
     flipped = _experts_and_weights(results(lambda _, experts: experts.flip(-1)))

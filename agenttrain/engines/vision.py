@@ -118,7 +118,10 @@ class Layout:
             low, high = max(placed.start, first), min(placed.end, last)
             if low < high:
                 yield Piece(
-                    start + low - first, placed.image, low - placed.start, high - placed.start
+                    start=start + low - first,
+                    image=placed.image,
+                    first=low - placed.start,
+                    last=high - placed.start,
                 )
 
     def keyed(self, ids: np.ndarray) -> np.ndarray:

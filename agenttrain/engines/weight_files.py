@@ -51,7 +51,10 @@ class WeightFiles:
 
 @dataclass(slots=True)
 class WeightWriter:
-    """Writes versions of the weights into a folder, and removes old ones."""
+    """Writes versions of the weights into a folder, and removes old ones.
+
+    The trainer's process calls `write` at each weight sync.
+    """
 
     folder: Path
     alpha: float | None = None

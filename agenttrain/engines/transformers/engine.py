@@ -72,7 +72,7 @@ class TransformersEngine:
         autocast = AUTOCAST[mixed_precision]
         decoder = Decoder(model, config.max_rows, self.max_context, vision, autocast, record_routes)
         scheduler = Scheduler(
-            config.max_rows, config.rejoin_steps, config.share_prefix, decoder.cache.is_exact
+            config.max_rows, config.rejoin_steps, config.share_prefix, decoder.cache.copies_exactly
         )
         self._worker = EngineWorker(decoder, scheduler)
         self.stats: EngineStats = self._worker.stats

@@ -66,12 +66,17 @@ KINDS = {
     "hybrid_sliding": LayerKind(keys=True, window=1, states=1),
     **dict.fromkeys(("dummy", "moe", "mlp"), LayerKind()),
 }
-"""By `layer_types` of a config. A window or a number of states is that of the config."""
+"""By `layer_types` of a config. `window=1` and `states=1` only mark the types that have them: their
+values are read from the config."""
 
 
 @dataclass(slots=True)
 class Pass:
-    """Rows and tokens of the next forward pass. Its layout of recurrent mixers (`MixerLayout`)."""
+    """Rows and tokens of the next forward pass, which `begin` sets and the cache's layers read.
+
+    It is the `MixerLayout` of the recurrent mixers too. Tensors that all layers need are computed
+    once per pass.
+    """
 
     rows: int = 0
     """Allocated rows, R."""

@@ -129,7 +129,10 @@ class Seat:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """An expected session, until it is released."""
+    """An expected session in deterministic mode, until it is released.
+
+    It stays in the queue of expected sessions even if it is released before its turn to join.
+    """
 
     session: str
     order: int
@@ -155,7 +158,13 @@ def _longest_beginning(seat: Seat, cached: Iterable[Seat]) -> Seat | None:
 
 
 class Scheduler:
-    """Forms the batch of each decode step by `add`, `ready`, `finish` and `release`."""
+    """Forms the batch of each decode step.
+
+    The decode thread calls `add` for a request, `ready` before each step, `finish` for a seat whose
+    completion has ended, and `release` for a session that has ended. A session's seat keeps its
+    cache between its requests. A session with a `parent` is a guest: it sits in the seat of its
+    oldest expected ancestor, the host.
+    """
 
     def __init__(
         self,
@@ -343,8 +352,9 @@ class Scheduler:
             return False
         if self._joining and self.share_prefix:
             self._share_prefixes()
-        # Sorted by length: neighbours share a prefill pass with little padding.
-        # Rows that pause come first: the rest of a wave are consecutive rows again.
+        # By wave: a later one copies what earlier ones have fed. In a wave the rows with the most
+        # pauses come first, so that those still to be fed are consecutive. Then by length:
+        # neighbours share a prefill pass with little padding.
         self.active += sorted(
             self._joining,
             key=lambda seat: (
@@ -359,6 +369,10 @@ class Scheduler:
 
     def _share_prefixes(self) -> None:
         """Find rows from which new sessions copy the KV cache of a common prefix.
+
+        Sets each joining seat's `source`, the number of `shared` ids, and its `wave`: the number of
+        the prefill pass that feeds it, after the passes that its source needs. `leaders` are seats
+        of different prompts, with which each new prompt is compared.
 
         Example: prompts A A B B with the same system message, in an empty cache. The first A is fed
         whole (wave 0). The first B copies the system message from it, and the second A copies all
