@@ -225,7 +225,7 @@ class Stepper(Generic[Engine]):
     """
 
     engine: Engine
-    """Use it in commands only."""
+    """Call its methods in commands only: they have to run in the stepper's thread."""
 
     def __init__(self, build: Callable[[], Engine], *, name: str) -> None:
         """Run `build` in the new thread and wait for it. Raises its errors."""
@@ -296,7 +296,7 @@ class Stepper(Generic[Engine]):
                 if self._closed and not commands:
                     return
             try:
-                while commands:  # popped one by one: after an error the remaining ones are known
+                while commands:  # popped one by one, so that after an error the others are left
                     commands.pop(0)()
                 if self._has_step():
                     self.engine.step()

@@ -359,13 +359,15 @@ class NcclSender:
                 port: int = free_port.getsockname()[1]
             ranks = 1 + sum(receiver.workers for receiver in fan_out.receivers)
             transfer = self._join(address, port, ranks, fan_out, source)
-            # The join may end after the broadcast was given up: `_leave` has not seen this group.
+            # The join may end after the broadcast was given up, when `_leave` has come too early
+            # to shut this group down.
             with self._lock:
                 if not source.given_up:
                     self._transfer, self._members = transfer, fan_out.receivers
             if source.given_up:
                 transfer.shutdown()
                 raise GaveUp
+        # A group that is used again still has the client and the weights of its last broadcast.
         transfer.client, transfer.source = fan_out, source
         transfer.send_weights()
 

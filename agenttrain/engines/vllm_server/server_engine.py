@@ -46,7 +46,7 @@ class ServerEngine(Generic[F]):
         self.max_context = form.max_context
         self.dtype = form.dtype
         self.quantized = form.quantized
-        self._grammars = form.grammars
+        self._takes_grammars = form.grammars
         self._end_servers: Callable[[], None] | None = end_servers
 
     async def generate(
@@ -70,7 +70,7 @@ class ServerEngine(Generic[F]):
                 f"token_ids: {len(token_ids)} ids leave no room in max_context={self.max_context}, "
                 "or are none. Shorten the prompt, or raise engine.max_context."
             )
-        if sampling.grammar is not None and not self._grammars:
+        if sampling.grammar is not None and not self._takes_grammars:
             raise EngineError(
                 "sampling.grammar: the servers were started without a tokenizer, which grammars "
                 "need."
