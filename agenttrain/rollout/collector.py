@@ -165,7 +165,7 @@ class Collected:
 
 
 class _NoRollout(StrEnum):
-    """Why an attempt gave no rollout."""
+    """Why an attempt gave no rollout. It stands in the rollout's place among the results."""
 
     broken = "broken"
     """Its ledger broke."""
@@ -247,6 +247,7 @@ def _rollout_requests(
     for place, task in request.placed_tasks():
         prompt_ids: list[int] | None = None
         kind = collector.environments.kind_of(task)
+        # `attempt`: an outside agent makes the rollouts.
         if collector.attempt is None and (kind is None or not kind.has_reset):
             # All rollouts of the group begin with this prompt. A reset adds to it, so that each
             # rollout has to render its own. An outside agent sends a prompt of its own.

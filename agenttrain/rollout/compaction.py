@@ -53,6 +53,9 @@ class PastTurn:
 class Compaction(Protocol):
     """Decides what a new context holds beside the task's prompt. One instance per rollout.
 
+    The rollout loop calls `keep` whenever the context is longer than `rollout.compact_at`, after
+    the policy has written the summary for which `request` asks.
+
     A class of yours is made with the rollout's limits: ``rollout.compaction=my_pkg.Mine``.
     """
 

@@ -118,7 +118,10 @@ class Demonstrator:
 
 
 class _Conversation:
-    """One conversation, turned into a rollout turn by turn; `pending` are the messages to come."""
+    """One conversation, turned into a rollout turn by turn.
+
+    `append_turn` is called until no messages are `pending`. The `rollout` is then complete.
+    """
 
     def __init__(
         self,
@@ -189,6 +192,7 @@ class _Conversation:
         after = self.trajectory.messages[-1]["role"]
 
         def comparable(turn: AssistantTurn) -> tuple[Any, ...]:
+            """Return the parts of a turn that have to survive rendering and parsing."""
             # Templates may trim the blanks around texts. Call ids are not rendered.
             calls = [(call.name, call.arguments, call.malformed) for call in turn.calls]
             return turn.content.strip(), (turn.reasoning or "").strip(), calls
@@ -209,6 +213,8 @@ class _Conversation:
             )
         completion = Completion(
             token_ids=tuple(ids),
+            # No engine has sampled the ids. REINFORCE, by which they are learned, reads no engine's
+            # logprobs, and `Demonstrations` leaves out the metrics that do.
             logprobs=(0.0,) * len(ids),
             finish=Finish.stop,
             versions=((0, len(ids)),),  # all by version 0, the initial weights

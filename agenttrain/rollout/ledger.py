@@ -211,12 +211,13 @@ def _short(digest: str) -> str:
 def schemas_of(trajectory: Trajectory, schemas: Sequence[dict]) -> Sequence[dict]:
     """Return the tool schemas that a trajectory's prompt shows.
 
-    They are the trajectory's own, else those of its delegation, else `schemas`, the task's.
+    They are those recorded for the trajectory, else those of its delegation, else `schemas`, the
+    task's.
     """
-    own_schemas = trajectory.schemas
-    if own_schemas is None and trajectory.delegation is not None:
-        own_schemas = trajectory.delegation.schemas
-    return schemas if own_schemas is None else [dict(schema) for schema in own_schemas]
+    recorded_schemas = trajectory.schemas
+    if recorded_schemas is None and trajectory.delegation is not None:
+        recorded_schemas = trajectory.delegation.schemas
+    return schemas if recorded_schemas is None else [dict(schema) for schema in recorded_schemas]
 
 
 def _check_finish(trajectory: Trajectory, spans: list[Span], chat: Chat) -> tuple[int, ...]:

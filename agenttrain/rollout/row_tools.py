@@ -230,7 +230,11 @@ class RowTools:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """A call of the model's, and the call of a declared tool that answers it."""
+    """A call of the model's, and the call of a declared tool that answers it.
+
+    Example: the row's tool `lookup_city` has the executor `lookup`. A call of `lookup_city` is
+    answered by the `executed_call` of `lookup`. For any other tool both calls are the same.
+    """
 
     call: ToolCall
     executed_call: ToolCall
@@ -356,7 +360,7 @@ def row_tool_sets(
             yield tools.schemas
 
 
-KEY = "rollout.structured_calls=true"
+SETTING = "rollout.structured_calls=true"
 
 
 def check_grammars(chat: Chat, sets: Iterable[Sequence[Mapping[str, Any]]]) -> None:
@@ -369,7 +373,7 @@ def check_grammars(chat: Chat, sets: Iterable[Sequence[Mapping[str, Any]]]) -> N
     for schema in tools.values():
         if problem := grammar_problem(chat.grammar([schema])):
             raise ChatError(
-                f"{KEY}: no grammar can be made of the parameters of the tool "
+                f"{SETTING}: no grammar can be made of the parameters of the tool "
                 f"{schema['function']['name']!r}: {problem}; change its schema, or leave "
                 "structured_calls out"
             )

@@ -60,6 +60,7 @@ class GroupQueue:
         self._max_staleness, self._steps = max_staleness, steps
         collector = source.collector
         # Each group is collected by a call of its own: what bounds and watches them is shared.
+        # `progress` would count the rollouts of one group. The queue's own counts those of a step.
         self._collector = replace(
             collector,
             progress=None,
@@ -133,6 +134,7 @@ class GroupQueue:
         await self._open.wait()
         begun = time.time()
         try:
+            # May be empty: `_check` judges the groups of a step together.
             request = replace(source.request(step, [task]), places=[place], may_be_empty=True)
             collected = await collect(self._collector, request)
         except NoRewards as error:  # other groups of the step may have some
