@@ -139,12 +139,14 @@ class _Interception(TorchFunctionMode):
         if func not in TOPK:
             return result
         call, self._calls = self._calls, self._calls + 1
-        chosen = self._choose(self._router, result.indices) if call == self._router.call else None
-        if chosen is None:
+        replacement: Tensor | None = None
+        if call == self._router.call:
+            replacement = self._choose(self._router, result.indices)
+        if replacement is None:
             return result
         scores = args[0] if args else kwargs["input"]
         # The scores that `topk` itself returns for the same experts, to the bit.
-        return type(result)((scores.gather(-1, chosen), chosen))
+        return type(result)((scores.gather(-1, replacement), replacement))
 
 
 class RouteRecorder:
@@ -459,6 +461,8 @@ def _why_not_replaced(
     def try_again(
         router: LayerRouter, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
+        """Run a router again on the inputs that it has just had: a forward hook."""
+
         def results(choose: Choose) -> Sequence[Any]:
             with _Interception(router, choose):
                 returned: Sequence[Any] = module.forward(*args, **kwargs)

@@ -46,6 +46,7 @@ class TransformersCopy(TransformersEngine):
         mixed_precision: str = "no",
         record_routes: bool = False,
     ) -> None:
+        """`mode` is weight_sync.mode. The other arguments are those of `TransformersEngine`."""
         super().__init__(
             model, settings, mixed_precision=mixed_precision, record_routes=record_routes
         )

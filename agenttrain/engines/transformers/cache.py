@@ -22,9 +22,15 @@ CAPACITY_STEP = 64
 
 
 class RowCache(Cache):
-    """A transformers cache over rows. `next_pass` is set before every forward pass."""
+    """A transformers cache over rows. `next_pass` is set before every forward pass.
+
+    `arrange` gives each sequence its row when the batch changes, and `copy_prefixes` copies the
+    beginnings of rows. Before a pass `reserve` makes room. The model's layers then read and write
+    the rows of the pass.
+    """
 
     def __init__(self, kinds: Sequence[LayerKind], max_rows: int, max_length: int) -> None:
+        """`kinds` says what each layer keeps of a sequence."""
         self.next_pass = Pass()
         self.max_rows = max_rows
         self.max_length = max_length

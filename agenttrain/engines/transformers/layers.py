@@ -323,14 +323,15 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         if self._convolutions[state_idx] is None:
             shape = self.next_pass.rows, conv_states.shape[1], conv_kernel_size
             self._convolutions[state_idx] = conv_states.new_zeros(shape)
-        kept = self.conv_states[state_idx]
-        assert kept is not None
-        extended = torch.cat([kept, conv_states], -1)
-        source = self.next_pass.behind_padding(kept.shape[2])
+        last_inputs = self.conv_states[state_idx]
+        assert last_inputs is not None
+        taps = last_inputs.shape[2]
+        extended = torch.cat([last_inputs, conv_states], -1)
+        source = self.next_pass.behind_padding(taps)
         if source is not None:
             extended = extended.gather(2, source.clamp(min=0).expand_as(extended))
             extended = extended.masked_fill(source < 0, 0)
-        kept.copy_(extended[:, :, -kept.shape[2] :])
+        last_inputs.copy_(extended[:, :, -taps:])
         return extended
 
     def update_recurrent_state(
@@ -340,9 +341,9 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         if self._recurrences[state_idx] is None:
             shape = self.next_pass.rows, *recurrent_states.shape[1:]
             self._recurrences[state_idx] = recurrent_states.new_zeros(shape, dtype=torch.float32)
-        kept = self.recurrent_states[state_idx]
-        assert kept is not None
-        return kept.copy_(recurrent_states)
+        states = self.recurrent_states[state_idx]
+        assert states is not None
+        return states.copy_(recurrent_states)
 
     def by_row(self, length: int) -> list[Tensor]:
         """Return all states, with rows as the first dimension."""

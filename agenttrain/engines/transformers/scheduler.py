@@ -70,6 +70,7 @@ class Generation:
         return Finish.length if len(self.sampled) == self.budget else None
 
     def completion(self, finish: Finish) -> Completion:
+        """Return the sampled tokens as a completion that ended by `finish`."""
         return Completion(
             token_ids=tuple(self.sampled),
             logprobs=tuple(self.logprobs),
@@ -146,15 +147,18 @@ MAX_LEADERS = 4
 
 
 def _longest_beginning(seat: Seat, cached: Iterable[Seat]) -> Seat | None:
-    """Return the idle seat with the most cached ids, of those whose ids all begin a new seat's."""
+    """Return the idle seat whose cached ids are the longest beginning of a new seat's, or None.
+
+    Used where rows can only be copied with all of their ids.
+    """
     fitting = (
-        other
-        for other in cached
-        if other.request is None
-        and other.cached < len(seat.history)
-        and np.array_equal(other.history[: other.cached], seat.history[: other.cached])
+        candidate
+        for candidate in cached
+        if candidate.request is None
+        and candidate.cached < len(seat.history)
+        and np.array_equal(candidate.history[: candidate.cached], seat.history[: candidate.cached])
     )
-    return max(fitting, key=lambda other: other.cached, default=None)
+    return max(fitting, key=lambda candidate: candidate.cached, default=None)
 
 
 class Scheduler:

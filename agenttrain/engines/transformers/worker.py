@@ -58,6 +58,8 @@ class EngineWorker:
         self._is_corrupt = False
         """The cache may hold numbers that are not finite: wipe it before the next step."""
         self._batch: list[Generation] = []
+        """Requests of the last step, in the order of their rows. While they stay the same, so do
+        the rows and the settings."""
         self._has_images = False
         """The batch has a sequence with images."""
         self._tensors = sampler.make_tensors([], decoder.device)

@@ -131,6 +131,7 @@ class Driver:
             self._admit(request)
 
     def _admit(self, request: VllmRequest) -> None:
+        """Pass a request to vLLM, with the newest adapters. One that it refuses fails alone."""
         # The salt keeps a prefix cache entry of older weights from being used.
         prompt = {"prompt_token_ids": request.token_ids, "cache_salt": str(self.version)}
         try:
@@ -188,8 +189,8 @@ class Driver:
     def release_held(self) -> None:
         """Pass the held requests to vLLM, and hold no more back."""
         self.holding = False
-        held, self._held = self._held, []
-        for request in held:
+        requests, self._held = self._held, []
+        for request in requests:
             self._admit(request)
 
 

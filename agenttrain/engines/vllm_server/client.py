@@ -80,7 +80,7 @@ class ServerClient:
     """
 
     def __init__(self, url: str, token: str, *, timeout_s: float, keep: bool = True) -> None:
-        """With `keep`, connections are used again.
+        """With `keep`, connections are kept open and used again.
 
         Without it each call has a connection of its own: after an answer 500 vLLM closes the
         connection, on which the next call would fail.

@@ -212,6 +212,7 @@ class FanOut:
         """
 
         async def call_one(receiver: Receiver) -> None:
+            """Call one server, and record its failure or its success."""
             try:
                 await call(receiver, self._clients[receiver])
             except ServerFailed as error:
@@ -285,14 +286,16 @@ class FanOut:
 class NcclSender:
     """Implements `WeightSender`. A group is kept as long as the servers are the same.
 
-    The group is made and used in a helper thread, on the caller's GPU. A thread that hangs is
-    abandoned.
+    The trainer calls `pause` and then `send` at each weight sync. The group is made and used in a
+    helper thread, on the caller's GPU. A thread that hangs is abandoned.
     """
 
     def __init__(self, join: Join = join_group) -> None:
+        """`join` makes a group; tests give another one."""
         self._join = join
         self._threads = DaemonThreads()
         self._lock = Lock()
+        """Guards `_transfer`, which a thread may set while the group is given up."""
         self._transfer: Transfer | None = None
         self._members: Sequence[Receiver] = ()
         """Servers of the group."""

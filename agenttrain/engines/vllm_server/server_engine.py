@@ -125,6 +125,7 @@ class VllmServerEngine(ServerEngine[Fleet]):
         form: ServedForm,
         writer: WeightWriter,
     ) -> None:
+        """`writer` writes adapters alone if it has their `alpha`. `form` is that of the model."""
         super().__init__(fleet, end_servers, form)
         self.takes_adapters = writer.alpha is not None
         self.writer = writer
