@@ -90,13 +90,13 @@ class Summary:
 
     def keep(self, turns: Sequence[PastTurn], room: int, chat: Chat) -> Sequence[PastTurn]:
         """Implement `Compaction.keep`."""
-        kept: list[PastTurn] = []
+        fitting_turns: list[PastTurn] = []
         for turn in [*reversed(turns)][: self.keep_turns]:  # the newest first
             room -= len(turn.ids(chat))
             if room < 0:
                 break
-            kept.insert(0, turn)
-        return kept
+            fitting_turns.insert(0, turn)
+        return fitting_turns
 
 
 class DropToolResults:

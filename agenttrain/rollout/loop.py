@@ -518,16 +518,16 @@ class _Loop:
         It comes from the context's `user` if there is one. Otherwise the task's scripted user turns
         come first, then the environment's messages, then those of the simulated user.
         """
-        answer, said = self.trajectory.messages[-1], self._dialogue.said
+        answer, user_turn = self.trajectory.messages[-1], self._dialogue.said
         scripted = self.rollout.task.user_turns
         if self.user is not None:
             return await self.user(answer)
-        if said < len(scripted):
+        if user_turn < len(scripted):
             machines, rollout_id = self.context.machines, self.rollout.rollout_id
             if machines is not None and machines.current_step(rollout_id) is not None:
                 # Each later turn is a step of a Harbor task, which tests come before.
-                return scripted[said] if await machines.next_step(rollout_id) else None
-            return scripted[said]
+                return scripted[user_turn] if await machines.next_step(rollout_id) else None
+            return scripted[user_turn]
         if self.episode is not None:
             reply = await self.episode.user(answer)
             if isinstance(reply, TurnReward):

@@ -251,6 +251,7 @@ async def _run(
     """Run steps concurrently; return their results, each under the model's own call."""
 
     async def run(step: _Step) -> ToolResult:
+        """Run one step; its result is that of the model's call, with the executor's name."""
         try:
             (result,) = await toolbox.execute([step.executed_call], lambda _: context_of(step.call))
         finally:
@@ -345,7 +346,7 @@ def row_tool_sets(
     Only the first `checked_rows(source)` rows are read. `executed` False: no call will be run.
     Raises RowError for a row with tools that it cannot have; `key` (data.train) begins the message.
     """
-    seen: set[str] = set()
+    yielded: set[str] = set()
     for index in range(checked_rows(source)):
         try:
             task = source.row(index)
@@ -355,8 +356,8 @@ def row_tool_sets(
             reason = str(error).removeprefix(f"data row {index}: ")
             raise RowError(f"{key}: {source.where(index)}: {reason}") from error
         key_of_set = json.dumps(tools.schemas)
-        if task.tools is not None and key_of_set not in seen:
-            seen.add(key_of_set)
+        if task.tools is not None and key_of_set not in yielded:
+            yielded.add(key_of_set)
             yield tools.schemas
 
 
