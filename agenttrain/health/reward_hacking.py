@@ -325,7 +325,7 @@ class RewardWatch:
 
     def _alarm(self, step: int, signs: Sequence[str]) -> Alarm:
         """Return the alarm of a step; the text is about the first of `signs`, and names others."""
-        (first, *others), rollouts = signs, []
+        (first, *other_signs), rollouts = signs, []
         reference = self.references[first]
         since = self._since(reference)
         for tally in reversed(since):
@@ -336,8 +336,8 @@ class RewardWatch:
             f"since step {reference.step}, and the share of {self._describe(first)} from "
             f"{reference.share.value:.2f} to {self._share(first, since).value:.2f}"
         )
-        if others:
-            text += f"; also of {', '.join(map(self._describe, others))}"
+        if other_signs:
+            text += f"; also of {', '.join(map(self._describe, other_signs))}"
         return Alarm(step=step, signs=tuple(signs), text=text, rollouts=tuple(rollouts[:SUSPECTS]))
 
     def _describe(self, sign: str) -> str:
