@@ -88,7 +88,7 @@ class TaskSource:
 
     @property
     def endless(self) -> bool:
-        """True if the rows have no end."""
+        """True if the rows have no end: `GeneratedRows` give this as their number."""
         return len(self._rows) == sys.maxsize
 
     def tasks(self, start: int, count: int) -> list[Task]:

@@ -430,6 +430,8 @@ def _discard(task: asyncio.Future[Any]) -> None:
 class Instance:
     """An object of a user's environment class: made once, called one call at a time, closed once.
 
+    `make` comes first, then any number of `call`, then `close`, all from the event loop.
+
     Blocking methods run off the event loop, always in the same thread, so an object may own things
     that are bound to a thread (an SQLite connection, a browser). After an abandoned call, which may
     still run in that thread, the next call gets another thread and waits there for the first.

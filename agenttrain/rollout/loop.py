@@ -169,7 +169,12 @@ def _limit_s(task: Task, context: RolloutContext) -> float | None:
 
 
 class _Loop:
-    """The turns of one agent, in its first trajectory and those that a compaction begins."""
+    """The turns of one agent, in its first trajectory and those that a compaction begins.
+
+    `run` does it all: `_sample` a turn, then `_reply_to` it, until there is a reason to stop. When
+    the context has grown too long, `_compact` begins another trajectory. A sub-agent has a loop of
+    its own, made in `_run_sub_agent` while the calls of a turn are executed.
+    """
 
     def __init__(
         self,

@@ -178,6 +178,8 @@ class Pass:
 class KeyLayer(CacheLayerMixin):
     """Keys and values of one layer, [R*C + 1, K, D] each. Padding writes to the last slot.
 
+    R rows of C slots, K heads of D numbers. The model's attention calls `update` with the new keys
+    of a pass, and reads what it returns. `RowCache` calls the other methods between passes.
     Allocated as zeros: a masked slot gets weight 0, and 0 times NaN would still be NaN.
     """
 
@@ -281,7 +283,8 @@ def is_ring(window: int | None, next_pass: Pass) -> bool:
 class StateLayer(LinearAttentionCacheLayerMixin):
     """Convolution states [R, M, Q] and recurrent states [R, …] of one layer.
 
-    Mixers read and write the rows of the pass: methods that give states return views of them.
+    R rows, M channels, Q taps: a convolution needs the last Q inputs of each channel. Mixers read
+    and write the rows of the pass: methods that give states return views of them.
     """
 
     record_past = False

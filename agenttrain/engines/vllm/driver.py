@@ -69,7 +69,12 @@ def deliver(outcomes: Sequence[tuple[Waiter, Any]]) -> None:
 
 @dataclass(slots=True)
 class Driver:
-    """The `Steppable` over vLLM's `LLMEngine`. Only the stepper's thread calls it."""
+    """The `Steppable` over vLLM's `LLMEngine`. Only the stepper's thread calls it.
+
+    Requests come by `add`, in vLLM or among the held ones, and leave in `step`, by `abort` or with
+    an error. An update calls `pause`, `wake` for memory that `sleep` has freed, `resume` and
+    `release_held`.
+    """
 
     llm: Any
     version: int = 0
@@ -82,7 +87,9 @@ class Driver:
     """Why no request is served: the engine is dead, or only some of its weights are new."""
     stats: VllmStats = field(default_factory=VllmStats)
     _waiting: dict[str, Waiter] = field(default_factory=dict)
+    """Callers of the requests that have not ended, by the request's id."""
     _held: list[VllmRequest] = field(default_factory=list)
+    """Requests that wait for `release_held`, and that vLLM does not know yet."""
     _asleep: list[str] = field(default_factory=list)
     """Parts of the memory that vLLM has freed, by its names, until `wake` allocates them again."""
     _closed: bool = False

@@ -135,8 +135,9 @@ class OnePass:
 class FanOut:
     """Presents all servers of an audience to vLLM as one `VLLMWeightSyncClient`.
 
-    vLLM calls the four synchronous methods from its threads. The calls to the servers run in the
-    event loop. Each method raises ServerFailed as soon as one server fails.
+    `NcclSender` makes one for each broadcast, and calls `pause` before it and `result` after it.
+    vLLM calls the four synchronous methods from its threads in between. The calls to the servers
+    run in the event loop. Each method raises ServerFailed as soon as one server fails.
     """
 
     def __init__(self, audience: Audience) -> None:

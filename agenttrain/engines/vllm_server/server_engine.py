@@ -39,7 +39,10 @@ class ServedForm:
 
 
 class ServerEngine(Generic[F]):
-    """An `Engine` over a `Fleet`, without `update`: subclasses send weights in different ways."""
+    """An `Engine` over a `Fleet`, without `update`: subclasses send weights in different ways.
+
+    Used in one event loop. `aclose` ends the servers too, by the function `end_servers`.
+    """
 
     def __init__(self, fleet: F, end_servers: Callable[[], None], form: ServedForm) -> None:
         self.fleet = fleet

@@ -38,6 +38,9 @@ from agenttrain.types import Rollout, Task
 class GroupQueue:
     """Samples the groups of a `RolloutSource` in tasks of the event loop, from `begin` on.
 
+    The rollout process calls `begin` once and `take` for each step. After each weight sync it calls
+    `admit`, which starts the groups that the new version allows.
+
     The source keeps the cursor and the curriculum, which `RolloutSource.finish` moves on as in a
     synchronous run: what a step draws depends on the results of the steps whose weights it waits
     for, whatever the clock did.
