@@ -304,6 +304,7 @@ def with_executor(tools: Any, executor: str) -> Any:
     A column that cannot be read is returned as it is: `read_tools` refuses it and names the row.
     """
     try:
+        # A text among the tools is the name of one, or the JSON of one.
         items = [
             _parse_json_text(item, "tools")
             if isinstance(item, str) and item.lstrip().startswith("{")

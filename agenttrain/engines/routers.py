@@ -126,7 +126,10 @@ class _Hooks:
 
 
 class _Interception(TorchFunctionMode):
-    """Passes the result of a router's call of `topk` to `choose`."""
+    """Passes the result of a router's call of `topk` to `choose`, and replaces it by the answer.
+
+    Entered for one forward pass of the router, which may call `topk` for other choices too.
+    """
 
     def __init__(self, router: LayerRouter, choose: Choose) -> None:
         super().__init__()
@@ -138,7 +141,7 @@ class _Interception(TorchFunctionMode):
         result = func(*args, **kwargs)
         if func not in TOPK:
             return result
-        call, self._calls = self._calls, self._calls + 1
+        call, self._calls = self._calls, self._calls + 1  # the number of this call in the pass
         replacement: Tensor | None = None
         if call == self._router.call:
             replacement = self._choose(self._router, result.indices)
@@ -273,6 +276,7 @@ def find_routers(model: Any) -> Routers:
     """
     vocabulary = model.get_input_embeddings().weight.shape[0]
     device = next(model.parameters()).device
+    # Different tokens, for which a router should choose different experts.
     ids_1T = (torch.arange(TRIAL_TOKENS, device=device) * 7 % vocabulary)[None]
 
     def run() -> None:

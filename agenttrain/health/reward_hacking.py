@@ -173,6 +173,7 @@ class RewardWatch:
         if math.isnan(rewards.value):
             return None
         training = _reward(self.tallies) if self.tallies else None
+        # The first evaluation is the best so far.
         best, training_then = self.held_out.get(name, (rewards, training))
         if best.value <= rewards.value:
             self.held_out[name] = rewards, training
@@ -181,7 +182,8 @@ class RewardWatch:
         if training is None or training_then is None or f"{HELD_OUT}:{name}" in self.raised:
             return None
         has_risen = training_then.rises_to(training, REWARD_ERRORS)
-        if not has_risen or not rewards.rises_to(best, ERRORS):
+        has_fallen = rewards.rises_to(best, ERRORS)  # from `best` down to `rewards`
+        if not (has_risen and has_fallen):
             return None
         self.raised.add(f"{HELD_OUT}:{name}")
         tally = self.tallies[-1]
@@ -260,7 +262,7 @@ class RewardWatch:
         return tally
 
     def _signs(self, rollout: Rollout) -> Iterator[str]:
-        """Yield the signs of a rollout; ``any`` is that of all."""
+        """Yield the signs of a rollout. All rollouts have the sign ``any``."""
         answer = answer_of(rollout)
         yield "any"
         yield f"stop:{rollout.stop_reason}"

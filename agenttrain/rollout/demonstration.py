@@ -85,6 +85,7 @@ class Demonstrator:
         task = replace(task, columns=columns)
         rollout = read_again(record, task, rollout_id)
         schemas = RowTools(task, self.toolbox, self.environments, executed=False).schemas
+        # Why this run would give the model other ids than those of the record.
         reason = difference(rollout, task.messages, self.chat, schemas)
         if reason is None:
             return rollout

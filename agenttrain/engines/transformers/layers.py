@@ -40,7 +40,11 @@ class LayerKind:
 
 
 def layer_kinds(config: Any) -> tuple[list[LayerKind], list[str]]:
-    """Return what each layer of a text model keeps, and the types of layers that are not known."""
+    """Return what each layer of a text model keeps, and the types of layers that are not known.
+
+    If a type is not known, the first list is empty. `KINDS` says which types keep keys or states
+    and have a window. The length of the window and the number of states are the config's.
+    """
     names, settings = get_layer_types_and_kwargs(config)
     if isinstance(settings, dict):  # of all layers, in transformers 5.16
         settings = [settings] * len(names)

@@ -192,7 +192,7 @@ class VllmEngine:
     ) -> Any:
         """Return vLLM's output for a request. Cancelling it aborts the request.
 
-        With `may_hold=False` it is sent even while requests are held back.
+        With `may_hold=False` it is sent even while requests are held back, as `score` holds them.
         """
         self._check_alive()
         loop = asyncio.get_running_loop()

@@ -255,8 +255,9 @@ class FanOut:
     def result(self, unfinished: set[Receiver]) -> tuple[BroadcastResult, set[Receiver]]:
         """Return the broadcast's result, and the servers to try again, which get no receipt.
 
-        A server that answered with an error is tried again, unless its last update was `unfinished`
-        too: after two failures in a row it has to be started again.
+        A paused server without the weights is tried again if it did not fail itself, or answered
+        with an error. In the latter case not if its last update was `unfinished` too: after two
+        failures in a row it has to be started again.
         """
         receipts, retried = [], set()
         for receiver in self._audience.receivers:
@@ -342,7 +343,7 @@ class NcclSender:
             if work.done() and source.error is None:
                 # Probably a server has died. A call to it then fails soon, which shows which one.
                 await asyncio.wait((failed,), timeout=GRACE_S)
-            source.given_up = True
+            source.given_up = True  # the thread of the broadcast gathers no further weights
             await self._threads.run(self._leave)
             if source.error is not None:  # `send` raises it
                 return
