@@ -53,8 +53,9 @@ def rewards_of_turns(
 ) -> TurnRewards:
     """Return the weighted reward of each turn. The last includes the reward of the whole rollout.
 
-    `penalty`, the rollout's for its KL, is subtracted from the last turn's. Example: weights ``{"steps": 0.5}``, `turn_scores`
-    ``{"steps": (1.0, 0.0)}`` and `rewards` ``{"steps": 1.0, "exact": 1.0}`` give (0.5, 1.0).
+    `penalty`, that of the rollout's KL, is subtracted from the last turn's. Example: weights
+    ``{"steps": 0.5}``, `turn_scores` ``{"steps": (1.0, 0.0)}`` and `rewards` ``{"steps": 1.0,
+    "exact": 1.0}`` give (0.5, 1.0).
     """
     states = tuple(state for trajectory in rollout.trajectories for state in trajectory.states)
     if rollout.reward is None or not rollout.turns:

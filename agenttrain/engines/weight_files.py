@@ -182,7 +182,7 @@ def _manifest(folder: Path, manifest_digest: str) -> dict[str, dict[str, Any]]:
 
 
 def _read(folder: Path, tensors: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors of the files that a manifest names, which may hold others than it has."""
+    """Yield all tensors of the files that a manifest names, also those that it does not list."""
     from safetensors import safe_open
 
     for file_name in sorted({str(form["file"]) for form in tensors.values()}):

@@ -118,12 +118,14 @@ def _check_ids(trajectory: Trajectory, earlier: Sequence[Trajectory]) -> Sequenc
         ids.extend(span.token_ids)
     if ids != trajectory.token_ids:
         raise LedgerError(f"{trajectory.name}: its ids are not those of its spans")
-    first = trajectory.spans[0].origin if trajectory.spans else None
+    first_origin = trajectory.spans[0].origin if trajectory.spans else None
     prompts = sum(span.origin is Origin.prompt for span in trajectory.spans)
-    begins_with_prompt = prompts == 1 and first is Origin.prompt
+    begins_with_prompt = prompts == 1 and first_origin is Origin.prompt
     prompt_is_in_context = prompts == 0 and trajectory.parent is not None
     if not begins_with_prompt and not prompt_is_in_context:
-        raise LedgerError(f"{trajectory.name}: {prompts} prompt spans, the first span is {first}")
+        raise LedgerError(
+            f"{trajectory.name}: {prompts} prompt spans, the first span is {first_origin}"
+        )
     return ids
 
 
