@@ -498,6 +498,7 @@ def _problem_of(router: LayerRouter, results: Callable[[Choose], Sequence[Any]])
     """
     plain = _experts_and_weights(results(lambda _, experts: None))
     flipped = _experts_and_weights(results(lambda _, experts: experts.flip(-1)))
+    # Each token gets the experts of the token before it.
     foreign = _experts_and_weights(results(lambda _, experts: experts.roll(1, -2)))
     if plain is None or flipped is None or foreign is None:
         return f"returns experts without their weights from {router.name}"
@@ -506,7 +507,7 @@ def _problem_of(router: LayerRouter, results: Callable[[Choose], Sequence[Any]])
     if not was_replaced or not torch.equal(foreign[0], experts_TK.roll(1, -2)):
         return f"does not use the experts that replace those of {router.name}"
     gap = (flipped[1] - weights_TK.flip(-1)).abs().max().item()
-    tolerance = 1e-4 if weights_TK.dtype is torch.float32 else 2e-2
+    tolerance = 1e-4 if weights_TK.dtype is torch.float32 else 2e-2  # for rounding
     if not gap <= tolerance * weights_TK.abs().max().item():  # NaN is a gap
         return f"does not weigh the experts that replace those of {router.name}"
     if not (foreign[1].isfinite().all() and (foreign[1] > 0).all()):

@@ -213,7 +213,7 @@ class Fleet(WatchedServers):
             )
 
     async def verify(self, token_ids: Sequence[int], find_problem: FindProblem) -> list[float]:
-        """Score a text on every server with the new weights, and let the good servers serve.
+        """Score the probe's ids on every server with the new weights, and let good servers serve.
 
         Bad servers are killed, and so is later any server that starts again and does not pass.
         Return the scores of a good server. If no server is good, none is killed and none serves:
