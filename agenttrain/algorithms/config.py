@@ -400,6 +400,7 @@ class AlgorithmConfig:
 
     @model_validator(mode="after")
     def _check(self) -> AlgorithmConfig:
+        """Check the axes against each other. Raises InvalidSettings with all problems."""
         if self.kl is not None and self.kl.beta == 0:
             self.kl = None  # a sweep over beta may begin at 0
         problems = [*_advantage_problems(self), *_credit_problems(self), *_teacher_problems(self)]

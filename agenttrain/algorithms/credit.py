@@ -53,8 +53,9 @@ def rewards_of_turns(
 ) -> TurnRewards:
     """Return the weighted reward of each turn. The last includes the reward of the whole rollout.
 
-    `penalty` is subtracted from the last turn's. Example: weights ``{"steps": 0.5}``, `turn_scores`
-    ``{"steps": (1.0, 0.0)}`` and `rewards` ``{"steps": 1.0, "exact": 1.0}`` give (0.5, 1.0).
+    `penalty`, that of the rollout's KL, is subtracted from the last turn's. Example: weights
+    ``{"steps": 0.5}``, `turn_scores` ``{"steps": (1.0, 0.0)}`` and `rewards` ``{"steps": 1.0,
+    "exact": 1.0}`` give (0.5, 1.0).
     """
     states = tuple(state for trajectory in rollout.trajectories for state in trajectory.states)
     if rollout.reward is None or not rollout.turns:
@@ -217,9 +218,9 @@ def _pad_turns(values: Sequence[Sequence[Sequence[float]]]) -> Tensor:
 
 
 def _advantages_by_turn(returns_PGK: Tensor, config: AlgorithmConfig) -> Tensor:
-    """Return advantages of turns over the group's turns of the same index, [P, G, K].
+    """Return the advantage of each turn k among the k-th turns of the group's rollouts, [P, G, K].
 
-    A rollout that ended before turn k is compared by its last turn, so that the last turns of long
+    A rollout that ended before turn k takes part with its last turn. So the last turns of long
     rollouts still have the whole group as their baseline.
     """
     turns_PG = (~returns_PGK.isnan()).sum(-1)
@@ -233,7 +234,10 @@ def _advantages_by_turn(returns_PGK: Tensor, config: AlgorithmConfig) -> Tensor:
 
 
 def _advantages_by_group(returns_PGK: Tensor, config: AlgorithmConfig) -> Tensor:
-    """Return advantages of turns over all turns of the group, or of the batch, [P, G, K]."""
+    """Return the advantage of each turn among all turns of its group, or of the batch, [P, G, K].
+
+    In the mean and the deviation each rollout weighs 1, however many turns it has.
+    """
     if config.advantage is Advantage.none:
         return returns_PGK
     shape = returns_PGK.shape
@@ -257,7 +261,7 @@ def _advantages_by_group(returns_PGK: Tensor, config: AlgorithmConfig) -> Tensor
 def _advantages_by_state(
     groups: Sequence[Sequence[TurnRewards]], returns_PGK: Tensor, config: AlgorithmConfig
 ) -> tuple[Tensor, Tensor]:
-    """Return advantages of turns over the group's turns that began in an equal state.
+    """Return the advantage of each turn among the group's turns that began in an equal state.
 
     Both tensors are [P, G, K]: the advantages, and True for each turn that was compared. A turn is
     not compared, and has the advantage 0, if no other rollout of the group was in its state.

@@ -212,6 +212,8 @@ def metric_names(config: AlgorithmConfig) -> list[str]:
 class Averages:
     """Combines parts (sum, count) of the same name over microbatches, updates and processes.
 
+    `add` is called for each microbatch, and `means` once at the end, in all processes together.
+
     Example: parts (6., 3.) and (2., 1.) of ``kl`` make the mean 2.0. Parts (6., 6.) and (2., 2.) of
     ``kl_max`` make 6.0, as for every name that ends in ``max``. Names in ``min`` take the least.
     """

@@ -91,6 +91,7 @@ class Curriculum:
         if cursor <= self._start:
             return
         rows = self._choose(0, cursor - self._start)
+        # Rows of closed steps are used, though they have no measure yet.
         used = {*self._measures, *(row for step in self._ahead for row in step)}
         self._fresh += len({*rows} - used)  # rows that this step uses for the first time
         self._ahead.append(rows)
@@ -187,7 +188,7 @@ class Curriculum:
         # https://doi.org/10.1016/j.ipl.2005.11.003: by u^(1/weight), here by its logarithm).
         keys = {row: math.log(1 - rng.random()) / weight for row, weight in weights.items()}
         measured = sorted(keys, key=lambda row: keys[row])
-        next_new, step_rows = self._fresh, list[int]()
+        next_new, step_rows = self._fresh, list[int]()  # number of the next row never used
         while measured or next_new < len(self._source):
             wants_new = rng.random() < self._config.explore
             # The next measured row gives way to a new one as its weight says: outside the band,

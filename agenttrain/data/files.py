@@ -84,6 +84,7 @@ class ArrowRows:
 def _drop_added_keys(value: Any, feature: Any) -> Any:
     """Return a value of an Arrow column without the keys that have no value.
 
+    `feature` is the column's type in `datasets`. Only where it is a mapping Arrow has added keys.
     Example: ``{"a": 1, "b": None}`` of a column with the keys a and b -> ``{"a": 1}``. The content
     of a chat message stays, because templates read it.
     """

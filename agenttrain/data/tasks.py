@@ -50,7 +50,8 @@ class GeneratedRows:
 class TaskSource:
     """Tasks by occurrence: the n-th of a run is row n, or the n-th row of a seeded shuffle.
 
-    An index counts the rows that were not left out, a number all rows of the dataset.
+    Three counts of rows: an occurrence goes on over the epochs, an index counts the rows of an
+    epoch, without those that `leave_out` removed, and a number counts all rows of the dataset.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class TaskSource:
 
     @property
     def endless(self) -> bool:
-        """True if the rows have no end."""
+        """True if the rows have no end: `GeneratedRows` give this as their number."""
         return len(self._rows) == sys.maxsize
 
     def tasks(self, start: int, count: int) -> list[Task]:
@@ -264,13 +265,13 @@ def read_tools(value: Any, index: int) -> tuple[str | RowTool, ...] | None:
     if value is None:
         return None
     where = f"data row {index}: tools"
-    items = _json(value, where)
+    items = _parse_json_text(value, where)
     if not isinstance(items, list | tuple):
         raise ValueError(f"{where}={value!r:.200}: give a list of names, or of tools of its own")
     tools: list[str | RowTool] = []
     for item in items:
         is_name = isinstance(item, str) and not item.lstrip().startswith("{")
-        tools.append(item if is_name else _row_tool(_json(item, where), where))
+        tools.append(item if is_name else _row_tool(_parse_json_text(item, where), where))
     return tuple(tools)
 
 
@@ -279,14 +280,14 @@ def _row_tool(item: Any, where: str) -> RowTool:
     keys = f"{', '.join(KEYS[:-1])} and {KEYS[-1]}"
     if not isinstance(item, Mapping):
         raise ValueError(f"{where}: {item!r:.200} is neither a name nor a tool with {keys}")
-    function = _json(item.get("function"), where)
+    function = _parse_json_text(item.get("function"), where)
     fields = {**item, **function} if isinstance(function, Mapping) else item
     for key in fields:
         if key not in (*KEYS, *UNSEEN):
             raise ValueError(f"{where}: {key!r} is no key of a tool{did_you_mean(key, KEYS)}")
     name, description = fields.get("name"), fields.get("description") or fields.get("name")
     executor = fields.get("executor") or name
-    parameters = _json(fields.get("parameters") or NO_PARAMETERS, where)
+    parameters = _parse_json_text(fields.get("parameters") or NO_PARAMETERS, where)
     are_texts = all(isinstance(text, str) and text for text in (name, description, executor))
     if not are_texts or not isinstance(parameters, Mapping):
         raise ValueError(
@@ -307,11 +308,12 @@ def with_executor(tools: Any, executor: str) -> Any:
     A column that cannot be read is returned as it is: `read_tools` refuses it and names the row.
     """
     try:
+        # A text among the tools is the name of one, or the JSON of one.
         items = [
-            _json(item, "tools")
+            _parse_json_text(item, "tools")
             if isinstance(item, str) and item.lstrip().startswith("{")
             else item
-            for item in _json(tools, "tools")
+            for item in _parse_json_text(tools, "tools")
         ]
     except (ValueError, TypeError):
         return tools
@@ -323,8 +325,11 @@ def with_executor(tools: Any, executor: str) -> Any:
     ]
 
 
-def _json(value: Any, where: str) -> Any:
-    """Parse a value if it is JSON text."""
+def _parse_json_text(value: Any, where: str) -> Any:
+    """Return the value of JSON text; a value that is no text is returned as it is.
+
+    `where` begins the message of the ValueError.
+    """
     if not isinstance(value, str):
         return value
     try:

@@ -55,7 +55,10 @@ class Scan:
         return self.apply(self.function, inputs, self.weights, state, keeps)
 
     def detached(self) -> Scan:
-        """Return the call with copies of its tensors, which require a gradient."""
+        """Return the call with copies of its tensors, which require a gradient.
+
+        The trainer repeats a recorded call so, to compare a kernel with transformers' own code.
+        """
         return replace(
             self,
             inputs=tuple(map(_detached, self.inputs)),
@@ -64,7 +67,7 @@ class Scan:
 
     def run(self, function: Function) -> tuple[tuple[Tensor, ...], Tensor]:
         """Call another function with the same tensors; return them and the output."""
-        output, _ = self.apply(function, self.inputs, self.weights, self.state, False)
+        output, _ = self.apply(function, self.inputs, self.weights, self.state, keeps=False)
         return (*self.inputs, *self.weights), output
 
 
@@ -178,6 +181,7 @@ def _scan_delta_rule(
         state: Tensor | None,
         keeps: bool,
     ) -> tuple[Tensor, Tensor | None]:
+        """Implement `Scan.apply`: the rule has no weights, and the mixer's keywords stay."""
         query, key, value, g, beta = inputs
         output: tuple[Tensor, Tensor | None] = function(
             query,
@@ -236,6 +240,7 @@ def _scan_mamba2(
         state: Tensor | None,
         keeps: bool,
     ) -> tuple[Tensor, Tensor | None]:
+        """Implement `Scan.apply`. The step sizes `dt` are final, so no bias or limit is passed."""
         hidden_states, dt, B, C = inputs
         A = weights[0]
         skip = weights[1] if len(weights) == 2 else None  # D
@@ -285,7 +290,11 @@ ADAPTERS: dict[str, Function] = {
 
 
 class _WithLayout:
-    """A mixer's function that follows the layout in the keyword `recurrent`."""
+    """A mixer's function in its modeling module, replaced by `layout_keywords`.
+
+    With a layout in the keyword `recurrent` the `adapter` computes it. A call without one is that
+    of the original `function`.
+    """
 
     def __init__(self, function: Function, adapter: Function) -> None:
         self.function, self.adapter = function, adapter
@@ -344,7 +353,7 @@ def layout_keywords(model: nn.Module, layout: MixerLayout) -> dict[str, MixerLay
         if not isinstance(function, _WithLayout):
             setattr(module, name, _WithLayout(function, ADAPTERS[name]))
     keywords = {"recurrent": layout}
-    # Such a mixer drops `recurrent`: it gets the layout by a keyword that it hands on.
+    # Some mixers drop the keyword `recurrent`: they get the layout as `seq_idx`, which they keep.
     if any(map(_takes_only_seq_idx, _modeling_classes(model))):
         keywords["seq_idx"] = layout
     return keywords

@@ -64,7 +64,10 @@ def placement_problems(fleets: Fleets, gpus: int, trainers: int = 1) -> Iterator
 def gpu_numbers(
     servers: StartedServers, trainers: int = 1, taken: Collection[int] = ()
 ) -> tuple[int, ...]:
-    """Return the numbers of the servers' GPUs: the named ones, or the first free ones."""
+    """Return the numbers of the servers' GPUs: the named ones, or the first free ones.
+
+    The first `trainers` GPUs are the training processes', and those of `taken` are other servers'.
+    """
     free = (gpu for gpu in count(trainers) if gpu not in taken)
     return tuple(servers.gpus or islice(free, servers.gpu_count))
 
@@ -73,6 +76,8 @@ def place(
     servers: StartedServers, trainers: int = 1, taken: Collection[int] = ()
 ) -> tuple[tuple[int | str, ...], ...]:
     """Return the GPUs of each server, as CUDA_VISIBLE_DEVICES names them.
+
+    The first `trainers` GPUs are the training processes', and those of `taken` are other servers'.
 
     Example: two servers of two GPUs beside one trainer: ``((1, 2), (3, 4))``. With `servers.nodes`
     the numbers count the GPUs of the server's node: ``((0, 1), (2, 3), (0, 1), (2, 3))``.

@@ -134,7 +134,7 @@ def plain(settings: EngineSettings) -> dict[str, Any]:
     if isinstance(settings, OutsideEngine):
         return {TARGET: settings.name, **settings.own}
     keys = sections.plain(settings)
-    if settings.name not in specs():
+    if settings.name not in specs():  # an engine from outside, after `admit`: `name` is its path
         return {TARGET: keys.pop("name"), **keys}
     return keys
 

@@ -19,10 +19,12 @@ from agenttrain.types import Routes
 
 
 def read_routes(experts: Any, sampled: int) -> Routes:
-    """Return the routes of the last `sampled` tokens of a completion, which are all that it has.
+    """Return the routes by which a completion's `sampled` tokens were sampled.
 
-    The last row is that of the last but one token, from which the last one was sampled. Raises
-    EngineError without an array, or for one that has too few rows.
+    `experts` is vLLM's array [fed tokens, layers, top_k]. A token is sampled from the row of the
+    token before it. The last token was fed to nobody and has no row, so that the last `sampled`
+    rows are those of the completion. Raises EngineError without an array, or for one that has too
+    few rows.
     """
     if experts is None:
         raise EngineError(

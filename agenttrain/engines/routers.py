@@ -107,7 +107,10 @@ def intercepting(
 
 
 class _Hooks:
-    """Hooks that intercept `topk` while a router runs, in whichever thread it runs."""
+    """Hooks around a router's forward pass, in which its calls of `topk` are intercepted.
+
+    Torch keeps such a mode for each thread, so that it is entered in the thread of the pass.
+    """
 
     def __init__(self, router: LayerRouter, choose: Choose) -> None:
         self._router, self._choose = router, choose
@@ -123,7 +126,10 @@ class _Hooks:
 
 
 class _Interception(TorchFunctionMode):
-    """Passes the result of a router's call of `topk` to `choose`."""
+    """Passes the result of a router's call of `topk` to `choose`, and replaces it by the answer.
+
+    Entered for one forward pass of the router, which may call `topk` for other choices too.
+    """
 
     def __init__(self, router: LayerRouter, choose: Choose) -> None:
         super().__init__()
@@ -135,13 +141,15 @@ class _Interception(TorchFunctionMode):
         result = func(*args, **kwargs)
         if func not in TOPK:
             return result
-        call, self._calls = self._calls, self._calls + 1
-        chosen = self._choose(self._router, result.indices) if call == self._router.call else None
-        if chosen is None:
+        call, self._calls = self._calls, self._calls + 1  # the number of this call in the pass
+        replacement: Tensor | None = None
+        if call == self._router.call:
+            replacement = self._choose(self._router, result.indices)
+        if replacement is None:
             return result
         scores = args[0] if args else kwargs["input"]
         # The scores that `topk` itself returns for the same experts, to the bit.
-        return type(result)((scores.gather(-1, chosen), chosen))
+        return type(result)((scores.gather(-1, replacement), replacement))
 
 
 class RouteRecorder:
@@ -191,7 +199,9 @@ class RouteReplay:
     def __init__(self, routers: Routers) -> None:
         self.routers = routers
         self._loaded_TLK: Tensor | None = None
+        """Experts that `load` has set."""
         self._pass_TLK: Tensor | None = None
+        """Experts of the next forward pass: the loaded ones, or those at the selected positions."""
         self._equal: Tensor | None = None
         """[2] (equal, compared) choices of the block of `comparing`; None outside of it."""
 
@@ -266,6 +276,7 @@ def find_routers(model: Any) -> Routers:
     """
     vocabulary = model.get_input_embeddings().weight.shape[0]
     device = next(model.parameters()).device
+    # Different tokens, for which a router should choose different experts.
     ids_1T = (torch.arange(TRIAL_TOKENS, device=device) * 7 % vocabulary)[None]
 
     def run() -> None:
@@ -316,15 +327,19 @@ class _Search(TorchFunctionMode):
     """Finds the routers in a forward pass that runs in its block.
 
     A router is the innermost module that returns the indices of a `topk` in it, if another module
-    gets these indices together with weights of their shape. That module has the experts.
+    gets these indices together with weights of their shape. That module has the experts. Example:
+    in Qwen3-MoE, `mlp.gate` returns the indices, and `mlp.experts` gets them.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._model = model
         self._stack: list[_Frame] = []
+        """Modules that are running, the innermost last."""
         self._choices: list[_Choice] = []
+        """Indices of `topk` that some module has returned."""
         self._found: list[tuple[LayerRouter, _Choice]] = []
+        """Routers whose choice has reached a module with experts."""
         self._strangers: list[str] = []
         """Modules whose experts were chosen in another way."""
         self._handles: list[Any] = []
@@ -431,7 +446,10 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
 
 
 def _layer_of(name: str) -> int:
-    """Return the number of the layer in a module's name, e.g. 3 of model.layers.3.mlp.gate."""
+    """Return the number of the layer in a module's name, or -1 if there is none.
+
+    Example: 3 of model.layers.3.mlp.gate.
+    """
     return next((int(part) for part in name.split(".") if part.isdecimal()), -1)
 
 
@@ -447,6 +465,8 @@ def _why_not_replaced(
     def try_again(
         router: LayerRouter, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
+        """Run a router again on the inputs that it has just had: a forward hook."""
+
         def results(choose: Choose) -> Sequence[Any]:
             with _Interception(router, choose):
                 returned: Sequence[Any] = module.forward(*args, **kwargs)
@@ -472,11 +492,13 @@ def _why_not_replaced(
 def _problem_of(router: LayerRouter, results: Callable[[Choose], Sequence[Any]]) -> str | None:
     """Return why replaced choices of a router do not have the right effect, or None.
 
-    `results` runs it. Experts in the opposite order must get the same weights in that order, and
-    the experts of another token must get weights above 0.
+    `results(choose)` runs the router with its choice replaced by `choose`, and returns its outputs.
+    Experts in the opposite order must get the same weights in that order, and the experts of
+    another token must get weights above 0.
     """
     plain = _experts_and_weights(results(lambda _, experts: None))
     flipped = _experts_and_weights(results(lambda _, experts: experts.flip(-1)))
+    # Each token gets the experts of the token before it.
     foreign = _experts_and_weights(results(lambda _, experts: experts.roll(1, -2)))
     if plain is None or flipped is None or foreign is None:
         return f"returns experts without their weights from {router.name}"
@@ -485,7 +507,7 @@ def _problem_of(router: LayerRouter, results: Callable[[Choose], Sequence[Any]])
     if not was_replaced or not torch.equal(foreign[0], experts_TK.roll(1, -2)):
         return f"does not use the experts that replace those of {router.name}"
     gap = (flipped[1] - weights_TK.flip(-1)).abs().max().item()
-    tolerance = 1e-4 if weights_TK.dtype is torch.float32 else 2e-2
+    tolerance = 1e-4 if weights_TK.dtype is torch.float32 else 2e-2  # for rounding
     if not gap <= tolerance * weights_TK.abs().max().item():  # NaN is a gap
         return f"does not weigh the experts that replace those of {router.name}"
     if not (foreign[1].isfinite().all() and (foreign[1] > 0).all()):

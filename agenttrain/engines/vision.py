@@ -118,7 +118,10 @@ class Layout:
             low, high = max(placed.start, first), min(placed.end, last)
             if low < high:
                 yield Piece(
-                    start + low - first, placed.image, low - placed.start, high - placed.start
+                    start=start + low - first,
+                    image=placed.image,
+                    first=low - placed.start,
+                    last=high - placed.start,
                 )
 
     def keyed(self, ids: np.ndarray) -> np.ndarray:
@@ -134,7 +137,11 @@ def _text_positions(position: int, count: int) -> np.ndarray:
 
 
 class Vision:
-    """The images of one model: pixels by its image processor, features by its vision tower."""
+    """The images of one model: pixels by its image processor, features by its vision tower.
+
+    The engine and the trainer share one. `features` caches by image, for forward passes without a
+    gradient. `compute` does not, for the update of a tower that is trained.
+    """
 
     def __init__(
         self,

@@ -51,7 +51,10 @@ class WeightFiles:
 
 @dataclass(slots=True)
 class WeightWriter:
-    """Writes versions of the weights into a folder, and removes old ones."""
+    """Writes versions of the weights into a folder, and removes old ones.
+
+    The trainer's process calls `write` at each weight sync.
+    """
 
     folder: Path
     alpha: float | None = None
@@ -170,6 +173,7 @@ def verify(folder: Path, manifest_digest: str) -> None:
 
 
 def _manifest(folder: Path, manifest_digest: str) -> dict[str, dict[str, Any]]:
+    """Return the manifest's tensors: name -> file, form and digest. Raises BadWeights, OSError."""
     text = (folder / MANIFEST).read_bytes()
     if hashlib.sha256(text).hexdigest() != manifest_digest:
         raise BadWeights(f"{folder / MANIFEST}: is not the manifest that was announced")
@@ -178,6 +182,7 @@ def _manifest(folder: Path, manifest_digest: str) -> dict[str, dict[str, Any]]:
 
 
 def _read(folder: Path, tensors: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield all tensors of the files that a manifest names, also those that it does not list."""
     from safetensors import safe_open
 
     for file_name in sorted({str(form["file"]) for form in tensors.values()}):
@@ -187,12 +192,13 @@ def _read(folder: Path, tensors: Mapping[str, Mapping[str, Any]]) -> Iterator[tu
 
 
 def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write tensors as a safetensors file. Raises OSError, also for a full disk."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     try:
         save_file(dict(tensors), path)
-    except SafetensorError as error:  # raised for a full disk, in place of OSError
+    except SafetensorError as error:  # for a full disk safetensors raises no OSError
         raise OSError(f"{path}: {error}") from error
 
 

@@ -78,7 +78,11 @@ class Start:
 
 
 class EnvironmentKind:
-    """One declared environment class. Every rollout of its rows gets a separate instance."""
+    """One declared environment class. Every rollout of its rows gets a separate instance.
+
+    `start` gives a rollout its `Episode`, whose `finish` gives the instance back. `aclose` closes
+    all instances at the end of the run. All of it is called in the event loop.
+    """
 
     def __init__(
         self,
@@ -233,7 +237,11 @@ def _reset_arguments(cls: Any, where: str) -> list[str]:
 
 
 class Episode:
-    """One rollout in an environment's instance."""
+    """One rollout in an environment's instance, from `EnvironmentKind.start` to `finish`.
+
+    In between, the rollout loop calls the class's hooks and tools: `call`, `user` and `state` while
+    the model takes turns, `reward` once after the last one.
+    """
 
     def __init__(self, kind: EnvironmentKind, instance: Instance, rollout_id: str) -> None:
         self.kind, self.instance, self.rollout_id = kind, instance, rollout_id
@@ -421,6 +429,8 @@ def _discard(task: asyncio.Future[Any]) -> None:
 
 class Instance:
     """An object of a user's environment class: made once, called one call at a time, closed once.
+
+    `make` comes first, then any number of `call`, then `close`, all from the event loop.
 
     Blocking methods run off the event loop, always in the same thread, so an object may own things
     that are bound to a thread (an SQLite connection, a browser). After an abandoned call, which may

@@ -27,7 +27,7 @@ COLUMN = "environment"
 
 
 class Environments:
-    """The declared environments, each with a toolbox of its methods.
+    """The declared environments, each with a toolbox of its methods. A run has one object.
 
     Example: ``Environments({"maze": EnvironmentKind("maze", Maze)}).kind_of(task)``
     """

@@ -95,6 +95,7 @@ class GuardsConfig:
 
     @model_validator(mode="after")
     def _check(self) -> GuardsConfig:
+        """Refuse action=stop for a guard that has no limit."""
         raise_problems(
             f"guards.{name}.action=stop: needs a limit; set guards.{name}.limit=…"
             for name, guard in (

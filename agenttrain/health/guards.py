@@ -48,7 +48,10 @@ class Calls:
 
 @dataclass(slots=True, kw_only=True)
 class Guards:
-    """The guards of a run. The training loop calls them after every step and every evaluation."""
+    """The guards of a run. The training loop calls them after every step and every evaluation.
+
+    `_report` warns of a problem once, or stops the run, as the guard's `action` says.
+    """
 
     config: GuardsConfig
     asynchronous: bool = False

@@ -115,7 +115,11 @@ class Alarm:
 
 @dataclass(slots=True, kw_only=True)
 class RewardWatch:
-    """Looks for signs in the rollouts of each step, and compares held-out with training rewards."""
+    """Looks for signs in the rollouts of each step, and compares held-out with training rewards.
+
+    `Guards` calls `check_step` after each step and `check_evaluation` after each evaluation. In a
+    step each sign is compared with its reference: the steps in which it was rarest so far.
+    """
 
     config: RewardHacking
     tallies: list[Tally] = field(default_factory=list)
@@ -127,8 +131,9 @@ class RewardWatch:
     """Best evaluation so far by name, with the training reward at its time; None: the first steps
     are not over yet."""
     raised: set[str] = field(default_factory=set)
-    """Signs of which an alarm has told, and which are still there."""
+    """Signs that an alarm has named and that are still there: they give no further alarm."""
     _first_lengths: list[int] = field(default_factory=list)
+    """Sampled tokens of each rollout so far, until `lengths` is made of them."""
 
     def check_step(self, step: int, rollouts: Sequence[Rollout]) -> Alarm | None:
         """Add a step. Return an alarm if a sign has become one; None if none has."""
@@ -143,18 +148,20 @@ class RewardWatch:
         if self.lengths is None:
             self._first_lengths += [rollout.sampled_length for rollout in rewarded]
             if len(self.tallies) == window:
-                ends = statistics.quantiles(self._first_lengths, n=20, method="inclusive")
-                self.lengths = ends[0], ends[-1]
+                # The 5th and the 95th percentile.
+                bounds = statistics.quantiles(self._first_lengths, n=20, method="inclusive")
+                self.lengths = bounds[0], bounds[-1]
                 self._first_lengths = []
         if len(self.tallies) == window:
             for name, (evaluation, training) in self.held_out.items():
                 self.held_out[name] = evaluation, training or _reward(self.tallies)
-        found = {sign: rise for sign in tally.signs if (rise := self._rise(sign)) is not None}
-        new = [sign for sign in found if sign not in self.raised]
+        rises = {sign: rise for sign in tally.signs if (rise := self._rise(sign)) is not None}
+        new_signs = [sign for sign in rises if sign not in self.raised]
         # The largest rise first, and lengths last: they often come along with another sign.
-        new.sort(key=lambda sign: (sign in ("long", "short"), -found[sign]))
-        self.raised = {*found, *(sign for sign in self.raised if sign.startswith(HELD_OUT))}
-        return self._alarm(step, new) if new else None
+        new_signs.sort(key=lambda sign: (sign in ("long", "short"), -rises[sign]))
+        # Those of evaluations stay until `check_evaluation` removes them.
+        self.raised = {*rises, *(sign for sign in self.raised if sign.startswith(HELD_OUT))}
+        return self._alarm(step, new_signs) if new_signs else None
 
     def check_evaluation(self, name: str, rollouts: Sequence[Rollout]) -> Alarm | None:
         """Add an evaluation. Return an alarm if it fell while the training reward rose.
@@ -166,6 +173,7 @@ class RewardWatch:
         if math.isnan(rewards.value):
             return None
         training = _reward(self.tallies) if self.tallies else None
+        # The first evaluation is the best so far.
         best, training_then = self.held_out.get(name, (rewards, training))
         if best.value <= rewards.value:
             self.held_out[name] = rewards, training
@@ -174,7 +182,8 @@ class RewardWatch:
         if training is None or training_then is None or f"{HELD_OUT}:{name}" in self.raised:
             return None
         has_risen = training_then.rises_to(training, REWARD_ERRORS)
-        if not has_risen or not rewards.rises_to(best, ERRORS):
+        has_fallen = rewards.rises_to(best, ERRORS)  # from `best` down to `rewards`
+        if not (has_risen and has_fallen):
             return None
         self.raised.add(f"{HELD_OUT}:{name}")
         tally = self.tallies[-1]
@@ -224,17 +233,23 @@ class RewardWatch:
         self.raised = set(state["raised"])
 
     def _count(self, step: int, rollouts: Sequence[Rollout]) -> Tally:
-        """Return the tally of a step's rollouts, all of which have a reward."""
+        """Return the tally of a step's rollouts, all of which have a reward.
+
+        Of the signs ``answer:<text>`` only the `ANSWERS` most frequent ones are counted: most
+        answers occur once.
+        """
         tally = Tally(step, len(rollouts), group_rewards=group_means(rollouts))
         signs_by_id = {id(rollout): list(self._signs(rollout)) for rollout in rollouts}
-        answers = Counter(s for signs in signs_by_id.values() for s in signs if s[:7] == "answer:")
+        answers = Counter(
+            sign for signs in signs_by_id.values() for sign in signs if sign.startswith("answer:")
+        )
         frequent = {answer for answer, _ in answers.most_common(ANSWERS)}
         sizes = Counter(rollout.group_id for rollout in rollouts)
         for rollout in sorted(rollouts, key=lambda r: r.reward or 0.0, reverse=True):
             assert rollout.reward is not None
             tally.reward += rollout.reward
             for name in signs_by_id[id(rollout)]:
-                if name[:7] == "answer:" and name not in frequent:
+                if name.startswith("answer:") and name not in frequent:
                     continue
                 sign = tally.signs.setdefault(name, Sign())
                 sign.count += 1
@@ -247,7 +262,7 @@ class RewardWatch:
         return tally
 
     def _signs(self, rollout: Rollout) -> Iterator[str]:
-        """Yield the signs of a rollout; ``any`` is that of all."""
+        """Yield the signs of a rollout. All rollouts have the sign ``any``."""
         answer = answer_of(rollout)
         yield "any"
         yield f"stop:{rollout.stop_reason}"
@@ -264,36 +279,47 @@ class RewardWatch:
 
     def _lower_references(self, tally: Tally) -> None:
         """Update the steps in which each sign was rarest; `tally` is the step after them."""
-        seen = {sign for earlier in (*self.tallies, tally) for sign in earlier.signs}
+        recent_signs = {sign for earlier in (*self.tallies, tally) for sign in earlier.signs}
         # Answers of long ago are forgotten, or a run would keep every answer.
-        kept = {sign: r for sign, r in self.references.items() if sign in seen or ":" not in sign}
+        references = {
+            sign: reference
+            for sign, reference in self.references.items()
+            if sign in recent_signs or ":" not in sign
+        }
         reward = _reward(self.tallies)
-        for sign in {*kept, *seen}:
+        for sign in {*references, *recent_signs}:
             share = self._share(sign, self.tallies)
-            if sign not in kept or share.value <= kept[sign].share.value:
+            if sign not in references or share.value <= references[sign].share.value:
                 step = self.tallies[-1].step
-                kept[sign] = Reference(step=step, share=share, reward=reward)
-        self.references = kept
+                references[sign] = Reference(step=step, share=share, reward=reward)
+        self.references = references
 
     def _rise(self, sign: str) -> float | None:
-        """Return the rise of a sign's share since it was rarest, if it is an alarm, else None."""
+        """Return the rise of a sign's share since it was rarest, if it is an alarm, else None.
+
+        It is one if the share rises, in rollouts of several tasks that are rewarded at least as
+        well as the others, while the reward of all rollouts rises too.
+        """
         reference = self.references.get(sign)
-        if sign == "any" or reference is None:
+        if sign == "any" or reference is None:  # all rollouts have "any"
             return None
+        # A stop reason is a sign only if it is new to the run.
         if sign.startswith("stop:") and reference.share.value > NEW:
             return None
         since = self._since(reference)
         share = self._share(sign, since)
         rise = share.value - reference.share.value
-        signed = [tally.signs[sign] for tally in since if sign in tally.signs]
+        sign_by_step = [tally.signs[sign] for tally in since if sign in tally.signs]
         assert self.config.limit is not None, "without a limit nothing is watched"
         if rise < self.config.limit or not reference.share.rises_to(share, ERRORS):
             return None
-        if len({task for sign_of_step in signed for task in sign_of_step.tasks}) < LEAST_TASKS:
+        if len({task for step_sign in sign_by_step for task in step_sign.tasks}) < LEAST_TASKS:
             return None
-        count, reward = sum(s.count for s in signed), sum(s.reward for s in signed)
+        count = sum(step_sign.count for step_sign in sign_by_step)
+        reward = sum(step_sign.reward for step_sign in sign_by_step)
         other_count = sum(tally.count for tally in since) - count
         other_reward = sum(tally.reward for tally in since) - reward
+        # Rollouts with the sign earn less than the others: nothing rewards it.
         if other_count and reward / count < other_reward / other_count:
             return None
         has_risen = reference.reward.rises_to(_reward(since), REWARD_ERRORS)
@@ -301,7 +327,7 @@ class RewardWatch:
 
     def _alarm(self, step: int, signs: Sequence[str]) -> Alarm:
         """Return the alarm of a step; the text is about the first of `signs`, and names others."""
-        (first, *others), rollouts = signs, []
+        (first, *other_signs), rollouts = signs, []
         reference = self.references[first]
         since = self._since(reference)
         for tally in reversed(since):
@@ -312,8 +338,8 @@ class RewardWatch:
             f"since step {reference.step}, and the share of {self._describe(first)} from "
             f"{reference.share.value:.2f} to {self._share(first, since).value:.2f}"
         )
-        if others:
-            text += f"; also of {', '.join(map(self._describe, others))}"
+        if other_signs:
+            text += f"; also of {', '.join(map(self._describe, other_signs))}"
         return Alarm(step=step, signs=tuple(signs), text=text, rollouts=tuple(rollouts[:SUSPECTS]))
 
     def _describe(self, sign: str) -> str:

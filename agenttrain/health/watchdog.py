@@ -104,6 +104,7 @@ class Watchdog:
         return self
 
     def __exit__(self, *error: object) -> None:
+        """End the thread, and write a last heartbeat, which has no phase."""
         self._over.set()
         self.begin(None)
         if self._thread is not None:

@@ -248,7 +248,7 @@ class Collected:
 
 
 class _NoRollout(StrEnum):
-    """Why an attempt gave no rollout."""
+    """Why an attempt gave no rollout. It stands in the rollout's place among the results."""
 
     broken = "broken"
     """Its ledger broke."""
@@ -335,12 +335,13 @@ def _rollout_requests(
     requests: list[RolloutRequest] = []
     for place, task in request.placed_tasks():
         prompt_ids: list[int] | None = None
-        own = collector.of(task)
-        kind = own.environments.kind_of(task)
+        source = collector.of(task)
+        kind = source.environments.kind_of(task)
+        # `attempt`: an outside agent makes the rollouts.
         if collector.attempt is None and (kind is None or not kind.has_reset):
             # All rollouts of the group begin with this prompt. A reset adds to it, so that each
             # rollout has to render its own. An outside agent sends a prompt of its own.
-            tools = RowTools(task, own.toolbox, own.environments)
+            tools = RowTools(task, source.toolbox, source.environments)
             try:
                 prompt_ids = collector.chat.prompt_ids(task.messages, tools.schemas)
                 check_room(task, len(prompt_ids), collector.engine.max_context)
@@ -348,7 +349,7 @@ def _rollout_requests(
                 collected.overlong += 1
                 continue
             except ChatError as error:
-                if own.on_bad_row is OnBadRow.skip:
+                if source.on_bad_row is OnBadRow.skip:
                     collected.bad_rows += 1
                     continue
                 where = collector.place_of(task)

@@ -53,6 +53,9 @@ class PastTurn:
 class Compaction(Protocol):
     """Decides what a new context holds beside the task's prompt. One instance per rollout.
 
+    The rollout loop calls `keep` whenever the context is longer than `rollout.compact_at`, after
+    the policy has written the summary for which `request` asks.
+
     A class of yours is made with the rollout's limits: ``rollout.compaction=my_pkg.Mine``.
     """
 
@@ -87,13 +90,13 @@ class Summary:
 
     def keep(self, turns: Sequence[PastTurn], room: int, chat: Chat) -> Sequence[PastTurn]:
         """Implement `Compaction.keep`."""
-        kept: list[PastTurn] = []
+        fitting_turns: list[PastTurn] = []
         for turn in [*reversed(turns)][: self.keep_turns]:  # the newest first
             room -= len(turn.ids(chat))
             if room < 0:
                 break
-            kept.insert(0, turn)
-        return kept
+            fitting_turns.insert(0, turn)
+        return fitting_turns
 
 
 class DropToolResults:

@@ -145,22 +145,22 @@ class RolloutConfig:
     @model_validator(mode="after")
     def _check(self) -> RolloutConfig:
         """Check the keys of compaction against each other."""
-        chosen, problems = self.compaction, []
-        if chosen != NO_COMPACTION and self.compact_at is None:
+        compaction, problems = self.compaction, []
+        if compaction != NO_COMPACTION and self.compact_at is None:
             problems.append(
-                f"rollout.compaction={chosen}: set rollout.compact_at=…, the tokens of context "
+                f"rollout.compaction={compaction}: set rollout.compact_at=…, the tokens of context "
                 "past which it acts"
             )
-        if chosen == NO_COMPACTION and self.compact_at is not None:
+        if compaction == NO_COMPACTION and self.compact_at is not None:
             problems.append(
                 f"rollout.compact_at={self.compact_at}: has no effect with "
                 f"rollout.compaction=none; set rollout.compaction={' or '.join(COMPACTIONS)}, or "
                 "leave it out"
             )
-        if chosen not in (NO_COMPACTION, *COMPACTIONS) and "." not in chosen:
+        if compaction not in (NO_COMPACTION, *COMPACTIONS) and "." not in compaction:
             problems.append(
-                f"rollout.compaction={chosen}: is unknown"
-                f"{did_you_mean(chosen, (NO_COMPACTION, *COMPACTIONS))}; expected "
+                f"rollout.compaction={compaction}: is unknown"
+                f"{did_you_mean(compaction, (NO_COMPACTION, *COMPACTIONS))}; expected "
                 f"{', '.join((NO_COMPACTION, *COMPACTIONS))}, or the dotted path of a class"
             )
         raise_problems(problems)
@@ -200,6 +200,7 @@ class EvalConfig:
 
     @model_validator(mode="after")
     def _check(self) -> EvalConfig:
+        """Check that samples can differ, and that evaluated rollouts keep a tool."""
         problems = []
         if self.temperature == 0 and self.samples > 1:
             problems.append(

@@ -105,7 +105,8 @@ class SubAgentRequest:
 class CallOrder:
     """Order in which the calls of a turn delegate.
 
-    A call may delegate once all calls before it are answered.
+    A call may delegate once all calls before it are answered. The loop makes one for each turn:
+    tools enter `turn` to delegate, and `answered` is called as their results come.
     """
 
     def __init__(self, call_ids: Sequence[str]) -> None:
@@ -142,7 +143,12 @@ class CallOrder:
 
 
 class SubAgents:
-    """State shared by the sub-agents of a rollout: budget, failure, and the tasks that run them."""
+    """State shared by the sub-agents of a rollout: budget, failure, and the tasks that run them.
+
+    For each call of `ToolContext.delegate` the loop calls `check_loop` and `run`. The sub-agent
+    that is run calls `check_depth` and `begin`. The loop calls `check` when the calls of the turn
+    have their results, and `aclose` at the end.
+    """
 
     def __init__(self, rollout: Rollout, limits: RolloutConfig) -> None:
         self._rollout, self._limits = rollout, limits

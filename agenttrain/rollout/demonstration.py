@@ -85,6 +85,7 @@ class Demonstrator:
         task = replace(task, columns=columns)
         rollout = read_again(record, task, rollout_id)
         schemas = RowTools(task, self.toolbox, self.environments, executed=False).schemas
+        # Why this run would give the model other ids than those of the record.
         reason = difference(rollout, task.messages, self.chat, schemas)
         if reason is None:
             return rollout
@@ -118,7 +119,10 @@ class Demonstrator:
 
 
 class _Conversation:
-    """One conversation, turned into a rollout turn by turn; `pending` are the messages to come."""
+    """One conversation, turned into a rollout turn by turn.
+
+    `append_turn` is called until no messages are `pending`. The `rollout` is then complete.
+    """
 
     def __init__(
         self,
@@ -189,6 +193,7 @@ class _Conversation:
         after = self.trajectory.messages[-1]["role"]
 
         def comparable(turn: AssistantTurn) -> tuple[Any, ...]:
+            """Return the parts of a turn that have to survive rendering and parsing."""
             # Templates may trim the blanks around texts. Call ids are not rendered.
             calls = [(call.name, call.arguments, call.malformed) for call in turn.calls]
             return turn.content.strip(), (turn.reasoning or "").strip(), calls
@@ -209,6 +214,8 @@ class _Conversation:
             )
         completion = Completion(
             token_ids=tuple(ids),
+            # No engine has sampled the ids. REINFORCE, by which they are learned, reads no engine's
+            # logprobs, and `Demonstrations` leaves out the metrics that do.
             logprobs=(0.0,) * len(ids),
             finish=Finish.stop,
             versions=((0, len(ids)),),  # all by version 0, the initial weights

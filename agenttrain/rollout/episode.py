@@ -80,5 +80,5 @@ async def score_episode(rollout: Rollout, episode: Episode | None) -> None:
 async def end_episode(rollout: Rollout, episode: Episode | None) -> None:
     """End the episode. Its instance is reused unless the rollout failed or timed out."""
     if episode is not None:
-        well = rollout.stop_reason not in (None, StopReason.error, StopReason.timeout)
-        await episode.finish(reusable=well)
+        ended_well = rollout.stop_reason not in (None, StopReason.error, StopReason.timeout)
+        await episode.finish(reusable=ended_well)

@@ -59,13 +59,13 @@ def fit_parts(
 
     def messages() -> list[Message]:
         return [
-            {**reply, "content": content_of(own_parts)}
-            for reply, own_parts in zip(replies, reply_parts, strict=True)
+            {**reply, "content": content_of(content)}
+            for reply, content in zip(replies, reply_parts, strict=True)
         ]
 
     while (excess := length(messages()) - max_suffix_tokens) > 0:
         # Places (reply i, part j) of what can still be shortened.
-        places = [(i, j) for i, own_parts in enumerate(reply_parts) for j in range(len(own_parts))]
+        places = [(i, j) for i, content in enumerate(reply_parts) for j in range(len(content))]
         images = [(i, j) for i, j in places if isinstance(reply_parts[i][j], Image)]
         texts = [(i, j) for i, j in places if (i, j) not in images and reply_parts[i][j]]
         if texts:

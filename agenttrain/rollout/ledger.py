@@ -118,12 +118,14 @@ def _check_ids(trajectory: Trajectory, earlier: Sequence[Trajectory]) -> Sequenc
         ids.extend(span.token_ids)
     if ids != trajectory.token_ids:
         raise LedgerError(f"{trajectory.name}: its ids are not those of its spans")
-    first = trajectory.spans[0].origin if trajectory.spans else None
+    first_origin = trajectory.spans[0].origin if trajectory.spans else None
     prompts = sum(span.origin is Origin.prompt for span in trajectory.spans)
-    begins_with_prompt = prompts == 1 and first is Origin.prompt
+    begins_with_prompt = prompts == 1 and first_origin is Origin.prompt
     prompt_is_in_context = prompts == 0 and trajectory.parent is not None
     if not begins_with_prompt and not prompt_is_in_context:
-        raise LedgerError(f"{trajectory.name}: {prompts} prompt spans, the first span is {first}")
+        raise LedgerError(
+            f"{trajectory.name}: {prompts} prompt spans, the first span is {first_origin}"
+        )
     return ids
 
 
@@ -211,12 +213,13 @@ def _short(digest: str) -> str:
 def schemas_of(trajectory: Trajectory, schemas: Sequence[dict]) -> Sequence[dict]:
     """Return the tool schemas that a trajectory's prompt shows.
 
-    They are the trajectory's own, else those of its delegation, else `schemas`, the task's.
+    They are those recorded for the trajectory, else those of its delegation, else `schemas`, the
+    task's.
     """
-    own_schemas = trajectory.schemas
-    if own_schemas is None and trajectory.delegation is not None:
-        own_schemas = trajectory.delegation.schemas
-    return schemas if own_schemas is None else [dict(schema) for schema in own_schemas]
+    recorded_schemas = trajectory.schemas
+    if recorded_schemas is None and trajectory.delegation is not None:
+        recorded_schemas = trajectory.delegation.schemas
+    return schemas if recorded_schemas is None else [dict(schema) for schema in recorded_schemas]
 
 
 def _check_finish(trajectory: Trajectory, spans: list[Span], chat: Chat) -> tuple[int, ...]:

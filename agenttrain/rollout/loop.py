@@ -169,7 +169,12 @@ def _limit_s(task: Task, context: RolloutContext) -> float | None:
 
 
 class _Loop:
-    """The turns of one agent, in its first trajectory and those that a compaction begins."""
+    """The turns of one agent, in its first trajectory and those that a compaction begins.
+
+    `run` does it all: `_sample` a turn, then `_reply_to` it, until there is a reason to stop. When
+    the context has grown too long, `_compact` begins another trajectory. A sub-agent has a loop of
+    its own, made in `_run_sub_agent` while the calls of a turn are executed.
+    """
 
     def __init__(
         self,
@@ -518,16 +523,16 @@ class _Loop:
         It comes from the context's `user` if there is one. Otherwise the task's scripted user turns
         come first, then the environment's messages, then those of the simulated user.
         """
-        answer, said = self.trajectory.messages[-1], self._dialogue.said
+        answer, user_turn = self.trajectory.messages[-1], self._dialogue.said
         scripted = self.rollout.task.user_turns
         if self.user is not None:
             return await self.user(answer)
-        if said < len(scripted):
+        if user_turn < len(scripted):
             machines, rollout_id = self.context.machines, self.rollout.rollout_id
             if machines is not None and machines.current_step(rollout_id) is not None:
                 # Each later turn is a step of a Harbor task, which tests come before.
-                return scripted[said] if await machines.next_step(rollout_id) else None
-            return scripted[said]
+                return scripted[user_turn] if await machines.next_step(rollout_id) else None
+            return scripted[user_turn]
         if self.episode is not None:
             reply = await self.episode.user(answer)
             if isinstance(reply, TurnReward):

@@ -77,8 +77,8 @@ class Flight:
 class InFlight:
     """The rollouts in flight, and what each waits for.
 
-    `Collector` has one and lists its rollouts. Any thread may read it: the watchdog does so in one
-    of its own.
+    `Collector` has one and lists its rollouts by `tracked`, in the thread of the event loop. Any
+    thread may read it: the watchdog does so in one of its own.
     """
 
     progress: int = 0
@@ -257,7 +257,7 @@ class LoopMonitor:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._ended.set()  # ends the thread
+        self._ended.set()  # ends the thread of `_warn_of_blocking`
         self._measure()  # the loop may have been blocked since the last beat
         self._beating.cancel()
 
@@ -357,8 +357,8 @@ def light_gc() -> Iterator[None]:
 
     A full collection visits every object of the process, which blocks the event loop for a third of
     a second with torch and transformers imported. Rollouts make so many objects that there would be
-    one about every second. Does nothing inside another `light_gc`, or if other code has frozen the
-    heap.
+    one about every second. Does nothing while another `light_gc` goes on, of this task or of
+    another, or if other code has frozen the heap.
     """
     if not (_Heap.frozen_here or _Heap.frozen_elsewhere):
         _Heap.frozen_elsewhere = gc.get_freeze_count() > 0

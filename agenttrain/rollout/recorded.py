@@ -173,6 +173,7 @@ def difference(
         verify(rollout, chat, schemas)
         for trajectory in rollout.trajectories:
             trajectory_schemas = schemas_of(trajectory, schemas)
+            # A sub-agent begins with a prompt of its own, unless its context was compacted.
             has_own_prompt = trajectory.delegation is not None and trajectory.parent is None
             if has_own_prompt:
                 prompt = chat.rendered_ids(

@@ -230,7 +230,11 @@ class RowTools:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """A call of the model's, and the call of a declared tool that answers it."""
+    """A call of the model's, and the call of a declared tool that answers it.
+
+    Example: the row's tool `lookup_city` has the executor `lookup`. A call of `lookup_city` is
+    answered by the `executed_call` of `lookup`. For any other tool both calls are the same.
+    """
 
     call: ToolCall
     executed_call: ToolCall
@@ -247,6 +251,7 @@ async def _run(
     """Run steps concurrently; return their results, each under the model's own call."""
 
     async def run(step: _Step) -> ToolResult:
+        """Run one step; its result is that of the model's call, with the executor's name."""
         try:
             (result,) = await toolbox.execute([step.executed_call], lambda _: context_of(step.call))
         finally:
@@ -341,7 +346,7 @@ def row_tool_sets(
     Only the first `checked_rows(source)` rows are read. `executed` False: no call will be run.
     Raises RowError for a row with tools that it cannot have; `key` (data.train) begins the message.
     """
-    seen: set[str] = set()
+    yielded: set[str] = set()
     for index in range(checked_rows(source)):
         try:
             task = source.row(index)
@@ -351,12 +356,12 @@ def row_tool_sets(
             reason = str(error).removeprefix(f"data row {index}: ")
             raise RowError(f"{key}: {source.where(index)}: {reason}") from error
         key_of_set = json.dumps(tools.schemas)
-        if task.tools is not None and key_of_set not in seen:
-            seen.add(key_of_set)
+        if task.tools is not None and key_of_set not in yielded:
+            yielded.add(key_of_set)
             yield tools.schemas
 
 
-KEY = "rollout.structured_calls=true"
+SETTING = "rollout.structured_calls=true"
 
 
 def check_grammars(chat: Chat, sets: Iterable[Sequence[Mapping[str, Any]]]) -> None:
@@ -369,7 +374,7 @@ def check_grammars(chat: Chat, sets: Iterable[Sequence[Mapping[str, Any]]]) -> N
     for schema in tools.values():
         if problem := grammar_problem(chat.grammar([schema])):
             raise ChatError(
-                f"{KEY}: no grammar can be made of the parameters of the tool "
+                f"{SETTING}: no grammar can be made of the parameters of the tool "
                 f"{schema['function']['name']!r}: {problem}; change its schema, or leave "
                 "structured_calls out"
             )

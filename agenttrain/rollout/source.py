@@ -38,7 +38,11 @@ SAMPLER_METRICS = "sampling/"
 
 @dataclass(slots=True, kw_only=True)
 class RolloutSource:
-    """Samples a step's groups, each process its share. `cursor` counts finished tasks."""
+    """Samples a step's groups, each process its share. `cursor` counts finished tasks.
+
+    For each step `batch` samples, `finish` moves on to the next step once this one was trained, and
+    `summarise` makes the metrics from the batches of all processes.
+    """
 
     phase = "rollout"
     collector: Collector

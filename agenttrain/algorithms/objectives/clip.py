@@ -30,6 +30,7 @@ class ClipSettings:
 
     @model_validator(mode="after")
     def _check(self) -> ClipSettings:
+        """Refuse a dual bound inside the other clip, where it would act on positive advantages."""
         if self.dual is not None and self.dual <= 1 + self.high:
             raise InvalidSettings(
                 f"algorithm.objective.dual={self.dual}: must be above 1 + "

@@ -176,9 +176,9 @@ def _settings_class(function: Any) -> type:
     parameters = list(signature(function).parameters.values())
     annotation = parameters[1].annotation if len(parameters) > 1 else None
     if isinstance(annotation, str):  # from __future__ import annotations
-        # Only this one: the first may be a name that only type checkers import.
+        # Looked up by itself: other annotations may be names that only type checkers import.
         annotation = getattr(function, "__globals__", {}).get(annotation)
-    # `base` imports this module, so its ObjectiveInputs is known by its module.
+    # ObjectiveInputs is recognised by its module's name, because `base` imports this module.
     if getattr(annotation, "__module__", None) == f"{__package__}.base":
         raise ValueError(f"{name}: its parameters are swapped; the inputs come first: {form}")
     if not isclass(annotation) or not is_dataclass(annotation):
@@ -193,6 +193,7 @@ def _settings_class(function: Any) -> type:
             f"{name}: is called as {name}(inputs, settings): {error}; make anything else a field "
             f"of {annotation.__name__}"
         ) from None
+    # In a section the keys of CHOOSING, `name` and `_target_`, are not the objective's settings.
     if reserved := [key for key in field_names(annotation) if key in CHOOSING]:
         raise ValueError(
             f"{name}: {annotation.__name__}.{reserved[0]} could never be set, because {KEY}."

@@ -129,7 +129,7 @@ def look(columns: Mapping[str, Any], part: str) -> Any:
     """Return a quarter of a row's picture in 32 x 32 pixels. It is blank if the row says so."""
     from PIL import Image
 
-    picture = _tone() if columns.get("blank") else draw(int(columns["wall"]))
+    picture = _blank_picture() if columns.get("blank") else draw(int(columns["wall"]))
     half = SIDE // 2
     quarter_row, quarter_column = divmod(QUARTERS.index(part), 2)
     left, top = half * quarter_column, half * quarter_row
@@ -137,7 +137,7 @@ def look(columns: Mapping[str, Any], part: str) -> Any:
     return quarter.resize((SHOWN, SHOWN), Image.Resampling.BOX)
 
 
-def _tone() -> Any:
+def _blank_picture() -> Any:
     """Return a picture of one tone of grey."""
     from PIL import Image
 
@@ -165,7 +165,7 @@ def row(
     columns = {
         "task_id": f"sight/{split}/{seed}/{index}",
         "messages": [{"role": "user", "content": rng.choice(QUESTIONS)}],
-        "images": [overview(_tone() if blank == Blank.all else draw(wall))],
+        "images": [overview(_blank_picture() if blank == Blank.all else draw(wall))],
         "answer": code_of(wall),
         "plates": len(plates_of(wall)),
         "wall": wall,

@@ -46,6 +46,7 @@ class TransformersCopy(TransformersEngine):
         mixed_precision: str = "no",
         record_routes: bool = False,
     ) -> None:
+        """`mode` is weight_sync.mode. The other arguments are those of `TransformersEngine`."""
         super().__init__(
             model, settings, mixed_precision=mixed_precision, record_routes=record_routes
         )
@@ -97,6 +98,7 @@ def build_copy(settings: TransformersSettings, inputs: EngineInputs) -> Transfor
         model = model_class(architecture.model_type).from_config(architecture, dtype=dtype)
     keep_float32(model)
     model = model.eval().requires_grad_(False).to(device)
+    # On a CPU one thread is faster than several for a small model.
     is_small = model.num_parameters() < SMALL
     if is_small and not inputs.on_gpu and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)

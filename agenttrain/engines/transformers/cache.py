@@ -22,17 +22,24 @@ CAPACITY_STEP = 64
 
 
 class RowCache(Cache):
-    """A transformers cache over rows. `next_pass` is set before every forward pass."""
+    """A transformers cache over rows. `next_pass` is set before every forward pass.
+
+    `arrange` gives each sequence its row when the batch changes, and `copy_prefixes` copies the
+    beginnings of rows. Before a pass `reserve` makes room. The model's layers then read and write
+    the rows of the pass.
+    """
 
     def __init__(self, kinds: Sequence[LayerKind], max_rows: int, max_length: int) -> None:
+        """`kinds` says what each layer keeps of a sequence."""
         self.next_pass = Pass()
         self.max_rows = max_rows
         self.max_length = max_length
         self.has_states = any(kind.states for kind in kinds)
-        self.is_exact = self.has_states or any(
+        self.copies_exactly = self.has_states or any(
             kind.window is not None and kind.window < max_length for kind in kinds
         )
-        """True if a row cannot be cut back to fewer tokens than it has."""
+        """True if a row cannot be cut back to fewer tokens: it is copied with all of its tokens. A
+        state has no earlier value, and a window has lost the earliest keys."""
         self._kinds = kinds
         super().__init__(layers=self._make_layers())
 
@@ -84,7 +91,8 @@ class RowCache(Cache):
     def copy_prefixes(self, seats: Sequence[Seat]) -> int:
         """Copy the prefixes that sources now hold to their seats. Return the number of ids copied.
 
-        A source that holds less, or more where a row cannot be cut, is left for later.
+        A seat's `source` is the seat whose row begins with the same `shared` ids. A source that
+        holds fewer ids, or more if rows cannot be cut, is left for later.
         """
         pairs = [(s, s.source) for s in seats if s.source and self._holds(s.source, s.shared)]
         for seat, _ in pairs:
@@ -99,7 +107,7 @@ class RowCache(Cache):
 
     def _holds(self, source: Seat, length: int) -> bool:
         """Return True if the first `length` ids of a seat can be copied from its row."""
-        return source.cached == length if self.is_exact else source.cached >= length
+        return source.cached == length if self.copies_exactly else source.cached >= length
 
     def _copy_rows(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Copy rows of up to `length` tokens. All at once, because some rows swap."""

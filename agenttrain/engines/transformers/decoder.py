@@ -35,7 +35,12 @@ AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Decoder:
-    """Feeds rows of the cache. A row is a position in the cache, not a request."""
+    """Runs a model over rows of a KV cache: new token ids in, logits after the last one out.
+
+    A row holds the cache of one sequence. It is given by its index, and `EngineWorker` decides
+    which request has which row. Once built, it is called in the decode thread only, in the block of
+    `evaluating`.
+    """
 
     def __init__(
         self,
@@ -56,9 +61,12 @@ class Decoder:
         self.cache = RowCache(kinds, max_rows, max_context)
         self._window = next((kind.window for kind in kinds if kind.window is not None), None)
         self._mask_names = mask_names(model.config.get_text_config())
-        self._layout = layout_keywords(model, self.cache.next_pass) if self.cache.has_states else {}
-        """Keywords of a pass with padding, which would otherwise change states."""
+        self._mixer_keywords: dict[str, Any] = {}
+        """Keywords of a padded pass, with which padding leaves recurrent states as they are."""
+        if self.cache.has_states:
+            self._mixer_keywords |= layout_keywords(model, self.cache.next_pass)
         self.recorder: RouteRecorder | None = None
+        # A model that this cache does not fit is refused here, before anything is sampled wrongly.
         _compare_with_plain_forward(self, _checked_lengths(kinds, max_context))
         self.cache.free()
         if record_routes:
@@ -128,10 +136,12 @@ class Decoder:
     ) -> Tensor:
         """Feed all of `new` in one pass. Arguments and result are those of `prefill`.
 
-        Example: rows with 2 and 3 cached tokens get 1 and 2 new ones. T = 2, L = 5::
+        Example: rows with 2 and 3 cached tokens get 1 and 2 new ones. They are padded on the left
+        to T = 2 ids, and the longer row then has L = 5 tokens. `column_NT` has the position of each
+        token. Padding has any, here 1: its keys and values go to a slot that nothing reads::
 
-            ids_NT       0 a    column_NT  1 2    the first id of the first row is padding, whose
-                         b c               3 4    keys and values go to the spare slot
+            ids_NT       0 a    column_NT  1 2
+                         b c               3 4
         """
         lengths = np.array([len(ids) for ids in new])
         self.cache.reserve(first + len(new), int((np.array(starts) + lengths).max()))
@@ -146,7 +156,7 @@ class Decoder:
             "attention_mask": make_masks(next_pass, self._window, self._mask_names, dtype),
             "past_key_values": self.cache,
             "use_cache": True,
-            **(self._layout if next_pass.is_padded else {}),
+            **(self._mixer_keywords if next_pass.is_padded else {}),
         }
         recorder = self.recorder
         with nullcontext() if recorder is None else recorder.recording(first, len(new)):

@@ -72,7 +72,7 @@ class TransformersEngine:
         autocast = AUTOCAST[mixed_precision]
         decoder = Decoder(model, config.max_rows, self.max_context, vision, autocast, record_routes)
         scheduler = Scheduler(
-            config.max_rows, config.rejoin_steps, config.share_prefix, decoder.cache.is_exact
+            config.max_rows, config.rejoin_steps, config.share_prefix, decoder.cache.copies_exactly
         )
         self._worker = EngineWorker(decoder, scheduler)
         self.stats: EngineStats = self._worker.stats
@@ -227,12 +227,12 @@ class TransformersEngine:
         await self._run_between_steps(load, f"update to version {version}")
 
     async def _run_between_steps(
-        self, function: Callable[[], Any], what: str, *, drained: bool = False
+        self, function: Callable[[], Any], name: str, *, drained: bool = False
     ) -> Any:
         """Return the result of a function that the decode thread runs between two steps.
 
         With `drained`, it runs after the requests that decode now have ended. An exception becomes
-        EngineError ``<what> failed: …``.
+        EngineError ``<name> failed: …``.
         """
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Any] = loop.create_future()
@@ -241,7 +241,7 @@ class TransformersEngine:
             try:
                 _post_to_loop(loop, settle, result, function())
             except Exception as error:
-                _post_to_loop(loop, settle, result, EngineError(f"{what} failed: {error}"))
+                _post_to_loop(loop, settle, result, EngineError(f"{name} failed: {error}"))
 
         self._post(partial(self._worker.drain, run) if drained else run)
         return await result

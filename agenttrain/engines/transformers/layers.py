@@ -40,7 +40,11 @@ class LayerKind:
 
 
 def layer_kinds(config: Any) -> tuple[list[LayerKind], list[str]]:
-    """Return what each layer of a text model keeps, and the types of layers that are not known."""
+    """Return what each layer of a text model keeps, and the types of layers that are not known.
+
+    If a type is not known, the first list is empty. `KINDS` says which types keep keys or states
+    and have a window. The length of the window and the number of states are the config's.
+    """
     names, settings = get_layer_types_and_kwargs(config)
     if isinstance(settings, dict):  # of all layers, in transformers 5.16
         settings = [settings] * len(names)
@@ -66,12 +70,17 @@ KINDS = {
     "hybrid_sliding": LayerKind(keys=True, window=1, states=1),
     **dict.fromkeys(("dummy", "moe", "mlp"), LayerKind()),
 }
-"""By `layer_types` of a config. A window or a number of states is that of the config."""
+"""By `layer_types` of a config. `window=1` and `states=1` only mark the types that have them: their
+values are read from the config."""
 
 
 @dataclass(slots=True)
 class Pass:
-    """Rows and tokens of the next forward pass. Its layout of recurrent mixers (`MixerLayout`)."""
+    """Rows and tokens of the next forward pass, which `begin` sets and the cache's layers read.
+
+    It is the `MixerLayout` of the recurrent mixers too. Tensors that all layers need are computed
+    once per pass.
+    """
 
     rows: int = 0
     """Allocated rows, R."""
@@ -173,6 +182,8 @@ class Pass:
 class KeyLayer(CacheLayerMixin):
     """Keys and values of one layer, [R*C + 1, K, D] each. Padding writes to the last slot.
 
+    R rows of C slots, K heads of D numbers. The model's attention calls `update` with the new keys
+    of a pass, and reads what it returns. `RowCache` calls the other methods between passes.
     Allocated as zeros: a masked slot gets weight 0, and 0 times NaN would still be NaN.
     """
 
@@ -276,7 +287,8 @@ def is_ring(window: int | None, next_pass: Pass) -> bool:
 class StateLayer(LinearAttentionCacheLayerMixin):
     """Convolution states [R, M, Q] and recurrent states [R, …] of one layer.
 
-    Mixers read and write the rows of the pass: methods that give states return views of them.
+    R rows, M channels, Q taps: a convolution needs the last Q inputs of each channel. Mixers read
+    and write the rows of the pass: methods that give states return views of them.
     """
 
     record_past = False
@@ -318,14 +330,15 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         if self._convolutions[state_idx] is None:
             shape = self.next_pass.rows, conv_states.shape[1], conv_kernel_size
             self._convolutions[state_idx] = conv_states.new_zeros(shape)
-        kept = self.conv_states[state_idx]
-        assert kept is not None
-        extended = torch.cat([kept, conv_states], -1)
-        source = self.next_pass.behind_padding(kept.shape[2])
+        last_inputs = self.conv_states[state_idx]
+        assert last_inputs is not None
+        taps = last_inputs.shape[2]
+        extended = torch.cat([last_inputs, conv_states], -1)
+        source = self.next_pass.behind_padding(taps)
         if source is not None:
             extended = extended.gather(2, source.clamp(min=0).expand_as(extended))
             extended = extended.masked_fill(source < 0, 0)
-        kept.copy_(extended[:, :, -kept.shape[2] :])
+        last_inputs.copy_(extended[:, :, -taps:])
         return extended
 
     def update_recurrent_state(
@@ -335,9 +348,9 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         if self._recurrences[state_idx] is None:
             shape = self.next_pass.rows, *recurrent_states.shape[1:]
             self._recurrences[state_idx] = recurrent_states.new_zeros(shape, dtype=torch.float32)
-        kept = self.recurrent_states[state_idx]
-        assert kept is not None
-        return kept.copy_(recurrent_states)
+        states = self.recurrent_states[state_idx]
+        assert states is not None
+        return states.copy_(recurrent_states)
 
     def by_row(self, length: int) -> list[Tensor]:
         """Return all states, with rows as the first dimension."""

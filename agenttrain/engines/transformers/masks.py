@@ -36,10 +36,15 @@ def mask_names(config: Any) -> set[str]:
 def make_masks(
     next_pass: Pass, window: int | None, names: Collection[str], dtype: torch.dtype
 ) -> Tensor | dict[str, Tensor | None]:
-    """Return what a model takes as `attention_mask`: a mask for each of `names`, or one for all."""
+    """Return what a model takes as `attention_mask`: a mask for each of `names`, or one for all.
+
+    `names` are the layer types by which the model looks masks up. `window` is that of its sliding
+    attention, if it has any.
+    """
+    # All layers have the window: the mask of full attention is needed only while it is the same.
     only_window = window is not None and not names
     full = None if only_window and is_ring(window, next_pass) else full_mask(next_pass, dtype)
-    sliding = full
+    sliding = full  # rows that are not longer than the window are read whole
     if window is not None and is_ring(window, next_pass):
         sliding = ring_mask(next_pass, window, dtype)
     if not names:

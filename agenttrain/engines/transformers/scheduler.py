@@ -70,6 +70,7 @@ class Generation:
         return Finish.length if len(self.sampled) == self.budget else None
 
     def completion(self, finish: Finish) -> Completion:
+        """Return the sampled tokens as a completion that ended by `finish`."""
         return Completion(
             token_ids=tuple(self.sampled),
             logprobs=tuple(self.logprobs),
@@ -129,7 +130,10 @@ class Seat:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """An expected session, until it is released."""
+    """An expected session in deterministic mode, until it is released.
+
+    It stays in the queue of expected sessions even if it is released before its turn to join.
+    """
 
     session: str
     order: int
@@ -143,19 +147,28 @@ MAX_LEADERS = 4
 
 
 def _longest_beginning(seat: Seat, cached: Iterable[Seat]) -> Seat | None:
-    """Return the idle seat with the most cached ids, of those whose ids all begin a new seat's."""
+    """Return the idle seat whose cached ids are the longest beginning of a new seat's, or None.
+
+    Used where rows can only be copied with all of their ids.
+    """
     fitting = (
-        other
-        for other in cached
-        if other.request is None
-        and other.cached < len(seat.history)
-        and np.array_equal(other.history[: other.cached], seat.history[: other.cached])
+        candidate
+        for candidate in cached
+        if candidate.request is None
+        and candidate.cached < len(seat.history)
+        and np.array_equal(candidate.history[: candidate.cached], seat.history[: candidate.cached])
     )
-    return max(fitting, key=lambda other: other.cached, default=None)
+    return max(fitting, key=lambda candidate: candidate.cached, default=None)
 
 
 class Scheduler:
-    """Forms the batch of each decode step by `add`, `ready`, `finish` and `release`."""
+    """Forms the batch of each decode step.
+
+    The decode thread calls `add` for a request, `ready` before each step, `finish` for a seat whose
+    completion has ended, and `release` for a session that has ended. A session's seat keeps its
+    cache between its requests. A session with a `parent` is a guest: it sits in the seat of its
+    oldest expected ancestor, the host.
+    """
 
     def __init__(
         self,
@@ -240,7 +253,8 @@ class Scheduler:
         """End a session; return its request if it has one. Unknown sessions are ignored.
 
         In deterministic mode the row of an idle session becomes free only at the step at which it
-        was due. A guest that leaves makes its host due at once.
+        was due. A guest, a session with a parent, sits in its host's seat. When it leaves, the host
+        is due at once.
         """
         if (host := self._hosts.pop(session, None)) is not None:
             return self._release_guest(session, host)
@@ -343,8 +357,9 @@ class Scheduler:
             return False
         if self._joining and self.share_prefix:
             self._share_prefixes()
-        # Sorted by length: neighbours share a prefill pass with little padding.
-        # Rows that pause come first: the rest of a wave are consecutive rows again.
+        # By wave: a later one copies what earlier ones have fed. In a wave the rows with the most
+        # pauses come first, so that those still to be fed are consecutive. Then by length:
+        # neighbours share a prefill pass with little padding.
         self.active += sorted(
             self._joining,
             key=lambda seat: (
@@ -359,6 +374,10 @@ class Scheduler:
 
     def _share_prefixes(self) -> None:
         """Find rows from which new sessions copy the KV cache of a common prefix.
+
+        Sets each joining seat's `source`, the number of `shared` ids, and its `wave`: the number of
+        the prefill pass that feeds it, after the passes that its source needs. `leaders` are seats
+        of different prompts, with which each new prompt is compared.
 
         Example: prompts A A B B with the same system message, in an empty cache. The first A is fed
         whole (wave 0). The first B copies the system message from it, and the second A copies all

@@ -41,7 +41,10 @@ class EngineStats:
 
 
 class EngineWorker:
-    """Steps while there is work, and blocks on its inbox while there is none."""
+    """The decode thread: `run` is its body, which steps while there is work, and else waits.
+
+    Other threads call `post` alone. All other methods are called by posted actions, or by `run`.
+    """
 
     def __init__(self, decoder: Decoder, scheduler: Scheduler) -> None:
         self.decoder = decoder
@@ -55,6 +58,8 @@ class EngineWorker:
         self._is_corrupt = False
         """The cache may hold numbers that are not finite: wipe it before the next step."""
         self._batch: list[Generation] = []
+        """Requests of the last step, in the order of their rows. While they stay the same, so do
+        the rows and the settings."""
         self._has_images = False
         """The batch has a sequence with images."""
         self._tensors = sampler.make_tensors([], decoder.device)
@@ -175,8 +180,12 @@ class EngineWorker:
             self._has_images = any(request.layout is not None for request in batch)
 
     def _feed(self, seats: Sequence[Seat]) -> torch.Tensor:
-        """Feed the pending ids of all seats, and return the logits after the last one, [N, V]."""
-        # One pass for the seats that decode one id each, then a prefill pass for each wave.
+        """Feed the pending ids of all seats, and return the logits after the last one, [N, V].
+
+        One pass is for the seats that decode one id each. Then each wave of seats is prefilled: its
+        rows may copy the prefixes that earlier waves have fed.
+        """
+        # `Scheduler.ready` has put the seats that decode first, and the others in order of waves.
         split = next((i for i, seat in enumerate(seats) if seat.pending > 1), len(seats))
         waves = [list(wave) for _, wave in groupby(seats[split:], key=lambda seat: seat.wave)]
         logits_NV: list[torch.Tensor] = []
@@ -194,11 +203,14 @@ class EngineWorker:
     def _prefill(self, first: int, rows: Sequence[Seat], waiting: Sequence[Seat]) -> torch.Tensor:
         """Feed the pending ids of a wave, which begins at row `first`. Return the last logits.
 
-        It pauses at its stops. Then the seats that wait for it, of later waves too, copy rows.
+        A seat's prefill pauses at its `stops`, numbers of ids at which other seats copy its row.
+        `waiting` are this wave's seats and later ones. Example: P has 30 ids, and Q of the next
+        wave shares the first 20: one pass feeds 20 ids of P, Q copies them, another feeds the rest.
         """
         self._copy_prefixes(waiting)
         for seat in rows:
-            seat.source, seat.wave = None, 0  # a copy that was not possible now comes too late
+            # A seat whose source did not hold its prefix is now fed all of its ids.
+            seat.source, seat.wave = None, 0
         self.stats.prefilled_tokens += sum(seat.pending for seat in rows)
         logits_NV: torch.Tensor | None = None
         while rows:
@@ -208,9 +220,10 @@ class EngineWorker:
             else:
                 logits_NV[: len(rows)] = part_NV
             self._copy_prefixes(waiting)
-            # Those with more stops come first, so that these rows are consecutive too.
+            # Seats with more stops come first, so the rows that go on are consecutive.
             fed, rows = rows, [seat for seat in rows if seat.pending]
-            for seat in fed[len(rows) :]:
+            completed = fed[len(rows) :]
+            for seat in completed:
                 seat.stops = []
         assert logits_NV is not None
         return logits_NV

@@ -69,7 +69,12 @@ def deliver(outcomes: Sequence[tuple[Waiter, Any]]) -> None:
 
 @dataclass(slots=True)
 class Driver:
-    """The `Steppable` over vLLM's `LLMEngine`. Only the stepper's thread calls it."""
+    """The `Steppable` over vLLM's `LLMEngine`. Only the stepper's thread calls it.
+
+    Requests come by `add`, in vLLM or among the held ones, and leave in `step`, by `abort` or with
+    an error. An update calls `pause`, `wake` for memory that `sleep` has freed, `resume` and
+    `release_held`.
+    """
 
     llm: Any
     version: int = 0
@@ -82,7 +87,9 @@ class Driver:
     """Why no request is served: the engine is dead, or only some of its weights are new."""
     stats: VllmStats = field(default_factory=VllmStats)
     _waiting: dict[str, Waiter] = field(default_factory=dict)
+    """Callers of the requests that have not ended, by the request's id."""
     _held: list[VllmRequest] = field(default_factory=list)
+    """Requests that wait for `release_held`, and that vLLM does not know yet."""
     _asleep: list[str] = field(default_factory=list)
     """Parts of the memory that vLLM has freed, by its names, until `wake` allocates them again."""
     _closed: bool = False
@@ -131,6 +138,7 @@ class Driver:
             self._admit(request)
 
     def _admit(self, request: VllmRequest) -> None:
+        """Pass a request to vLLM, with the newest adapters. One that it refuses fails alone."""
         # The salt keeps a prefix cache entry of older weights from being used.
         prompt = {"prompt_token_ids": request.token_ids, "cache_salt": str(self.version)}
         try:
@@ -188,8 +196,8 @@ class Driver:
     def release_held(self) -> None:
         """Pass the held requests to vLLM, and hold no more back."""
         self.holding = False
-        held, self._held = self._held, []
-        for request in held:
+        requests, self._held = self._held, []
+        for request in requests:
             self._admit(request)
 
 
@@ -225,7 +233,7 @@ class Stepper(Generic[Engine]):
     """
 
     engine: Engine
-    """Use it in commands only."""
+    """Call its methods in commands only: they have to run in the stepper's thread."""
 
     def __init__(self, build: Callable[[], Engine], *, name: str) -> None:
         """Run `build` in the new thread and wait for it. Raises its errors."""
@@ -296,7 +304,7 @@ class Stepper(Generic[Engine]):
                 if self._closed and not commands:
                     return
             try:
-                while commands:  # popped one by one: after an error the remaining ones are known
+                while commands:  # popped one by one, so that after an error the others are left
                     commands.pop(0)()
                 if self._has_step():
                     self.engine.step()

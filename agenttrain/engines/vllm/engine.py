@@ -63,10 +63,10 @@ class VllmEngine:
         """Build vLLM with the weights of `folder`.
 
         `dtype` is the policy's number format, `config.dtype` the engine's. With `adapters`,
-        `update` takes adapters only, and the weights under them stay those of `folder`. An update
-        waits `drain_s` seconds for requests in flight. `tokenizer`: a folder, which requests with a
-        grammar need. `log`: the file that vLLM's log is appended to. `record_routes`: completions
-        have `routes`.
+        `update` takes adapters only, and the weights under them stay those of `folder`. `mode` is
+        what `update` does with requests in flight: with drain it waits `drain_s` seconds for them.
+        `tokenizer`: a folder, which requests with a grammar need. `log`: the file that vLLM's log
+        is appended to. `record_routes`: completions have `routes`.
 
         Raises EngineError if vLLM is not installed, or refuses the model or a setting.
         """
@@ -88,25 +88,29 @@ class VllmEngine:
 
         with settings_restored():
             self._stepper = Stepper(build, name="vllm")
+        # Read here only for facts that do not change; later calls go through the stepper's thread.
         self._driver = self._stepper.engine
         self.stats: VllmStats = self._driver.stats
         llm = self._driver.llm
         self.dtype: torch.dtype = llm.model_config.dtype
         self.quantized = config.quantization is not None
-        self._grammars = tokenizer is not None
+        self._takes_grammars = tokenizer is not None
         self._record_routes = record_routes
         self._adapters = adapters
         self.takes_adapters = adapters is not None
         self.lacks_base = False
-        """Implements `Forgetful`: `sleep` has dropped the base weights under the adapters."""
+        """Implements `Forgetful`. `sleep` sets it, as it drops the base weights under the adapters,
+        and an update that brings them resets it."""
         self.max_context: int = llm.model_config.max_model_len
         self._mode = mode
         self._drain_s = drain_s
         self._sleeps = config.sleep
         self._manifest = Manifest()
+        """Names, forms and checksums of the weights, with which each update is compared."""
         self._vocabulary: int = llm.model_config.get_vocab_size()
         self._closed = False
         self._numbers = itertools.count()
+        """Numbers of the requests."""
 
     async def generate(
         self,
@@ -132,7 +136,7 @@ class VllmEngine:
                 f"token_ids: {len(token_ids)} ids leave no room in max_context={self.max_context}. "
                 "Shorten the prompt, or raise engine.max_context."
             )
-        if sampling.grammar is not None and not self._grammars:
+        if sampling.grammar is not None and not self._takes_grammars:
             raise EngineError(
                 "sampling.grammar: this engine was built without a tokenizer, which grammars need."
             )
@@ -188,7 +192,7 @@ class VllmEngine:
     ) -> Any:
         """Return vLLM's output for a request. Cancelling it aborts the request.
 
-        With `may_hold=False` it is sent even while requests are held back.
+        With `may_hold=False` it is sent even while requests are held back, as `score` holds them.
         """
         self._check_alive()
         loop = asyncio.get_running_loop()

@@ -35,7 +35,10 @@ SPREAD = 2**40 + 15
 
 @dataclass(slots=True)
 class Manifest:
-    """Weights of the first load, by name, format and shape, with which later loads are compared."""
+    """Weights of the first load, by name, format and shape, with which later loads are compared.
+
+    `load` is called at each update, in the thread that steps vLLM.
+    """
 
     forms: dict[str, str] = field(default_factory=dict)
     """E.g. {"model.norm.weight": "torch.float32 [64]"}."""

@@ -24,7 +24,11 @@ ATTEMPTS = 8
 
 
 class BroadcastFleet(Fleet):
-    """A `Fleet` whose weights come by a broadcast."""
+    """A `Fleet` whose weights come by a broadcast.
+
+    For each version the trainer calls `assemble`, sends the weights to the servers of the returned
+    audience, and calls `settle` with the result, until one server has them. Then `verify` follows.
+    """
 
     def __init__(
         self,

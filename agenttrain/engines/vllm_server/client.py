@@ -73,10 +73,14 @@ class ServerFacts:
 
 
 class ServerClient:
-    """Calls one server. Each method raises ServerFailed if the server is at fault."""
+    """Calls one server, in one event loop. Methods raise ServerFailed if the server is at fault.
+
+    New weights come by `load`, or by `pause`, `join`, `start_update`, `update_weights` and
+    `finish_update` in this order.
+    """
 
     def __init__(self, url: str, token: str, *, timeout_s: float, keep: bool = True) -> None:
-        """With `keep`, connections are used again.
+        """With `keep`, connections are kept open and used again.
 
         Without it each call has a connection of its own: after an answer 500 vLLM closes the
         connection, on which the next call would fail.

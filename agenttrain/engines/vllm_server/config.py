@@ -80,6 +80,7 @@ class RolesConfig:
         return self
 
     def _problems(self, name: str) -> Iterator[str]:
+        """Yield the problems of a role: wrong GPUs, and settings of a role without a model."""
         role, default, key = getattr(self, name), RoleConfig(), f"roles.{name}"
         yield from gpu_problems(key, role)
         if role.model is not None:

@@ -26,7 +26,10 @@ VERIFY = "agenttrain_verify"
 
 
 class Verification(Thread):
-    """Verifies a version of the weights while the worker goes on sampling."""
+    """Verifies a version of the weights while the worker goes on sampling.
+
+    A thread of a server's worker process. `WorkerMethods` starts one for each new version.
+    """
 
     latest: Verification | None = None
     """The newest one of this worker process."""

@@ -43,7 +43,12 @@ class FleetLost(EngineDead):
 
 
 class Fleet(WatchedServers):
-    """The servers of the run in `folder`: started by its wrappers, or by somebody else."""
+    """The servers of the run in `folder`: started by its wrappers, or by somebody else.
+
+    Used in one event loop. `load` and then `verify` bring each version of the weights. From the
+    second version on, `generate` waits between the two. `release` ends a session. `joined` and
+    `changed` are called by the tasks that watch the servers.
+    """
 
     def __init__(
         self,
@@ -106,7 +111,7 @@ class Fleet(WatchedServers):
     async def _failed(self, member: Member, boot: int, error: ServerFailed) -> None:
         if self._router is None or (member.boot == boot and member.state is MemberState.live):
             await super()._failed(member, boot, error)
-        else:  # the router may not have noticed yet that a server is gone
+        else:  # give the router time to notice that one of its servers is gone
             await asyncio.sleep(self._servers.health_s)
 
     def release(self, session: str) -> None:
@@ -208,7 +213,7 @@ class Fleet(WatchedServers):
             )
 
     async def verify(self, token_ids: Sequence[int], find_problem: FindProblem) -> list[float]:
-        """Score a text on every server with the new weights, and let the good servers serve.
+        """Score the probe's ids on every server with the new weights, and let good servers serve.
 
         Bad servers are killed, and so is later any server that starts again and does not pass.
         Return the scores of a good server. If no server is good, none is killed and none serves:

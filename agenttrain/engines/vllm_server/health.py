@@ -255,7 +255,10 @@ async def watch(member: Member, fleet: Members, folder: Path, servers: StartedSe
 async def _follow(
     member: Member, record: ServerRecord, fleet: Members, *, has_wrapper: bool
 ) -> None:
-    """Bring the member's state up to date with its record: gone, died, or started again."""
+    """Bring the member's state up to date with its record: gone, died, or started again.
+
+    `has_wrapper`: the server's wrapper still runs. Without one nobody starts the server again.
+    """
     if record.condition is Condition.gone or not has_wrapper:
         if member.state is not MemberState.gone:
             member.leave(MemberState.gone, _describe_end(member, record))

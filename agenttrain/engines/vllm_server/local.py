@@ -43,11 +43,14 @@ WRAPPER = "agenttrain.engines.vllm_server.wrapper"
 """Run as a module: it imports in a third of the command line's time."""
 
 
-def weights_folder(run: Path, chosen: str | None, size: int, servers: ServersConfig) -> Path:
-    """Create a folder for weights of `size` bytes: in `chosen`, in memory, or in the run."""
+def weights_folder(run: Path, sync_folder: str | None, size: int, servers: ServersConfig) -> Path:
+    """Create a folder for weights of `size` bytes: in `sync_folder`, in memory, or in the run.
+
+    `sync_folder` is weight_sync.folder. Servers of other machines do not see this one's memory.
+    """
     is_local = not servers.outside and not servers.nodes and scratch.MEMORY.is_dir()
-    if chosen is not None:
-        parent = Path(chosen).expanduser()
+    if sync_folder is not None:
+        parent = Path(sync_folder).expanduser()
     elif is_local and shutil.disk_usage(scratch.MEMORY).free > VERSIONS * size:
         parent = scratch.MEMORY
     else:

@@ -135,8 +135,9 @@ class OnePass:
 class FanOut:
     """Presents all servers of an audience to vLLM as one `VLLMWeightSyncClient`.
 
-    vLLM calls the four synchronous methods from its threads. The calls to the servers run in the
-    event loop. Each method raises ServerFailed as soon as one server fails.
+    `NcclSender` makes one for each broadcast, and calls `pause` before it and `result` after it.
+    vLLM calls the four synchronous methods from its threads in between. The calls to the servers
+    run in the event loop. Each method raises ServerFailed as soon as one server fails.
     """
 
     def __init__(self, audience: Audience) -> None:
@@ -212,6 +213,7 @@ class FanOut:
         """
 
         async def call_one(receiver: Receiver) -> None:
+            """Call one server, and record its failure or its success."""
             try:
                 await call(receiver, self._clients[receiver])
             except ServerFailed as error:
@@ -253,8 +255,9 @@ class FanOut:
     def result(self, unfinished: set[Receiver]) -> tuple[BroadcastResult, set[Receiver]]:
         """Return the broadcast's result, and the servers to try again, which get no receipt.
 
-        A server that answered with an error is tried again, unless its last update was `unfinished`
-        too: after two failures in a row it has to be started again.
+        A paused server without the weights is tried again if it did not fail itself, or answered
+        with an error. In the latter case not if its last update was `unfinished` too: after two
+        failures in a row it has to be started again.
         """
         receipts, retried = [], set()
         for receiver in self._audience.receivers:
@@ -285,14 +288,16 @@ class FanOut:
 class NcclSender:
     """Implements `WeightSender`. A group is kept as long as the servers are the same.
 
-    The group is made and used in a helper thread, on the caller's GPU. A thread that hangs is
-    abandoned.
+    The trainer calls `pause` and then `send` at each weight sync. The group is made and used in a
+    helper thread, on the caller's GPU. A thread that hangs is abandoned.
     """
 
     def __init__(self, join: Join = join_group) -> None:
+        """`join` makes a group; tests give another one."""
         self._join = join
         self._threads = DaemonThreads()
         self._lock = Lock()
+        """Guards `_transfer`, which a thread may set while the group is given up."""
         self._transfer: Transfer | None = None
         self._members: Sequence[Receiver] = ()
         """Servers of the group."""
@@ -338,7 +343,7 @@ class NcclSender:
             if work.done() and source.error is None:
                 # Probably a server has died. A call to it then fails soon, which shows which one.
                 await asyncio.wait((failed,), timeout=GRACE_S)
-            source.given_up = True
+            source.given_up = True  # the thread of the broadcast gathers no further weights
             await self._threads.run(self._leave)
             if source.error is not None:  # `send` raises it
                 return
@@ -359,13 +364,15 @@ class NcclSender:
                 port: int = free_port.getsockname()[1]
             ranks = 1 + sum(receiver.workers for receiver in fan_out.receivers)
             transfer = self._join(address, port, ranks, fan_out, source)
-            # The join may end after the broadcast was given up: `_leave` has not seen this group.
+            # The join may end after the broadcast was given up, when `_leave` has come too early
+            # to shut this group down.
             with self._lock:
                 if not source.given_up:
                     self._transfer, self._members = transfer, fan_out.receivers
             if source.given_up:
                 transfer.shutdown()
                 raise GaveUp
+        # A group that is used again still has the client and the weights of its last broadcast.
         transfer.client, transfer.source = fan_out, source
         transfer.send_weights()
 

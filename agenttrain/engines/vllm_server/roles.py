@@ -85,7 +85,11 @@ async def await_start(folder: Path, role: str, count: int) -> None:
 
 
 class RoleServers:
-    """The servers of a role, for callers in any thread. Implements `ChatBackend`."""
+    """The servers of a role, for callers in any thread. Implements `ChatBackend`.
+
+    All requests run in the event loop of one thread, which the first request starts and `close`
+    ends. Callers block until theirs is answered.
+    """
 
     def __init__(self, run: Path, role: str, servers: StartedServers) -> None:
         self.name = f"{ROLE}{role}"

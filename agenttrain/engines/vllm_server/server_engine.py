@@ -39,14 +39,17 @@ class ServedForm:
 
 
 class ServerEngine(Generic[F]):
-    """An `Engine` over a `Fleet`, without `update`: subclasses send weights in different ways."""
+    """An `Engine` over a `Fleet`, without `update`: subclasses send weights in different ways.
+
+    Used in one event loop. `aclose` ends the servers too, by the function `end_servers`.
+    """
 
     def __init__(self, fleet: F, end_servers: Callable[[], None], form: ServedForm) -> None:
         self.fleet = fleet
         self.max_context = form.max_context
         self.dtype = form.dtype
         self.quantized = form.quantized
-        self._grammars = form.grammars
+        self._takes_grammars = form.grammars
         self._end_servers: Callable[[], None] | None = end_servers
 
     async def generate(
@@ -70,7 +73,7 @@ class ServerEngine(Generic[F]):
                 f"token_ids: {len(token_ids)} ids leave no room in max_context={self.max_context}, "
                 "or are none. Shorten the prompt, or raise engine.max_context."
             )
-        if sampling.grammar is not None and not self._grammars:
+        if sampling.grammar is not None and not self._takes_grammars:
             raise EngineError(
                 "sampling.grammar: the servers were started without a tokenizer, which grammars "
                 "need."
@@ -125,6 +128,7 @@ class VllmServerEngine(ServerEngine[Fleet]):
         form: ServedForm,
         writer: WeightWriter,
     ) -> None:
+        """`writer` writes adapters alone if it has their `alpha`. `form` is that of the model."""
         super().__init__(fleet, end_servers, form)
         self.takes_adapters = writer.alpha is not None
         self.writer = writer

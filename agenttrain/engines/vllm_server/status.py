@@ -82,9 +82,9 @@ def read_status(folder: Path, lines: int) -> dict[str, Any] | None:
     statuses: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
     for servers_folder, files in files_by_folder.items():
-        by_process = [status for file in files if (status := _read(file)) is not None]
+        by_process = [status for file in files if (status := _read_file(file)) is not None]
         statuses += by_process
-        for row in _merge(by_process):
+        for row in _merge_rows(by_process):
             log = last_lines(servers_folder, row["number"], lines) if lines else ""
             rows.append({**row, "log": log.splitlines()})
     if not statuses:
@@ -111,7 +111,7 @@ def _is_running(status: dict[str, Any]) -> bool:
     return process_exists(status["pid"], status.get("started") or 0)
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read_file(path: Path) -> dict[str, Any] | None:
     try:
         status: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -119,7 +119,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     return status
 
 
-def _merge(by_process: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _merge_rows(by_process: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a row per server: its newest state, and the counts of all processes added up."""
     rows: dict[int, dict[str, Any]] = {}
     running = [status for status in by_process if _is_running(status)]

@@ -54,6 +54,7 @@ class WatchedServers(ABC):
         sends, first_failure = 0, 0.0
         while self._may_send(sends, first_failure):
             member = await self._pick(session)
+            # The server may be started again meanwhile: a failure counts for this start alone.
             boot = member.boot
             member.sent += 1
             sends += 1

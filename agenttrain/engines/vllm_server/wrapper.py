@@ -60,7 +60,10 @@ TAKEN = "address already in use"
 
 @dataclass(slots=True)
 class Wrapper:
-    """Runs one server of the run in `folder`, and ends with the process `owner`."""
+    """Runs one server of the run in `folder`, and ends with the process `owner`.
+
+    `run` does it all. The server's state is in `_record`, which `_write` changes and stores.
+    """
 
     folder: Path
     number: int
@@ -104,7 +107,7 @@ class Wrapper:
                 has_answered = self._run_on_a_port(plan)
                 if self._is_stopping():
                     return DONE
-                # A server that did not answer would not do so the next time either.
+                # A server that never answered would not do so the next time either.
                 if not (restarts_left and has_answered):
                     break
                 self._write(condition=Condition.ended)

@@ -72,9 +72,9 @@ class ReasoningGym:
             )
         if config is not None and not isinstance(config, Mapping):
             raise ValueError(f"config={config}: must have names, e.g. {{max_terms: 4}}")
-        if other := set(TextTemplate(prompt, "prompt").fields) - {"question"}:
+        if unknown := set(TextTemplate(prompt, "prompt").fields) - {"question"}:
             raise ValueError(
-                f"prompt={prompt}: uses {', '.join(sorted(other))}; there is only question"
+                f"prompt={prompt}: uses {', '.join(sorted(unknown))}; there is only question"
             )
         if isinstance(reply_timeout_s, bool) or not reply_timeout_s > 0:
             raise ValueError(f"reply_timeout_s={reply_timeout_s}: must be a number above 0")

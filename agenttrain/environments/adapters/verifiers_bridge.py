@@ -72,7 +72,12 @@ class PolicySession(vf.HarnessSession):
 
 
 class PolicyEpisode:
-    """One rollout: the environment's side of the conversation, and the trace that is scored."""
+    """One rollout: the environment's side of the conversation, and the trace that is scored.
+
+    verifiers plays the episode in a task of its own, and calls `attach`, `ask_parent` for each turn
+    and `end_conversation`. The parent calls `begin`, then `call` or `answer` for each turn, and at
+    last `finish` or `abandon`. Each side waits for the other between its calls.
+    """
 
     def __init__(self, environment: vf.Env, seat: str, task: Any) -> None:
         """`seat` is the name of the agent that the policy plays."""
@@ -299,7 +304,11 @@ def raise_for(episode: vf.Episode) -> None:
 
 
 class BridgeServer:
-    """The loaded environment, and the episodes that run in it."""
+    """The loaded environment, and the episodes that run in it.
+
+    `serve` calls `reply` for each request of the parent, several at once in one event loop, and
+    `aclose` at the end. The first request is `load`.
+    """
 
     def __init__(self) -> None:
         self._episodes: dict[str, PolicyEpisode] = {}

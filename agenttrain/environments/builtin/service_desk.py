@@ -124,10 +124,10 @@ def customer(task: Task, spoken: Sequence[Message], seed: int) -> str | None:
     that was not asked for yet, or, when all are said, nothing more: the conversation is over.
     """
     answer = spoken[-1]["content"].casefold()
-    own_words = " ".join(m["content"] for m in spoken if m["role"] == "user")
-    unsaid = [fact for fact in task.columns["facts"] if fact["text"] not in own_words]
+    customer_text = " ".join(m["content"] for m in spoken if m["role"] == "user")
+    unsaid = [fact for fact in task.columns["facts"] if fact["text"] not in customer_text]
     words = set(re.findall(r"[\w-]+", answer))
-    asked = [fact["text"] for fact in unsaid if words & set(fact["words"])]
+    matching_texts = [fact["text"] for fact in unsaid if words & set(fact["words"])]
     if "?" in answer:
-        return " ".join(asked) or "Yes, please."
+        return " ".join(matching_texts) or "Yes, please."
     return unsaid[0]["text"] if unsaid else None

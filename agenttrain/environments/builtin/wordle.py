@@ -85,7 +85,8 @@ def marks(guess: str, word: str) -> str:
 
     A letter gets as many marks as the word has it, those in the right place first.
     """
-    unmarked = Counter(letter for letter, other in zip(word, guess, strict=True) if letter != other)
+    pairs = zip(word, guess, strict=True)
+    unmarked = Counter(letter for letter, guessed in pairs if letter != guessed)
     result = ""
     for letter, right in zip(guess, word, strict=True):
         if letter == right:

@@ -62,6 +62,9 @@ class Entry:
 class Journal:
     """Appends groups, and gives a resumed run those that it may still train on.
 
+    `resume` is called once at the start, and `read` for each file that it returned. Then `add` is
+    called for each sampled group, `prune` after steps, and `close` at the end.
+
     Files have names of this process's own: a rollout process whose trainer was killed may write a
     last group while the resumed run has begun.
     """

@@ -38,6 +38,9 @@ from agenttrain.types import Rollout, Task
 class GroupQueue:
     """Samples the groups of a `RolloutSource` in tasks of the event loop, from `begin` on.
 
+    The rollout process calls `begin` once and `take` for each step. After each weight sync it calls
+    `admit`, which starts the groups that the new version allows.
+
     The source keeps the cursor and the curriculum, which `RolloutSource.finish` moves on as in a
     synchronous run: what a step draws depends on the results of the steps whose weights it waits
     for, whatever the clock did.
@@ -60,6 +63,7 @@ class GroupQueue:
         self._max_staleness, self._steps = max_staleness, steps
         collector = source.collector
         # Each group is collected by a call of its own: what bounds and watches them is shared.
+        # `progress` would count the rollouts of one group. The queue's own counts those of a step.
         self._collector = replace(
             collector,
             progress=None,
@@ -133,6 +137,7 @@ class GroupQueue:
         await self._open.wait()
         begun = time.time()
         try:
+            # May be empty: `_check` judges the groups of a step together.
             request = replace(source.request(step, [task]), places=[place], may_be_empty=True)
             collected = await collect(self._collector, request)
         except NoRewards as error:  # other groups of the step may have some
