@@ -193,6 +193,7 @@ class Guards:
             "streak": self.streak,
             "tool_calls": calls,
             "reward_hacking": self._watch.state_dict(),
+            "held_out": self._held_out,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -201,6 +202,7 @@ class Guards:
         self._calls = {tool: Calls(*counts) for tool, counts in state["tool_calls"].items()}
         if "reward_hacking" in state:  # checkpoints of 0.1 have none
             self._watch.load_state_dict(state["reward_hacking"])
+            self._held_out = state["held_out"]
 
     def _report(
         self, name: str, key: str, problem: str | None, when: str, warn: Callable[[str], None]

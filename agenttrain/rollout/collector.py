@@ -179,9 +179,9 @@ class Collector(RolloutContext):
 
     def tools_of(self, task: Task) -> tuple[str, ...]:
         """Return the names of all tools that rollouts of this task may have."""
-        own = self.of(task)
-        methods = own.environments.toolbox_of(own.environments.kind_of(task))
-        return (*own.toolbox.names, *methods.names)
+        source = self.of(task)
+        methods = source.environments.toolbox_of(source.environments.kind_of(task))
+        return (*source.toolbox.names, *methods.names)
 
     @property
     def metric_names(self) -> MetricNames:
@@ -380,10 +380,10 @@ async def _run_all(
             try:
                 with collector.in_flight.tracked(request.rollout_id, engine) as tracked_engine:
                     attempt = collector.attempt or run_rollout
-                    own = collector.of(request.task)
-                    result = await attempt(request, replace(own, engine=tracked_engine))
+                    source = collector.of(request.task)
+                    result = await attempt(request, replace(source, engine=tracked_engine))
                 if result.length:  # an environment that could not be started has no prompt
-                    tools = RowTools(result.task, own.toolbox, own.environments)
+                    tools = RowTools(result.task, source.toolbox, source.environments)
                     schemas[result.rollout_id] = tools.schemas
                     verify(result, collector.chat, tools.schemas, collector.parsed_turns)
             except PromptTooLong:

@@ -262,6 +262,22 @@ def test_a_held_out_reward_that_falls_while_training_rises(action):
     assert len(alarm["rollouts"]) == 3 and warnings[0].startswith("guard: step-")
 
 
+def test_a_resumed_run_stops_for_the_alarm_of_its_last_evaluation():
+    the_guards, alarms, warnings = guards(action=OnTrip.stop)
+    held_out = {1: 0.8, 2: 0.9, 3: 0.8, 4: 0.2, 5: 0.2, 6: 0.1}
+    evaluated(the_guards, warnings, 0, 0.8)
+    for step, rate in {1: 0.1, 2: 0.1, 3: 0.2, 4: 0.5, 5: 0.7, 6: 0.9}.items():
+        learned = lambda answer, rng, rate=rate: by_tool(answer, rng, rate)  # noqa: E731
+        train(the_guards, warnings, [step], learned, None, ExactMatch())
+        evaluated(the_guards, warnings, step, held_out[step])
+        if alarms:
+            break
+    resumed, _, _ = guards(action=OnTrip.stop)
+    resumed.load_state_dict(json.loads(json.dumps(the_guards.state_dict())))
+    with pytest.raises(GuardTripped, match="the held-out reward"):
+        train(resumed, warnings, [step + 1], learned, None, ExactMatch())
+
+
 def test_a_held_out_reward_that_falls_with_that_of_training_is_no_alarm():
     the_guards, alarms, warnings = guards()
     for step in range(1, 7):
