@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import takewhile
 from typing import NamedTuple
 
 from agenttrain.commands.recorded import Record
 from agenttrain.tracking.rollouts import prompt_messages, tool_results
-from agenttrain.types import Message, Origin, ToolResult
+from agenttrain.types import Origin, ToolResult
 
 MAIN_AGENT = 0
 """Number of the first agent's first trajectory."""
@@ -49,10 +50,10 @@ class RecordedCalls:
         remaining = iter(tool_results(record))
         result = next(remaining, None)
         for place in self._ended_turns(MAIN_AGENT):
-            for call in self._message(place).get("tool_calls", ()):
-                # A turn in which the rollout ended has calls without a result.
-                if result is not None and result.call.id == call["id"]:
-                    self.results[self._key(place, result.call.id)] = result
+            for call_id in self._answered_calls(place):
+                # A reply without a recorded result leaves the next one to its own call.
+                if result is not None and result.call.id == call_id:
+                    self.results[self._key(place, call_id)] = result
                     result = next(remaining, None)
 
     def _agent_of(self, number: int) -> int:
@@ -78,10 +79,16 @@ class RecordedCalls:
                 yield from self._ended_turns(sub_agent)
             yield place
 
-    def _message(self, place: tuple[int, int]) -> Message:
-        """Return the message that a turn sampled."""
+    def _answered_calls(self, place: tuple[int, int]) -> list[str]:
+        """Return the ids of a turn's calls that were answered, in their order.
+
+        Malformed calls may be ignored, and a turn that ends its agent is not answered.
+        """
         number, turn = place
         trajectory = self._trajectories[number]
         added = trajectory["messages"][len(prompt_messages(trajectory)) :]
-        answers: list[Message] = [message for message in added if message["role"] == "assistant"]
-        return answers[turn] if turn < len(answers) else {}
+        answers = [i for i, message in enumerate(added) if message["role"] == "assistant"]
+        if turn >= len(answers):
+            return []
+        replies = takewhile(lambda message: message["role"] == "tool", added[answers[turn] + 1 :])
+        return [message["tool_call_id"] for message in replies]

@@ -18,6 +18,7 @@ import tracking_rollouts
 import vision_kit
 
 from agenttrain.cli import main
+from agenttrain.commands.recorded_calls import CallKey, RecordedCalls
 from agenttrain.commands.replay import RecordedEngine, RecordedToolbox
 from agenttrain.engines.base import EngineError
 from agenttrain.engines.config import Sampling
@@ -523,6 +524,23 @@ def test_calls_that_repeat_an_id_get_their_own_turns_results():
 
     asyncio.run(turn_1())
     assert answers == ["outer", "inner", "asked"]
+
+
+def test_a_call_that_was_never_answered_leaves_the_result_to_the_one_that_was():
+    """The helper's only turn calls `f:0` too, and ends by its limit of turns."""
+    rollout = Rollout(task=parts.TASK, rollout_id="r-0")
+    main_agent = rollout.trajectories[0]
+    ask = ToolCall(id="f:0", name="ask", arguments={})
+    add_turn(main_agent, ask, "asked")
+    delegation = Delegation(caller=(0, 0), call_id="f:0", schemas=(), max_turns=1, max_tokens=9)
+    helper = rollout.begin(role="helper", delegation=delegation)
+    helper.append_sampled(said(), helper.token_ids)
+    helper.messages.append(AssistantTurn(content="", reasoning=None, calls=(ask,)).message())
+    rollout.tool_results = [result(ask, "asked")]
+    recorded = RecordedCalls(json.loads(dumps(rollout_record(rollout))))
+    assert {key: answer.content for key, answer in recorded.results.items()} == {
+        CallKey(agent=0, turn=0, call_id="f:0"): "asked"
+    }
 
 
 CONTEXT = ToolContext(rollout_id="r-0", task=parts.TASK, turn=0, call_id="", tool="ask")
