@@ -180,7 +180,7 @@ def _take(
     """Remove the exchange of a call and return it, and True if it is the first that fits.
 
     Of those with the call's id, the ones with its name and arguments fit, and of these the one with
-    the text `content`, if there is one.
+    the text `content`, if there is one. None: the first one.
     """
     left = exchanges.get(call.id, [])
     same = (call.name, call.arguments)
@@ -188,7 +188,8 @@ def _take(
     fitting = fitting or left
     if not fitting:
         return Exchange(), True
-    taken = next((e for e in fitting if e.text == content), fitting[0])
+    same_text = (e for e in fitting if content is not None and e.text == content)
+    taken = next(same_text, fitting[0])
     left[:] = [e for e in left if e is not taken]
     return taken, taken is fitting[0]
 
