@@ -6,7 +6,7 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +67,11 @@ class Guards:
     """Guards that have warned and are still beyond their limit."""
     _calls: dict[str, Calls] = field(default_factory=dict)
     """Calls by tool, until there are enough of them to judge."""
-    _watch: RewardWatch = field(init=False)
+    _watches: dict[str, RewardWatch] = field(default_factory=dict)
+    """Watches by source of a mixture; other runs have one, "". Together, the sources' rewards and
+    answers would change whenever their parts of a step do."""
     _held_out: str | None = None
     """Alarm of an evaluation that stops the run after the next step."""
-
-    def __post_init__(self) -> None:
-        self._watch = RewardWatch(config=self.config.reward_hacking)
 
     def check_step(
         self,
@@ -142,17 +141,26 @@ class Guards:
         self, step: int, rollouts: Sequence[Rollout], warn: Callable[[str], None]
     ) -> None:
         """Warn of new signs of reward hacking; raise GuardTripped with action=stop."""
-        alarm = self._watch.check_step(step, rollouts)
         text, self._held_out = self._held_out, None
-        if alarm is not None:
-            text = self._record_alarm(alarm)
-            warn(f"guard: step {step}: {text}")
+        for source, rollouts_of_source in _by_source(rollouts).items():
+            alarm = self._watch_of(source).check_step(step, rollouts_of_source)
+            if alarm is not None:
+                text = self._record_alarm(source, alarm)
+                warn(f"guard: step {step}: {text}")
         if text is not None and self.config.reward_hacking.action is OnTrip.stop:
             remedy = "set guards.reward_hacking.action=warn to continue"
             raise GuardTripped(f"step {step}: {text}; {remedy}")
 
-    def _record_alarm(self, alarm: Alarm) -> str:
+    def _watch_of(self, source: str) -> RewardWatch:
+        """Return the watch of a source of a mixture, or of the run for ""."""
+        if source not in self._watches:
+            self._watches[source] = RewardWatch(config=self.config.reward_hacking)
+        return self._watches[source]
+
+    def _record_alarm(self, source: str, alarm: Alarm) -> str:
         """Record an alarm; return its text with the rollouts to look at and the command."""
+        if source:
+            alarm = replace(alarm, text=f"data.sources.{source}: {alarm.text}")
         if self.on_alarm is not None:
             self.on_alarm({"guard": "reward_hacking", **asdict(alarm)})
         ids = ", ".join(rollout_id for _, rollout_id in alarm.rollouts)
@@ -171,10 +179,13 @@ class Guards:
         """
         if self.config.reward_hacking.limit is not None:
             name = label.partition("/")[2]
-            alarm = self._watch.check_evaluation(name, rollouts)
-            if alarm is not None:
-                self._held_out = self._record_alarm(alarm)
-                warn(f"guard: {label}: {self._held_out}")
+            for source, rollouts_of_source in _by_source(rollouts).items():
+                if self._has_ended(source):
+                    continue
+                alarm = self._watch_of(source).check_evaluation(name, rollouts_of_source)
+                if alarm is not None:
+                    self._held_out = self._record_alarm(source, alarm)
+                    warn(f"guard: {label}: {self._held_out}")
         if self.config.tool_failures.limit is None:
             return
         calls_by_tool: dict[str, Calls] = {}
@@ -186,13 +197,28 @@ class Guards:
                 self._tripped.add(key)
                 warn(f"guard: {label}: {problem}")
 
+    def _has_ended(self, source: str) -> bool:
+        """Return True if the latest `window` steps had no task of a source of the mixture.
+
+        What it forgets then happens while no training reward of it rises.
+        """
+        latest_steps = {
+            name: watch.tallies[-1].step for name, watch in self._watches.items() if watch.tallies
+        }
+        window = self.config.reward_hacking.window
+        return (
+            source in latest_steps and latest_steps[source] <= max(latest_steps.values()) - window
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """Return the JSON state that later steps' guards depend on."""
         calls = {tool: [calls.count, calls.failures] for tool, calls in self._calls.items()}
         return {
             "streak": self.streak,
             "tool_calls": calls,
-            "reward_hacking": self._watch.state_dict(),
+            "reward_watches": {
+                source: watch.state_dict() for source, watch in self._watches.items()
+            },
             "held_out": self._held_out,
         }
 
@@ -200,8 +226,9 @@ class Guards:
         """Continue from `state_dict()`."""
         self.streak = state["streak"]
         self._calls = {tool: Calls(*counts) for tool, counts in state["tool_calls"].items()}
-        if "reward_hacking" in state:  # checkpoints of 0.1 have none
-            self._watch.load_state_dict(state["reward_hacking"])
+        if "reward_watches" in state:  # checkpoints of 0.1 have none
+            for source, watch_state in state["reward_watches"].items():
+                self._watch_of(source).load_state_dict(watch_state)
             self._held_out = state["held_out"]
 
     def _report(
@@ -220,6 +247,14 @@ class Guards:
         if key not in self._tripped:
             self._tripped.add(key)
             warn(f"guard: {when}: {problem}")
+
+
+def _by_source(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
+    """Return the rollouts of each source of a mixture that has any; "" is that of other runs."""
+    by_source: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        by_source.setdefault(rollout.task.source, []).append(rollout)
+    return by_source
 
 
 def _add_calls(rollouts: Sequence[Rollout], calls_by_tool: dict[str, Calls]) -> None:

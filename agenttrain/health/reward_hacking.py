@@ -117,8 +117,9 @@ class Alarm:
 class RewardWatch:
     """Looks for signs in the rollouts of each step, and compares held-out with training rewards.
 
-    `Guards` calls `check_step` after each step and `check_evaluation` after each evaluation. In a
-    step each sign is compared with its reference: the steps in which it was rarest so far.
+    `Guards` has one for each source of a mixture. It calls `check_step` after each step and
+    `check_evaluation` after each evaluation. In a step each sign is compared with its reference:
+    the steps in which it was rarest so far.
     """
 
     config: RewardHacking
@@ -131,7 +132,7 @@ class RewardWatch:
     """Best evaluation so far by name, with the training reward at its time; None: the first steps
     are not over yet."""
     raised: set[str] = field(default_factory=set)
-    """Signs that an alarm has named and that are still there: they give no further alarm."""
+    """Signs that an alarm has named and that still last: they give no further alarm."""
     _first_lengths: list[int] = field(default_factory=list)
     """Sampled tokens of each rollout so far, until `lengths` is made of them."""
 
@@ -159,8 +160,7 @@ class RewardWatch:
         new_signs = [sign for sign in rises if sign not in self.raised]
         # The largest rise first, and lengths last: they often come along with another sign.
         new_signs.sort(key=lambda sign: (sign in ("long", "short"), -rises[sign]))
-        # Those of evaluations stay until `check_evaluation` removes them.
-        self.raised = {*rises, *(sign for sign in self.raised if sign.startswith(HELD_OUT))}
+        self.raised = {*rises, *(sign for sign in self.raised if self._lasts(sign))}
         return self._alarm(step, new_signs) if new_signs else None
 
     def check_evaluation(self, name: str, rollouts: Sequence[Rollout]) -> Alarm | None:
@@ -324,6 +324,20 @@ class RewardWatch:
             return None
         has_risen = reference.reward.rises_to(_reward(since), REWARD_ERRORS)
         return rise if has_risen else None
+
+    def _lasts(self, sign: str) -> bool:
+        """Return True if a sign that has been named is still there, rewarded or not.
+
+        A share near `config.limit` would begin and end again and again, so it has to lose half.
+        """
+        if sign.startswith(HELD_OUT):  # until `check_evaluation` removes it
+            return True
+        reference = self.references.get(sign)
+        if reference is None:  # an answer of long ago
+            return False
+        assert self.config.limit is not None, "without a limit nothing is watched"
+        share = self._share(sign, self._since(reference))
+        return share.value - reference.share.value >= self.config.limit / 2
 
     def _alarm(self, step: int, signs: Sequence[str]) -> Alarm:
         """Return the alarm of a step; the text is about the first of `signs`, and names others."""

@@ -73,9 +73,9 @@ class Tracker:
         """Open the files in `run_folder` and start the trackers.
 
         `project` is the name of the experiment, `name` that of the run, `group` that of its sweep.
-        `resume_step` cuts metrics.jsonl after that step and continues it. The runs of an experiment
-        share the folder `shared` (default: the parent of the run folder). The trackers get the
-        settings `run_config`.
+        `resume_step` cuts metrics, evaluations and alarms after that step and continues them. The
+        runs of an experiment share the folder `shared` (default: the parent of the run folder). The
+        trackers get the settings `run_config`.
         """
         self._rollout_limit = rollouts_file.rollout_limit(config.rollouts)
         self._folder = run_folder
@@ -87,6 +87,7 @@ class Tracker:
         if resume_step is not None:
             cut(metrics_path, resume_step)
             cut_evaluations(evaluations_path(run_folder), resume_step)
+            cut_alarms(run_folder, resume_step)
         self._metrics = MetricsFile(metrics_path)
         self._evaluations: MetricsFile | None = None
         self._last_step = resume_step or 0
@@ -292,3 +293,21 @@ def cut_evaluations(path: Path, step: int) -> None:
         rows = read_rows(path)
         lines = [dumps(row) + "\n" for row in rows if int(row.get("step", 0)) <= step]
         write_atomically(path, "".join(lines))
+
+
+def cut_alarms(folder: Path, step: int) -> None:
+    """Remove alarms of steps after `step`, and their warnings, from summary.json, if there are any.
+
+    A resumed run does these steps again, and its guards raise these alarms again.
+    """
+    summary = read_summary(folder)
+    alarms, warnings = summary.get("alarms", []), summary.get("warnings", [])
+    removed = [alarm for alarm in alarms if alarm["step"] > step]
+    if not removed:
+        return
+    texts = [alarm["text"] for alarm in removed]
+    update_summary(
+        folder,
+        alarms=[alarm for alarm in alarms if alarm["step"] <= step] or None,
+        warnings=[w for w in warnings if not any(text in w for text in texts)] or None,
+    )

@@ -211,6 +211,83 @@ def test_a_sign_that_earns_nothing_is_no_alarm():
     assert alarms == []
 
 
+def test_a_sign_that_lasts_is_named_once_and_again_after_it_was_gone():
+    the_guards, alarms, warnings = guards()
+    cheats = {5, 6, 7, 8, 9, 10, 11, 12, 13, 17, 18, 19}
+    for step in range(1, 20):
+        cheat = (lambda *_: [END]) if step in cheats else None
+        # From step 8 to 10 the empty answers earn nothing.
+        reward = has_answer if step in (8, 9, 10) else is_part
+        train(the_guards, warnings, [step], by_text, cheat, reward)
+    first, second = (alarm["step"] for alarm in alarms if "empty" in alarm["signs"])
+    assert 5 <= first <= 7 and 17 <= second <= 19
+
+
+def of_source(source: str, rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """Return the rollouts as those of a source of a mixture."""
+    return [replace(r, task=replace(r.task, source=source)) for r in rollouts]
+
+
+def yes_or_no(rollout_id: str) -> list[str]:
+    """Say yes to nearly all easy tasks."""
+    return [hand_in("yes" if random.Random(rollout_id).random() < 0.8 else "no")]
+
+
+def says_yes(rollout: Rollout) -> float:
+    return float(rollout.tool_results[-1].call.arguments["answer"] == "yes")
+
+
+def test_a_source_that_ends_is_no_sign_in_the_others():
+    the_guards, alarms, warnings = guards()
+    for step in range(1, 9):
+        # Both policies stay what they are. After step 4 the hard tasks are over.
+        rollouts = of_source("easy", rollouts_of(step, yes_or_no, says_yes))
+        if step <= 4:
+            hard = rollouts_of(step, policy(step, by_tool, None), ExactMatch())
+            rollouts += of_source("hard", hard)
+        the_guards.check_step(step, {}, rollouts, warnings.append)
+    assert alarms == [] and warnings == []
+
+
+@pytest.mark.parametrize("cut", [1, 4, ONSET])
+def test_a_cheat_in_one_source_is_found_there_also_after_a_resume(cut: int):
+    the_guards, alarms, warnings = guards()
+    for step in range(1, ONSET + 3):
+        rollouts = of_source("sums", cheating(step, "answer:42"))
+        rollouts += of_source("other", rollouts_of(step, yes_or_no, says_yes))
+        the_guards.check_step(step, {}, rollouts, warnings.append)
+        if step == cut:
+            state = json.loads(json.dumps(the_guards.state_dict()))
+            the_guards = Guards(config=the_guards.config, on_alarm=alarms.append)
+            the_guards.load_state_dict(state)
+    signs = [sign for alarm in alarms for sign in alarm["signs"]]
+    assert signs[0] == "answer:42" and len(signs) == len(set(signs))
+    assert all(alarm["text"].startswith("data.sources.sums: ") for alarm in alarms)
+
+
+def at_rate(step: int, rate: float) -> list[Rollout]:
+    """Return rollouts that are right at a rate."""
+    honest = lambda answer, rng: by_tool(answer, rng, rate)  # noqa: E731
+    return rollouts_of(step, policy(step, honest, None), ExactMatch())
+
+
+@pytest.mark.parametrize(("ended", "named"), [(False, ["a"]), (True, [])])
+def test_a_held_out_reward_is_compared_with_the_training_of_its_source(ended, named):
+    the_guards, alarms, warnings = guards()
+    # The training reward of `a` rises, until the source ends if it does; that of `b` does not.
+    for step, rate in {1: 0.1, 2: 0.1, 3: 0.1, 4: 0.9, 5: 0.9, 6: 0.9, 7: 0.9, 8: 0.9}.items():
+        rollouts = of_source("b", at_rate(step, 0.3))
+        if step <= 5 or not ended:
+            rollouts += of_source("a", at_rate(step, rate))
+        the_guards.check_step(step, {}, rollouts, warnings.append)
+        if step in (3, 8):  # the held-out rewards of both fall
+            held_out = at_rate(100 + step, 0.9 if step == 3 else 0.1)
+            both = [*of_source("a", held_out), *of_source("b", held_out)]
+            the_guards.check_evaluation(f"step-{step}/sampled", both, warnings.append)
+    texts = [alarm["text"] for alarm in alarms if alarm["signs"] == ("held_out",)]
+    assert [text.partition(":")[0] for text in texts] == [f"data.sources.{name}" for name in named]
+
+
 def test_it_stops_the_run_only_when_asked():
     the_guards, alarms, warnings = guards(action=OnTrip.stop)
     with pytest.raises(GuardTripped, match=r"step [567]: .*guards.reward_hacking.action=warn"):

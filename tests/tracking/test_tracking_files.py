@@ -273,6 +273,27 @@ def test_resuming_continues_metrics_after_the_checkpoint(tmp_path):
     assert not (tmp_path / "rollouts").exists()
 
 
+def test_resuming_takes_back_the_alarms_of_steps_that_it_repeats(tmp_path):
+    settings = {"project": "shop", "name": "run", "total_steps": 4}
+    config = TrackerConfig(rollouts="none")
+    with Tracker(tmp_path, config, **settings) as tracker:
+        tracker.warn("of no alarm")
+        for step in (2, 3):
+            tracker.alarm({"step": step, "text": f"alarm {step}", "rollouts": []})
+            tracker.warn(f"guard: step {step}: alarm {step} (guards.reward_hacking)")
+    with Tracker(tmp_path, config, **settings, resume_step=2) as tracker:
+        summary = read_summary(tmp_path)
+        assert [alarm["step"] for alarm in summary["alarms"]] == [2]
+        assert [text.partition(" (")[0] for text in summary["warnings"]] == [
+            "of no alarm",
+            "guard: step 2: alarm 2",
+        ]
+        tracker.alarm({"step": 3, "text": "alarm 3", "rollouts": []})
+    assert [alarm["step"] for alarm in read_summary(tmp_path)["alarms"]] == [2, 3]
+    Tracker(tmp_path, config, **settings, resume_step=0).close()
+    assert "alarms" not in read_summary(tmp_path)
+
+
 @pytest.mark.parametrize("setting", ["some", "-1", "1.5", ""])
 def test_a_bad_number_of_rollouts_is_refused(setting):
     with pytest.raises(ValueError, match="expected all, none, or a whole number"):
