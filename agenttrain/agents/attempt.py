@@ -371,12 +371,11 @@ class EndpointRollout:
     ) -> Answer:
         """Sample a turn, at the end of a trajectory or of a new one, and return it as an answer."""
         async with self._transcript_lock:
-            # Nothing is awaited from here on until the engine has the request, unless it is large:
-            # then the rollout may have ended meanwhile.
             self._check_open()
             planned = await call_in_thread_if_large(question.size, self._plan, transcript, question)
-            self._check_open()
-            transcript, plan = planned.transcript, planned.plan
+            self._check_open()  # a large request was planned in a thread, and time has passed
+            # Nothing else runs between the plan and the request to the engine: no `await`.
+            plan = planned.plan
             budget = self._budget(transcript, plan, question.max_tokens)
             if planned.match.ambiguous:
                 self.counts["agent/ambiguous"] += 1

@@ -286,7 +286,8 @@ class Chat:
     ) -> None:
         """Render the messages with probe words as texts; raise ChatError if one is left out.
 
-        Places whose message was shown are kept in `_shown_places`.
+        Places whose message was shown are kept in `_shown_places`. A place is a message's role with
+        the roles before and after it (`Place`), by which templates choose what they leave out.
         """
         omitted = find_omitted(messages, lambda changed: self._render_prompt(changed, schemas))
         if len(self._shown_places) >= CACHED_SHAPES:

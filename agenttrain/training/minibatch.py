@@ -86,28 +86,29 @@ def top_entropy(
     comes first by group and sample. So they do not depend on which process holds a rollout, or on
     what is packed with it.
     """
-    # (group, sample, sequence key), which sorts alike in every process, and the entropies.
+    # The order of a sequence (group, sample, sequence key), alike in every process; its entropies.
     local: list[tuple[tuple[Any, ...], Tensor]] = [
         ((sequence.rollout.group_id, sequence.rollout.sample, sequence.key), sequence.old_entropy_S)
         for sequence in sequences
         if sequence.weight > 0 and sequence.old_entropy_S is not None
     ]
-    by_rank = world.gather([local], "the entropies of an update")
+    by_rank = world.gather([local], "the entropies of an update")  # the list of each process
     entropies = [entry for entries in by_rank for entry in entries]
-    order_of = {key: i for i, key in enumerate(sorted(key for key, _ in entropies))}
+    index_of = {order: i for i, order in enumerate(sorted(order for order, _ in entropies))}
     entropy_N = torch.cat([torch.zeros(0), *(entropy_S for _, entropy_S in entropies)])
     # Unique numbers that sort by position in the sequence first, then by sequence.
     place_N = torch.cat(
         [
             torch.zeros(0, dtype=torch.long),
-            *(torch.arange(len(e)) * len(order_of) + order_of[key] for key, e in entropies),
+            *(torch.arange(len(e)) * len(index_of) + index_of[order] for order, e in entropies),
         ]
     )
     kept_N = top_entropy_mask(entropy_N, place_N, share)
     masks = kept_N.split([len(entropy_S) for _, entropy_S in entropies])
     # This process's masks begin at `first`.
     first = sum(len(entries) for entries in by_rank[: world.rank])
-    return {key[-1]: mask_S for (key, _), mask_S in zip(local, masks[first:], strict=False)}
+    own_masks = zip(local, masks[first:], strict=False)
+    return {sequence_key: mask_S for ((*_, sequence_key), _), mask_S in own_masks}
 
 
 def loss_inputs(

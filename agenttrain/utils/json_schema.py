@@ -256,6 +256,7 @@ class SchemaResolver:
         if not isinstance(schema, Mapping):
             return schema
         if "allOf" in schema:
+            # A `$ref` without an `allOf` stays as it is: only those followed here can repeat.
             followed = list(_references_in_place(schema))
             repeated = next((reference for reference in followed if reference in within), None)
             if repeated is not None:

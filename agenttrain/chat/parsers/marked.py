@@ -216,10 +216,12 @@ class MarkedSpec(Syntax):
         limit = next_mark.start() if next_mark is not None else len(text)
         unread = text[end:limit]
         problem = None
-        if self.call_close is None:  # a good call ends with its arguments
-            lost = bool(read.calls) and _may_lack_arguments(read.calls[-1], unread)
-            position = limit if is_malformed or lost else end
-            if lost:
+        if self.call_close is None:
+            # A good call ends with its arguments. A malformed one has all text up to the next mark,
+            # and so has one whose arguments may stand in that text.
+            lacks_arguments = bool(read.calls) and _may_lack_arguments(read.calls[-1], unread)
+            position = limit if is_malformed or lacks_arguments else end
+            if lacks_arguments:
                 problem = _text_after_call(unread)
         elif next_mark is None or next_mark["_open"] is not None:  # the text ends, or a call opens
             position, problem = limit, f"the call is not closed: {self.call_close} is missing"
@@ -231,7 +233,8 @@ class MarkedSpec(Syntax):
         if is_malformed and self.separator:
             # The separator after a malformed call is not part of the call.
             region = region.rstrip(self.separator + " \t\r\n")
-        if len(read.calls) == 1 and not read.calls[0].text:  # a single call, not a list
+        # Calls of a list have texts of their own, that of a single call is the region.
+        if len(read.calls) == 1 and not read.calls[0].text:
             (call,) = read.calls
             return [replace(call, text=region, problem=problem or call.problem)], position
         return self._finish_list(read.calls, region, unread, problem), position

@@ -95,7 +95,8 @@ def read_items(
 
     An item that cannot be read has a problem. It ends before the next comma that is followed by an
     object whose first key is `key`, as in ``{"name": oops}, {"name": "g"}]``. An array that is not
-    closed ends with the text. The text after `limit` items is one more item.
+    closed ends with the text. The text after `limit` items is one more item. `read` returns a
+    `Json`, whose `cut` says that the text ended inside of the value: no item follows.
     """
     items: list[Item] = []
     at = skip_blank(text, start)

@@ -172,9 +172,11 @@ class BroadcastEngine(ServerEngine[BroadcastFleet]):
         """Broadcast the weights until a server has got them. Raises EngineError, FleetLost."""
         assert isinstance(weights, Regathered), "a failed broadcast has to begin anew"
         has_arrived = False
-        while not has_arrived:
-            await self._sender.pause(await self.assemble(version))
-            has_arrived = await self.settle(await self._sender.send(weights))
+        while not has_arrived:  # a broadcast may fail at all of its servers
+            audience = await self.assemble(version)
+            await self._sender.pause(audience)  # its servers sample nothing during the broadcast
+            result = await self._sender.send(weights)
+            has_arrived = await self.settle(result)
 
     async def assemble(self, version: int) -> Audience:
         """Implement `Broadcasts.assemble`."""
