@@ -6,7 +6,7 @@ import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from io import StringIO
 from pathlib import Path
@@ -29,7 +29,7 @@ from agenttrain.data.config import has_test_rows
 from agenttrain.engines import registry
 from agenttrain.engines.config import DEFAULT_ENGINE
 from agenttrain.settings.messages import check_values, explained, with_files
-from agenttrain.settings.mixture import with_only
+from agenttrain.settings.mixture import sections_in_mixture, with_only
 from agenttrain.settings.overrides import as_typed
 from agenttrain.settings.run_config import CHOICES, RunConfig
 from agenttrain.types import ConfigError
@@ -61,6 +61,9 @@ class Composed:
     """True if experiment=none took the place of the default, which is the bundled agent's."""
     raw: DictConfig | None = None
     """Hydra's composed settings with its section `hydra`; None except for a new run that starts."""
+    in_mixture: Mapping[str, str] = field(default_factory=dict)
+    """Sections that `data.only` took from a source, and their keys in the mixture, such as
+    ``{"data": "data.sources.shop"}``: the same settings are composed again from those."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,7 +302,8 @@ def _validate(sections: Mapping[str, Any]) -> Composed:
     """Build the settings from sections that the schema has typed; raises ConfigError."""
     config = validated(RunConfig, sections)
     if config.data.only is not None:
-        return _validate(with_only(config, sections))
+        single = _validate(with_only(config, sections))
+        return replace(single, in_mixture=sections_in_mixture(config))
     complete = plain(config)  # with the defaults of the choices
     if not has_test_rows(config.data):  # no evaluation; config.yaml still has the typed number
         config.eval.questions = 0

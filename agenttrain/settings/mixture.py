@@ -66,6 +66,16 @@ def with_only(config: RunConfig, sections: Mapping[str, Any]) -> dict[str, Any]:
     return {**sections, **plain({**changed, "data": rows})}
 
 
+def sections_in_mixture(config: RunConfig) -> dict[str, str]:
+    """Return the sections that `with_only` takes from the source, and their keys in the mixture.
+
+    Example: ``{"data": "data.sources.shop", "tools": "data.sources.shop.tools"}``.
+    """
+    place = f"{SOURCES}.{config.data.only}"
+    own = own_sections(config.data.sources[str(config.data.only)])
+    return {"data": place, **{section: f"{place}.{section}" for section in own}}
+
+
 def shares_tools(source: SourceConfig) -> bool:
     """Return True if the source has exactly the run's tools and environments."""
     return not {"tools", "stop_tools", "environment"} & {*own_sections(source)}

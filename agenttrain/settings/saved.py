@@ -332,6 +332,12 @@ def saved_settings(
                 OmegaConf.update(node, override.key_or_group, override.value(), force_add=True)
         try:
             composed = convert(node)
+            # `data.only` moves a source's sections. Signatures and typed keys know their places in
+            # the mixture, so trust is decided there.
+            unmoved = composed
+            if composed.in_mixture:
+                mixture = OmegaConf.merge(node, {"data": {"only": None}})
+                unmoved = convert(cast(DictConfig, mixture))
         except ConfigError as error:
             # Name config.yaml in the problem of a setting that was not typed.
             lines = []
@@ -349,7 +355,7 @@ def saved_settings(
             typed_paths += _value_paths(override.value(), tuple(override.key_or_group.split(".")))
     unsigned = [
         value
-        for value in untrusted_values(composed.plain, runs)
+        for value in untrusted_values(unmoved.plain, runs)
         if not _is_within(value.path, (*signed, *typed_paths))
     ]
     check_trusted(argument, unsigned, trust=trust)
@@ -403,6 +409,12 @@ def _read(
         unsigned = [value for value in resolvers(raw) if not _is_within(value.path, signed)]
         # After `own_sections`: the signature covers the names that the run wrote.
         settings = in_this_layout(raw)
+        data = settings.get("data")
+        only = data.get("only") if isinstance(data, Mapping) else None
+        if only is not None:
+            raise ValueError(
+                f"data.only={only} was written into it, where a run leaves null; type it instead"
+            )
         with explained([], dict):
             typed = OmegaConf.merge(schema(), settings)
         if trust or not unsigned:  # otherwise the `else` below
