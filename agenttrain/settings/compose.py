@@ -25,7 +25,7 @@ from hydra.core.utils import run_job
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from agenttrain.data.config import has_test_rows
+from agenttrain.data.config import LEAVE_OUT_SOURCES, SOURCES, has_test_rows
 from agenttrain.engines import registry
 from agenttrain.engines.config import DEFAULT_ENGINE
 from agenttrain.settings.messages import check_values, explained, with_files
@@ -178,6 +178,8 @@ def compose_run(overrides: Sequence[str], source: Source, *, with_hydra: bool = 
     raw = compose_raw(overrides, source, with_hydra=with_hydra)
     with explained(overrides, source.groups):
         sections = {str(key): _to_plain(raw[key]) for key in raw if key != "hydra"}
+        if _replaces_sources(overrides, sections["data"]):
+            sections["data"]["sources"] = {}
         # Hydra has merged the schema, but accepts `+algorithm.typo=1` and `~steps`: merge again.
         adds_or_deletes = any(text.startswith(("+", "~")) for text in overrides)
         try:
@@ -187,6 +189,17 @@ def compose_run(overrides: Sequence[str], source: Source, *, with_hydra: bool = 
     if sections["data"].get("only") is None:  # else the source's own sections take their place
         _check_emptied(overrides, composed)
     return replace(composed, raw=raw) if with_hydra else composed
+
+
+def _replaces_sources(overrides: Sequence[str], data: Mapping[str, Any]) -> bool:
+    """Return True if rows were typed (``data=file``) in place of an experiment's `data.sources`.
+
+    Hydra merges the body of the experiment into the typed group, so both are in `data`. A group
+    without rows of its own, such as data=mix, is for sources; data=own gets its rows by overrides.
+    """
+    groups = [text.removeprefix("data=") for text in overrides if text.startswith("data=")]
+    types_sources = any(SOURCES in text.partition("=")[0] for text in overrides)
+    return bool(groups) and not types_sources and bool(data["train"] or groups[-1] == "own")
 
 
 def compose_new(overrides: Sequence[str], source: Source, *, starts: bool) -> Composed:
@@ -274,6 +287,8 @@ def empty_mapping_problems(overrides: Sequence[str], plain: Mapping[str, Any]) -
         remedy = f"it is a section; set its keys with {key}.<key>=…"
         if key == "data.test":
             remedy = "for no evaluation set eval.questions=0"
+        elif key == SOURCES:
+            remedy = LEAVE_OUT_SOURCES
         elif key in ("tools", "reward"):
             remedy = f"to leave all of it out write {key}=[]"
         yield f"{as_typed(override.input_line)}: leaves its keys as they are; {remedy}"
