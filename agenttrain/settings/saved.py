@@ -32,7 +32,13 @@ from agenttrain.settings.pinning import adopt_pins
 from agenttrain.settings.resumable import RESUMABLE
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.trust import check_trusted, own_sections
-from agenttrain.settings.untrusted import SECTIONS, UntrustedValue, resolvers, untrusted_values
+from agenttrain.settings.untrusted import (
+    SECTIONS,
+    UntrustedValue,
+    resolvers,
+    run_place,
+    untrusted_values,
+)
 from agenttrain.training.config import Init
 from agenttrain.types import ConfigError
 from agenttrain.utils.moved import in_this_layout
@@ -357,6 +363,7 @@ def saved_settings(
         value
         for value in untrusted_values(unmoved.plain, runs)
         if not _is_within(value.path, (*signed, *typed_paths))
+        and _is_used(value.path, composed.in_mixture, runs)
     ]
     check_trusted(argument, unsigned, trust=trust)
     return composed
@@ -375,6 +382,19 @@ def _value_paths(value: Any, path: tuple[str, ...]) -> list[tuple[str, ...]]:
 def _is_within(path: tuple[str, ...], sections: Sequence[tuple[str, ...]]) -> bool:
     """Return True if `path` begins with one of the sections' paths."""
     return any(path[: len(section)] == section for section in sections)
+
+
+def _is_used(path: tuple[str, ...], in_mixture: Mapping[str, str], runs: Sequence[str]) -> bool:
+    """Return True if the sections `runs` have the value at `path` of the settings of a mixture.
+
+    `in_mixture` is that of `Composed`. With ``{"data": "data.sources.x"}`` other sources are left
+    out. Without `data.only` it is empty, and all values are used.
+    """
+    if not in_mixture:
+        return True
+    section = run_place(path)[0]
+    place = in_mixture.get(section, section)
+    return section in runs and _is_within(path, [tuple(place.split("."))])
 
 
 def _forget_servers(node: DictConfig, fresh: DictConfig) -> None:

@@ -384,12 +384,14 @@ def refusal(load: Callable[..., Composed], folder: Path, *overrides: str) -> str
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_one_source_of_a_users_own_mixture_asks_nothing(run: Path) -> None:
     save(run, *MIXTURE)
     composed = evaluate(run, "data.only=x")
     assert list(composed.config.tools) == ["mine"] and not composed.config.data.sources
 
 
+@pytest.mark.slow
 def test_a_source_of_a_stranger_is_named_where_the_file_has_it(run: Path) -> None:
     """`data.only` moves its sections to where typed and signed ones stand."""
     save(run, *MIXTURE)
@@ -401,6 +403,7 @@ def test_a_source_of_a_stranger_is_named_where_the_file_has_it(run: Path) -> Non
     assert key in refusal(resume, run)
     typed = "++data.sources.x.reward.evil._target_=mine.run"
     assert "evil" not in refusal(evaluate, run, "data.only=x", typed)  # the tool is not signed now
+    assert evaluate(run, "data.only=y").config.data.train  # nothing of x is run
     rewrite(run, data={"only": "x"})
     assert "data.only=x" in refusal(evaluate, run, "reward=[exact_match]")
     assert "data.only=x" in refusal(resume, run)
