@@ -106,6 +106,7 @@ SOURCE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 """Names of sources, which are parts of metrics and of links to checkpoints."""
 OWN_SECTIONS = ("tools", "stop_tools", "environment", "reward")
 """Sections of a run that a source may have of its own."""
+LEAVE_OUT_SOURCES = "to leave the sources out choose other rows, such as data=file data.path=…"
 OF_THE_MIXTURE = ("sources", "only")
 """Keys of `data` that a source lacks."""
 
@@ -407,6 +408,19 @@ def has_test_rows(data: DataConfig) -> bool:
     if data.sources:
         return any(map(has_test_rows, data.sources.values()))
     return data.test_fraction is not None or names_test_rows(data)
+
+
+def has_questions(data: DataConfig, questions: int) -> bool:
+    """Return True if evaluations have questions, where `eval.questions` is `questions`.
+
+    Those of one source of a mixture are enough; a source may have a number of its own.
+    """
+    if not data.sources:
+        return questions > 0 and has_test_rows(data)
+    return any(
+        has_questions(source, questions if source.eval.questions is None else source.eval.questions)
+        for source in data.sources.values()
+    )
 
 
 FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")

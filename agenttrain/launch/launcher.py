@@ -81,7 +81,7 @@ def run_workers(command: Command, composed: Composed, folder: Path, program: str
     processes, node = resolve(section), node_rank(section)
     # The workers compose the settings again. What is decided already is added: that a saved run's
     # code may run, or which revisions of the hub a new run uses.
-    decided = [TRUSTED] if command.saved is not None else pins(composed.config, command.verb)
+    decided = [TRUSTED] if command.saved is not None else pins(composed, command.verb)
     arguments = [*command.arguments, *decided]
     restarts = 0 if command.verb == "eval" else section.restarts
     received: list[signal.Signals] = []

@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Any, Protocol, Self
 
 from agenttrain.chat.encoding import ChatError
-from agenttrain.data.config import OnBadRow
+from agenttrain.data.config import SOURCES, OnBadRow
 from agenttrain.engines.base import Lockstep
 from agenttrain.environments.environments import Environments
 from agenttrain.rewards.function import RewardError
@@ -353,7 +353,8 @@ def _rollout_requests(
                     collected.bad_rows += 1
                     continue
                 where = collector.place_of(task)
-                raise ChatError(f"{where}: {error}; or data.on_bad_row=skip") from error
+                section = f"{SOURCES}.{task.source}" if task.source in collector.sources else "data"
+                raise ChatError(f"{where}: {error}; or {section}.on_bad_row=skip") from error
         requests += request.rollouts(place, task, prompt_ids)
     return requests
 

@@ -6,7 +6,7 @@ import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from io import StringIO
 from pathlib import Path
@@ -25,11 +25,11 @@ from hydra.core.utils import run_job
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from agenttrain.data.config import has_test_rows
+from agenttrain.data.config import LEAVE_OUT_SOURCES, SOURCES, has_test_rows
 from agenttrain.engines import registry
 from agenttrain.engines.config import DEFAULT_ENGINE
 from agenttrain.settings.messages import check_values, explained, with_files
-from agenttrain.settings.mixture import with_only
+from agenttrain.settings.mixture import sections_in_mixture, with_only
 from agenttrain.settings.overrides import as_typed
 from agenttrain.settings.run_config import CHOICES, RunConfig
 from agenttrain.types import ConfigError
@@ -61,6 +61,9 @@ class Composed:
     """True if experiment=none took the place of the default, which is the bundled agent's."""
     raw: DictConfig | None = None
     """Hydra's composed settings with its section `hydra`; None except for a new run that starts."""
+    in_mixture: Mapping[str, str] = field(default_factory=dict)
+    """Sections that `data.only` took from a source, and their keys in the mixture, such as
+    ``{"data": "data.sources.shop"}``: the same settings are composed again from those."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +178,8 @@ def compose_run(overrides: Sequence[str], source: Source, *, with_hydra: bool = 
     raw = compose_raw(overrides, source, with_hydra=with_hydra)
     with explained(overrides, source.groups):
         sections = {str(key): _to_plain(raw[key]) for key in raw if key != "hydra"}
+        if _replaces_sources(overrides, sections["data"]):
+            sections["data"]["sources"] = {}
         # Hydra has merged the schema, but accepts `+algorithm.typo=1` and `~steps`: merge again.
         adds_or_deletes = any(text.startswith(("+", "~")) for text in overrides)
         try:
@@ -184,6 +189,17 @@ def compose_run(overrides: Sequence[str], source: Source, *, with_hydra: bool = 
     if sections["data"].get("only") is None:  # else the source's own sections take their place
         _check_emptied(overrides, composed)
     return replace(composed, raw=raw) if with_hydra else composed
+
+
+def _replaces_sources(overrides: Sequence[str], data: Mapping[str, Any]) -> bool:
+    """Return True if rows were typed (``data=file``) in place of an experiment's `data.sources`.
+
+    Hydra merges the body of the experiment into the typed group, so both are in `data`. A group
+    without rows of its own, such as data=mix, is for sources; data=own gets its rows by overrides.
+    """
+    groups = [text.removeprefix("data=") for text in overrides if text.startswith("data=")]
+    types_sources = any(SOURCES in text.partition("=")[0] for text in overrides)
+    return bool(groups) and not types_sources and bool(data["train"] or groups[-1] == "own")
 
 
 def compose_new(overrides: Sequence[str], source: Source, *, starts: bool) -> Composed:
@@ -271,6 +287,8 @@ def empty_mapping_problems(overrides: Sequence[str], plain: Mapping[str, Any]) -
         remedy = f"it is a section; set its keys with {key}.<key>=…"
         if key == "data.test":
             remedy = "for no evaluation set eval.questions=0"
+        elif key == SOURCES:
+            remedy = LEAVE_OUT_SOURCES
         elif key in ("tools", "reward"):
             remedy = f"to leave all of it out write {key}=[]"
         yield f"{as_typed(override.input_line)}: leaves its keys as they are; {remedy}"
@@ -299,7 +317,8 @@ def _validate(sections: Mapping[str, Any]) -> Composed:
     """Build the settings from sections that the schema has typed; raises ConfigError."""
     config = validated(RunConfig, sections)
     if config.data.only is not None:
-        return _validate(with_only(config, sections))
+        single = _validate(with_only(config, sections))
+        return replace(single, in_mixture=sections_in_mixture(config))
     complete = plain(config)  # with the defaults of the choices
     if not has_test_rows(config.data):  # no evaluation; config.yaml still has the typed number
         config.eval.questions = 0

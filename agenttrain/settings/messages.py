@@ -33,6 +33,7 @@ from omegaconf.errors import (
 )
 from yaml import MarkedYAMLError
 
+from agenttrain.data.config import LEAVE_OUT_SOURCES, SOURCES
 from agenttrain.settings.overrides import as_typed, key_of
 from agenttrain.settings.run_config import RunConfig, choices
 from agenttrain.types import AgenttrainError, ConfigError
@@ -283,6 +284,8 @@ def _annotation(key: str) -> Any:
 def _expected(key: str, value: object) -> str | None:
     """Return what a key expects, e.g. "expected one of: group, leave_one_out", or None."""
     cls = _annotation(key)
+    if key == SOURCES and value is None:
+        return f"is a section; {LEAVE_OUT_SOURCES}"
     if is_dataclass(cls) or get_origin(cls) is dict or key in choices():
         return f"is a section; set its keys with {key}.<key>=…"
     optional = NoneType in get_args(cls)

@@ -11,7 +11,7 @@ from copy import copy
 from dataclasses import replace
 from typing import Any
 
-from agenttrain.algorithms.config import Rewards
+from agenttrain.algorithms.config import Advantage, Rewards, Scale
 from agenttrain.data.config import (
     OWN_SECTIONS,
     SOURCES,
@@ -19,6 +19,7 @@ from agenttrain.data.config import (
     DataConfig,
     SourceConfig,
     at_source,
+    has_questions,
     has_test_rows,
 )
 from agenttrain.rewards.config import RewardSettings
@@ -64,6 +65,16 @@ def with_only(config: RunConfig, sections: Mapping[str, Any]) -> dict[str, Any]:
     changed = {section: getattr(view, section) for section in (*OWN_SECTIONS, "eval", "checkpoint")}
     rows = {name: getattr(view.data, name) for name in field_names(DataConfig)}
     return {**sections, **plain({**changed, "data": rows})}
+
+
+def sections_in_mixture(config: RunConfig) -> dict[str, str]:
+    """Return the sections that `with_only` takes from the source, and their keys in the mixture.
+
+    Example: ``{"data": "data.sources.shop", "tools": "data.sources.shop.tools"}``.
+    """
+    place = f"{SOURCES}.{config.data.only}"
+    own = own_sections(config.data.sources[str(config.data.only)])
+    return {"data": place, **{section: f"{place}.{section}" for section in own}}
 
 
 def shares_tools(source: SourceConfig) -> bool:
@@ -112,10 +123,24 @@ def mixture_problems(config: RunConfig) -> Iterator[str]:
                 f"{key}: has no effect, every source has {section} of its own; leave it out: "
                 f"{empty}"
             )
-    if config.eval.questions and config.eval.every is not None and not has_test_rows(config.data):
-        yield f"eval.every={config.eval.every}: no source has test rows; leave it out"
+    yield from _evaluation_problems(config)
     yield from _unsupported(config)
     yield from _weight_problems(config)
+
+
+def _evaluation_problems(config: RunConfig) -> Iterator[str]:
+    """Yield settings of evaluations that no source has questions for."""
+    if has_questions(config.data, config.eval.questions):
+        return
+    every, sources = config.eval.every, config.data.sources
+    has_rows = has_test_rows(config.data)
+    why = "every source has eval.questions=0" if has_rows else "no source has test rows"
+    remedy = f"set {SOURCES}.{next(iter(sources))}.eval.questions=…, or " if has_rows else ""
+    # eval.questions=0 turns evaluations off, whatever eval.every is. It does in other runs too.
+    if config.eval.questions and every is not None:
+        yield f"eval.every={every}: {why}; {remedy}leave it out"
+    if config.checkpoint.keep_best:
+        yield f"checkpoint.keep_best=true: {why}; {remedy}leave it out"
 
 
 def _share_problems(config: RunConfig) -> Iterator[str]:
@@ -136,7 +161,18 @@ def _share_problems(config: RunConfig) -> Iterator[str]:
 
 def _unsupported(config: RunConfig) -> Iterator[str]:
     """Yield settings that know one source of rows only."""
-    agent, runtime, teacher = config.agent, config.runtime, config.algorithm.teacher
+    agent, runtime, algorithm = config.agent, config.runtime, config.algorithm
+    teacher = algorithm.teacher
+    if algorithm.advantage is Advantage.batch:
+        yield (
+            "algorithm.advantage=batch: would compare rewards of different sources; set "
+            f"algorithm.advantage=group, or leave {SOURCES} out"
+        )
+    if algorithm.scale is Scale.batch:
+        yield (
+            "algorithm.scale=batch: would divide advantages by the deviation over all sources; set "
+            f"algorithm.scale=group or none, or leave {SOURCES} out"
+        )
     if agent.outside:
         yield (
             f"agent={agent.name}: an outside agent has one set of tools and rows; leave "

@@ -178,13 +178,15 @@ def _set_revision(composed: Composed, model: HubModel, revision: str | None) -> 
         setattr(section, name, revision)
 
 
-def pins(config: RunConfig, verb: str) -> list[str]:
+def pins(composed: Composed, verb: str) -> list[str]:
     """Return the pinned revisions as overrides, for other processes that compose the same run."""
-    return [
-        f'++{model.revision_key}="{model.revision}"'
-        for model in _models_and_rows(config, verb)
-        if model.revision is not None  # None: the hub did not answer for a data set
-    ]
+    overrides = []
+    for model in _models_and_rows(composed.config, verb):
+        section, _, rest = model.revision_key.partition(".")
+        key = f"{composed.in_mixture.get(section, section)}.{rest}"
+        if model.revision is not None:  # None: the hub did not answer for a data set
+            overrides.append(f'++{key}="{model.revision}"')
+    return overrides
 
 
 def fetch(config: RunConfig, verb: str) -> None:

@@ -19,12 +19,15 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 
+from agenttrain.data.config import SOURCES
 from agenttrain.types import ConfigError
 from agenttrain.utils.locate import locate
 from agenttrain.utils.sections import shown
 
 CHOSEN = ("tools", "reward")
 """Groups whose value is a list: it replaces the options that an experiment has chosen."""
+IN_SOURCE = ("tools", "reward", "environment")
+"""Sections of a source of a mixture whose value may be a list of functions and classes."""
 FOLDERS = ("resume", "run")
 """Settings that are read from the command line as they are typed."""
 
@@ -36,7 +39,8 @@ def as_overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]
     - a function or class is a section's `_target_`, or a section that has only this; as rows
       (`data`) it replaces the experiment's;
     - a list of options, functions and classes (`tools`, `reward`, `environment`) is a section for
-      each function and class, by its name;
+      each function and class, by its name; in a source of a mixture (`data.sources.<name>`) it
+      has no names of options, and replaces the section;
     - everything else is a value.
 
     Raises ConfigError, with the key, for a value that cannot stand in config.yaml.
@@ -52,6 +56,8 @@ def as_overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]
             if key == "data" and any(map(_has_code, value.values())):
                 yield "data=own"  # without the arguments of the experiment's rows
             yield from as_overrides(value, f"{key}.")
+        elif _is_in_source(key) and isinstance(value, list | tuple):
+            yield from _of_list_in_source(key, value)
         elif isinstance(value, list | tuple) and any(map(_is_code, value)):
             yield from _of_list(key, value)
         else:
@@ -63,10 +69,40 @@ def _of_list(key: str, values: Sequence[Any]) -> Iterator[str]:
     options = [value for value in values if not _is_code(value)]
     if options or key in CHOSEN:
         yield f"{key}={_literal(options, key)}"
+    yield from _by_name(key, [value for value in values if _is_code(value)])
+
+
+def _is_in_source(key: str) -> bool:
+    """Return True for a section such as ``data.sources.shop.tools``."""
+    place, _, section = key.rpartition(".")
+    return place.rpartition(".")[0] == SOURCES and section in IN_SOURCE
+
+
+def _of_list_in_source(key: str, values: Sequence[Any]) -> Iterator[str]:
+    """Yield the overrides that make a source's section exactly these functions and classes.
+
+    Hydra merges mappings, and null has no keys to merge into. Raises ConfigError for the name of an
+    option, which Hydra puts into a source by another kind of override (``+tools@<key>``).
+    """
+    options = [value for value in values if not _is_code(value)]
+    if options:
+        section = key.rpartition(".")[2]
+        raise ConfigError(
+            f"{key}={shown(options)}: a source's list has functions and classes only; choose an "
+            f"option by the override +{section}@{key}.{options[0]}={options[0]}, and give what "
+            "stands beside it by name: {'mine': …}"
+        )
+    yield f"{key}=null"
+    if values:
+        yield from _by_name(key, values)
+    else:
+        yield f"{key}={{}}"
+
+
+def _by_name(key: str, functions: Sequence[Callable[..., Any]]) -> Iterator[str]:
+    """Yield the override of a component for each function and class; raises ConfigError."""
     names = set[str]()
-    for value in values:
-        if not _is_code(value):
-            continue
+    for value in functions:
         name = value.__name__
         if name in names:
             raise ConfigError(

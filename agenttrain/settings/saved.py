@@ -32,7 +32,13 @@ from agenttrain.settings.pinning import adopt_pins
 from agenttrain.settings.resumable import RESUMABLE
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.trust import check_trusted, own_sections
-from agenttrain.settings.untrusted import SECTIONS, UntrustedValue, resolvers, untrusted_values
+from agenttrain.settings.untrusted import (
+    SECTIONS,
+    UntrustedValue,
+    resolvers,
+    run_place,
+    untrusted_values,
+)
 from agenttrain.training.config import Init
 from agenttrain.types import ConfigError
 from agenttrain.utils.moved import in_this_layout
@@ -332,6 +338,12 @@ def saved_settings(
                 OmegaConf.update(node, override.key_or_group, override.value(), force_add=True)
         try:
             composed = convert(node)
+            # `data.only` moves a source's sections. Signatures and typed keys know their places in
+            # the mixture, so trust is decided there.
+            unmoved = composed
+            if composed.in_mixture:
+                mixture = OmegaConf.merge(node, {"data": {"only": None}})
+                unmoved = convert(cast(DictConfig, mixture))
         except ConfigError as error:
             # Name config.yaml in the problem of a setting that was not typed.
             lines = []
@@ -349,8 +361,9 @@ def saved_settings(
             typed_paths += _value_paths(override.value(), tuple(override.key_or_group.split(".")))
     unsigned = [
         value
-        for value in untrusted_values(composed.plain, runs)
+        for value in untrusted_values(unmoved.plain, runs)
         if not _is_within(value.path, (*signed, *typed_paths))
+        and _is_used(value.path, composed.in_mixture, runs)
     ]
     check_trusted(argument, unsigned, trust=trust)
     return composed
@@ -369,6 +382,19 @@ def _value_paths(value: Any, path: tuple[str, ...]) -> list[tuple[str, ...]]:
 def _is_within(path: tuple[str, ...], sections: Sequence[tuple[str, ...]]) -> bool:
     """Return True if `path` begins with one of the sections' paths."""
     return any(path[: len(section)] == section for section in sections)
+
+
+def _is_used(path: tuple[str, ...], in_mixture: Mapping[str, str], runs: Sequence[str]) -> bool:
+    """Return True if the sections `runs` have the value at `path` of the settings of a mixture.
+
+    `in_mixture` is that of `Composed`. With ``{"data": "data.sources.x"}`` other sources are left
+    out. Without `data.only` it is empty, and all values are used.
+    """
+    if not in_mixture:
+        return True
+    section = run_place(path)[0]
+    place = in_mixture.get(section, section)
+    return section in runs and _is_within(path, [tuple(place.split("."))])
 
 
 def _forget_servers(node: DictConfig, fresh: DictConfig) -> None:
@@ -403,6 +429,12 @@ def _read(
         unsigned = [value for value in resolvers(raw) if not _is_within(value.path, signed)]
         # After `own_sections`: the signature covers the names that the run wrote.
         settings = in_this_layout(raw)
+        data = settings.get("data")
+        only = data.get("only") if isinstance(data, Mapping) else None
+        if only is not None:
+            raise ValueError(
+                f"data.only={only} was written into it, where a run leaves null; type it instead"
+            )
         with explained([], dict):
             typed = OmegaConf.merge(schema(), settings)
         if trust or not unsigned:  # otherwise the `else` below

@@ -68,7 +68,7 @@ def _values_of_class(
     sections = sections_below(cls)
     for name, value in section.items():
         place = (*path, str(name))
-        key, is_section = ".".join(_run_place(place)), isinstance(value, Mapping)
+        key, is_section = ".".join(run_place(place)), isinstance(value, Mapping)
         if is_section and key == SOURCES:
             for source, own in value.items():
                 yield from _values_of_source(own, (*place, str(source)))
@@ -86,7 +86,7 @@ def _values_of_class(
             yield from _leaves(value, place)
 
 
-def _run_place(place: tuple[str, ...]) -> tuple[str, ...]:
+def run_place(place: tuple[str, ...]) -> tuple[str, ...]:
     """Return where a run of one source has what stands in a source of a mixture.
 
     Example: ("data", "sources", "shop", "tools", "sql") is ("tools", "sql") there, and ("data",
@@ -124,7 +124,7 @@ def _values_of_components(
     for name, component in section.items():
         place = (*path, str(name))
         if isinstance(component, Mapping):
-            if _run_place(place) == ("reward", REWARD):
+            if run_place(place) == ("reward", REWARD):
                 component = {"_target_": REWARD_TARGET, **component}
             yield from _values_of_component(beside, component, place)
         else:

@@ -94,10 +94,27 @@ def test_other_processes_compose_the_same_commit(hub: StubHub) -> None:
     with hydra_session(Source()):
         composed = compose_run([f"model.path={NAME}"], Source())
         pin(composed, "train")
-        assert pins(composed.config, "train") == [f'++model.revision="{commit}"']
-        again = compose_run([f"model.path={NAME}", *pins(composed.config, "train")], Source())
+        assert pins(composed, "train") == [f'++model.revision="{commit}"']
+        again = compose_run([f"model.path={NAME}", *pins(composed, "train")], Source())
     assert composed.plain["model"]["revision"] == commit
     assert again.plain == composed.plain
+
+
+def test_other_processes_compose_the_same_commits_of_the_one_source(hub: StubHub) -> None:
+    judge, policy = hub.publish("me/judge"), hub.publish(NAME)
+    words = [
+        *(f"model.path={NAME}", "data=mix", "+data@data.sources.a=shop"),
+        *("+data@data.sources.b=calculator", "data.only=a"),
+        "+reward@data.sources.a.reward.rm=reward_model",
+        "++data.sources.a.reward.rm.path=me/judge",
+    ]
+    with hydra_session(Source()):
+        composed = compose_run(words, Source())
+        pin(composed, "train")
+        again = compose_run([*words, *pins(composed, "train")], Source())
+    assert again.plain == composed.plain
+    assert again.config.reward["rm"]["revision"] == judge
+    assert again.config.model.revision == policy
 
 
 def test_rewards_and_templates_are_pinned_too(hub: StubHub) -> None:
@@ -122,7 +139,7 @@ def test_demonstrations_read_no_reward_model(hub: StubHub) -> None:
     with hydra_session(Source()):
         composed = compose_run([f"model.path={NAME}", *rewards], Source())
     pin(composed, "sft")
-    assert pins(composed.config, "sft") == [f'++model.revision="{commit}"']
+    assert pins(composed, "sft") == [f'++model.revision="{commit}"']
 
 
 @pytest.mark.slow

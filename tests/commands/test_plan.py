@@ -84,6 +84,19 @@ def test_the_parts_of_a_bfloat16_run(capsys, folder):
     assert found["tokens"]["microbatch"] == 16384
 
 
+@pytest.mark.slow
+def test_an_evaluation_of_one_source_is_counted(capsys, short):
+    """Its rollouts are longer than those of the training."""
+    mix = ("data=mix", "+data@data.sources.a=shop", "+data@data.sources.b=shop")
+    lengths = ("rollout.max_completion_tokens=1000", "eval.max_completion_tokens=9000")
+    own = "data.sources.b.eval.questions=3"
+    caches = [
+        parts(plan(capsys, short, *mix, *lengths, *questions)[1])["keys and values"]
+        for questions in (["eval.questions=0"], ["eval.questions=0", own], ["eval.questions=3"])
+    ]
+    assert caches[0] < caches[1] == caches[2]
+
+
 @pytest.mark.parametrize("family", ["gpt_oss", "mixtral", "phimoe", "qwen2_moe", "qwen3_moe"])
 def test_experts_in_float32(capsys, tmp_path: Path, family: str) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 128}

@@ -17,6 +17,7 @@ import yaml
 from code_blocks import ROOT
 
 from agenttrain import ConfigError, RunFailed, train
+from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
 from agenttrain.settings.python_values import as_overrides
 from agenttrain.utils.event_loop import without_running_loop
 
@@ -74,6 +75,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ({"data": {"train": rows}}, ["data=own", f"data.train._target_={__name__}.rows"]),
         ({"data": {"test": {"_target_": rows, "n": 3}}},
          ["data=own", f"data.test._target_={__name__}.rows", "data.test.n=3"]),
+        ({"data": {"sources": {"a": {"tools": [triple], "reward": []}}}},
+         ["data.sources.a.tools=null", f"data.sources.a.tools.triple._target_={__name__}.triple",
+          "data.sources.a.reward=null", "data.sources.a.reward={}"]),
         ({"stop_tools": ["a", "b"], "eval": {"tools": ()}}, ["stop_tools=[a,b]", "eval.tools=[]"]),
         ({"rollout": {"stop": ["a, b", "it's", "1", "true", ""]}},
          [r"rollout.stop=['a, b','it\'s','1','true','']"]),
@@ -86,6 +90,15 @@ def test_settings_are_the_overrides_that_one_would_type(settings, overrides):
     assert list(as_overrides(settings)) == overrides
 
 
+def test_a_list_replaces_the_section_of_a_source():
+    words = ["data=mix", "+data@data.sources.a=shop", "+tools@data.sources.a.tools.sql=sql"]
+    for tools, names in (([triple], ["triple"]), ([], []), ({"t": triple}, ["sql", "t"])):
+        typed = as_overrides({"data": {"sources": {"a": {"tools": tools}}}})
+        with hydra_session(Source()):
+            config = compose_run(open_keys([*words, *typed]), Source()).config
+        assert list(config.data.sources["a"].tools) == names
+
+
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
@@ -93,6 +106,8 @@ def test_settings_are_the_overrides_that_one_would_type(settings, overrides):
         ({"tools": {"three": Counter()}}, "tools.three"),
         ({"reward": {"mine": {"_target_": functools.partial(triple, 1)}}}, "reward.mine._target_"),
         ({"tools": [triple, triple]}, "tools"),
+        ({"data": {"sources": {"a": {"tools": ["sql", triple]}}}}, "data.sources.a.tools"),
+        ({"data": {"sources": {"a": {"reward": ["exact_match"]}}}}, "data.sources.a.reward"),
         ({"seed": object()}, "seed"),
     ],
 )

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from agenttrain.cli import main
+from agenttrain.commands.sweep.config import objective_problems
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.evaluation import Best, Evaluation, from_json, summarise, to_json
@@ -38,6 +39,8 @@ MIX = [
     "+reward@data.sources.sums.reward.right=exact_match",
 ]
 """Two parts of shop, one of sums; the reward of sums has another name."""
+NO_QUESTIONS = [f"data.sources.{name}.eval.questions=0" for name in ("shop", "sums")]
+BEST = "checkpoint.keep_best=true"
 TINY = ["debug=tiny", "tracker=none", "eval.group_by=null", "optimizer.schedule=constant"]
 
 
@@ -102,9 +105,13 @@ def test_each_task_has_the_tools_and_rewards_of_its_source():
         (["data.sources.sums.count=16"], "data.sources.sums.count=16"),
         (["agent=endpoint", "agent.command=[a]"], "agent=endpoint"),
         (["eval.tools=[sql]"], "eval.tools=[sql]"),
+        (["algorithm=reinforce_pp", "algorithm.scale=none"], "algorithm.advantage=batch"),
+        (["algorithm.scale=batch"], "algorithm.scale=batch"),
+        ([*NO_QUESTIONS, "eval.every=5"], "eval.every=5"),
+        ([*NO_QUESTIONS, "eval.every=5", "eval.questions=0", BEST], BEST),
         (
             [
-                *("algorithm.rewards=normalize_each", "algorithm.scale=batch"),
+                *("algorithm.rewards=normalize_each", "algorithm.scale=none"),
                 "data.sources.sums.reward.right.weight=2",
                 "+reward@data.sources.shop.reward.right=exact_match",
             ],
@@ -114,6 +121,27 @@ def test_each_task_has_the_tools_and_rewards_of_its_source():
 )
 def test_a_mistake_names_the_key_of_its_source(overrides, key):
     assert problems(*overrides).startswith(key)
+
+
+def test_the_questions_of_one_source_make_an_evaluation():
+    config = composed(*MIX, "eval.questions=0", "sweep.objective=eval/reward")
+    validate(config)
+    assert list(objective_problems("train", config)) == []  # sums has 3 questions
+    config.data.sources["sums"].eval.questions = None
+    assert len(list(objective_problems("train", config))) == 1
+
+
+ROWS = ["data=file", "data.path=tests/fixtures/none.jsonl"]
+
+
+def test_typed_rows_take_the_place_of_an_experiments_sources():
+    data = composed("experiment=shop_mix", *ROWS).data
+    assert not data.sources and data.train["path"] == "tests/fixtures/none.jsonl"
+    own = composed("experiment=shop_mix", "data=own", "data.train._target_=mine.rows").data
+    assert not own.sources and own.train == {"_target_": "mine.rows"}
+    assert list(composed("experiment=shop_mix", "data=mix").data.sources) == ["lookups", "chains"]
+    with pytest.raises(ConfigError, match=r"^data\.train="):  # sources that are typed too
+        composed("experiment=shop_mix", *ROWS, "data.sources.chains.weight=3")
 
 
 @pytest.mark.parametrize("verb", ["sft", "play", "tools"])

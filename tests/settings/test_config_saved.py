@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -369,3 +370,43 @@ def test_signatures_without_a_list_cover_what_they_did(run: Path) -> None:
     rewrite(run, servers={"args": {}}, tools={"lookup": {"_target_": "evil.lookup"}})
     with pytest.raises(ConfigError, match=r"tools\.lookup\._target_=evil\.lookup"):
         resume(run)
+
+
+MIXTURE = [
+    *("data=mix", "+data@data.sources.x=shop", "+data@data.sources.y=calculator"),
+    "data.sources.x.tools.mine._target_=mine.tool",
+]
+
+
+def refusal(load: Callable[..., Composed], folder: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(folder, *overrides)
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_the_one_source_of_a_users_own_mixture_asks_nothing(run: Path) -> None:
+    save(run, *MIXTURE)
+    composed = evaluate(run, "data.only=x")
+    assert list(composed.config.tools) == ["mine"] and not composed.config.data.sources
+
+
+@pytest.mark.slow
+def test_a_source_of_a_stranger_is_named_where_the_file_has_it(run: Path) -> None:
+    """`data.only` moves its sections to where typed and signed ones stand."""
+    save(run, *MIXTURE)
+    data = yaml.safe_load((run / "config.yaml").read_text())["data"]
+    data["sources"]["x"]["reward"] = {"evil": {"_target_": "evil_module.run"}}
+    rewrite(run, data=data)
+    key = "data.sources.x.reward.evil._target_=evil_module.run"
+    assert key in refusal(evaluate, run, "data.only=x", "reward=[exact_match]")
+    assert key in refusal(resume, run)
+    typed = "++data.sources.x.reward.evil._target_=mine.run"
+    assert "evil" not in refusal(evaluate, run, "data.only=x", typed)  # the tool is not signed now
+    assert evaluate(run, "data.only=y").config.data.train  # nothing of x is run
+    rewrite(run, data={"only": "x"})
+    assert "data.only=x" in refusal(evaluate, run, "reward=[exact_match]")
+    assert "data.only=x" in refusal(resume, run)
+    # Trust is for code: the file still is none that a run wrote.
+    with pytest.raises(ConfigError, match=r"data\.only=x"):
+        resume(run, trust=True)

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from agenttrain.algorithms.config import TeacherConfig
+from agenttrain.data.config import has_questions
 from agenttrain.engines.language_model import language_model
 from agenttrain.engines.memory import EVER, EngineLoad, EngineMemory, MemoryItem, When
 from agenttrain.engines.registry import spec_of, specs
@@ -240,7 +241,7 @@ def _count_load(
     longest = prompt_tokens + config.rollout.max_completion_tokens
     limit = config.engine.max_context or sizes.max_context or longest
     context = sampled = min(longest, limit)
-    if config.eval.questions:
+    if has_questions(config.data, config.eval.questions):
         longest_evaluated = prompt_tokens + (config.eval.max_completion_tokens or 0)
         sampled = max(context, min(longest_evaluated, limit))
     # Processes

@@ -194,7 +194,7 @@ def _plan(command: Command, slurm: Sequence[str]) -> PlannedJob:
     folder = run_folder(command.overrides, source)
     settings = [text for text in command.overrides if not text.startswith(RUN_DIR)]
     # The job loads the revisions that were checked here, whatever the hub has by then.
-    commits = pins(runs[0].config, command.verb)
+    commits = pins(runs[0], command.verb)
     # resume=auto: a job that is put back into the queue goes on in the same folder.
     resume = ["resume=auto", f"{RUN_DIR}{quote_path(folder)}"]
     arguments = [command.verb, *command.options, *settings, *commits, *resume]

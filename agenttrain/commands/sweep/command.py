@@ -81,7 +81,7 @@ def new_sweep(command: Command, runs: Sequence[Composed]) -> tuple[Path, SweepRe
     # Without resolving ${hydra.job.num}, which differs between the jobs.
     subdir = str(raw.hydra.sweep._get_node("subdir")._value())
     search, jobs = expansion.search, list[SweepJob]()
-    commits = [pins(run.config, command.verb) for run in runs]
+    commits = [pins(run, command.verb) for run in runs]
     if search is None:
         pairs = zip(expansion.runs, commits, strict=True)
         jobs = _jobs([[*words, *added] for words, added in pairs], source, subdir)

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from agenttrain.data.config import has_questions
 from agenttrain.utils.data_fields import Data
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.sections import SETTINGS, Whole
@@ -98,7 +99,7 @@ def objective_problems(verb: str, config: Any) -> Iterator[str]:
         return
     key = f"sweep.objective={name}"
     if name.startswith("eval/"):
-        if config.eval.questions == 0:
+        if not has_questions(config.data, config.eval.questions):
             yield f"{key}: eval.questions=0 evaluates nothing; raise it, or take another objective"
         elif name not in (figures := evaluation_figures(verb, config)):
             yield f"{key}: expected one of: {', '.join(figures)}{did_you_mean(name, figures)}"
