@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -296,6 +297,18 @@ def test_a_function_of_rollouts_gets_each_group_with_its_columns(function):
     assert scored(function, mixed) == [1.0, 0.0, 0.0, 2.0, None]
 
 
+@pytest.mark.parametrize(
+    "as_array", [torch.tensor, np.array, lambda values: torch.tensor(values, requires_grad=True)]
+)
+def test_a_function_of_rollouts_may_return_an_array_or_one_none(as_array):
+    def lengths(rollouts) -> Any:
+        values = [float(len(r.trajectories[0].messages[-1]["content"])) for r in rollouts]
+        return as_array(values) if len(rollouts) > 1 else None
+
+    rollouts = [*group("aa", "a"), *group("bbb", group_id="train-1-1")]
+    assert scored(lengths, rollouts) == [2.0, 1.0, None]
+
+
 def changes(rollouts):
     rollouts[1].trajectories[0].messages.clear()
     return [0.0] * len(rollouts)
@@ -310,6 +323,8 @@ def unavailable(rollouts):
     [
         (lambda rollouts: [1.0], r"it returned \[1.0\] for 2 rollouts"),
         (lambda rollouts: 1.0, "it returned 1.0 for 2 rollouts"),
+        (lambda rollouts: np.ones(3), r"it returned \[1.0, 1.0, 1.0\] for 2 rollouts"),
+        (lambda rollouts: torch.tensor(1.0), r"it returned tensor\(1.\) for 2 rollouts"),
         (lambda rollouts: [1.0, float("nan")], "a reward is a finite number"),
         (changes, r"it changed the rollout .*trajectories\[0\].messages"),
         (unavailable, "down"),
