@@ -45,7 +45,8 @@ It gets the columns that its signature names, or all of them with ``**columns``.
     def short(rollout: Rollout, limit: int) -> float:
         return float(rollout.sampled_length <= limit)
 
-If its first parameter is named `rollouts`, it gets all rollouts of a group and returns a list.
+If its first parameter is named `rollouts`, it gets all rollouts of a group and returns a list or an
+array of numbers, or None if it does not apply to the group.
 """
 
 
@@ -198,6 +199,10 @@ class FunctionScorer:
         if batch.error is not None:
             return [await self._read(batch, rollout) for rollout in rollouts]
         values = batch.value
+        if values is None and self.scores_groups:  # not applicable to the group
+            values = [None] * len(rollouts)
+        if hasattr(values, "tolist") and getattr(values, "ndim", 0) >= 1:
+            values = values.tolist()
         if not isinstance(values, Sequence) or len(values) != len(rollouts):
             called_with = "rollouts" if self.scores_groups else "completions"
             wrong = ValueError(f"it returned {values!r} for {len(rollouts)} {called_with}")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import isclass, isfunction
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -151,8 +152,11 @@ def _literal(value: object, key: str) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, int | float):
-        return repr(value)
+    # A number of numpy or of an enum has another repr than its value.
+    if isinstance(value, Integral):
+        return repr(int(value))
+    if isinstance(value, Real):
+        return repr(float(value))
     if isinstance(value, str | Path):
         return _text(str(value))
     if isinstance(value, list | tuple):

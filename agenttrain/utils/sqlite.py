@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import sqlite3
 import time
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +22,22 @@ ALLOWED_ACTIONS = frozenset(
 """Actions that a statement may take; SQLite asks the authorizer while it prepares one."""
 FORBIDDEN_FUNCTIONS = frozenset({"load_extension", "printf", "format"})
 """The last two can fill a huge width, for seconds, before they check the size limit."""
+MAX_VALUE_BYTES = 50_000
+"""Maximum length of a text or blob, those of the database included. SQLite cannot be interrupted
+within a function: `instr` and `replace` take 0.05 s for the worst texts of this length."""
+MAX_RESULT_BYTES = 20_000_000
+"""Maximum sum of the lengths of all texts and blobs in a result."""
 SIZE_LIMITS = {
-    sqlite3.SQLITE_LIMIT_LENGTH: 1_000_000,
+    sqlite3.SQLITE_LIMIT_LENGTH: MAX_VALUE_BYTES,
     sqlite3.SQLITE_LIMIT_SQL_LENGTH: 20_000,
+    sqlite3.SQLITE_LIMIT_VDBE_OP: 2_000,
     sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH: 100,
     sqlite3.SQLITE_LIMIT_ATTACHED: 0,
 }
-"""Limits of values and queries: a function that works on a huge value cannot be interrupted."""
-STEPS = 2_000
+"""Limits of values and queries. That of operations (VDBE_OP) bounds how many slow functions can
+stand in a row, because SQLite is interrupted only where its program jumps."""
+TRIM_FUNCTIONS = {"trim": str.strip, "ltrim": str.lstrip, "rtrim": str.rstrip}
+STEPS = 500
 """Steps of SQLite's virtual machine between two checks of the time."""
 
 
@@ -45,6 +57,9 @@ def restrict(connection: sqlite3.Connection) -> None:
         connection.setlimit(limit, value)
     connection.isolation_level = None  # no implicit BEGIN
     connection.text_factory = lambda data: data.decode("utf-8", "replace")
+    # SQLite's own take the product of both lengths: 20 s for two texts of 40,000 characters.
+    for name, strip in TRIM_FUNCTIONS.items():
+        connection.create_function(name, 2, partial(_trim, strip), deterministic=True)
     connection.execute("PRAGMA query_only = ON")
     connection.set_authorizer(_authorize)
 
@@ -54,19 +69,28 @@ def select(
 ) -> list[tuple[Any, ...]]:
     """Return the first rows of a query on a restricted connection: one more than `max_rows`.
 
-    Raises QueryFailed, also if it takes longer than `limit_s`.
+    Raises QueryFailed, also if it takes longer than `limit_s`, or if a value is longer than
+    MAX_VALUE_BYTES or the result than MAX_RESULT_BYTES.
     """
     deadline = time.monotonic() + limit_s
     connection.set_progress_handler(lambda: time.monotonic() > deadline, STEPS)
     try:
-        cursor = connection.execute(query)
-        rows = cursor.fetchmany(max_rows + 1)
-        cursor.close()
+        with closing(connection.execute(query)) as cursor:
+            rows, total_bytes = [], 0
+            for row in islice(cursor, max_rows + 1):
+                rows.append(row)
+                total_bytes += sum(len(value) for value in row if isinstance(value, str | bytes))
+                if total_bytes > MAX_RESULT_BYTES:
+                    raise QueryFailed(f"the result has more than {MAX_RESULT_BYTES} bytes")
+    except MemoryError as error:
+        raise QueryFailed("the query is too complex") from error
     except (sqlite3.Error, sqlite3.Warning) as error:
         problem = str(error)
         code = getattr(error, "sqlite_errorcode", None)
         if code == sqlite3.SQLITE_INTERRUPT:
             problem = f"the query took longer than {limit_s:g} s"
+        elif code == sqlite3.SQLITE_TOOBIG:
+            problem = f"a text or blob has more than {MAX_VALUE_BYTES} bytes"
         # For CREATE and table-valued pragmas the code is that of a plain error.
         elif code == sqlite3.SQLITE_AUTH or problem == "not authorized":
             problem = "only SELECT is allowed"
@@ -80,3 +104,14 @@ def _authorize(action: int, first: str | None, second: str | None, *_: str | Non
         action == sqlite3.SQLITE_FUNCTION and second in FORBIDDEN_FUNCTIONS
     )
     return sqlite3.SQLITE_OK if allowed else sqlite3.SQLITE_DENY
+
+
+def _trim(strip: Callable[[str, str], str], value: Any, characters: Any) -> str | None:
+    """Return SQLite's ``trim(value, characters)``, by Python's `strip` or a one-sided variant."""
+    if value is None or characters is None:
+        return None
+    text, removed = (
+        item.decode("utf-8", "replace") if isinstance(item, bytes) else str(item)
+        for item in (value, characters)
+    )
+    return strip(text, "".join(set(removed)))

@@ -10,8 +10,10 @@ import subprocess
 import sys
 import threading
 import time
+from enum import IntEnum
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from code_blocks import ROOT
@@ -22,6 +24,10 @@ from agenttrain.settings.python_values import as_overrides
 from agenttrain.utils.event_loop import without_running_loop
 
 SMALL = ("debug=tiny", "tracker=none", "hydra.run.dir=run")
+
+
+class Level(IntEnum):
+    high = 3
 
 
 def triple(number: int) -> int:
@@ -64,6 +70,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ({"steps": 20, "optimizer": {"lr": 1e-4, "warmup_steps": 0}},
          ["steps=20", "optimizer.lr=0.0001", "optimizer.warmup_steps=0"]),
+        ({"steps": np.int64(20), "optimizer": {"lr": np.float64(1e-4)}, "seed": Level.high},
+         ["steps=20", "optimizer.lr=0.0001", "seed=3"]),
+        ({"rollout": {"stop_ids": [np.int32(7)]}, "algorithm": {"kl": {"beta": np.float32(0.5)}}},
+         ["rollout.stop_ids=[7]", "algorithm.kl.beta=0.5"]),
         ({"model": "calculator", "engine": {"max_context": None}},
          ["model=calculator", "engine.max_context=null"]),
         ({"tools": ["sql", triple]},

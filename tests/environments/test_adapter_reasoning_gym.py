@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
-from adapter_kit import environments, run, texts
+from adapter_kit import arun, environments, run, texts
 
 from agenttrain.environments.adapters.reasoning_gym import ReasoningGym, task_process
+from agenttrain.environments.config import EnvironmentSettings
+from agenttrain.environments.environment import EnvironmentKind
+from agenttrain.environments.environments import Environments
 from agenttrain.types import StopReason
 
 PYTHON = os.environ.get("REASONING_GYM_PYTHON", "")
@@ -67,6 +72,49 @@ def test_rollouts_share_a_process_and_a_dead_one_is_replaced() -> None:
         time.sleep(0.01)
     assert task_process(PYTHON) is not process
     assert question("chain_sum", 1)
+
+
+SUMS = """
+class Sums:
+    def __init__(self, seed):
+        self.seed = seed
+
+    def __getitem__(self, index):
+        return {"question": f"{self.seed} + 1 ="}
+
+    def score_answer(self, answer, entry):
+        return float(answer == str(self.seed + 1))
+
+
+def create_dataset(name, seed, size):
+    return Sums(seed)
+"""
+
+
+def test_a_pooled_instance_goes_on_with_a_new_process(tmp_path: Path) -> None:
+    (tmp_path / "reasoning_gym.py").write_text(SUMS)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    kind = EnvironmentKind(
+        "world",
+        ReasoningGym,
+        bound={"dataset": "sums", "python": str(python)},
+        settings=EnvironmentSettings(pooled=True),
+    )
+    worlds = Environments({"world": kind})
+
+    async def rewards() -> list[float | None]:
+        first = await arun(end("<answer>4</answer>"), worlds=worlds, row={"seed": 3})
+        process = task_process(str(python))
+        process._child.kill()
+        assert len(kind.idle) == 1 and not process.alive
+        second = await arun(end("<answer>8</answer>"), worlds=worlds, row={"seed": 7})
+        await worlds.aclose()
+        task_process(str(python))._child.kill()
+        return [first.environment_reward, second.environment_reward]
+
+    assert asyncio.run(rewards()) == [1.0, 1.0]
 
 
 @needs_package

@@ -149,6 +149,41 @@ def test_a_process_that_is_killed_is_an_error_and_the_next_rollout_has_a_new_one
     assert run(end("4"), worlds=worlds, row=rows[2]).environment_reward == 1.0
 
 
+ANSWERS = """#!{python}
+import json, sys
+
+VALUES = {{
+    "load": {{"tools": [], "tasks": 1}},
+    "begin": {{"messages": [{{"role": "user", "content": "2 + 2 ="}}]}},
+    "answer": {{"messages": None}},
+    "finish": {{"reward": 0.5}},
+}}
+for line in sys.stdin:
+    request = json.loads(line)
+    print(json.dumps({{"n": request["n"], "value": VALUES.get(request["do"])}}), flush=True)
+"""
+
+
+def test_a_pooled_instance_goes_on_with_a_new_process(tmp_path: Path) -> None:
+    python = tmp_path / "python"  # answers as the bridge does
+    python.write_text(ANSWERS.format(python=sys.executable))
+    python.chmod(0o755)
+    worlds = environments(Verifiers, id="sums", python=str(python))
+    kind = worlds.kinds["world"]
+    kind.pooled = True
+
+    async def rewards() -> list[float | None]:
+        first = await arun(end("4"), worlds=worlds, row={"verifiers_task": 0})
+        process = environment_process("sums", str(python))
+        process._child.kill()
+        assert len(kind.idle) == 1 and not process.alive
+        second = await arun(end("4"), worlds=worlds, row={"verifiers_task": 0})
+        await worlds.aclose()
+        return [first.environment_reward, second.environment_reward]
+
+    assert asyncio.run(rewards()) == [0.5, 0.5]
+
+
 @needs_verifiers
 def test_a_scorer_that_hangs_is_an_error_and_its_episode_is_abandoned() -> None:
     worlds, rows = world()

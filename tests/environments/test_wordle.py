@@ -54,6 +54,31 @@ def test_a_game_that_is_lost_earns_the_places_that_were_guessed() -> None:
     assert done.environment_reward == pytest.approx(0.15)  # n, o, a
 
 
+@pytest.mark.parametrize(
+    ("guesses", "second", "last"),
+    [
+        (8, 0.9, 0.3),  # 1 - 7 * 0.1
+        (9, 0.9125, 0.3),  # steps of 0.7 / 8
+        (10, 1 - 0.7 / 9, 0.3),
+    ],
+)
+def test_the_last_guess_earns_more_than_any_lost_game(
+    guesses: int, second: float, last: float
+) -> None:
+    def reward(*words: str, word: str) -> float:
+        game = Wordle(guesses=guesses)
+        game.reset({"word": word})
+        for guess_word in words:
+            game.guess(guess_word)
+        return game.reward(None)  # type: ignore[arg-type]
+
+    assert reward("apple", "ocean", word="ocean") == pytest.approx(second)
+    assert reward(*["apple"] * (guesses - 1), "ocean", word="ocean") == pytest.approx(last)
+    # Each letter of light is in its place in one of these.
+    lost = ("limit", "right")
+    assert reward(*lost, *["apple"] * (guesses - 2), word="light") == pytest.approx(0.25)
+
+
 def test_a_guess_that_is_no_word_costs_a_turn_and_no_guess() -> None:
     worlds = environments(Wordle, guesses=1)
     done = run(guess("xyzzy"), guess("ocean"), worlds=worlds, row={"word": "ocean"})

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -20,7 +21,14 @@ from reward_cases import called, made
 
 from agenttrain.algorithms.advantages import advantages
 from agenttrain.algorithms.config import Advantage, Scale
-from agenttrain.rewards.builtin.ranking import Ranking, cut_middle, fair_limit, tokens_of
+from agenttrain.rewards.builtin.ranking import (
+    Ranking,
+    cut_middle,
+    fair_limit,
+    read_ranking,
+    read_scores,
+    tokens_of,
+)
 from agenttrain.rewards.function import RewardError, RewardUnavailable
 from agenttrain.rewards.rubric import Rubric, build_rubric
 from agenttrain.types import Rollout
@@ -154,6 +162,11 @@ def test_a_group_of_one_does_not_apply(server):
         "Ranking: 1 > 2 > 3 > 4",
         "Ranking: 1 > 2 > 2",
         "Ranking: 1 2 3",
+        "Ranking: 3 > 2 > 1 4",
+        "Ranking: 3 > 2 > 1.5",
+        "Ranking: 3 > 2 > 1 >",
+        "Ranking: [3][2][1]",
+        f"Ranking: 3 > 2 > {'1' * 5_000}",
         "Ranking: the first",
         "I cannot say.",
         "",
@@ -169,7 +182,52 @@ def test_a_reply_without_all_rollouts_is_asked_for_again_in_another_order(server
         scored(ranking(server), group("a 1", "b 2", "c 3"))
 
 
-@pytest.mark.parametrize("reply", ["Scores: 1=7", "Scores: 1=7, 2=11", "Scores: 1=1, 1=2, 2=3"])
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "Ranking: 2 > 1 = 3",
+        "ranking:2>1=3.",
+        "Ranking:\n2 > 1 = 3",
+        "**Ranking:**\n\n**2 > 1 = 3**",
+        "Ranking: 2 > 1 = 3. Answer 2 is best, and 1 and 3 are 50% worse.",
+        "Ranking: [2] > [1] = [3]",
+        "Ranking: (2) > (1) = (3)",
+        "Ranking: $2 > 1 = 3$",
+        "Ranking: $\\boxed{2 > 1 = 3}$",
+        "Ranking: Answer 2 > answer #1 = Answer 3",
+        "Ranking (best to worst): 2 > 1 = 3\nAnswer 2 has all of it.",
+        "Ranking: 1 > 2 > 3? No.\nFinal ranking of the answers: 2 > 1 = 3",
+    ],
+)
+def test_common_forms_of_a_ranking_are_read(reply):
+    assert read_ranking(reply) == {2: 0.0, 1: -1.0, 3: -1.0}
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "Scores: 1=7, 2=9.5",
+        "**Scores:**\n1: 7\n2: 9.5",
+        "Scores: [1]=7; [2]=9.5. Answer 2 is best.",
+        "Scores: 1=7, 2=9.5\nAnswer 2 is best.",
+        "Scores from 0 to 10:\nScores: Answer 1 = 7, Answer 2 = 9.5",
+    ],
+)
+def test_common_forms_of_scores_are_read(reply):
+    assert read_scores(reply) == {1: 7.0, 2: 9.5}
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "Scores: 1=7",
+        "Scores: 1=7, 2=11",
+        "Scores: 1=1, 1=2, 2=3",
+        "Scores: 1=7, 2=8/10",
+        f"Scores: 1=7, {'2' * 5_000}=7",
+        f"Scores: 1=7, 2={'2' * 5_000}",
+    ],
+)
 def test_scores_that_lack_a_rollout_or_leave_the_range(server, reply):
     server.replies = [says(reply)]
     with pytest.raises(RewardError, match=r"\(after 2 tries\)"):
@@ -296,6 +354,18 @@ def test_a_function_of_rollouts_gets_each_group_with_its_columns(function):
     assert scored(function, mixed) == [1.0, 0.0, 0.0, 2.0, None]
 
 
+@pytest.mark.parametrize(
+    "as_array", [torch.tensor, np.array, lambda values: torch.tensor(values, requires_grad=True)]
+)
+def test_a_function_of_rollouts_may_return_an_array_or_one_none(as_array):
+    def lengths(rollouts) -> Any:
+        values = [float(len(r.trajectories[0].messages[-1]["content"])) for r in rollouts]
+        return as_array(values) if len(rollouts) > 1 else None
+
+    rollouts = [*group("aa", "a"), *group("bbb", group_id="train-1-1")]
+    assert scored(lengths, rollouts) == [2.0, 1.0, None]
+
+
 def changes(rollouts):
     rollouts[1].trajectories[0].messages.clear()
     return [0.0] * len(rollouts)
@@ -310,6 +380,8 @@ def unavailable(rollouts):
     [
         (lambda rollouts: [1.0], r"it returned \[1.0\] for 2 rollouts"),
         (lambda rollouts: 1.0, "it returned 1.0 for 2 rollouts"),
+        (lambda rollouts: np.ones(3), r"it returned \[1.0, 1.0, 1.0\] for 2 rollouts"),
+        (lambda rollouts: torch.tensor(1.0), r"it returned tensor\(1.\) for 2 rollouts"),
         (lambda rollouts: [1.0, float("nan")], "a reward is a finite number"),
         (changes, r"it changed the rollout .*trajectories\[0\].messages"),
         (unavailable, "down"),

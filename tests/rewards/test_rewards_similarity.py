@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 from reward_cases import called, made, reward
 
-from agenttrain.rewards.builtin.similarity import Similarity, TurnSimilarity
+from agenttrain.rewards.builtin.similarity import Similarity, TurnSimilarity, similarity
 from agenttrain.rewards.function import RewardError
 from agenttrain.types import Rollout
 
@@ -36,6 +37,20 @@ def test_an_answer_without_tags_and_one_that_was_handed_in() -> None:
     handed_in = made("", called("done", answer="abcf"), answer="abcd")
     assert reward(Similarity(tool="done"), handed_in) == 0.75
     assert reward(Similarity(tool="done"), made("abcd", answer="abcd")) == 0.0
+
+
+def test_a_long_answer_is_compared_by_its_beginning_and_counted_whole() -> None:
+    assert reward(Similarity(), made("xxab", answer="ab")) == pytest.approx(4 / 6)
+    assert reward(Similarity(), made("abxxxxxx", answer="ab")) == 0.4  # 2 * 2 / (8 + 2)
+    # Of three lengths, "xxxxxa", one letter matches: 2 * 1 / (7 + 2).
+    assert reward(Similarity(), made("xxxxxab", answer="ab")) == pytest.approx(2 / 9)
+
+
+def test_an_answer_that_never_ends_takes_no_longer_than_a_long_one() -> None:
+    started = time.thread_time()
+    # 3 times 100 characters are compared of 60,000, whose comparison takes seconds.
+    assert similarity("e " * 30_000, "e x " * 25) < 0.01
+    assert time.thread_time() - started < 0.5
 
 
 def spoken(*answers: str, **columns: Any) -> Rollout:

@@ -38,6 +38,28 @@ def score(query: str, expected: str, **settings: Any) -> float | None:
         # Any order of rows, unless the row's query sorts.
         ("SELECT name FROM things ORDER BY name", "SELECT name FROM things", 1),
         ("SELECT name FROM things", "SELECT name FROM things\nORDER  BY name", 0),
+        # A subquery, a window, a text and a comment that sort leave the order of rows open.
+        (
+            "SELECT name FROM things ORDER BY name",
+            "SELECT name FROM (SELECT (name) AS name FROM things ORDER BY price)",
+            1,
+        ),
+        (
+            "SELECT name, 1 FROM things ORDER BY name",
+            "SELECT name, count(*) OVER (PARTITION BY name ORDER BY price) FROM things "
+            "ORDER BY name DESC",
+            0,
+        ),
+        (
+            "SELECT name, 1 FROM things ORDER BY name DESC",
+            "SELECT name, count(*) OVER (PARTITION BY name ORDER BY price) FROM things",
+            1,
+        ),
+        (
+            "SELECT name, 'it''s (order by' FROM things ORDER BY name DESC",
+            "SELECT name, 'it''s (order by' FROM things -- order by",
+            1,
+        ),
         # Each row as often as it occurs.
         ("SELECT DISTINCT price FROM things", "SELECT price FROM things", 0),
         ("SELECT price FROM things WHERE price = 7", "SELECT 7 UNION ALL SELECT 7", 1),
@@ -57,6 +79,15 @@ def test_results_are_compared(query: str, expected: str, value: float) -> None:
 def test_no_answer_and_a_query_without_end_earn_nothing() -> None:
     assert reward(SqlResult(connect=things), made("SELECT 1", query="SELECT 1")) == 0.0
     assert score(ENDLESS, "SELECT 1", query_timeout_s=0.05) == 0.0
+
+
+def test_huge_values_earn_nothing() -> None:
+    endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)"
+    for query in (
+        f"{endless} SELECT zeroblob(50000) FROM n",
+        "SELECT zeroblob(1000000)",
+    ):
+        assert score(query, "SELECT 1") == 0.0
 
 
 def test_a_wrong_query_of_the_row_stops_the_run() -> None:

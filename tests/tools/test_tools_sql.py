@@ -3,6 +3,7 @@
 import asyncio
 import sqlite3
 import threading
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -75,7 +76,8 @@ def test_rows_beyond_the_limit_are_noted(database):
         ("ATTACH DATABASE '/tmp/stolen.db' AS other", "only SELECT is allowed"),
         ("VACUUM INTO '/tmp/stolen.db'", "only SELECT is allowed"),
         ("SELECT printf('%.*c', 900000000, 'x')", "not authorized to use function: printf"),
-        ("SELECT zeroblob(900000000)", "string or blob too big"),
+        ("SELECT zeroblob(900000000)", "a text or blob has more than 50000 bytes"),
+        (f"SELECT {', '.join(['random()'] * 1500)}", "the query is too complex"),
     ],
 )  # fmt: skip
 def test_what_no_query_can_do(database, query, message):
@@ -105,6 +107,52 @@ def test_an_endless_query_is_interrupted(database):
     with pytest.raises(ToolFailure, match=r"^the query took longer than 0\.05 s$"):
         sql(ENDLESS, context())
     assert sql("SELECT 1", context()) == "1"
+
+
+A_20_000 = "replace(hex(zeroblob(10000)), '0', 'a')"
+B_20_000_THEN_A = "replace(hex(zeroblob(10000)), '0', 'b') || 'a'"
+
+
+@pytest.mark.parametrize("trim", ["trim", "ltrim", "rtrim"])
+def test_a_slow_function_is_not_slow(database, trim):
+    query = f"SELECT length({trim}({A_20_000}, {B_20_000_THEN_A}))"
+    # 400 million comparisons within one step of SQLite, which looks at the time between steps
+    started = time.thread_time()
+    assert Sql(database=database)(query, context()) == "0"
+    assert time.thread_time() - started < 0.5
+
+
+def test_trim_is_that_of_sqlite(database):
+    arguments = ("'xyaxy', 'yx'", "' a ', ' '", "12.5, 1", "'aba', ''", "'a', NULL", "NULL, 'a'")
+    query = (
+        f"SELECT {', '.join(f'{f}({a})' for a in arguments for f in ('trim', 'ltrim', 'rtrim'))}"
+    )
+    with closing(sqlite3.connect(":memory:")) as connection:
+        row = connection.execute(query).fetchone()
+    expected = ", ".join("NULL" if value is None else value for value in row)
+    assert Sql(database=database)(query, context()) == expected
+
+
+def test_a_result_is_read_only_up_to_its_limit(database):
+    endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)"
+    with pytest.raises(ToolFailure, match=r"^the result has more than 20000000 bytes$"):
+        Sql(database=database, max_rows=10_000)(
+            f"{endless} SELECT zeroblob(50000) FROM n", context()
+        )
+
+
+def test_a_long_text_of_the_database_is_an_error_that_says_so(tmp_path):
+    path = tmp_path / "long.db"
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("CREATE TABLE t (id, a)")
+        connection.executemany(
+            "INSERT INTO t VALUES (?, ?)", [(1, "é" * 24_990), (2, "é" * 30_000)]
+        )
+    sql = Sql(database=str(path))
+    assert sql("SELECT a FROM t WHERE id = 1", context()) == "é" * 24_990
+    with pytest.raises(ToolFailure, match=r"^a text or blob has more than 50000 bytes$"):
+        sql("SELECT a FROM t", context())
+    assert sql("SELECT id FROM t", context()) == "1; 2"
 
 
 def test_a_row_has_its_own_database():

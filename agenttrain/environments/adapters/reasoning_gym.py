@@ -46,7 +46,7 @@ class ReasoningGym:
         prompt: Data[str] = PROMPT,
         reply_timeout_s: Data[float] = 60.0,
     ) -> None:
-        self._process = task_process(python)
+        self._python = python
         self._task: dict[str, Any] = {"dataset": dataset, "config": dict(config or {})}
         self._prompt = TextTemplate(prompt, "prompt")
         self._reply_timeout_s = reply_timeout_s
@@ -110,7 +110,12 @@ class ReasoningGym:
             raise ToolUnavailable(f"reasoning_gym: scoring failed: {error}") from error
 
     def _ask(self, **answer: str) -> Mapping[str, Any]:
-        return self._process.ask({**self._task, **answer}, self._reply_timeout_s)
+        """Return the reply to a request about the task.
+
+        A pooled instance may outlive a process, so each request takes the one in use.
+        """
+        process = task_process(self._python)
+        return process.ask({**self._task, **answer}, self._reply_timeout_s)
 
 
 class TaskProcess:

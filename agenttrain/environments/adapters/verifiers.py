@@ -56,7 +56,9 @@ class Verifiers:
         limit: Data[int] = MAX_TASKS,
         start_timeout_s: Data[float] = 300.0,
     ) -> None:
-        self._process = environment_process(id, python, args, limit, start_timeout_s)
+        self._environment = (id, python, args, limit, start_timeout_s)
+        """Arguments of its process, which `environment_process` returns."""
+        self._process = environment_process(*self._environment)
         self._name = uuid.uuid4().hex
         """Name of the episode in requests."""
         self._begun = False
@@ -100,6 +102,8 @@ class Verifiers:
         """Begin the row's task, and return its prompt."""
         if COLUMN not in row:
             raise ValueError(f"the row has no column {COLUMN!r}; use data=verifiers")
+        # A pooled instance may outlive a process.
+        self._process = environment_process(*self._environment)
         self._begun, self.done = True, False
         return list(self._ask("begin", task=row[COLUMN])["messages"])
 

@@ -14,14 +14,19 @@ RULES = """\
 Find the secret word of five letters in {guesses} guesses. Call guess with a common English word.
 It is answered with a mark for each letter: G, it is right; Y, it belongs to another place; -, it \
 does not occur (again)."""
+LAST_GUESS = 0.3
+"""Least reward of a word that was found: more than for all letters of one that was not."""
+LETTER_IN_PLACE = 0.05
+"""Reward of each place whose letter was guessed in a word that was not found."""
 
 
 class Wordle:
     """One game. The row's column `word` is the word to find.
 
     A guess that is no word of the list (`agenttrain/data/words`) is an error, which uses up a turn
-    and no guess. The reward is 1 for the first guess, 0.1 less for each later one, and for a word
-    that was not found 0.05 for each place whose letter was guessed.
+    and no guess. The reward is 1 for the first guess and 0.1 less for each later one. With more
+    than 8 guesses it falls by so much less that the last one earns LAST_GUESS. A word that was not
+    found earns LETTER_IN_PLACE for each place whose letter was guessed.
     """
 
     def __init__(self, *, guesses: Data[int] = 6) -> None:
@@ -70,14 +75,16 @@ class Wordle:
     def reward(self, rollout: Rollout) -> float:
         """Return the game's reward."""
         if self._word in self._past_guesses:
-            return 1.0 - 0.1 * (len(self._past_guesses) - 1)
+            later_guesses = max(self._guesses - 1, 1)
+            step = min(0.1, (1.0 - LAST_GUESS) / later_guesses)
+            return 1.0 - step * (len(self._past_guesses) - 1)
         places = {
             place
             for guess in self._past_guesses
             for place in range(5)
             if guess[place] == self._word[place]
         }
-        return 0.05 * len(places)
+        return LETTER_IN_PLACE * len(places)
 
 
 def marks(guess: str, word: str) -> str:

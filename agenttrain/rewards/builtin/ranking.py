@@ -31,6 +31,17 @@ LEAST_TOKENS = 16
 FRAME_TOKENS = 28
 """Tokens of the tags around a rollout, and of the mark where text was left out."""
 
+# Not \d+: Python refuses to read a number of more than 4,300 digits. A text may follow, but none
+# that shows that the ranking or the scores were read only in part.
+RANKING = re.compile(
+    r"\s*(?P<ranking>\d{1,4}(?:\s*[>=]\s*\d{1,4})*)(?!\.?\d|[^\S\n]*\d|\s*[>=])", re.ASCII
+)
+SCORE = r"\d{1,4}\s*[=:]\s*-?\d{1,20}(?:\.\d{1,20})?"
+SCORES = re.compile(
+    rf"\s*(?P<scores>{SCORE}(?:[^\S\n]*[,;\n]\s*{SCORE})*)(?!\.?\d|[^\S\n]*\d|\s*[=:/])", re.ASCII
+)
+DECORATION = re.compile(r"(?i)\banswers?\b|\\boxed|[*_`#$\[\](){}\"']")
+
 
 class ReplyForm(StrEnum):
     """Form of the judge's reply."""
@@ -243,11 +254,11 @@ def read_ranking(reply: str) -> dict[int, float]:
 
     Example: "Ranking: 2 > 1 = 3" -> {2: 0, 1: -1, 3: -1}
     """
-    text = _last_line(reply, "ranking")
-    if not re.fullmatch(r"\d+([>=]\d+)*", text):
+    match = RANKING.match(_text_after(reply, "ranking"))
+    if match is None:
         raise Transient("no ranking")
     values: dict[int, float] = {}
-    for place, tied in enumerate(text.split(">")):
+    for place, tied in enumerate(match["ranking"].split(">")):
         for number in map(int, tied.split("=")):
             if number in values:
                 raise Transient(f"a ranking with {number} twice")
@@ -257,28 +268,26 @@ def read_ranking(reply: str) -> dict[int, float]:
 
 def read_scores(reply: str) -> dict[int, float]:
     """Return number -> score; raise Transient. Example: "Scores: 1=7, 2=9.5" -> {1: 7, 2: 9.5}."""
-    text = _last_line(reply, "scores")
-    score = r"\d+[=:]-?\d+(?:\.\d+)?"
-    if not re.fullmatch(rf"{score}([,;]{score})*", text):
+    match = SCORES.match(_text_after(reply, "scores"))
+    if match is None:
         raise Transient("no scores")
     values: dict[int, float] = {}
-    for entry in re.split("[,;]", text):
+    for entry in re.split(r"[,;\n]", match["scores"]):
         number, value = re.split("[=:]", entry)
         if int(number) in values:
-            raise Transient(f"scores with {number} twice")
+            raise Transient(f"scores with {number.strip()} twice")
         values[int(number)] = float(value)
     return values
 
 
-def _last_line(reply: str, title: str) -> str:
-    """Return the text after the last ``<title>:`` without blanks, Markdown and the word "answer".
+def _text_after(reply: str, title: str) -> str:
+    """Return the text after the last ``<title>:``, or "" if there is none.
 
-    A blank is no separator: for ``1 2``, which must not become 12, "" is returned.
+    Each mark around a number and each word "answer" is a blank: of ``Ranking: **Answer [2]** > 1``
+    it returns the same as of ``Ranking: 2 > 1``, but for blanks.
     """
-    lines = re.findall(rf"(?im){title}\W*?:(.*)$", reply)
-    if not lines or re.search(r"\d\s+\d", lines[-1]):
-        return ""
-    return re.sub(r"(?i)answer|[*`#\s]", "", lines[-1]).removesuffix(".")
+    *_, last = ["", *re.split(rf"(?i){title}[^:\n\d]{{0,60}}:", reply)[1:]]
+    return DECORATION.sub(" ", last)
 
 
 def tokens_of(text: str) -> int:

@@ -14,6 +14,10 @@ from agenttrain.rewards.builtin.answers import AnswerReward, as_text, assistant_
 from agenttrain.types import Rollout
 from agenttrain.utils.data_fields import Data
 
+LONGEST = 3
+"""Lengths of the expected text that are compared of an answer. A comparison takes the product of
+both lengths, or more, and the similarity of a longer answer is below 0.5 anyway."""
+
 
 class Similarity(AnswerReward):
     """Similarity of the answer and a column, from 0 to 1, raised to `power`.
@@ -98,12 +102,15 @@ def similarity(text: str, expected: str) -> float:
     """Return 2 M / T: M characters in matching blocks, of T characters in both texts.
 
     Example: ``similarity("abcf", "abcd") == 0.75``. An empty text has a similarity of 0 to all
-    others.
+    others. Of a text longer than LONGEST times the expected one only the beginning can match.
     """
     if not text or not expected:
         return float(text == expected)
+    beginning = text[: LONGEST * len(expected)]
     # Without autojunk, so that in texts of 200 characters and more frequent letters count too.
-    return SequenceMatcher(None, text, expected, autojunk=False).ratio()
+    matcher = SequenceMatcher(None, beginning, expected, autojunk=False)
+    matching = sum(block.size for block in matcher.get_matching_blocks())
+    return 2 * matching / (len(text) + len(expected))
 
 
 def texts_in_tags(text: str, tag: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -15,17 +16,21 @@ from agenttrain.utils.locate import locate
 from agenttrain.utils.sqlite import QueryFailed, restrict, select
 
 Rows = list[tuple[Any, ...]]
+QUOTED_OR_COMMENT = re.compile(
+    r"""'[^']*' | "[^"]*" | `[^`]*` | \[[^]]*\] | --[^\n]* | /\*.*?\*/""", re.VERBOSE | re.DOTALL
+)
+INNERMOST_PARENTHESES = re.compile(r"\([^()]*\)")
 
 
 class SqlResult(AnswerReward):
     """1 if the handed-in query and the row's have equal results, else 0.
 
     Rows are compared with their columns in order, in any order of rows unless the row's own query
-    sorts them (ORDER BY), and each as often as it occurs. Both run on a connection that can only
-    read, which `connect` opens for the row's columns, within `query_timeout_s` and `max_rows`. A
-    query of the model that fails earns 0; one of the row that fails stops the run. Example: for
-    ``SELECT name FROM products WHERE price > 50`` the query ``SELECT name FROM products WHERE
-    price >= 51`` earns 1 if all prices are whole numbers.
+    sorts them (an ORDER BY that is not in parentheses), and each as often as it occurs. Both run
+    on a connection that can only read, which `connect` opens for the row's columns, within
+    `query_timeout_s` and `max_rows`. A query of the model that fails earns 0; one of the row that
+    fails stops the run. Example: for ``SELECT name FROM products WHERE price > 50`` the query
+    ``SELECT name FROM products WHERE price >= 51`` earns 1 if all prices are whole numbers.
     """
 
     def __init__(
@@ -67,9 +72,21 @@ class SqlResult(AnswerReward):
                 rows = self._rows(connection, query)
             except QueryFailed:
                 return 0.0
-        if "order by" in " ".join(expected_query.casefold().split()):
+        if sorts_rows(expected_query):
             return float(rows == expected)
         return float(Counter(rows) == Counter(expected))
 
     def _rows(self, connection: sqlite3.Connection, query: str) -> Rows:
         return select(connection, query, max_rows=self._max_rows, limit_s=self._query_timeout_s)
+
+
+def sorts_rows(query: str) -> bool:
+    """Return True if the query's own rows are sorted, not only those of a subquery or a window.
+
+    Examples: True for ``SELECT a FROM t ORDER BY a``, False for ``SELECT rank() OVER (ORDER BY a)``
+    and ``SELECT 'order by'``.
+    """
+    text, replaced = QUOTED_OR_COMMENT.sub(" ", query), 1
+    while replaced:
+        text, replaced = INNERMOST_PARENTHESES.subn(" ", text)
+    return "order by" in " ".join(text.casefold().split())
