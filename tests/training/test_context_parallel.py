@@ -229,6 +229,15 @@ def test_the_rollout_that_breaks_an_update_is_named(mode: str, tmp_path: Path) -
     assert [culprits for _, *culprits in found["errors"]] == [["g1-2"], ["g1-2"]]
 
 
+@pytest.mark.slow
+def test_all_processes_refuse_a_model_that_one_computes_wrongly() -> None:
+    """The second process's hidden states are wrong, and the first one's are right."""
+    found = torchrun("context_processes.py", "--refused")
+    errors = [found[rank]["error"] for rank in (0, 1)]
+    assert errors[0] == errors[1]
+    assert errors[0].startswith("distributed.context_parallel=2: ")
+
+
 def test_the_layout_of_the_packing_tests_is_cut_whole() -> None:
     segments = segments_of(TREE)
     tree = ContextTree(segments, rank=0, processes=4)
