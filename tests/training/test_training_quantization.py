@@ -124,6 +124,24 @@ def test_the_memory_is_that_of_the_plan(tmp_path: Path, dtype, double: bool) -> 
     assert sorted(sizes.in_4_bits) == sorted(2 * [*2 * [128**2], *2 * [64 * 128], *3 * [128 * 384]])
 
 
+@pytest.mark.parametrize(
+    ("make", "lora"),
+    [
+        (partial(tiny.model, **BLOCKS), LoraSettings(rank=4, targets=["q_proj", "lm_head"])),
+        (partial(tiny_recurrent, "Jamba", **BLOCKS), LoraSettings(rank=4)),
+    ],
+    ids=["head", "Mamba"],
+)
+def test_the_plan_counts_the_layers_that_are_quantised(tmp_path: Path, make, lora) -> None:
+    """Adapters of the head, and of a mixer's weights that a kernel reads, change nothing."""
+    model = make(tie_word_embeddings=False)
+    model.save_pretrained(tmp_path)
+    quantize(model, double=True)
+    stored = sorted(m.in_features * m.out_features for _, m in quantized_layers(model))
+    sizes = Sizes(ModelConfig(path=str(tmp_path), quantization="nf4", lora=lora))
+    assert sorted(sizes.in_4_bits) == stored
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_layer_computes_what_its_dequantised_weight_does(dtype) -> None:
     model = plain().to(dtype)
