@@ -167,9 +167,9 @@ def _load_model(checkpoint: Path, dtype: str) -> LoadedModel:
     import torch
     from transformers.utils import logging
 
+    from agenttrain.engines.mixers import keeping_float32
     from agenttrain.training.checkpoint_files import auto_class, only_tensors
     from agenttrain.training.lora import merged
-    from agenttrain.training.sliced_weights import keeping_float32
 
     logging.disable_progress_bar()
     adapted = (checkpoint / ADAPTER_FILES[0]).is_file()

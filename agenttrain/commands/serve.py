@@ -12,12 +12,14 @@ from agenttrain.engines.config import DEFAULT_ENGINE
 from agenttrain.engines.registry import names_with, spec_of
 from agenttrain.engines.spec import ServedModel
 from agenttrain.launch.processes import count_gpus
+from agenttrain.settings.checks import base_problems
 from agenttrain.settings.mixture import source_views
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.types import ConfigError
 from agenttrain.utils.child_process import ChildGone
 from agenttrain.utils.garbage import no_garbage_collection
 from agenttrain.utils.model_path import base_folder, model_folder, packed_experts, weights_folder
+from agenttrain.utils.sections import raise_config_error
 from agenttrain.utils.temporary import TemporaryFolder
 
 if TYPE_CHECKING:
@@ -130,6 +132,7 @@ def _serve_by_engine(config: RunConfig, args: Namespace, listener: socket) -> No
     assert server is not None
     path, revision = config.model.path, config.model.revision
     model = model_folder(path, revision=revision)
+    raise_config_error(base_problems(config.model, model))
     base = base_folder(path, revision, config.model.base_revision)
     if base and (reason := packed_experts(model)):
         raise ConfigError(

@@ -15,14 +15,17 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
+from transformers import PreTrainedModel
 
 Function = Callable[..., Any]
 
@@ -321,6 +324,23 @@ def keep_float32(model: nn.Module) -> None:
     for name, weight in model.named_parameters():
         if stays_float32(name):
             weight.data = weight.data.float()
+
+
+@contextmanager
+def keeping_float32() -> Iterator[None]:
+    """Load the weights in `IN_FLOAT32` of models as float32 within the block."""
+    former = PreTrainedModel._get_dtype_plan
+
+    def extended(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        # Of names in a plan transformers makes a regular expression.
+        names = (rf"\.{name}$" for name in IN_FLOAT32)
+        return {**former(model, dtype), **dict.fromkeys(names, torch.float32)}
+
+    PreTrainedModel._get_dtype_plan = extended
+    try:
+        yield
+    finally:
+        PreTrainedModel._get_dtype_plan = former
 
 
 def _modeling_classes(model: nn.Module) -> set[type]:

@@ -26,6 +26,7 @@ from agenttrain.runs.sampling import (
     load_model,
     vision_of,
 )
+from agenttrain.settings.checks import base_problems
 from agenttrain.settings.engine_checks import (
     merges_adapters,
     replays_routes,
@@ -65,6 +66,7 @@ def check_model(config: RunConfig, verb: str = "train") -> None:
     folder = model_folder(config.model.path, revision=config.model.revision)
     # Adapters were trained on their base model, so that model needs few checks.
     if (folder / ADAPTER_CONFIG).is_file():
+        raise_config_error(base_problems(config.model, folder))
         if sampled:
             _check_adapters_are_sent(config, folder)
         if replays_routes(config, verb):

@@ -17,6 +17,7 @@ from agenttrain.engines.config import DEFAULT_ENGINE
 from agenttrain.engines.registry import names_with, spec_of, specs
 from agenttrain.engines.spec import EngineInputs
 from agenttrain.launch.config import DistributedName
+from agenttrain.settings.checks import base_problems
 from agenttrain.settings.engine_checks import (
     merges_adapters,
     replays_routes,
@@ -35,6 +36,7 @@ from agenttrain.types import ConfigError
 from agenttrain.utils.hub import COMMIT
 from agenttrain.utils.model_path import base_folder, model_folder, weights_folder
 from agenttrain.utils.placeholders import Placeholders
+from agenttrain.utils.sections import raise_config_error
 
 if TYPE_CHECKING:
     from agenttrain.engines.vision import Vision
@@ -208,6 +210,7 @@ def _load(config: RunConfig) -> Any:
             keep_float32(model)
         return model
     source = weights_folder(path, revision=revision)
+    raise_config_error(base_problems(config.model, source))  # before the base is downloaded
     # The model that the adapters in `source` are for; None if `source` is a whole model.
     base = base_folder(path, revision, config.model.base_revision)
     with only_tensors(source):

@@ -354,11 +354,16 @@ def _updates(config: RunConfig) -> Iterator[str]:
             f"holds other adapters; set model.lora.rank={rank} model.lora.alpha={alpha:g} to go on "
             "with them, or merge them first (agenttrain export)"
         )
-    yield from _base_quantization(model, file.with_name(BASE_QUANTIZATION))
+    yield from base_problems(model, file.parent)
 
 
-def _base_quantization(model: ModelConfig, file: Path) -> Iterator[str]:
-    """Check that adapters continue on the base in 4 bits that `file` describes, if there is one."""
+def base_problems(model: ModelConfig, folder: Path) -> Iterator[str]:
+    """Yield the problem if the adapters in a folder were trained on another base than `model`'s.
+
+    `BASE_QUANTIZATION` describes a base in 4 bits. `CHECKS` look at a local folder alone, so this
+    is called again for adapters of the hub.
+    """
+    file = folder / BASE_QUANTIZATION
     if not file.is_file():
         return
     keys = ("quantization", "double_quantization")

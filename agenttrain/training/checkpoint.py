@@ -39,6 +39,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from agenttrain.engines.language_model import encoder_weights
+from agenttrain.engines.mixers import keeping_float32
 from agenttrain.engines.vision import PROCESSOR_FILE, copy_processors
 from agenttrain.training.checkpoint_files import (
     PREFIX,
@@ -60,7 +61,6 @@ from agenttrain.training.sharding import assign, is_sharded, read_state, read_te
 from agenttrain.training.sliced_weights import (
     SlicedWeights,
     WrongWeights,
-    keeping_float32,
     why_not_sliced,
 )
 from agenttrain.training.snapshot import INDEX, Snapshot, take_snapshot, weights_index

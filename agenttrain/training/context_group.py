@@ -42,6 +42,11 @@ class ContextGroup:
             group = dist.new_group(list(range(first, first + size)), timeout=timeout)
             if first == self._first:
                 self._group = group
+        if size > 1:
+            # Of NCCL's first operation in a group all members have to be part, which those of
+            # `exchanging` need not be.
+            device = "cpu" if dist.get_backend(self._group) == "gloo" else "cuda"
+            self.add(torch.zeros(1, device=device))
 
     def gather(self, value: Value) -> list[Value]:
         """Return the values of all members, by rank."""

@@ -29,8 +29,7 @@ from agenttrain.training.batch import (
 )
 from agenttrain.training.context_group import ContextGroup
 from agenttrain.training.context_share import ContextShare
-from agenttrain.training.context_tree import split_tree
-from agenttrain.training.segments import Segment
+from agenttrain.training.context_tree import fill, split_tree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +94,7 @@ def _share(whole: Microbatch, own: set[int], group: ContextGroup) -> Microbatch:
     routes of the forward pass.
     """
     device = whole.token_ids_T.device
-    whole = _fill(whole, 2 * group.size)
+    whole = _fill(whole, group.size)
     split = split_tree(whole.segments, group)
     positions_t = split.tree.packed_positions()
     place_T = torch.full((len(whole.token_ids_T),), -1)
@@ -138,21 +137,22 @@ def _share(whole: Microbatch, own: set[int], group: ContextGroup) -> Microbatch:
     )
 
 
-def _fill(microbatch: Microbatch, least: int) -> Microbatch:
-    """Return a microbatch of at least that many tokens, so that every chunk has one.
+def _fill(microbatch: Microbatch, processes: int) -> Microbatch:
+    """Return a microbatch of at least two tokens for each process.
 
     The tokens that are added are a sequence of their own, without a loss.
     """
-    missing = least - len(microbatch.token_ids_T)
-    if missing <= 0:
-        return microbatch
+    segments = fill(microbatch.segments, processes)
     ids_T, routes_TLK = microbatch.token_ids_T, microbatch.routes_TLK
+    missing = segments[-1].end - len(ids_T)
+    if not missing:
+        return microbatch
     if routes_TLK is not None:
         chosen = routes_TLK.new_full((missing, *routes_TLK.shape[1:]), -1)
         routes_TLK = torch.cat((routes_TLK, chosen))
     return replace(
         microbatch,
         token_ids_T=torch.cat((ids_T, ids_T.new_zeros(missing))),
-        segments=(*microbatch.segments, Segment(len(ids_T), missing)),
+        segments=segments,
         routes_TLK=routes_TLK,
     )

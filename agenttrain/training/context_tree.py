@@ -71,7 +71,7 @@ class ContextTree:
     """The pieces of a packed tree, as process `rank` of `processes` computes them."""
 
     def __init__(self, segments: Sequence[Segment], *, rank: int, processes: int) -> None:
-        """Cut segments of at least two tokens for each process."""
+        """Cut segments of at least two tokens for each process, as `fill` makes them."""
         self.rank, self.processes = rank, processes
         self._calls: dict[tuple[int, int | None], list[Call]] = {}
         chunks = 2 * processes
@@ -162,6 +162,16 @@ class Split(NamedTuple):
 
     tree: ContextTree
     group: ContextGroup
+
+
+def fill(segments: Sequence[Segment], processes: int) -> tuple[Segment, ...]:
+    """Return segments of at least two tokens for each process, so that every chunk has one.
+
+    Missing tokens are a last segment of their own. Example: after 5 tokens, for 4 processes, it has
+    3.
+    """
+    missing = 2 * processes - segments[-1].end
+    return (*segments, Segment(segments[-1].end, missing)) if missing > 0 else tuple(segments)
 
 
 def split_tree(segments: Sequence[Segment], group: ContextGroup) -> Split:

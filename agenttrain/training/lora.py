@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from agenttrain.engines.language_model import encoder_pattern
-from agenttrain.engines.mixers import stays_float32
+from agenttrain.engines.mixers import keeping_float32, stays_float32
 from agenttrain.training.checkpoint_files import auto_class, loading_options, set_stop_tokens
 from agenttrain.training.config import LoraSettings
 from agenttrain.training.gathering import gather_by_layer
@@ -312,7 +312,8 @@ def merged(
     assert base is not None
     trained = adapter_dtype(folder)
     loaded = torch.float32 if double is None else trained  # 4 bits are made of that format
-    model = auto_class(base).from_pretrained(base, dtype=loaded, **loading_options(base))
+    with keeping_float32():  # as training loads the base
+        model = auto_class(base).from_pretrained(base, dtype=loaded, **loading_options(base))
     if double is not None:
         quantize(model, double=double)
         dequantize(model)

@@ -74,10 +74,12 @@ def packed_experts(model: PreTrainedModel) -> list[str]:
 
 
 def linear_modules(model: PreTrainedModel, encoders: str | None) -> list[str]:
-    """Return the names of the linear layers besides head, encoders, routers and adapters."""
+    """Return the names of the linear layers besides head, encoders and routers.
+
+    The model has no adapters yet.
+    """
     routers = set(_routers(model))
-    names = (name for name in _all_linear(model, encoders) if name not in routers)
-    return [name for name in names if "lora_" not in name]
+    return [name for name in _all_linear(model, encoders) if name not in routers]
 
 
 def _all_linear(model: PreTrainedModel, encoders: str | None) -> list[str]:

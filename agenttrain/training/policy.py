@@ -140,8 +140,6 @@ class Policy:
         self._sharding = sharding
         self._context: ContextGroup | None = None
         """Processes that compute microbatches together with this one."""
-        if context_parallel > 1:
-            self._context = ContextGroup(self.world, context_parallel)
         self.vision = vision
         self.reward_weights = dict(reward_weights or {})
         """Weights of the rubric, for algorithms that normalise each reward function."""
@@ -156,6 +154,8 @@ class Policy:
         # A slow file system may delay one process by minutes: wait without a limit before the first
         # collective, which has one.
         self.world.exchange((), "the model in every process", patient=True)
+        if context_parallel > 1:
+            self._context = ContextGroup(self.world, context_parallel)
         share_weights(self.model, self.world)
         self.sampler = self.model
         if sharding and sampled:

@@ -51,7 +51,7 @@ def nf4_bytes(numbers: int, *, double: bool) -> int:
 
 
 def layers_to_quantize(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Return the linear layers that are stored in 4 bits, by name. Adapters are not among them.
+    """Return the linear layers of a model without adapters that are stored in 4 bits, by name.
 
     Left out are the head, encoders, routers, layers whose rows are no whole blocks, and those of a
     Mamba mixer whose weight a kernel reads: all but `in_proj`. Packed experts are no linear layers.

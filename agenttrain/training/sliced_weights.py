@@ -31,7 +31,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from agenttrain.engines.mixers import IN_FLOAT32, keep_float32
+from agenttrain.engines.mixers import keep_float32, keeping_float32
 from agenttrain.training.checkpoint_files import auto_class, loading_options
 from agenttrain.training.lora import base_name
 from agenttrain.training.sharding import RowRange, give_storage, local_part, own_rows
@@ -131,23 +131,6 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         if name not in tensors:
             raise BadTensorFile(f"{folder / file}: lacks {name}, which {INDEX} says it has")
     return tensors
-
-
-@contextmanager
-def keeping_float32() -> Iterator[None]:
-    """Load the weights in `IN_FLOAT32` of models as float32 within the block."""
-    former = PreTrainedModel._get_dtype_plan
-
-    def extended(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        # Of names in a plan transformers makes a regular expression.
-        names = (rf"\.{name}$" for name in IN_FLOAT32)
-        return {**former(model, dtype), **dict.fromkeys(names, torch.float32)}
-
-    PreTrainedModel._get_dtype_plan = extended
-    try:
-        yield
-    finally:
-        PreTrainedModel._get_dtype_plan = former
 
 
 def load_whole(folder: Path, dtype: torch.dtype | str, *, uniform: bool = False) -> Any:

@@ -205,6 +205,27 @@ def test_all_jobs_of_a_sweep_have_the_commit_of_its_start(hub: StubHub) -> None:
     assert {repeat[-1] for repeat in record.search.repeats} == {f'++model.revision="{first}"'}
 
 
+@pytest.mark.parametrize(
+    "base", [(), ("model.quantization=nf4", "model.double_quantization=false")]
+)
+def test_adapters_of_the_hub_need_the_base_in_4_bits_of_their_training(
+    base: tuple[str, ...], hub: StubHub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    described = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    whole = ("config.json", "model.safetensors")
+    files = {name: content for name, content in bundled_files().items() if name not in whole}
+    files["adapter_config.json"] = json.dumps(
+        {**described, "base_model_name_or_path": "bundled:shop"}
+    ).encode()
+    trained_on = {"quantization": "nf4", "double_quantization": True}
+    files["base_quantization.json"] = json.dumps(trained_on).encode()
+    hub.publish("org/adapters", files)
+    adapters = ("experiment=shop", "model.path=org/adapters", "model.lora.rank=2")
+    message = errors(capsys, "check", *adapters, "model.lora.alpha=4", *base)
+    assert "model.quantization=nf4 model.double_quantization=true" in message
+    assert not any("safetensors" in request for request in hub.requests)
+
+
 @pytest.mark.long
 def test_the_base_of_adapters_is_pinned_too(
     hub: StubHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -236,6 +236,31 @@ def test_a_rollout_too_long_for_a_gpu_is_computed_by_several(capsys, short):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("setting", "proposed"),
+    [
+        ("training.compile=false", {"distributed", "distributed.context_parallel"}),
+        ("training.compile=true", set()),
+        ("model.vision=trained", set()),
+    ],
+)
+def test_a_run_that_several_processes_cannot_compute_gets_no_such_remedy(
+    capsys, short, setting: str, proposed: set[str]
+):
+    run = (
+        *("--gpu-memory-gb", "5.5", "distributed=ddp", "distributed.processes=2"),
+        *("eval.questions=0", "model.dtype=bfloat16", "training.gradient_checkpointing=true"),
+        *("rollout.max_completion_tokens=39000", "training.token_budget=8192"),
+        *("training.logits_budget_mb=64", "engine.max_rows=1"),
+    )
+    code, found = plan(capsys, short, *run, setting)
+    assert code == 1
+    words = {word for remedy in found["remedies"] for word in remedy["overrides"].split()}
+    divided = {"distributed", "distributed.context_parallel"}
+    assert divided & {word.split("=")[0] for word in words} == proposed
+
+
+@pytest.mark.slow
 def test_several_settings_together_where_no_one_is_enough(capsys, short):
     code, found = plan(capsys, short, "--gpu-memory-gb", "7.5")
     assert code == 1

@@ -3,7 +3,8 @@
 ``context_processes.py <family>…`` tells, from the first process, the largest differences of hidden
 states and gradients from those of one process, relative, for each family and layout, and
 ``context_processes.py --bytes`` what was sent beside the formula, and ``context_processes.py
---blamed <mode> <folder>`` who is named for an update that is not finite.
+--blamed <mode> <folder>`` who is named for an update that is not finite, and
+``context_processes.py --refused`` the error of each process if the last one's states are wrong.
 """
 
 from __future__ import annotations
@@ -27,7 +28,14 @@ from agenttrain.training.batch import stand_in
 from agenttrain.training.context_group import ContextGroup
 from agenttrain.training.context_parallel import pack_together
 from agenttrain.training.context_tree import split_tree
-from agenttrain.training.logprobs import Scorer, checkpoint_layers, packed_hidden
+from agenttrain.training.logprobs import (
+    TRIAL,
+    Scorer,
+    UnsupportedModel,
+    check_context,
+    checkpoint_layers,
+    packed_hidden,
+)
 from agenttrain.training.ring_attention import ring_bytes
 from agenttrain.training.segments import Segment
 from agenttrain.training.world import World
@@ -129,11 +137,30 @@ def sent(group: ContextGroup, world: World) -> dict[str, int]:
     }
 
 
+def refused(group: ContextGroup, world: World) -> dict[str, str]:
+    """The error of the trial if the last process has wrong states of its own tokens."""
+    model = tiny_family("Qwen2")
+    scorer = Scorer(model, temperature=1.0, logits_budget_mb=1, defer=True)
+    tokens = TRIAL[-1].end
+    if world.rank == world.size - 1:
+        model.model.norm.register_forward_hook(
+            lambda _, __, states: states + float(states.shape[1] < tokens)
+        )
+    try:
+        check_context(scorer, None, torch.device("cpu"), group, world)
+    except UnsupportedModel as error:
+        return {"error": str(error)}
+    return {}
+
+
 def main() -> None:
-    """The families of the command line, the bytes, or who is blamed."""
+    """The families of the command line, the bytes, who is blamed, or what is refused."""
     world = World.start()
     if sys.argv[1] == "--blamed":
         results: dict = blamed(sys.argv[2], world, Path(sys.argv[3]))
+    elif sys.argv[1] == "--refused":
+        tell(world.rank, refused(ContextGroup(world, world.size), world))
+        return
     elif sys.argv[1] == "--bytes":
         results = sent(ContextGroup(world, world.size), world)
     else:

@@ -15,8 +15,9 @@ from torchrun import torchrun
 
 from agenttrain.training.attention import attend
 from agenttrain.training.context_group import ContextGroup
-from agenttrain.training.context_tree import Call, ContextTree
+from agenttrain.training.context_tree import Call, ContextTree, fill
 from agenttrain.training.handed_states import make_tails
+from agenttrain.training.logprobs import TRIAL
 from agenttrain.training.partial_attention import (
     Scoring,
     attend_partially,
@@ -65,6 +66,18 @@ def test_a_tree_is_cut_into_chunks_of_equal_length() -> None:
         Call(slice(7, 8), slice(7, 8), None),
         Call(slice(7, 8), slice(2, 4), None),
     ]
+
+
+@pytest.mark.parametrize("processes", [2, 11, 12, 13, 16, 24, 32])
+def test_every_process_has_tokens_of_the_trial(processes: int) -> None:
+    # 23 tokens are enough for 11 processes. For 12 a token is added, for 32 there are 41.
+    segments = fill(TRIAL, processes)
+    assert segments[: len(TRIAL)] == TRIAL
+    assert segments[-1].end == max(23, 2 * processes)
+    trees = [ContextTree(segments, rank=r, processes=processes) for r in range(processes)]
+    counts = [len(tree.packed_positions()) for tree in trees]
+    assert counts == [len(tree.positions()) for tree in trees]
+    assert min(counts) >= 2 and sum(counts) == segments[-1].end
 
 
 @pytest.mark.parametrize("processes", [2, 3, 4, 8])
@@ -227,6 +240,15 @@ def test_the_rollout_that_breaks_an_update_is_named(mode: str, tmp_path: Path) -
     """It is the second process's, and the first one computes a part of its tokens."""
     found = torchrun("context_processes.py", "--blamed", mode, str(tmp_path / "crash"))[0]
     assert [culprits for _, *culprits in found["errors"]] == [["g1-2"], ["g1-2"]]
+
+
+@pytest.mark.slow
+def test_all_processes_refuse_a_model_that_one_computes_wrongly() -> None:
+    """The second process's hidden states are wrong, and the first one's are right."""
+    found = torchrun("context_processes.py", "--refused")
+    errors = [found[rank]["error"] for rank in (0, 1)]
+    assert errors[0] == errors[1]
+    assert errors[0].startswith("distributed.context_parallel=2: ")
 
 
 def test_the_layout_of_the_packing_tests_is_cut_whole() -> None:

@@ -11,12 +11,14 @@ import tiny
 import torch
 from packing_families import tiny_family
 from recurrent_families import tiny_recurrent
+from safetensors.torch import save_file
 from training_cases import policy, random_groups, rollout
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from agenttrain.commands.export import export
 from agenttrain.commands.plan.estimate import Sizes
 from agenttrain.engines.config import Sampling
+from agenttrain.engines.mixers import stays_float32
 from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.engine import TransformersEngine
 from agenttrain.settings.checks import validate
@@ -25,7 +27,15 @@ from agenttrain.trainer import train_policy
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.config import AdamWSettings, LoraSettings, ModelConfig
 from agenttrain.training.logprobs import checkpoint_layers
-from agenttrain.training.lora import adapted_weights, adapter_parameters, add_lora
+from agenttrain.training.lora import (
+    WEIGHTS_FILE,
+    adapted_weights,
+    adapter_parameters,
+    adapter_weights,
+    add_lora,
+    merged,
+    save_adapter_config,
+)
 from agenttrain.training.merge_check import WrongMerge, check_merging
 from agenttrain.training.operations import count_operations
 from agenttrain.training.optimizers import build_optimizer
@@ -40,6 +50,7 @@ from agenttrain.training.quantization import (
     quantized_layers,
     scales,
 )
+from agenttrain.training.sliced_weights import load_whole
 from agenttrain.training.weight_sync import named_weights, policy_logprobs
 from agenttrain.types import ConfigError, Origin
 
@@ -111,6 +122,24 @@ def test_the_memory_is_that_of_the_plan(tmp_path: Path, dtype, double: bool) -> 
     assert sizes.held < sizes.weights
     # 2 layers: q and o 128 x 128, k and v 64 x 128, three of 128 x 384
     assert sorted(sizes.in_4_bits) == sorted(2 * [*2 * [128**2], *2 * [64 * 128], *3 * [128 * 384]])
+
+
+@pytest.mark.parametrize(
+    ("make", "lora"),
+    [
+        (partial(tiny.model, **BLOCKS), LoraSettings(rank=4, targets=["q_proj", "lm_head"])),
+        (partial(tiny_recurrent, "Jamba", **BLOCKS), LoraSettings(rank=4)),
+    ],
+    ids=["head", "Mamba"],
+)
+def test_the_plan_counts_the_layers_that_are_quantised(tmp_path: Path, make, lora) -> None:
+    """Adapters of the head, and of a mixer's weights that a kernel reads, change nothing."""
+    model = make(tie_word_embeddings=False)
+    model.save_pretrained(tmp_path)
+    quantize(model, double=True)
+    stored = sorted(m.in_features * m.out_features for _, m in quantized_layers(model))
+    sizes = Sizes(ModelConfig(path=str(tmp_path), quantization="nf4", lora=lora))
+    assert sorted(sizes.in_4_bits) == stored
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -324,6 +353,29 @@ def test_an_export_computes_what_was_trained(tmp_path: Path, capsys) -> None:
     with pytest.raises(ConfigError, match=r"^model\.quantization=null: "), hydra_session(Source()):
         adapters = [f"model.path={tmp_path / 'adapters'}", "model.lora.rank=4"]
         validate(compose_run(["experiment=none", *adapters], Source()).config)
+
+
+def test_an_export_rounds_no_decay_of_a_hybrid(tmp_path: Path) -> None:
+    """Adapters in bfloat16 on a base whose files are float32."""
+    base = tiny_recurrent("Qwen3_5", **BLOCKS)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, weight in base.named_parameters():
+            if stays_float32(name):  # a number of 24 bits, as training makes them
+                weight.add_(torch.rand(weight.shape, generator=generator) * 1e-3)
+    base.save_pretrained(tmp_path / "base")
+    tiny.tokenizer().save_pretrained(tmp_path / "base")
+    expected = {n: w.detach() for n, w in base.named_parameters() if stays_float32(n)}
+    model = in_4_bits(load_whole(tmp_path / "base", torch.bfloat16))
+    adapters = tmp_path / "adapters"
+    save_adapter_config(model, adapters)
+    save_file(adapter_weights(model), adapters / WEIGHTS_FILE)
+    exported, _ = merged(adapters, "auto", double=True)
+    assert exported.dtype is torch.bfloat16
+    found = {n: w for n, w in exported.named_parameters() if stays_float32(n)}
+    assert expected and found.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert torch.equal(found[name], weight), name
 
 
 def test_experts_routers_and_kernels_weights_stay() -> None:

@@ -553,7 +553,9 @@ class Sizes:
         self.in_4_bits: list[int] = []
         """Numbers of each weight that the trainer stores in 4 bits; empty: of none."""
         if config.quantization is not None:
-            quantized = layers_to_quantize(self.model).values()
+            # The trainer adds adapters later, which hide head and routers from this choice.
+            bare = empty_model(architecture, dtype, LoraSettings(rank=0))
+            quantized = layers_to_quantize(bare).values()
             self.in_4_bits = [layer.weight.numel() for layer in quantized]
         self._saved = {name: Saved(self.model, dtype) for name, dtype in MIXED_PRECISIONS.items()}
 

@@ -10,9 +10,16 @@ from typing import Any
 
 from agenttrain.commands.plan.estimate import MemoryEstimate, PlannedHardware, Sizes, estimate
 from agenttrain.launch.config import DistributedName
+from agenttrain.settings.checks import shared_problems
 from agenttrain.settings.engine_checks import engine_problems
 from agenttrain.settings.run_config import RunConfig
-from agenttrain.training.config import Dtype, MixedPrecision, ModelConfig, Quantization
+from agenttrain.training.config import (
+    Dtype,
+    MixedPrecision,
+    ModelConfig,
+    Quantization,
+    VisionTower,
+)
 
 Change = tuple[str, Any]
 """A setting and its new value."""
@@ -62,6 +69,11 @@ class Planner:
 
     def estimate(self, changes: Iterable[Change] = ()) -> MemoryEstimate:
         """Estimate the run with these settings changed."""
+        config = self._changed(changes)
+        return estimate(config, self.sizes(config.model), self.machine, self.prompt_tokens)
+
+    def _changed(self, changes: Iterable[Change]) -> RunConfig:
+        """Return the run's settings with some of them changed."""
         config = deepcopy(self.config)
         for key, value in changes:
             *path, name = key.split(".")
@@ -69,7 +81,14 @@ class Planner:
             for part in path:
                 section = getattr(section, part)
             setattr(section, name, value)
-        return estimate(config, self.sizes(config.model), self.machine, self.prompt_tokens)
+        return config
+
+    def _allowed(self, choices: Choices) -> Choices:
+        """Return the values that the run's other settings allow, e.g. training.compile."""
+        if self.config.model.vision is VisionTower.trained:
+            # Neither way to divide a model over processes is made for images.
+            choices = [c for c in choices if FSDP2 not in c and CONTEXT not in dict(c)]
+        return [c for c in choices if not list(shared_problems(self._changed(c)))]
 
     def remedies(self) -> list[Remedy]:
         """Return each setting that alone makes the run fit, then the fewest GPUs that do.
@@ -126,7 +145,7 @@ class Planner:
     def _sufficient_alone(self, settings: list[Choices]) -> list[Remedy]:
         """Return, for each setting with a value that is enough, the mildest such value."""
         remedies = []
-        for choices in settings:
+        for choices in map(self._allowed, settings):
             estimates = ((changes, self.estimate(changes)) for changes in choices)
             for changes, memory in estimates:
                 if not memory.excess:
@@ -137,7 +156,7 @@ class Planner:
     def _combine(self, settings: list[Choices]) -> Remedy:
         """Return a remedy of several settings: add them until the run fits, drop needless ones."""
         chosen: dict[str, Any] = {}
-        for changes in chain.from_iterable(settings):
+        for changes in chain.from_iterable(map(self._allowed, settings)):
             # Keep a change only if it saves memory.
             chosen = min(chosen, {**chosen, **dict(changes)}, key=self._missing_bytes)
             if self.estimate(chosen.items()).excess:
