@@ -97,7 +97,7 @@ def test_the_names_of_credentials_stay_in_a_url(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("MCP_PASSWORD", "SECRET")
     url = "tools.mcp.url=http://me:$MCP_PASSWORD@127.0.0.1:9/mcp"
     folder = tmp_path / "run"
-    assert main([*MCP, url, "debug=tiny", "tracker=none", f"hydra.run.dir={folder}"]) == 1
+    assert main([*MCP, url, "debug=tiny", "tracker=none", f"hydra.run.dir={folder}"]) == 2
     told = capsys.readouterr()
     assert "url=http://me:$MCP_PASSWORD@127.0.0.1:9/mcp: cannot connect" in told.err
     assert "SECRET" not in told.err + told.out

@@ -35,13 +35,18 @@ SUPERVISED = (
     *("eval.questions=0", "tracker=none"),
 )
 
+MIXED = (
+    *("train", "experiment=shop_mix", "debug=tiny", "steps=1", "tracker=none"),
+    "data.sources.chains.curriculum.enabled=true",
+)
+
 
 @pytest.fixture(scope="module")
 def names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """The metrics of one run with most options on, of one that samples ahead, of one of `sft`, and
-    those of other options."""
+    """The metrics of one run with most options on, of one that samples ahead, of one of `sft`, of a
+    mixture, and those of other options."""
     names: set[str] = set()
-    for arguments in (RUN, AHEAD, SUPERVISED):
+    for arguments in (RUN, AHEAD, SUPERVISED, MIXED):
         folder = tmp_path_factory.mktemp("run") / "run"
         assert main([*arguments, f"hydra.run.dir={folder}"]) == 0
         names |= set(json.loads((folder / "metrics.jsonl").read_text().splitlines()[0]))
@@ -57,7 +62,8 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     names |= set(fleet.metrics())
     names |= {"perf/peak_gb", "perf/tokens_per_s_gpu"}  # on a GPU
     names |= {*MISMATCH_NAMES, *ROUTE_NAMES, *gap}
-    return {*names, "curriculum/new"} - {"step"}  # new: rows with an end
+    with_an_end = {"curriculum/new", "source/lookups/epoch"}  # of rows with an end
+    return {*names, *with_an_end} - {"step"}
 
 
 @pytest.mark.slow
