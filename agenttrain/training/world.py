@@ -46,6 +46,7 @@ TIMEOUT_S = 600.0
 
 
 _numbers = itertools.count(1)
+"""Numbers of the worlds of this process."""
 
 
 class WorldTimeout(AgenttrainError):
@@ -116,7 +117,10 @@ class World:
     def gather(
         self, objects: Sequence[Value], what: str = "gather", timeout_s: float | None = None
     ) -> list[Value]:
-        """Return the objects of all processes, by rank, in every process. Raises WorldTimeout."""
+        """Return the objects of all processes, by rank, in every process. Raises WorldTimeout.
+
+        The sequences are joined. To keep them apart, give a sequence of one item.
+        """
         if self.size == 1:
             return list(objects)
         self.barrier(what, timeout_s)
