@@ -188,6 +188,7 @@ def packed_mask(
     It is the window of a causal mask, or None for a causal mask of the whole sequence. Raises
     UnsupportedAttention for all other masks.
     """
+    # transformers sets `use_vmap` if the model combines the mask with a function of its own.
     if attention_mask is not None or use_vmap:
         raise UnsupportedAttention("the model adds to the causal mask what packing does not honour")
     if local_size is None:

@@ -137,7 +137,10 @@ class _HandedScan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, handed: HandedTree, scan: Scan, count: int, *tensors: Tensor) -> Tensor:
-        """Return the output of this process's tokens; `tensors` are `count` inputs and weights."""
+        """Return the output of this process's tokens.
+
+        `tensors` are `count` inputs, and then the weights.
+        """
         inputs, group = tensors[:count], handed.group
         like = handed.state_like(scan)
         states: dict[Segment, Tensor] = {}

@@ -300,7 +300,7 @@ class SlicedWeights:
         if rows.stop == rows.start:
             return
         sources, start = source.sources, rows.start
-        if source.by_expert:  # read the tensors of these experts alone
+        if source.by_expert:  # a row is an expert: read the tensors of these experts alone
             patterns = dict.fromkeys(pattern for pattern, _ in sources)
             by_pattern = {p: [entry for entry in sources if entry[0] == p] for p in patterns}
             sources = tuple(chain(*(by_pattern[p][rows.start : rows.stop] for p in patterns)))

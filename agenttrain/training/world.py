@@ -306,7 +306,7 @@ class World:
                 checked_at = now
                 if waited_s > limit_s:
                     raise
-                if limit_s < math.inf:  # heartbeats matter only without a deadline
+                if limit_s < math.inf:  # heartbeats matter only without a deadline (`patient`)
                     continue
                 missing = self._missing_ranks()
                 if silent := self._pulse.silent(missing):
@@ -423,7 +423,7 @@ class Pulse:
 
 @dataclass(slots=True)
 class _Counter:
-    """Last value of a rank's counter, and the time for which it has not moved."""
+    """Last value of a rank's heartbeat counter, and the time for which it has not moved."""
 
     count: bytes | None = None
     idle_s: float = 0.0
