@@ -105,8 +105,9 @@ def packed_attention(
         )
     scoring = Scoring(scale=scaling, window=window, softcap=softcap, sinks=s_aux)
     states = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # [T, heads, d]
-    if blocks.split is not None:
-        return ring_attention(*in_format(*states), *blocks.split, scoring)[None], None
+    if blocks.split is not None:  # several processes compute the tree together
+        tree, group = blocks.split
+        return ring_attention(*in_format(*states), tree, group, scoring)[None], None
     if blocks.use_varlen and (kernel := varlen_kernel()) is not None:
         query_T, key_T, value_T = in_format(*states)
         if varlen_takes(query_T, value_T, scoring):
@@ -187,6 +188,7 @@ def packed_mask(
     It is the window of a causal mask, or None for a causal mask of the whole sequence. Raises
     UnsupportedAttention for all other masks.
     """
+    # transformers sets `use_vmap` if the model combines the mask with a function of its own.
     if attention_mask is not None or use_vmap:
         raise UnsupportedAttention("the model adds to the causal mask what packing does not honour")
     if local_size is None:
@@ -225,7 +227,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tenso
     segments, h heads and k heads of keys and values.
     """
     queries, offset = query.shape[2], key.shape[2] - query.shape[2]
-    if is_slow_backward(query):  # then in float32
+    if is_slow_backward(query):  # compute in float32
         # Without autocast, which would cast the states back to bfloat16.
         with torch.autocast("cpu", enabled=False):
             exact = attend(query.float(), key.float(), value.float(), scoring)
@@ -237,6 +239,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tenso
     parts = []
     for start in range(0, queries, size):
         end = min(start + size, queries)
+        # Keys from the first in the window of the part's first query to its last query's own.
         first_key = 0 if scoring.window is None else max(0, offset + start - scoring.window + 1)
         keys = slice(first_key, offset + end)
         states = query[:, :, start:end], key[:, :, keys], value[:, :, keys]
@@ -332,8 +335,11 @@ def _attend_explicitly(query: Tensor, key: Tensor, value: Tensor, scoring: Scori
 NEEDED = {"scale", "window_size"}
 """Keywords that this module needs of the kernel; torch has them from 2.11 on."""
 CAUSAL = (-1, 0)
+"""`window_size` of the kernel without a window: all keys before a query, none after it."""
 SHORT_FORMATS = (torch.float16, torch.bfloat16)
+"""Number formats that the kernel takes."""
 LARGEST_HEAD = 256
+"""Largest head that the kernel takes."""
 OLDEST = (8, 0)
 """Compute capability of the first GPUs that FlashAttention 2 runs on (Ampere)."""
 
@@ -386,7 +392,8 @@ def make_varlen(segments: Sequence[Segment], device: torch.device) -> Varlen:
 class PackedTree:
     """Layout of packed segments, passed to every layer of a forward pass as keyword `blocks`.
 
-    Each kernel's form of it is made when a layer first asks for it.
+    Each kernel's form of it is made when a layer first asks for it. A forward pass takes
+    `keywords`, and its layers then read `split`, `varlen` or `blocks`.
     """
 
     def __init__(

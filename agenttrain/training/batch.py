@@ -70,8 +70,10 @@ class SequenceRoutes:
         """
         experts_RN = self.experts_RLK.flatten(1).numpy().astype(np.uint64)
         # Random factors, the same in every process. Products and sums are modulo 2**64.
-        draws = np.random.default_rng(0)
-        factors_N = draws.integers(2**64, size=experts_RN.shape[1], dtype=np.uint64, endpoint=False)
+        generator = np.random.default_rng(0)
+        factors_N = generator.integers(
+            2**64, size=experts_RN.shape[1], dtype=np.uint64, endpoint=False
+        )
         return torch.from_numpy((experts_RN @ factors_N).view(np.int64))
 
 
@@ -141,7 +143,10 @@ class TrainingSequence:
 
     @property
     def advantages_S(self) -> Tensor:
-        """Advantage of each sampled token. 0 where the rollout has none."""
+        """Advantage of each sampled token. 0 where the rollout has none.
+
+        Read from the trajectory, because advantages are assigned after sequences are made.
+        """
         advantages = self.trajectory.advantages
         return torch.zeros(self.sampled_length) if advantages is None else torch.tensor(advantages)
 
@@ -366,15 +371,16 @@ def _packed_routes(
     with_routes = [sequence.routes for sequence, _ in sources if sequence.routes is not None]
     if not with_routes:
         return None
-    total = sum(branch.end - branch.start for _, branch in sources)
-    routes_TLK = torch.full((total, *with_routes[0].experts_RLK.shape[1:]), -1, dtype=torch.int16)
+    tokens = sum(branch.end - branch.start for _, branch in sources)
+    # -1: the policy's routers choose.
+    routes_TLK = torch.full((tokens, *with_routes[0].experts_RLK.shape[1:]), -1, dtype=torch.int16)
     start = 0
     for sequence, branch in sources:
         if sequence.routes is not None:
             positions_R = sequence.routes.positions_R
             in_branch_R = (positions_R >= branch.start) & (positions_R < branch.end)
-            places = positions_R[in_branch_R] + (start - branch.start)
-            routes_TLK[places] = sequence.routes.experts_RLK[in_branch_R]
+            packed_R = positions_R[in_branch_R] + (start - branch.start)
+            routes_TLK[packed_R] = sequence.routes.experts_RLK[in_branch_R]
         start += branch.end - branch.start
     return routes_TLK.to(device)
 

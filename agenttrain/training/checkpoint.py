@@ -73,10 +73,15 @@ FULL = 1 << 20
 """Free bytes below which a file that could not be written is put down to a full disk."""
 LATEST, BEST = "latest", "best"
 UNWRITABLE = (OSError, CheckpointError)
+"""Errors of a checkpoint that cannot be written. Their unfinished folder is removed."""
 
 
 class Checkpoints:
-    """The checkpoints of one run, in one folder: `save`, and later `load_latest`."""
+    """The checkpoints of one run, in one folder.
+
+    A run calls `load_latest` when it is resumed. Then `save`, or `begin` and later `finish`, for
+    each checkpoint, and `mark_best` after evaluations.
+    """
 
     def __init__(self, folder: Path, *, tokenizer: Any, keep: int, main: bool = True) -> None:
         """Keep the `keep` newest checkpoints in `folder`, each with the tokenizer and its template.
@@ -181,6 +186,7 @@ class Checkpoints:
                     if files:  # the weights are in several files
                         (part / INDEX).write_text(json.dumps(weights_index(files), indent=2) + "\n")
                     (part / "state.json").write_text(json.dumps(writing.state))
+                    # The digests of all processes' files, by name.
                     seal(part, {n: d for digests, _ in shares for n, d in digests.items()})
                     replace(part, path)
                     self._link(LATEST, path)
@@ -338,8 +344,8 @@ class Checkpoints:
         """
         links = [link for link in self.folder.glob(f"{BEST}*") if link.is_symlink()]
         protected = {written, *(self.folder / link.readlink() for link in links)}
-        former = [path for path in newest_first(self.folder) if path != written]
-        for path in former[self._keep - 1 :]:  # `written` is one of the `keep`
+        other_checkpoints = [path for path in newest_first(self.folder) if path != written]
+        for path in other_checkpoints[self._keep - 1 :]:  # `written` is one of the `keep`
             if path not in protected:
                 # Renamed first: a process that dies meanwhile leaves no half of a checkpoint.
                 put_aside(path, f"{PRUNED}{path.name}")
@@ -348,7 +354,11 @@ class Checkpoints:
 
 @dataclass(slots=True)
 class Writing:
-    """A checkpoint that `Checkpoints` has begun, as far as this process writes it."""
+    """A checkpoint that `Checkpoints` has begun, as far as this process writes it.
+
+    `start` runs `write` in a thread, and `wait` waits for it. `Checkpoints.save` then calls `write`
+    once more for the weights, in the calling thread. `Checkpoints.finish` then reads the fields.
+    """
 
     path: Path
     """Folder of the complete checkpoint."""

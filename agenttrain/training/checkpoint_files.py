@@ -24,7 +24,9 @@ from agenttrain.utils.files import sync
 
 MANIFEST = "manifest.json"
 PREFIX = "step-"
+"""Start of a checkpoint's name, before its step."""
 PRUNED = ".pruned-"
+"""Put before the name of a checkpoint while it is being removed."""
 READ_BY_LOADERS = (
     *("*.safetensors", "*.bin", "*.pt", "*.index.json", "adapter_config.json", "*token*"),
     "chat_template*",
@@ -131,7 +133,7 @@ def verify(path: Path, index: int = 0, count: int = 1) -> None:
             sizes[name] = (path / name).stat().st_size
         except OSError as error:
             raise CheckpointError(f"{path / name}: {error}") from error
-    # Dealt out by size, so that all processes read about as much.
+    # From the largest to the smallest, in turns, so that all processes read about as much.
     for name in sorted(files, key=lambda name: (-sizes[name], name))[index::count]:
         try:
             current_digest = digest(path / name)
@@ -151,14 +153,14 @@ def seal(part: Path, digests: Mapping[str, str] | None = None) -> None:
     `digests` has the sha256 of files, by name, that were hashed while they were written. Such files
     are on disk already.
     """
-    written_digests = digests or {}
+    synced_digests = digests or {}
     files = sorted(path for path in part.rglob("*") if path.is_file())
     paths = {str(path.relative_to(part)): path for path in files}
-    entries = {name: written_digests.get(name) or digest(path) for name, path in paths.items()}
+    entries = {name: synced_digests.get(name) or digest(path) for name, path in paths.items()}
     text = json.dumps({**entries, MANIFEST: _digest_of(entries)}, indent=1)
     (part / MANIFEST).write_text(text, encoding="utf-8")
     copy_mode(part / MANIFEST, files)
-    unsynced = [path for name, path in paths.items() if name not in written_digests]
+    unsynced = [path for name, path in paths.items() if name not in synced_digests]
     for path in (*unsynced, part / MANIFEST, part):
         sync(path)
 

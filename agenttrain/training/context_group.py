@@ -35,7 +35,9 @@ class ContextGroup:
         self.sent_bytes = 0
         """Bytes of tensors that this process has sent to single members."""
         self._first = world.rank - self.rank
+        """Rank in the world of the group's rank 0."""
         self._group: Any = None
+        """torch's group of the members. None: this process is alone."""
         timeout = timedelta(seconds=world.timeout_s)
         for first in range(0, world.size if size > 1 else 0, size):
             # Every process of torch's default group has to make every group.
@@ -43,8 +45,8 @@ class ContextGroup:
             if first == self._first:
                 self._group = group
         if size > 1:
-            # Of NCCL's first operation in a group all members have to be part, which those of
-            # `exchanging` need not be.
+            # NCCL's first operation in a group needs all members. One of `exchanging` may be
+            # between two of them, so the first is made here.
             device = "cpu" if dist.get_backend(self._group) == "gloo" else "cuda"
             self.add(torch.zeros(1, device=device))
 
@@ -93,7 +95,10 @@ class ContextGroup:
             work.wait()
 
     def send(self, tensor: Tensor, rank: int) -> Any:
-        """Begin to send a tensor to a member; return the work to wait for."""
+        """Begin to send a tensor to a member; return the work to wait for.
+
+        The caller keeps the tensor unchanged until then.
+        """
         self.sent_bytes += tensor.nbytes
         return dist.isend(tensor, self._first + rank, group=self._group)
 

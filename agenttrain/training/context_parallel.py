@@ -1,6 +1,6 @@
 """Context parallel: the members of a group compute the packed trees of their sequences together.
 
-Each process keeps its rollouts, their losses and their metrics. The members tell each other only
+Each process keeps its rollouts, their losses and their metrics. The members send each other only
 the token ids, and pack them into the same microbatches. Of each microbatch a process computes its
 part of the tokens, the head included, and the log-probabilities go to the process that has the
 rollout. Two processes with a rollout each, of which the longer one is `a`::
@@ -34,7 +34,7 @@ from agenttrain.training.context_tree import fill, split_tree
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tokens:
-    """What the other members of a group have to know of a sequence."""
+    """The part of a sequence that the other members of a group need for its forward pass."""
 
     token_ids_T: Tensor
     targets_S: Tensor
@@ -74,34 +74,35 @@ def pack_together(
     ]
     members = group.gather((token_budget, tokens))
     all_sequences: list[TrainingSequence] = []
-    for rank, (_, foreign) in enumerate(members):
+    for rank, (_, member_tokens) in enumerate(members):
         if rank == group.rank:
             all_sequences += sequences
         else:
-            all_sequences += [one.as_sequence() for one in foreign]
+            all_sequences += [received.as_sequence() for received in member_tokens]
     if not all_sequences:
         return []
     budget = max(budget for budget, _ in members) * group.size
-    own = {id(sequence) for sequence in sequences}
+    own_ids = {id(sequence) for sequence in sequences}
     packed = pack(all_sequences, budget, device)
-    return [_share(microbatch, own, group) for microbatch in packed]
+    return [_own_share(microbatch, own_ids, group) for microbatch in packed]
 
 
-def _share(whole: Microbatch, own: set[int], group: ContextGroup) -> Microbatch:
-    """Return this process's part of its group's microbatch.
+def _own_share(whole: Microbatch, own_ids: set[int], group: ContextGroup) -> Microbatch:
+    """Return this process's part of its group's microbatch, `whole`.
 
-    `own` are the Python ids of its own sequences. The part has their loss, and the tokens and
-    routes of the forward pass.
+    The part has the loss of this process's sequences, whose Python ids are `own_ids`. It has the
+    tokens and routes that this process computes, which may be those of other members' sequences.
     """
     device = whole.token_ids_T.device
     whole = _fill(whole, group.size)
     split = split_tree(whole.segments, group)
     positions_t = split.tree.packed_positions()
-    place_T = torch.full((len(whole.token_ids_T),), -1)
-    place_T[positions_t] = torch.arange(len(positions_t))
-    targets_S = place_T[whole.targets_S.cpu()]  # -1: another process's
+    # Index of each token among those that this process computes. -1: another one computes it.
+    index_T = torch.full((len(whole.token_ids_T),), -1)
+    index_T[positions_t] = torch.arange(len(positions_t))
+    targets_S = index_T[whole.targets_S.cpu()]
     places_s = (targets_S >= 0).nonzero()[:, 0]
-    is_own_B = torch.tensor([id(sequence) in own for sequence in whole.sequences])
+    is_own_B = torch.tensor([id(sequence) in own_ids for sequence in whole.sequences])
     sequence_S = whole.sequence_S.cpu()
     own_S = is_own_B[sequence_S].nonzero()[:, 0]
     share = ContextShare(
@@ -113,13 +114,14 @@ def _share(whole: Microbatch, own: set[int], group: ContextGroup) -> Microbatch:
         sampled=len(targets_S),
     )
     own_S, positions_t = own_S.to(device), positions_t.to(device)
-    sequences = tuple(sequence for sequence in whole.sequences if id(sequence) in own)
+    sequences = tuple(sequence for sequence in whole.sequences if id(sequence) in own_ids)
     ref_logprobs_S = whole.ref_logprobs_S  # only this process's own sequences have any
     weights_B = whole.weights_B[is_own_B.to(device)]
     if not sequences:
         sequences, weights_B = (stand_in(),), whole.weights_B.new_zeros(1)
         ref_logprobs_S = whole.behaviour_S.new_zeros(0)
-    index_B = (is_own_B.cumsum(0) - 1).to(device)
+    # Index of each of its own sequences among them.
+    own_index_B = (is_own_B.cumsum(0) - 1).to(device)
     routes_TLK = whole.routes_TLK
     return replace(
         whole,
@@ -128,7 +130,7 @@ def _share(whole: Microbatch, own: set[int], group: ContextGroup) -> Microbatch:
         targets_S=whole.targets_S[own_S],
         labels_S=whole.labels_S[own_S],
         behaviour_S=whole.behaviour_S[own_S],
-        sequence_S=index_B[whole.sequence_S[own_S]],
+        sequence_S=own_index_B[whole.sequence_S[own_S]],
         advantages_S=whole.advantages_S[own_S],
         weights_B=weights_B,
         ref_logprobs_S=ref_logprobs_S,
@@ -148,8 +150,9 @@ def _fill(microbatch: Microbatch, processes: int) -> Microbatch:
     if not missing:
         return microbatch
     if routes_TLK is not None:
-        chosen = routes_TLK.new_full((missing, *routes_TLK.shape[1:]), -1)
-        routes_TLK = torch.cat((routes_TLK, chosen))
+        # -1: routers choose the experts of the added tokens.
+        added = routes_TLK.new_full((missing, *routes_TLK.shape[1:]), -1)
+        routes_TLK = torch.cat((routes_TLK, added))
     return replace(
         microbatch,
         token_ids_T=torch.cat((ids_T, ids_T.new_zeros(missing))),

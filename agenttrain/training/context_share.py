@@ -38,11 +38,15 @@ class ContextShare:
 
 
 class _ToOwners(torch.autograd.Function):
-    """Values of tokens from the processes that computed them to those that have the rollouts."""
+    """Send values of tokens from the processes that computed them to those with the rollouts.
+
+    `values_2s` are the logprobs and entropies of the tokens that this process computed.
+    """
 
     @staticmethod
     def forward(ctx: Any, values_2s: Tensor, share: ContextShare) -> tuple[Tensor, Tensor]:
         ctx.share = share
+        # Each token is computed by one process and is 0 in the others, so the sum is its value.
         values_2S = values_2s.new_zeros(2, share.sampled)
         values_2S[:, share.places_s] = values_2s
         first_S, second_S = share.split.group.add(values_2S)
@@ -53,5 +57,6 @@ class _ToOwners(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         share: ContextShare = ctx.share
         gradient_2S = gradients[0].new_zeros(2, share.sampled)
+        # A token's gradient comes from the process with its rollout alone.
         gradient_2S[:, share.own] = torch.stack(gradients)
         return share.split.group.add(gradient_2S).index_select(1, share.places_s), None

@@ -92,7 +92,7 @@ class ContextTree:
         return min(chunk, 2 * self.processes - 1 - chunk)
 
     def _cut(self, segments: Sequence[Segment]) -> tuple[TreePiece, ...]:
-        """Cut segments at the ends of chunks."""
+        """Cut segments at the ends of chunks; the pieces of a segment are a chain of parents."""
         pieces: list[TreePiece] = []
         last_of: dict[int, TreePiece] = {}  # last piece of a segment, by the segment's start
         counts = [0] * self.processes
@@ -103,9 +103,9 @@ class ContextTree:
                 chunk = bisect_right(self.bounds, start) - 1
                 end = min(segment.end, self.bounds[chunk + 1])
                 owner = self.owner(chunk)
-                before = None if parent is None else parent.segment
+                parent_segment = None if parent is None else parent.segment
                 parent = TreePiece(
-                    segment=Segment(start, end - start, before),
+                    segment=Segment(start, end - start, parent_segment),
                     parent=parent,
                     chunk=chunk,
                     owner=owner,
@@ -132,16 +132,16 @@ class ContextTree:
             for piece in held:
                 for key in (piece, *piece.ancestors):
                     if key.owner == source:
-                        yield from _windowed(piece, key, window)
+                        yield from _window_calls(piece, key, window)
             return
-        for siblings in _runs(held):
+        for siblings in _sibling_runs(held):
             first, last = siblings[0], siblings[-1]
             queries = slice(first.offset, last.offset + last.length)
             # Siblings attend to all of their prefix, so that they are one call.
             prefix = sorted((p.offset, p.length) for p in first.ancestors if p.owner == source)
-            for keys in _joined(prefix):
+            for keys in _join_neighbours(prefix):
                 yield Call(queries, keys, None)
-        if source == self.rank:
+        if source == self.rank:  # each piece attends to itself, causally
             for piece in held:
                 tokens = slice(piece.offset, piece.offset + piece.length)
                 yield Call(tokens, tokens, 0)
@@ -179,7 +179,7 @@ def split_tree(segments: Sequence[Segment], group: ContextGroup) -> Split:
     return Split(ContextTree(segments, rank=group.rank, processes=group.size), group)
 
 
-def _runs(pieces: Sequence[TreePiece]) -> Iterator[list[TreePiece]]:
+def _sibling_runs(pieces: Sequence[TreePiece]) -> Iterator[list[TreePiece]]:
     """Yield runs of neighbours with the same parent."""
     run: list[TreePiece] = []
     for piece in pieces:
@@ -191,8 +191,11 @@ def _runs(pieces: Sequence[TreePiece]) -> Iterator[list[TreePiece]]:
         yield run
 
 
-def _joined(parts: Sequence[tuple[int, int]]) -> list[slice]:
-    """Join (start, length) that follow each other. Example: (0, 2) (2, 3) (7, 1) are 0:5 and 7:8"""
+def _join_neighbours(parts: Sequence[tuple[int, int]]) -> list[slice]:
+    """Return parts of (start, length) as slices, in which neighbours are joined.
+
+    Example: (0, 2) (2, 3) (7, 1) are 0:5 and 7:8.
+    """
     slices: list[slice] = []
     for start, length in parts:
         if slices and slices[-1].stop == start:
@@ -202,11 +205,12 @@ def _joined(parts: Sequence[tuple[int, int]]) -> list[slice]:
     return slices
 
 
-def _windowed(query: TreePiece, key: TreePiece, window: int) -> Iterator[Call]:
+def _window_calls(query: TreePiece, key: TreePiece, window: int) -> Iterator[Call]:
     """Yield calls of a piece's queries over the keys of another one, or of itself, in a window."""
     for first in range(0, query.length, QUERIES):
         last = min(first + QUERIES, query.length)
         distance = query.position + first - key.position  # of the first query from the first key
+        # Keys `low` to `high` - 1 are seen by at least one of these queries.
         low = max(0, distance - window + 1)
         high = min(key.length, distance + last - first)
         if low >= high:

@@ -66,7 +66,7 @@ def assign_advantages(
                     for rollout in group
                 ]
             )
-    first, rewards = gather_if_batchwise(rewards, config, world)
+    first, rewards = gather_if_batchwise(rewards, config, world)  # `groups` begin at `first`
     names, rewards_FPG = _tabulate(rewards)
     if config.rewards is Rewards.normalize_each:
         weights = [reward_weights.get(name, 1.0) for name in names]

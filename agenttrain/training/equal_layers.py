@@ -56,10 +56,14 @@ def equal_layers_run_twice(
     skipped, kinds = EqualLayers(), dict[Hashable, _Kind]()
 
     def total_bytes() -> int:
+        """Return the bytes so far, those of skipped layers included."""
         return saved_bytes() + skipped.saved_bytes
 
     def forward_of(layer: nn.Module, position: int) -> Callable[..., Any]:
-        """Return a forward pass that runs the layer, or skips it after two equal ones."""
+        """Return a forward pass that runs the layer, or skips it after two equal ones.
+
+        Layers of one `_signature` share a `_Kind`.
+        """
         kind = kinds.setdefault(_signature(layer), _Kind())
         forward = layer.forward
 

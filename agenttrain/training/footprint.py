@@ -105,7 +105,10 @@ def _moments(optimizer: Optimizer) -> int:
 
 
 class Saved:
-    """Bytes that a forward pass over a rollout holds for the backward pass, without the head."""
+    """Bytes that a forward pass over a rollout holds for the backward pass, without the head.
+
+    Call it with a rollout's number of tokens. `autocast` is the format in which layers compute.
+    """
 
     def __init__(self, model: PreTrainedModel, autocast: torch.dtype | None) -> None:
         self._model, self._autocast = model, autocast
@@ -115,7 +118,7 @@ class Saved:
         """Tokens of a rollout -> bytes that were traced for it."""
 
     def __call__(self, tokens: int) -> int:
-        """Return the bytes for a rollout of that many tokens."""
+        """Return the bytes for a rollout of that many tokens; long ones are extrapolated."""
         longest, half = self._longest, self._longest // 2
         if tokens <= longest:
             return self._trace(tokens)
@@ -128,7 +131,8 @@ class Saved:
         if tokens in self._traced:
             return self._traced[tokens]
         tree = PackedTree(one_after_the_other([tokens]), torch.device("cpu"))
-        # Made before entering the mode: they depend on values, which fake tensors lack.
+        # Both are made when they are first read. Do so before entering the mode: they depend on
+        # values, which fake tensors lack.
         assert tree.blocks
         assert tree.recurrent.waves
         net = backbone(self._model)
@@ -138,6 +142,7 @@ class Saved:
             state |= {name: _fake(tensor) for name, tensor in net.named_buffers()}
             ids = torch.zeros(1, tokens, dtype=torch.long)
             positions = torch.arange(tokens)[None]
+        # `_cdata` is the address of a storage, which several tensors may share.
         weight_ids = {tensor.untyped_storage()._cdata for tensor in state.values()}
         saved: dict[int, torch.UntypedStorage] = {}  # holds them, so that ids stay unique
         saved_bytes = 0
@@ -213,23 +218,29 @@ def cached_layers(model: PreTrainedModel) -> list[CachedLayer]:
         ids = torch.zeros(1, 2, dtype=torch.long)
         keywords = {"past_key_values": cache, "use_cache": True}
         functional_call(net, dict(state), (ids,), keywords)
-        # A skipped layer has an empty cache: take that of the equal layer that ran.
         return [
-            _cached(layer, cache.layers[skipped.twins.get(n, n)])
+            _measure_cache(layer, cache.layers[skipped.twins.get(n, n)])
             for n, layer in enumerate(cache.layers)
         ]
 
 
-def _cached(layer: Any, ran: Any) -> CachedLayer:
-    """Return what a layer's cache holds. `ran` is that of the equal layer that ran."""
-    keys, values = (getattr(ran, name, None) for name in ("keys", "values"))
+def _measure_cache(layer_cache: Any, filled_cache: Any) -> CachedLayer:
+    """Return what a layer's cache holds.
+
+    A layer that was skipped has an empty cache. `filled_cache` is then that of an equal layer that
+    ran.
+    """
+    keys, values = (getattr(filled_cache, name, None) for name in ("keys", "values"))
     states: list[list[Tensor | None]] = [
-        [*getattr(ran, name, {}).values()] for name in ("conv_states", "recurrent_states")
+        [*getattr(filled_cache, name, {}).values()] for name in ("conv_states", "recurrent_states")
     ]
-    convolution, recurrence = (sum(t.numel() for t in held if t is not None) for held in states)
+    convolution, recurrence = (
+        sum(t.numel() for t in tensors if t is not None) for tensors in states
+    )
     return CachedLayer(
+        # Keys and values are [1, heads, tokens, head size].
         token=sum(t.shape[1] * t.shape[3] for t in (keys, values) if t is not None),
-        window=layer.sliding_window if getattr(layer, "is_sliding", False) else None,
+        window=layer_cache.sliding_window if getattr(layer_cache, "is_sliding", False) else None,
         convolution=convolution,
         recurrence=recurrence,
     )
@@ -243,8 +254,9 @@ def head_bytes(
     entries, hidden = head.weight.shape
     number_bytes = 2 if autocast else head.weight.element_size()
     tile_tokens, tile_logits = CPU_TILE if device == "cpu" else GPU_TILE
-    height = max(1, min(tile_tokens, tokens))
-    tile_bytes = height * min(entries, max(1, tile_logits // height)) * FLOAT32
+    # A tile's tokens, and its vocabulary entries as in `head.py`.
+    rows = max(1, min(tile_tokens, tokens))
+    tile_bytes = rows * min(entries, max(1, tile_logits // rows)) * FLOAT32
     logits_bytes, budget = tokens * entries * FLOAT32, budget_mb * 2**20
     # Within the budget the product of a tile is kept, and counts as part of the logits.
     tiles_bytes = (TILES if logits_bytes > budget else TILES - 1) * tile_bytes

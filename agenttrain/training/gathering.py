@@ -38,14 +38,15 @@ def gather_by_layer(
         yield from weights
         return
     layer_ids = set(map(id, layers(model)))
-    prefixes = {name for name, module in model.named_modules() if id(module) in layer_ids}
+    layer_names = {name for name, module in model.named_modules() if id(module) in layer_ids}
 
     def layer_of(weight: tuple[str, Tensor]) -> str:
         """Return the name of a weight's layer, or of the weight itself outside of layers."""
         parts = weight[0].split(".")
-        owners = (".".join(parts[:count]) for count in range(1, len(parts)))
-        return next((owner for owner in owners if owner in prefixes), weight[0])
+        modules = (".".join(parts[:count]) for count in range(1, len(parts)))
+        return next((module for module in modules if module in layer_names), weight[0])
 
+    # A layer's weights follow each other in the model.
     for _, layer_weights in groupby(weights, key=layer_of):
         names, tensors = map(list, zip(*layer_weights, strict=True))
         full = gather(tensors)
@@ -79,14 +80,14 @@ def gather(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     buffers = _gather_buffers(row_sharded, packed_parts, total) if row_sharded else None
     is_packed = [_is_row_sharded(tensor) for tensor in tensors]
     unpacked_tensors = iter([tensor for tensor in tensors if not _is_row_sharded(tensor)])
-    places = iter(packed_parts)
+    part_places = iter(packed_parts)
     # The buffers hold copies: tensors that the caller has cast for this call can be freed now.
     del tensors, row_sharded
     for packed in is_packed:
         if not packed or buffers is None:
             yield full_tensor(next(unpacked_tensors))
             continue
-        place = next(places)
+        place = next(part_places)
         parts = buffers[:, place.offset : place.offset + place.size].view(place.dtype)
         # A copy, unless the tensor is alone in the buffer.
         yield parts.reshape(len(buffers) * place.rows, *place.shape[1:])[: place.shape[0]]

@@ -26,14 +26,20 @@ from agenttrain.training.segments import Segment
 
 
 class HandedTree:
-    """Layout of this process's pieces as recurrent mixers need it (a `MixerLayout`)."""
+    """Layout of this process's pieces as recurrent mixers need it (a `MixerLayout`).
+
+    Each layer calls `convolve` or `scan` in its forward pass. All members of the group call them
+    together.
+    """
 
     def __init__(self, tree: ContextTree, group: ContextGroup, device: torch.device) -> None:
         self.tree, self.group, self.device = tree, group, device
         self.chunks = _make_chunks(tree, device)
-        """Those of all processes, in the order of their scans."""
+        """Chunks of all processes, in the order of their scans."""
         self._tails: dict[int, Tails] = {}
+        """Cached by the number of tokens that a convolution reaches back."""
         self._state_shapes: dict[tuple[Any, ...], Tensor] = {}
+        """Results of `state_like`, cached by the scan's function and the shapes of its inputs."""
 
     # Left out of torch.compile, as `RecurrentTree` is.
     @torch.compiler.disable
@@ -84,13 +90,14 @@ class Chunk:
     tokens: slice
     """Indices of its tokens among those of the owner."""
     layout: RecurrentTree
-    """Its pieces, which start from states of `layout.given` and leave those of `layout.wanted`."""
+    """Its pieces. They start from the last states of `layout.given`, which are pieces of earlier
+    chunks. Those of `layout.wanted` leave last states that later chunks need."""
     sent: dict[int, tuple[Segment, ...]]
     """Pieces whose last states other processes need, by process."""
 
 
 def _make_chunks(tree: ContextTree, device: torch.device) -> list[Chunk]:
-    """Return the chunks of a tree."""
+    """Return the chunks of a tree, with the states that go from one to another."""
     pieces: dict[int, list[TreePiece]] = defaultdict(list)
     for piece in tree.pieces:
         pieces[piece.chunk].append(piece)
@@ -102,6 +109,7 @@ def _make_chunks(tree: ContextTree, device: torch.device) -> list[Chunk]:
             needed[parent.chunk].setdefault(parent, set()).add(piece.owner)
     chunks = []
     for number, held in sorted(pieces.items()):
+        # Pieces of earlier chunks from whose last states this one starts, each once and in order.
         given = {p.parent: None for p in held if p.parent and p.parent.chunk != number}
         owner = held[0].owner
         receivers = sorted({rank for ranks in needed[number].values() for rank in ranks} - {owner})
@@ -129,7 +137,10 @@ class _HandedScan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, handed: HandedTree, scan: Scan, count: int, *tensors: Tensor) -> Tensor:
-        """Return the output of this process's tokens; `tensors` are `count` inputs and weights."""
+        """Return the output of this process's tokens.
+
+        `tensors` are `count` inputs, and then the weights.
+        """
         inputs, group = tensors[:count], handed.group
         like = handed.state_like(scan)
         states: dict[Segment, Tensor] = {}
@@ -174,54 +185,64 @@ class _HandedScan(torch.autograd.Function):
         tensors, starts = saved[: len(saved) - ctx.starts], saved[len(saved) - ctx.starts :]
         inputs, weights = tensors[:count], tensors[count:]
         like = handed.state_like(scan)
-        sums = [torch.zeros_like(tensor) for tensor in tensors]
-        of_states: dict[Segment, Tensor] = {}  # gradients of last states
+        total_gradients = [torch.zeros_like(tensor) for tensor in tensors]
+        state_gradients: dict[Segment, Tensor] = {}  # gradient of each segment's last state
         sending = []
-        remaining = len(starts)
+        remaining = len(starts)  # initial states of chunks that are still to be computed
 
         def add(segments: Sequence[Segment], rows: Sequence[Tensor]) -> None:
             for segment, row in zip(segments, rows, strict=True):
-                of_states[segment] = of_states[segment] + row if segment in of_states else row
+                state_gradients[segment] = (
+                    state_gradients[segment] + row if segment in state_gradients else row
+                )
 
         for chunk in reversed(handed.chunks):
             layout = chunk.layout
             if chunk.owner == group.rank:
-                for rank, segments in chunk.sent.items():  # from those that were sent the states
+                for rank, segments in chunk.sent.items():  # the processes that got the states
                     rows = group.receive((len(segments), *like.shape), like, rank)
                     add(segments, rows.unbind())
                 remaining -= len(layout.given)
                 given = starts[remaining : remaining + len(layout.given)]
                 autocast = torch.autocast(inputs[0].device.type, **ctx.autocast)
                 with torch.enable_grad(), autocast:
-                    local = [t[chunk.tokens].detach().requires_grad_() for t in inputs]
-                    shared = [t.detach().requires_grad_() for t in weights]
-                    begins = [t.detach().requires_grad_() for t in given]
-                    output, last = layout.scan_waves(_with_weights(scan, shared), local, begins)
-                leaves = [*local, *shared, *begins]
-                ends = [segment for segment in last if segment in of_states]
+                    chunk_inputs = [t[chunk.tokens].detach().requires_grad_() for t in inputs]
+                    chunk_weights = [t.detach().requires_grad_() for t in weights]
+                    initial_states = [t.detach().requires_grad_() for t in given]
+                    output, last = layout.scan_waves(
+                        _with_weights(scan, chunk_weights), chunk_inputs, initial_states
+                    )
+                leaves = [*chunk_inputs, *chunk_weights, *initial_states]
+                with_gradient = [segment for segment in last if segment in state_gradients]
                 gradients = torch.autograd.grad(
-                    (output, *(last[segment] for segment in ends)),
+                    (output, *(last[segment] for segment in with_gradient)),
                     leaves,
-                    (gradient[chunk.tokens], *(of_states[segment] for segment in ends)),
+                    (
+                        gradient[chunk.tokens],
+                        *(state_gradients[segment] for segment in with_gradient),
+                    ),
                     allow_unused=True,
                 )
                 parts = [
                     torch.zeros_like(leaf) if part is None else part
                     for leaf, part in zip(leaves, gradients, strict=True)
                 ]
-                for total, part in zip(sums[:count], parts, strict=False):
+                for total, part in zip(total_gradients[:count], parts, strict=False):
                     total[chunk.tokens] += part
-                for total, part in zip(sums[count:], parts[count:], strict=False):
+                for total, part in zip(total_gradients[count:], parts[count:], strict=False):
                     total += part
-                add(layout.given, parts[count + len(shared) :])
+                add(layout.given, parts[count + len(chunk_weights) :])
             elif group.rank in chunk.sent:
-                # All of this process's later chunks are done: their sum goes back.
+                # Later chunks of this process started from these states and are done: the complete
+                # gradients of the states go back.
                 segments = chunk.sent[group.rank]
-                rows = torch.stack([of_states[segment] for segment in segments]).to(like.dtype)
+                rows = torch.stack([state_gradients[segment] for segment in segments]).to(
+                    like.dtype
+                )
                 sending.append((group.send(rows, chunk.owner), rows))
         for work, _ in sending:
             work.wait()
-        return None, None, None, *sums
+        return None, None, None, *total_gradients
 
 
 def _with_weights(scan: Scan, weights: Sequence[Tensor]) -> Any:
@@ -277,7 +298,7 @@ def make_tails(tree: ContextTree, before: int, device: torch.device) -> Tails:
 
 
 def _reached(tree: ContextTree, rank: int, before: int) -> list[dict[TreePiece, int]]:
-    """Return the pieces of each process whose last tokens process `rank` reaches, and how many."""
+    """Return how many last tokens of which pieces process `rank` reaches, by the pieces' owner."""
     tails: list[dict[TreePiece, int]] = [{} for _ in range(tree.processes)]
     for piece in tree.held[rank]:
         missing = before

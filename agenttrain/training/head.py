@@ -107,7 +107,10 @@ class _LinearLogprobs(torch.autograd.Function):
         keep: bool,
         prepare: Prepare,
     ) -> tuple[Tensor, Tensor]:
-        """Return logprobs and entropies, [S] each, tile by tile; with `keep`, save the logits."""
+        """Return logprobs and entropies, [S] each, tile by tile; with `keep`, save the logits.
+
+        `prepare` compiles the functions of a tile's arithmetic, or returns them as they are.
+        """
         ctx.set_materialize_grads(False)  # the gradient of an output that nothing uses is None
         device = hidden_SH.device.type
         # As in torch's own layers, autocast leaves float64 alone.
@@ -164,19 +167,23 @@ class _LinearLogprobs(torch.autograd.Function):
                 None if grad_entropy_S is None else grad_entropy_S[tokens, None],
             )
             # Add the 1 in d logprob / d logit = 1 - p, which only the label has.
-            index, inside = _in_tile(labels_S[tokens], vocabulary)
-            at_label = torch.where(inside, grad_logprobs_S[tokens], 0.0)
+            index, is_inside = _in_tile(labels_S[tokens], vocabulary)
+            at_label = torch.where(is_inside, grad_logprobs_S[tokens], 0.0)
             gradient.scatter_add_(-1, index[:, None], at_label[:, None])
             # From here on the gradient by the head's output instead of the logits.
             gradient.mul_(ctx.transform.slope(logits))
-            in_type = gradient.to(product.type)
+            product_gradient = gradient.to(product.type)
             if sum_hidden_SH is not None:
-                _add_product(sum_hidden_SH[tokens], in_type, weight_VH[vocabulary].to(product.type))
+                _add_product(
+                    sum_hidden_SH[tokens], product_gradient, weight_VH[vocabulary].to(product.type)
+                )
             if sum_weight_VH is not None:
-                _add_product(sum_weight_VH[vocabulary], in_type.T, product.hidden_SH[tokens])
+                _add_product(
+                    sum_weight_VH[vocabulary], product_gradient.T, product.hidden_SH[tokens]
+                )
             if sum_bias_V is not None:
                 sum_bias_V[vocabulary] += gradient.sum(0)
-            del in_type  # in 16 bits a copy; free it before the next tile is computed
+            del product_gradient  # in 16 bits a copy; free it before the next tile is computed
         return *sums, None, None, None, None  # labels and options have no gradient
 
 
@@ -215,7 +222,7 @@ class _Product:
 
 
 class _Statistics:
-    """Sums over the tiles so far, for each token's softmax."""
+    """Sums over the vocabulary entries of the tiles so far, for each token's softmax (`fold`)."""
 
     def __init__(self, labels_S: Tensor, type: torch.dtype, fold: Callable[..., None]) -> None:
         """`fold` is the function `_fold`, perhaps compiled."""
@@ -234,9 +241,9 @@ class _Statistics:
     def fold(self, logits: Tensor, tokens: slice, vocabulary: slice) -> None:
         """Add the logits [C, N] of a tile."""
         self._fold(logits, self.highest_S[tokens], self.exp_S[tokens], self.product_S[tokens])
-        index, inside = _in_tile(self.labels_S[tokens], vocabulary)
+        index, is_inside = _in_tile(self.labels_S[tokens], vocabulary)
         label = logits.gather(-1, index[:, None])[:, 0]
-        self.label_S[tokens] += torch.where(inside, label, 0.0)
+        self.label_S[tokens] += torch.where(is_inside, label, 0.0)
 
 
 def _fold(logits: Tensor, highest: Tensor, exp: Tensor, product: Tensor) -> None:
@@ -256,7 +263,7 @@ def _fold(logits: Tensor, highest: Tensor, exp: Tensor, product: Tensor) -> None
 
 
 def _in_tile(labels_C: Tensor, vocabulary: slice) -> tuple[Tensor, Tensor]:
-    """Return each label's index in the tile, and True for the labels that are inside it.
+    """Return each label's index among a tile's vocabulary entries, and True for those inside it.
 
     A label outside gets some valid index: the caller masks its value. Without a selection by mask
     the shapes do not depend on values, so nothing waits for the GPU.

@@ -35,7 +35,7 @@ def hidden_with_images(
     `varlen` is that of `PackedTree`. `begin` is called before the pass of a segment, with the
     packed positions of its tokens.
     """
-    # Each image is computed once, however many pieces of the tokens show it.
+    # Each image's features are computed once, however many pieces of the tokens show it.
     by_digest = {piece.image.sha256: piece.image for piece in images.pieces}
     features: dict[str, Features]
     if vision.frozen:  # cached from step to step

@@ -82,7 +82,10 @@ def sdpa_kernel(
 
 
 def in_format(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the states in autocast's format, if it is on: torch casts after it chose a kernel."""
+    """Return the states in autocast's format, if autocast is on.
+
+    torch itself casts them only after it has chosen a kernel, by the format from before.
+    """
     device = query.device.type
     if not torch.is_autocast_enabled(device):
         return query, key, value

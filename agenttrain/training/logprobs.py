@@ -236,7 +236,10 @@ class Scorer(nn.Module):
             )
 
     def copy_layout(self, source: Scorer) -> None:
-        """Take over the layout of a scorer whose model differs only in its weights."""
+        """Take over what `choose_layout` set in a scorer whose model differs only in its weights.
+
+        `replay` is not taken over: the reference's routers choose their experts themselves.
+        """
         self.varlen, self.packed, self.kernels = source.varlen, source.packed, source.kernels
         self.least_shared = source.least_shared
 
@@ -254,11 +257,16 @@ class Scorer(nn.Module):
         microbatches: list[Microbatch] = []
         for same_kind in by_kind.values():
             microbatches += pack(same_kind, token_budget, device, least=self.least_shared)
+        # The one with the most tokens first, as in `pack`.
         return sorted(microbatches, key=lambda microbatch: -microbatch.token_ids_T.numel())
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Prepare the model for calls of `forward` and their backward passes in the block."""
+        """Prepare the model for calls of `forward` and their backward passes in the block.
+
+        Dropout is off, and packed attention, compiled layers and replayed experts are installed as
+        far as they are used. At the end everything is as before, and gathered weights are dropped.
+        """
         layers = compiled_layers(self.model) if self.use_compile else nullcontext()
         with self._ready(), layers:
             yield
@@ -287,7 +295,7 @@ class Scorer(nn.Module):
         images, share = microbatch.images, microbatch.context
         if self.replay is not None:
             self.replay.load(microbatch.routes_TLK)
-        if share is not None:
+        if share is not None:  # several processes compute the microbatch together
             hidden_TH = packed_hidden(
                 self.model, microbatch.token_ids_T, microbatch.segments, split=share.split
             )
@@ -389,10 +397,11 @@ def _why_not_split(scorer: Scorer, device: torch.device, context: ContextGroup) 
 
     def gradient(function: HiddenFunction, ids: Tensor) -> Tensor:
         # The other processes take the gradients of their own states.
-        slopes: Tensor = scorer.inside(partial(_input_gradient, function, ids, segments))
-        return slopes
+        by_embedding: Tensor = scorer.inside(partial(_input_gradient, function, ids, segments))
+        return by_embedding
 
     exact, reason = True, None
+    # (what is compared, how it is computed, tolerances in `EXACT` formats and in others)
     for name, function, tolerances in (
         ("hidden states", hidden, (1e-4, 5e-2)),
         ("gradients", gradient, (EXACT_GRADIENT_GAP, GRADIENT_GAP)),
@@ -636,7 +645,7 @@ def trial_segments(model: PreTrainedModel) -> tuple[Segment, ...]:
     config: Any = model.config.get_text_config()
     chunk = _scan_chunk(model)
     window = getattr(config, "sliding_window", None) or 0
-    # A window that is too long for a trial is not crossed.
+    # Length that the prompt exceeds. A window that is too long for a trial is not crossed.
     crossed = max(length for length in (0, chunk, window) if length <= LONGEST_CROSSED)
     if crossed <= TRIAL[-1].prefix_length:
         return TRIAL

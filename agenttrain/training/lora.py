@@ -310,25 +310,26 @@ def merged(
 
     base = base_folder(str(folder))
     assert base is not None
-    trained = adapter_dtype(folder)
-    loaded = torch.float32 if double is None else trained  # 4 bits are made of that format
+    trained_dtype = adapter_dtype(folder)
+    # The 4 bits were made of weights in the format of training.
+    load_dtype = torch.float32 if double is None else trained_dtype
     with keeping_float32():  # as training loads the base
-        model = auto_class(base).from_pretrained(base, dtype=loaded, **loading_options(base))
+        model = auto_class(base).from_pretrained(base, dtype=load_dtype, **loading_options(base))
     if double is not None:
         quantize(model, double=double)
         dequantize(model)
         model = model.float().cpu()
-    wanted = trained if isinstance(dtype, str) else dtype
+    target_dtype = trained_dtype if isinstance(dtype, str) else dtype
     with _patterns_match():
         adapted = PeftModel.from_pretrained(model, str(folder))
-        rounding = _rounding(adapted, wanted)
+        rounding = _rounding(adapted, target_dtype)
         model = adapted.merge_and_unload()
     if (folder / GENERATION_CONFIG_NAME).is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
         eos_ids = model.generation_config.eos_token_id
         if eos_ids is not None:
             set_stop_tokens(model, eos_ids if isinstance(eos_ids, list) else [eos_ids])
-    return cast(model, wanted), rounding
+    return cast(model, target_dtype), rounding
 
 
 @torch.no_grad()

@@ -135,14 +135,14 @@ def _routers(model: PreTrainedModel) -> Iterator[str]:
         experts = getattr(block, EXPERTS, None)
         if not isinstance(experts, nn.Module):
             continue
-        if isinstance(experts, nn.ModuleList):
-            count = len(experts)
+        if isinstance(experts, nn.ModuleList):  # each expert is a module
+            expert_count = len(experts)
         else:  # a packed weight is [experts, …]
-            count = max((len(w) for w in experts.parameters() if w.ndim == 3), default=0)
+            expert_count = max((len(w) for w in experts.parameters() if w.ndim == 3), default=0)
         for name, module in block.named_modules():
-            is_scorer = isinstance(module, nn.Linear) and module.out_features in (1, count)
-            beside = name.split(".")[0]
-            if is_scorer and ("router" in beside or "gate" in beside):
+            is_scorer = isinstance(module, nn.Linear) and module.out_features in (1, expert_count)
+            child = name.split(".")[0]  # the module directly in the block, beside the experts
+            if is_scorer and ("router" in child or "gate" in child):
                 yield f"{block_name}.{name}"
 
 

@@ -47,6 +47,7 @@ def check_merging(model: PreTrainedModel, score: Callable[[], list[float]]) -> N
     weights = {base_name(name): w for name, w in model.named_parameters(remove_duplicate=False)}
     layers = adapted_weights(model)
     # The first weight of each kind: model.layers.0.mlp.experts.down_proj for those of all layers.
+    # Reversed, so that the first of a kind is the last that is put into the dictionary.
     kinds = {re.sub(r"\.\d+\.", ".N.", name): name for name in reversed(layers)}
     exact = model.dtype is torch.float32 and model.device.type == "cpu"
     limit, floor = (EXACT_LIMIT, 0.0) if exact else (LIMIT, FLOOR)
@@ -84,12 +85,13 @@ def _random_adapter(layer: Any, weight: Tensor) -> Iterator[None]:
         assign(matrix, values)
         with torch.no_grad():
             base = layer.get_base_layer()
-            numbers = dequantized(base) if is_quantized(base) else weight
-            of_weight, of_change = (
+            base_weight = dequantized(base) if is_quantized(base) else weight
+            weight_norm, change_norm = (
                 torch.linalg.vector_norm(full_tensor(tensor), dtype=torch.float32)
-                for tensor in (numbers, delta(layer, weight))
+                for tensor in (base_weight, delta(layer, weight))
             )
-        assign(matrix, values * (of_weight / of_change).to(values))
+        # The change is proportional to this matrix: scale it to the norm of the weight.
+        assign(matrix, values * (weight_norm / change_norm).to(values))
         yield
     finally:
         assign(matrix, former)
@@ -101,8 +103,8 @@ def _merged(layer: Any, weight: Tensor) -> Iterator[None]:
 
     A layer in 4 bits is replaced by a linear one of the merged weight.
     """
-    trained = [(parameter, parameter.requires_grad) for parameter in layer.parameters()]
-    former_layer, former = layer.base_layer, weight.detach().clone()
+    gradient_flags = [(parameter, parameter.requires_grad) for parameter in layer.parameters()]
+    former_layer, former_weight = layer.base_layer, weight.detach().clone()
     in_4_bits = is_quantized(former_layer)
     try:
         with torch.no_grad():
@@ -115,9 +117,9 @@ def _merged(layer: Any, weight: Tensor) -> Iterator[None]:
     finally:
         layer.enable_adapters(True)
         # peft changes which weights have a gradient when it switches adapters off and on.
-        for parameter, requires_grad in trained:
+        for parameter, requires_grad in gradient_flags:
             parameter.requires_grad_(requires_grad)
         if in_4_bits:
             layer.base_layer = former_layer
         else:
-            assign(weight, former)
+            assign(weight, former_weight)

@@ -68,7 +68,10 @@ class Minibatch:
         ]
 
     def record(self, microbatch: Microbatch, inputs: LossInputs, loss: Tensor) -> None:
-        """Store the result of a microbatch, detached from its graph."""
+        """Store the result of a microbatch, detached from its graph.
+
+        `Policy.optimizer_step` reads `losses`, `scores` and `entropy`.
+        """
         assert inputs.entropy_S is not None
         entropy_S = inputs.entropy_S.detach()
         self.losses.append(loss.detach())
@@ -92,7 +95,8 @@ def top_entropy(
         for sequence in sequences
         if sequence.weight > 0 and sequence.old_entropy_S is not None
     ]
-    by_rank = world.gather([local], "the entropies of an update")  # the list of each process
+    # `gather` joins the lists of all processes. Each gives a list of one item: its `local`.
+    by_rank = world.gather([local], "the entropies of an update")
     entropies = [entry for entries in by_rank for entry in entries]
     index_of = {order: i for i, order in enumerate(sorted(order for order, _ in entropies))}
     entropy_N = torch.cat([torch.zeros(0), *(entropy_S for _, entropy_S in entropies)])
@@ -105,7 +109,7 @@ def top_entropy(
     )
     kept_N = top_entropy_mask(entropy_N, place_N, share)
     masks = kept_N.split([len(entropy_S) for _, entropy_S in entropies])
-    # This process's masks begin at `first`.
+    # This process's masks begin at `first`. Those of later processes follow: not strict.
     first = sum(len(entries) for entries in by_rank[: world.rank])
     own_masks = zip(local, masks[first:], strict=False)
     return {sequence_key: mask_S for ((*_, sequence_key), _), mask_S in own_masks}
@@ -118,7 +122,12 @@ def loss_inputs(
     minibatch: Minibatch,
     config: AlgorithmConfig,
 ) -> LossInputs:
-    """Return the inputs of a microbatch's loss."""
+    """Return the inputs of a microbatch's loss.
+
+    `engine_S` are the logprobs of the engine that sampled the tokens. `behaviour_S` are those in
+    the denominator of the ratio: the engine's, or, if `algorithm.behaviour` is `recomputed`, the
+    policy's own from before the step's first update (`old_logprobs_S`).
+    """
     kept_S = None
     if minibatch.kept is not None:
         # The stand-in of a process without sequences has no token and no mask.

@@ -137,7 +137,7 @@ def find_culprits(
         counts = world.gather([len(sequences)], "the sequences of a broken update")
         earlier, later = sum(counts[: world.rank]), sum(counts[world.rank + 1 :])
         passes = [*[None] * earlier, *sequences, *[None] * later]
-    result = []
+    culprits = []
     for sequence in passes:
         # Run it even if an input is broken: with sharded weights the other processes run along.
         loss, logprobs_S = run_alone(sequence or stand_in())
@@ -152,8 +152,8 @@ def find_culprits(
         if problem is not None:
             rollout = sequence.rollout
             place = place_of(rollout, sequence.trajectory)
-            result.append(Culprit(rollout_id=rollout.rollout_id, place=place, what=problem))
-    return result
+            culprits.append(Culprit(rollout_id=rollout.rollout_id, place=place, what=problem))
+    return culprits
 
 
 def _first_problem(

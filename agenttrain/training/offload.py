@@ -19,7 +19,11 @@ from agenttrain.training.sharding import local_part
 
 
 class StateOffload:
-    """Moves an optimizer's state to host memory after an update and back before the next."""
+    """Moves an optimizer's state to host memory after a step's updates, and back before the next.
+
+    `Policy.optimizer_on_device` calls `to_device` and `to_host` around the updates. Calling one of
+    them twice changes nothing.
+    """
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self._optimizer, self._device = optimizer, device

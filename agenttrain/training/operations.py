@@ -141,7 +141,7 @@ def _widths(config: Any) -> dict[int | None, int]:
 
 def _width(config: Any, layer: int, kind: str) -> int:
     """Return heads x head size of an attention layer; 0 where a config does not say it."""
-    # Gemma 4's full attention has larger heads, which transformers tells in either way.
+    # Gemma 4's full attention has larger heads: by a config of each layer, or `global_head_dim`.
     if getattr(config, "is_heterogeneous", False):
         config = config.per_layer_config[layer]
     heads = getattr(config, "num_attention_heads", None)
@@ -176,13 +176,16 @@ def card_name(device: torch.device) -> str:
 
 @dataclass(slots=True)
 class WorkCounter:
-    """Adds up the work of a step."""
+    """Adds up the work of a step in this process.
+
+    The policy calls `add` for each forward pass, and the trainer `take` at the end of the step.
+    """
 
     operations: Operations
     device: torch.device
     _computed: int = 0
     _trained: int = 0
-    _done: float = 0.0
+    _operations_done: float = 0.0
 
     def add(self, microbatch: Microbatch, *, backward: bool) -> None:
         """Count a forward pass, and a backward pass with `backward`."""
@@ -191,7 +194,7 @@ class WorkCounter:
         share = microbatch.context
         processes = 1 if share is None else share.split.group.size
         # Each process of a group computes its share of the attention over all tokens.
-        self._done += count(tokens * processes, microbatch.segments) / processes
+        self._operations_done += count(tokens * processes, microbatch.segments) / processes
         self._computed += tokens
         self._trained += microbatch.targets_S.numel() if backward else 0
 
@@ -204,11 +207,11 @@ class WorkCounter:
         work = StepWork(
             computed_tokens=self._computed,
             trained_tokens=self._trained,
-            operations=self._done,
+            operations=self._operations_done,
             peak_tflops=peak,
             peak_gb=peak_gb,
         )
-        self._computed, self._trained, self._done = 0, 0, 0.0
+        self._computed, self._trained, self._operations_done = 0, 0, 0.0
         return work
 
 

@@ -133,7 +133,10 @@ class Together(_Wrapper):
 
 
 class MasterWeights(_Wrapper):
-    """Optimizer of float32 copies: sums gradients into them and rounds them back into the model."""
+    """Optimizer of float32 copies: sums gradients into them and rounds them back into the model.
+
+    `Policy.backward` calls `fold` after every backward pass, and `step` ends an update.
+    """
 
     def __init__(self, optimizer: Optimizer, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Take pairs of (weight of the model, copy that `optimizer` updates)."""

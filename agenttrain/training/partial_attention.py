@@ -71,7 +71,8 @@ def attend_partially(
         count_call(Kernel.flash)
         states = _for_kernel(query, key, value)
         function: Any = _FORWARD[query.device.type]
-        output, log, *_ = function(*states, 0.0, shift is not None, scale=scoring.scale)
+        dropout, causal = 0.0, shift is not None
+        output, log, *_ = function(*states, dropout, causal, scale=scoring.scale)
         return output[0].transpose(0, 1), log[0].transpose(0, 1)
     count_call(Kernel.tiles)
     output, log = nothing_yet(query, value)
@@ -94,9 +95,10 @@ def partial_gradients(
     log: Tensor,
     gradient: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value by their attention to each other.
+    """Return the gradients of query, key and value by the queries' attention to these keys.
 
-    `output` and `log` are those over all keys, `gradient` is that of the output.
+    `output` and `log` are those over all keys, `gradient` is that of the output. `shift` is that of
+    `attend_partially`.
     """
     if _is_fused(query, value, scoring, shift):
         states = _for_kernel(query, key, value)
@@ -108,20 +110,22 @@ def partial_gradients(
         torch.zeros(tensor.shape, dtype=exact, device=query.device) for tensor in (key, value)
     )
     gradient = gradient.to(exact)
-    product = (gradient * output).sum(-1)  # of each query and head
+    # The softmax's part of the gradient: d score = weight * (d weight - sum of weight * d weight).
+    # That sum over all keys is the product of output and gradient, [m, h].
+    grad_output_product = (gradient * output).sum(-1)
     scale = query.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
     for queries, keys in _tiles(query.shape[0], key.shape[0], shift, scoring.window):
         scores, slope = _scores(query, key, scoring, shift, queries, keys)
         weights = (scores - log[queries].T[..., None]).exp()
-        by_head = gradient[queries].transpose(0, 1)
-        sum_value[keys] += _by_key_head(weights.mT @ by_head, value)
-        of_weights = by_head @ _by_query_head(value[keys], query).to(exact).mT
-        of_scores = weights * (of_weights - product[queries].T[..., None])
-        of_scores *= slope * scale
+        grad_by_head = gradient[queries].transpose(0, 1)
+        sum_value[keys] += _by_key_head(weights.mT @ grad_by_head, value)
+        grad_weights = grad_by_head @ _by_query_head(value[keys], query).to(exact).mT
+        grad_scores = weights * (grad_weights - grad_output_product[queries].T[..., None])
+        grad_scores *= slope * scale
         expanded = _by_query_head(key[keys], query).to(exact)
-        sum_query[queries] += (of_scores @ expanded).transpose(0, 1)
-        of_key = of_scores.mT @ query[queries].transpose(0, 1).to(exact)
-        sum_key[keys] += _by_key_head(of_key, key)
+        sum_query[queries] += (grad_scores @ expanded).transpose(0, 1)
+        grad_key = grad_scores.mT @ query[queries].transpose(0, 1).to(exact)
+        sum_key[keys] += _by_key_head(grad_key, key)
     return sum_query, sum_key, sum_value
 
 
@@ -139,7 +143,10 @@ def sink_gradient(output: Tensor, log: Tensor, gradient: Tensor, sinks: Tensor) 
 
 
 def _is_fused(query: Tensor, value: Tensor, scoring: Scoring, shift: int | None) -> bool:
-    """Return True if torch's FlashAttention computes this: plain, causal from the first key on."""
+    """Return True if torch's FlashAttention computes this attention.
+
+    It knows no soft cap. `shift` must be None (all keys), or 0 (causal) without a window.
+    """
     plain = scoring.softcap is None and shift in (None, 0) and (shift is None or not scoring.window)
     size = query.shape[-1]
     if not plain or size != value.shape[-1]:
@@ -173,10 +180,10 @@ def _fused_gradients(
     """Return the gradients of query, key and value by torch's FlashAttention."""
     query, key, value = states
     gradient, output = (tensor.to(query.dtype) for tensor in saved)
-    by_head = log.T[None].contiguous()
+    log_by_head = log.T[None].contiguous()
     if query.device.type == "cpu":
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, *states, output, by_head, 0.0, causal, scale=scoring.scale
+            gradient, *states, output, log_by_head, 0.0, causal, scale=scoring.scale
         )
     else:
         # Heads of keys are repeated: the backward kernel takes as many as of queries.
@@ -184,14 +191,23 @@ def _fused_gradients(
         repeated = [state.repeat_interleave(groups, dim=1) for state in (key, value)]
         unused = torch.zeros(2, dtype=torch.uint64, device=query.device)  # no dropout
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            *(gradient, query, *repeated, output, by_head.float(), None, None),
-            *(query.shape[2], key.shape[2], 0.0, causal, unused, unused),
+            gradient,
+            query,
+            *repeated,
+            output,
+            log_by_head.float(),
+            *(None, None),  # no cumulative lengths: all sequences have the same
+            query.shape[2],
+            key.shape[2],
+            0.0,  # dropout
+            causal,
+            *(unused, unused),  # the state of dropout's generator
             scale=scoring.scale,
         )
-        of_query, *of_repeated = gradients
-        gradients = (of_query, *(g.unflatten(1, (-1, groups)).sum(2) for g in of_repeated))
-    of_query, of_key, of_value = (tensor[0].transpose(0, 1) for tensor in gradients)
-    return of_query, of_key, of_value
+        grad_query, *grad_repeated = gradients
+        gradients = (grad_query, *(g.unflatten(1, (-1, groups)).sum(2) for g in grad_repeated))
+    grad_query, grad_key, grad_value = (tensor[0].transpose(0, 1) for tensor in gradients)
+    return grad_query, grad_key, grad_value
 
 
 def _tiles(
@@ -216,7 +232,10 @@ def _scores(
     queries: slice,
     keys: slice,
 ) -> tuple[Tensor, Tensor | float]:
-    """Return a tile's scores, [h, queries, keys], and their slope by what a soft cap is put on."""
+    """Return a tile's scores, [h, queries, keys], and their slope: d score / d uncapped score.
+
+    The slope is 1 without a soft cap. Keys that a query does not see have the score LOWEST.
+    """
     exact = torch.promote_types(query.dtype, torch.float32)
     scale = query.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
     rows = query[queries].transpose(0, 1).to(exact)
@@ -226,6 +245,7 @@ def _scores(
         bounded = torch.tanh(scores / scoring.softcap)
         scores, slope = scoring.softcap * bounded, 1 - bounded.square()
     if shift is not None:
+        # Indices as in `attend_partially`: query a, key b.
         a = torch.arange(queries.start, queries.stop, device=query.device)[:, None]
         b = torch.arange(keys.start, keys.stop, device=query.device)
         visible = b <= a + shift

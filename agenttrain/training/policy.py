@@ -233,7 +233,8 @@ class Policy:
         """Return the sequences of the rollouts that have a reward, scored as the algorithm needs.
 
         The reference scores them if there is a KL penalty. The policy scores them if the algorithm
-        uses its probabilities from before the step's first update.
+        uses its probabilities from before the step's first update. Advantages may be assigned
+        later: a sequence reads them from its trajectory when it is packed.
         """
         sequences = [
             [
@@ -310,7 +311,7 @@ class Policy:
             parameters["lr"] = lr
 
     def ready(self) -> AbstractContextManager[None]:
-        """Prepare the model for calls of `forward` and `backward` in the block."""
+        """Prepare the model for calls of `forward` and `backward` in the block (`Scorer.ready`)."""
         return self._scorer.ready()
 
     def minibatches(self, groups: Sequence[Sequence[TrainingSequence]]) -> Iterator[Minibatch]:
@@ -366,7 +367,7 @@ class Policy:
             # The other processes wait for this one in the backward pass.
             microbatches = self._pack([stand_in()])
         for microbatch in microbatches:
-            # Gradients summed in float32 copies are averaged in `_clip` instead.
+            # Gradients summed in float32 copies (`MasterWeights`) are averaged in `_clip` instead.
             syncs = microbatch is microbatches[-1] and self._masters is None
             with contextlib.nullcontext() if syncs else self.accelerator.no_sync(self._wrapped):
                 yield microbatch
@@ -459,12 +460,12 @@ class Policy:
         if self._reference is not None:
             self._reference.follow(self.model, self.step)
         return_free_memory()
-        empty = {
+        without_updates = {
             **dict.fromkeys(("loss", "grad_norm", "train/tokens"), 0.0),
             **dict.fromkeys((*metric_names(self.algorithm), *MISMATCH_NAMES), math.nan),
             **dict.fromkeys(ROUTE_NAMES if self.algorithm.replays_routes else (), math.nan),
         }
-        return {**empty, **averages.means(self.accelerator), "lr": lr}
+        return {**without_updates, **averages.means(self.accelerator), "lr": lr}
 
     def logprobs(self, rollouts: Sequence[Rollout]) -> dict[SequenceKey, Tensor]:
         """Return the logprobs [S] of each sequence by its key, without a gradient."""
@@ -576,7 +577,12 @@ class Policy:
         def score_alone(sequence: TrainingSequence) -> tuple[Tensor, Tensor]:
             """Run one sequence forward and backward; return its loss and logprobs, [S]."""
             (microbatch,) = pack_evenly(
-                *(self._scorer, [sequence], sequence.length, self.device, None, self._context)
+                self._scorer,
+                [sequence],
+                sequence.length,
+                self.device,
+                peers=None,
+                context=self._context,
             )
             with self.accelerator.no_sync(self._wrapped):
                 inputs = loss_inputs(

@@ -122,6 +122,7 @@ def grow(ids: Sequence[Tensor], least: int | None) -> list[Branch]:
             return
         # Sequences without a token of their own end with this branch.
         ending = [p for p in places if len(ids[order[p]]) == shared]
+        # Each of them is a part by itself, which has no branch below.
         longer = (part for part in parts if part.start not in ending)
         yield Branch(
             start=start,
@@ -142,6 +143,8 @@ def _by_length(branches: Iterable[Branch]) -> list[Branch]:
 
 def cut(branches: Iterable[Branch], budget: int, above: int = 0) -> list[tuple[Branch, ...]]:
     """Divide siblings into runs of at most `budget` tokens, including `above` tokens before them.
+
+    `pack` makes a microbatch of each run.
 
     A branch that is too long is divided among several runs, each of which repeats the branch's own
     tokens. A sequence over the budget is a run by itself. Branches of similar length are in one

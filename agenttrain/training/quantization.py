@@ -94,17 +94,21 @@ def quantize(model: PreTrainedModel, *, double: bool) -> None:
     """Store the linear layers of a loaded model in 4 bits, in place, one after the other.
 
     On a machine with GPUs they are moved to the current one, which quantises faster than the CPU.
-    The model has no adapters yet.
+    `double`: the scales are stored in 8 bits. The model has no adapters yet.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for name, linear in layers_to_quantize(model).items():
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, _quantized(linear, device, double))
+        layer = _quantize_layer(linear, device, double=double)
+        setattr(model.get_submodule(parent), child, layer)
     model.is_loaded_in_4bit = True  # peft then adds adapters that are made for such layers
 
 
-def _quantized(linear: nn.Linear, device: torch.device, double: bool) -> nn.Module:
-    """Return a linear layer in 4 bits with the weight and the bias of `linear`."""
+def _quantize_layer(linear: nn.Linear, device: torch.device, *, double: bool) -> nn.Module:
+    """Return a linear layer in 4 bits with the weight and the bias of `linear`.
+
+    `double`: its scales are stored in 8 bits.
+    """
     bnb = import_module("bitsandbytes.nn")
     layer: Any = bnb.Linear4bit(
         linear.in_features,
@@ -160,11 +164,11 @@ def full_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     Their scales, which `state_dict` has under names below theirs, are left out.
     """
     layers = {f"{name}.weight": layer for name, layer in quantized_layers(model)}
-    below = tuple(f"{name}." for name in layers)
+    scale_prefixes = tuple(f"{name}." for name in layers)
     for name, tensor in model.state_dict().items():
         if name in layers:
             yield name, dequantized(layers[name])
-        elif not (below and name.startswith(below)):
+        elif not (scale_prefixes and name.startswith(scale_prefixes)):
             yield name, tensor
 
 
@@ -212,10 +216,14 @@ def describe_quantization(model: PreTrainedModel) -> str:
     Example: ``base in 4 bits (nf4): 72 % of the weights; in bfloat16: embed_tokens, lm_head``.
     """
     numbers = numbers_of(model)
-    others = {n: p for n, p in model.named_parameters() if n not in numbers and "lora_" not in n}
-    total = sum(numbers.values()) + sum(p.numel() for p in others.values())
+    unquantized_weights = {
+        n: p for n, p in model.named_parameters() if n not in numbers and "lora_" not in n
+    }
+    total = sum(numbers.values()) + sum(p.numel() for p in unquantized_weights.values())
     names = dict.fromkeys(
-        n.removesuffix(".weight").rpartition(".")[2] for n, p in others.items() if p.ndim > 1
+        n.removesuffix(".weight").rpartition(".")[2]
+        for n, p in unquantized_weights.items()
+        if p.ndim > 1  # matrices, not norms and biases
     )
     dtype = str(model.dtype).removeprefix("torch.")
     share = f"{100 * sum(numbers.values()) / total:.0f} % of the weights"

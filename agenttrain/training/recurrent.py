@@ -60,7 +60,10 @@ class Wave:
 
 
 class RecurrentTree:
-    """Layout of packed segments as recurrent mixers need it (a `MixerLayout`)."""
+    """Layout of packed segments as recurrent mixers need it (a `MixerLayout`).
+
+    Each recurrent layer of a forward pass calls `convolve` or `scan`.
+    """
 
     def __init__(
         self,
@@ -74,6 +77,7 @@ class RecurrentTree:
         self.segments, self.device = tuple(segments), device
         self.given, self.wanted = tuple(given), frozenset(wanted)
         self._halos: dict[int, Halo] = {}
+        """Cached by the number of a convolution's taps."""
 
     @cached_property
     def waves(self) -> tuple[Wave, ...]:
@@ -140,6 +144,7 @@ class RecurrentTree:
         sizes = [wave.rows.scatter.numel() for wave in self.waves]
         inputs = []
         for tensor in tensors:
+            # None: every token is selected.
             tokens = tensor if order is None else Select.apply(tensor, *order, None)
             inputs.append(tokens.split(sizes))  # a piece for each wave
         # Last states of the segments so far, from which their children start.
@@ -194,7 +199,7 @@ def make_waves(
     children, whose scans start from their last states, or none has. The states of the `given`
     segments come before those of the waves. The `wanted` segments count as having children.
     """
-    parents = {*wanted, *(segment.parent for segment in segments)}
+    with_children = {*wanted, *(segment.parent for segment in segments)}
     levels: dict[int, list[Segment]] = defaultdict(list)
     for segment in segments:
         levels[len(segment.prefix)].append(segment)
@@ -202,10 +207,11 @@ def make_waves(
     for _, level in sorted(levels.items()):
         runs.append([])
         # Segments with children first: only their calls have to return a state.
-        for segment in sorted(level, key=lambda s: (s not in parents, -s.length)):
+        for segment in sorted(level, key=lambda s: (s not in with_children, -s.length)):
             run = runs[-1]
             if run:
-                longest, same_use = run[0].length, (run[0] in parents) == (segment in parents)
+                longest = run[0].length
+                same_use = (run[0] in with_children) == (segment in with_children)
                 fits = max_tokens is None or (len(run) + 1) * longest <= max_tokens
                 if not (same_use and fits and segment.length >= SHORTEST * longest):
                     runs.append([])
@@ -214,7 +220,7 @@ def make_waves(
     # Index among the last states of all waves so far.
     state_of: dict[Segment | None, int] = {segment: i for i, segment in enumerate(given)}
     for run in runs:
-        keeps = run[0] in parents
+        keeps = run[0] in with_children
         waves.append(
             Wave(
                 segments=tuple(run),
@@ -245,7 +251,7 @@ class Halo:
     copied: Tensor
     """[copies] Columns that are copies of a token before the segment."""
     other: Tensor
-    """Columns that are blank or copies."""
+    """Columns that are blank or copies: all that are no token's own."""
     sources: Tensor
     """[sources] Packed positions that are copied, each once."""
     copies: Tensor

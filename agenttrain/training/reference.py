@@ -27,7 +27,10 @@ SYNCED_ADAPTERS = (
 
 @dataclass(slots=True, eq=False)
 class ReferencePolicy:
-    """Scorer of a frozen model. It needs no checkpoint: a resumed run makes an equal one again."""
+    """Scorer of a frozen model. It needs no checkpoint: a resumed run makes an equal one again.
+
+    In a step the policy calls it inside `ready`, and `follow` at the end.
+    """
 
     scorer: Scorer
 

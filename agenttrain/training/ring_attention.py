@@ -46,7 +46,7 @@ def ring_attention(
 
 
 class _RingAttention(torch.autograd.Function):
-    """`ring_attention`, which saves this process's own states alone."""
+    """`ring_attention` with a backward pass of its own: only this process's states are saved."""
 
     @staticmethod
     def forward(
@@ -68,8 +68,11 @@ class _RingAttention(torch.autograd.Function):
                 keys, values = received[..., :size], received[..., size:]
                 for call in tree.calls(source, scoring.window):
                     part = attend_partially(
-                        *(query[call.queries], keys[call.keys], values[call.keys]),
-                        *(scoring, call.shift),
+                        query[call.queries],
+                        keys[call.keys],
+                        values[call.keys],
+                        scoring,
+                        call.shift,
                     )
                     merge(output[call.queries], log[call.queries], *part)
             if sinks is not None:
@@ -87,28 +90,38 @@ class _RingAttention(torch.autograd.Function):
         tree, group, scoring = ctx.tree, ctx.group, ctx.scoring
         size, exact, gradient = key.shape[-1], log.dtype, gradient.contiguous()
         with torch.autocast(query.device.type, enabled=False):
-            of_query = torch.zeros(query.shape, dtype=exact, device=query.device)
+            grad_query = torch.zeros(query.shape, dtype=exact, device=query.device)
             states = torch.cat((key, value), dim=-1)
-            of_states = torch.zeros(states.shape, dtype=exact, device=query.device)
+            grad_states = torch.zeros(states.shape, dtype=exact, device=query.device)
             for source, received in _circulate(states, tree, group):
                 keys, values = received[..., :size], received[..., size:]
                 for call in tree.calls(source, scoring.window):
                     q, k = call.queries, call.keys
                     parts = partial_gradients(
-                        *(query[q], keys[k], values[k], scoring, call.shift),
-                        *(output[q], log[q], gradient[q]),
+                        query[q],
+                        keys[k],
+                        values[k],
+                        scoring,
+                        call.shift,
+                        output[q],
+                        log[q],
+                        gradient[q],
                     )
-                    of_query[q] += parts[0]
-                    of_states[k] += torch.cat(parts[1:], dim=-1)
-                # The last hop brings the sum home.
-                *_, (_, of_states) = _circulate(of_states, tree, group, source, hops=1)
-            of_sinks = None
+                    grad_query[q] += parts[0]
+                    grad_states[k] += torch.cat(parts[1:], dim=-1)
+                # Send the sum on, to the process that gets these keys next. After the last of n
+                # steps this hop brings it home to the process that has the keys.
+                *_, (_, grad_states) = _circulate(grad_states, tree, group, source, hops=1)
+            grad_sinks = None
             if sinks is not None:
-                of_sinks = sink_gradient(output, log, gradient, sinks).to(sinks.dtype)
-        of_key, of_value = of_states[..., :size], of_states[..., size:]
+                grad_sinks = sink_gradient(output, log, gradient, sinks).to(sinks.dtype)
+        grad_key, grad_value = grad_states[..., :size], grad_states[..., size:]
         return (
-            *(of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)),
-            *(of_sinks, None, None, None),
+            grad_query.to(query.dtype),
+            grad_key.to(key.dtype),
+            grad_value.to(value.dtype),
+            grad_sinks,
+            *(None, None, None),  # tree, group and scoring have no gradient
         )
 
 

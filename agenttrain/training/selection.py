@@ -45,7 +45,7 @@ class Select(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """Return the gradient of every token, [tokens, …]."""
+        """Return the gradient of every token, [tokens, …], from its one place that counts."""
         tokens = gradient.index_select(0, ctx.places)
         if ctx.unselected is not None:
             tokens = tokens.index_fill_(0, ctx.unselected, 0)

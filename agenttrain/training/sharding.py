@@ -67,7 +67,11 @@ class TensorParts:
         self._parts, self._source = parts, source
 
     def rows(self, rows: RowRange) -> Tensor:
-        """Return a copy of rows. Raises CheckpointError if no part holds one of them."""
+        """Return a copy of rows. Raises CheckpointError if no part holds one of them.
+
+        Example: parts of rows 0-1 and 2-3 give rows 1-2 as the last row of one and the first of the
+        other.
+        """
         pieces, next_row = [], rows.start
         for first_row, part in sorted(self._parts, key=lambda pair: pair[0]):
             # The rows of this part that are wanted and not found yet.
@@ -180,9 +184,9 @@ def gather_to(tensor: Tensor, owner: int, *, is_owner: bool) -> Callable[[], Ten
     rows, local = tensor.shape[0], tensor.to_local()
     if local.device.type != tensor.device_mesh.device_type:
         local = local.to(tensor.device_mesh.device_type)
-    part_rows = ceil(rows / count)
+    part_rows = ceil(rows / count)  # as `rows_of_part` divides them
     part = local
-    if len(local) < part_rows:  # collectives need parts of one size
+    if len(local) < part_rows:  # collectives need parts of one size: pad the last ones
         part = local.new_zeros(part_rows, *tensor.shape[1:])
         part[: len(local)] = local
     full = local.new_empty(part_rows * count, *tensor.shape[1:]) if is_owner else None
@@ -216,7 +220,9 @@ def release_gathered(module: Any) -> None:
 
 
 WHOLE = "policy.pt"
+"""File of a checkpoint with the state of a policy that is not sharded."""
 PART = "policy-{}.pt"
+"""File with the state of one process of a sharded policy, by the index of its part."""
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
@@ -274,7 +280,7 @@ def _join(parts: Sequence[Any], indices: Sequence[int], count: int, source: str)
 
     A sharded tensor becomes a TensorParts. `source` names files and key in errors.
     """
-    first = parts[0]  # all parts have the structure of the first
+    first = parts[0]  # all states have the structure of the first
     # A sharded tensor, as `own_part` wrote it.
     if isinstance(first, dict) and first.keys() == {"part", "shape"}:
         shape = torch.Size(first["shape"])

@@ -300,7 +300,7 @@ class SlicedWeights:
         if rows.stop == rows.start:
             return
         sources, start = source.sources, rows.start
-        if source.by_expert:  # read the tensors of these experts alone
+        if source.by_expert:  # a row is an expert: read the tensors of these experts alone
             patterns = dict.fromkeys(pattern for pattern, _ in sources)
             by_pattern = {p: [entry for entry in sources if entry[0] == p] for p in patterns}
             sources = tuple(chain(*(by_pattern[p][rows.start : rows.stop] for p in patterns)))
@@ -317,9 +317,11 @@ class SlicedWeights:
     ) -> dict[str, Tensor]:
         """Return the weights that a conversion makes of `sources`, by name.
 
-        On the meta device nothing is read, and only the shapes are right.
+        `sources` are all of the conversion's, or those of some experts. `dtype` is the format in
+        which they are read; None: that of the files. On the meta device nothing is read, and only
+        the shapes are right.
         """
-        converter = deepcopy(conversion.converter)
+        converter = deepcopy(conversion.converter)  # it collects the tensors that are added to it
         for pattern, stored in sources:
             tensor = torch.empty(stored.shape, dtype=dtype or stored.dtype, device=device)
             if device.type != "meta":
@@ -410,8 +412,8 @@ def read_shards(weights: SlicedWeights, scorer: Any, device: torch.device, world
 def stand_ins(model: nn.Module) -> Iterator[None]:
     """Replace weights on the meta device by CPU tensors of one number, for the block.
 
-    The number is expanded to the weight's shape. So peft gives new adapters memory and draws them,
-    as it does beside real weights.
+    The number is expanded to the weight's shape, which takes no memory. peft then gives new
+    adapters memory and random values, as it does beside real weights.
     """
     _replace(model, lambda weight: torch.zeros((), dtype=weight.dtype).expand(weight.shape), "meta")
     # Only these have less memory than their shapes need: new adapters are left alone at the end.

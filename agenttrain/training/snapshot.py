@@ -38,7 +38,11 @@ AT_ONCE = 2**26
 
 @dataclass(slots=True)
 class Snapshot:
-    """The files of a checkpoint that one process writes, with what goes into them."""
+    """The files of a checkpoint that one process writes, with what goes into them.
+
+    `take_snapshot` makes it, `take_weights` adds the weights, and `write` writes the files and
+    drops them: in a second call it writes the files that were added since.
+    """
 
     writers: dict[str, Callable[[Path], str]] = field(default_factory=dict)
     """Name of a file -> function that writes it and returns its sha256."""
@@ -113,7 +117,7 @@ def own_weights(
         return "model.safetensors", _as_in_files(model, tensors)
     file = f"model-{shard.index + 1:05}-of-{shard.count:05}.safetensors"
     if not shard.replica:  # other nodes hold the same weights
-        owners = _owners(model, weights, shard.count)
+        owners = _assign_owners(model, weights, shard.count)
         tensors = _gather_owned(weights, owners, shard.index, copies=copies)
     return file, _as_in_files(model, tensors)
 
@@ -123,8 +127,8 @@ def _gather_owned(
 ) -> dict[str, Tensor]:
     """Send each weight to its owner; return those that process `index` owns, on the CPU."""
     owned: dict[str, Tensor] = {}
-    waiting: dict[str, Callable[[], Tensor | None]] = {}
-    size = 0
+    waiting: dict[str, Callable[[], Tensor | None]] = {}  # functions that `gather_to` returned
+    size = 0  # bytes on their way
 
     def receive() -> None:
         """Wait for the weights that are on their way; store those that this process owns."""
@@ -179,15 +183,18 @@ def _as_in_files(model: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str
     return {name: tensor.contiguous() for name, tensor in in_files(model, weights).items()}
 
 
-def _owners(model: PreTrainedModel, weights: Mapping[str, Tensor], count: int) -> dict[str, int]:
-    """Return the index of the process that writes each weight: all write about as many bytes.
+def _assign_owners(
+    model: PreTrainedModel, weights: Mapping[str, Tensor], count: int
+) -> dict[str, int]:
+    """Return the index of the process that writes each weight, by the weight's name.
 
-    If a tensor of the model's files is made of several weights, the first process writes all: a
-    conversion needs its weights together.
+    All write about as many bytes: the largest weights first, each goes to the process with the
+    fewest so far. If a tensor of the model's files is made of several weights, the first process
+    writes all: a conversion needs its weights together.
     """
     if not one_by_one(model):
         return dict.fromkeys(weights, 0)
-    loads = [0] * count
+    loads = [0] * count  # bytes that each process writes
     owners = {}
     for name in sorted(weights, key=lambda name: (-weights[name].nbytes, name)):
         owners[name] = min(range(count), key=lambda rank: loads[rank])

@@ -156,13 +156,11 @@ def with_teacher_prompt(
 ) -> TrainingSequence:
     """Return the sequence with the teacher's prompt in place of the policy's.
 
-    The teacher's routers choose their experts themselves.
-
     A sequence that does not begin with the whole prompt of the main trajectory stays the same: a
     sub-agent's prompt is not about the row.
     """
+    sequence = replace(sequence, routes=None)  # None: the teacher's routers choose
     # Follow the parents to the first trajectory; count the leading tokens that are shared with it.
-    sequence = replace(sequence, routes=None)
     root, shared = sequence.trajectory, sequence.length
     while root.parent is not None:
         parent_index, branch_position = root.parent
@@ -172,6 +170,7 @@ def with_teacher_prompt(
     has_main_prompt = root.role == MAIN and shared >= length
     if prompt_ids is None or not has_main_prompt:
         return sequence
+    # Targets move by the difference of the prompts' lengths.
     prompt = torch.tensor(prompt_ids(sequence.rollout, root), dtype=torch.long)
     return replace(
         sequence,
@@ -222,7 +221,8 @@ def add_teacher(
     teacher = config.teacher
     assert teacher is not None
     scored_ids = {sequence.rollout.rollout_id for sequence in chain(*sequences)}
-    differences, gated_in, too_long = [], [], []  # values of the three metrics
+    # Values of the three metrics. `gated_in`: the rollout gets the teacher's part (`is_gated_in`).
+    differences, gated_in, too_long = [], [], []
     is_recomputed = config.behaviour is Behaviour.recomputed
     for sequence in chain(*sequences):
         policy_S = sequence.old_logprobs_S if is_recomputed else sequence.behaviour_S

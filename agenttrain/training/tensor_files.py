@@ -162,8 +162,8 @@ class HashedFile:
         self._hash = hashlib.sha256()
         self._size = 0
         """Bytes written."""
-        self._on_its_way = 0
-        """Bytes that the system was asked to bring to disk."""
+        self._writeback_end = 0
+        """Bytes, from the start of the file, that the system was asked to bring to disk."""
 
     @property
     def digest(self) -> str:
@@ -191,10 +191,10 @@ class HashedFile:
             while piece:  # an unbuffered write may take a part only
                 count = self._file.write(piece)
                 piece, self._size = piece[count:], self._size + count
-            unsynced = self._size - self._on_its_way
+            unsynced = self._size - self._writeback_end
             if unsynced >= CHUNK:
-                start_writeback(self._file.fileno(), self._on_its_way, unsynced)
-                self._on_its_way = self._size
+                start_writeback(self._file.fileno(), self._writeback_end, unsynced)
+                self._writeback_end = self._size
 
     def flush(self) -> None:
         """Do nothing: writes are not buffered."""

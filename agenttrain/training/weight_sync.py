@@ -90,7 +90,8 @@ class Gap:
 class SyncProbe:
     """Result of a weight sync: log-probabilities of a text that is the same for the whole run.
 
-    `sync` compares those of policy and engine, and passes the result on to the next sync.
+    `sync` compares those of policy and engine and returns the probe. The trainer passes it to the
+    next `sync` as `before`.
     """
 
     token_ids: tuple[int, ...]
@@ -193,7 +194,8 @@ class ProbeCheck:
             )
         if self.before is None:
             return probe
-        # A step may change less than bfloat16 kernels differ, but it changes some bits.
+        # Gaps cannot show that weights are a step old: a step may change less than bfloat16 kernels
+        # differ. But new weights change some bits of the engine's scores.
         former_policy_T, former_engine_T = (torch.tensor(values) for values in self.before)
         moved_T = (probe.policy_T - former_policy_T).abs()
         engine_unchanged = torch.equal(probe.engine_T, former_engine_T)
@@ -219,7 +221,8 @@ async def sync(
     """Give `engine` the policy's weights, with which it samples from now on as version `version`.
 
     An engine that samples from `policy.sampler` itself only drops its caches, and the result is
-    None. An engine with a copy of the weights is sent them and then scores the probe.
+    None. An engine with a copy of the weights is sent them and then scores the probe. If it sleeps
+    (`Separate.sleep`), its `update` wakes it.
 
     Raises WrongMerge at the first sync if merged adapters do not compute what the adapters do.
     Raises StaleWeights if the engine's log-probabilities of the probe differ from the policy's, and
@@ -254,7 +257,8 @@ async def sync(
     was_cast = not as_adapters and dtype != policy.model.dtype
     is_quantized = isinstance(engine, Quantized) and engine.quantized
     was_rounded = has_merged_adapters or was_cast or is_quantized
-    must_move_from = None if was_rounded else before
+    # Probe whose scores the engine's must differ from.
+    must_differ_from = None if was_rounded else before
     token_ids, start = await _probe_text(policy, engine, before, prompt_ids)
 
     def score() -> list[float]:
@@ -273,7 +277,7 @@ async def sync(
         # The first sync's probe has no `first`: it is the first itself.
         first=None if before is None else before.first or before.gap,
         warned=bool(before and before.warned),
-        before=None if must_move_from is None else must_move_from.scores,
+        before=None if must_differ_from is None else must_differ_from.scores,
         version=version,
         tolerance=tolerance,
         exact=exact,
@@ -406,7 +410,10 @@ def named_weights(
 def _checkpoint_pieces(
     model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Convert weights one at a time, or together where a piece is made of several weights."""
+    """Yield weights under the names and in the pieces of the model's files (`in_files`).
+
+    They are converted one at a time, or all together if a piece is made of several weights.
+    """
     if one_by_one(model):
         for name, tensor in weights:
             yield from in_files(model, {name: tensor}).items()
@@ -428,7 +435,7 @@ def _own_parts(
         layer = adapter_layers.get(base_name(name))
         if layer is not None:
             tensor = tensor + delta(layer, tensor).to(tensor.dtype)
-        is_kept = stays_float32(name) or not in_fp32.isdisjoint(name.split("."))
-        if dtype and tensor.dtype == model.dtype and not is_kept:
+        keeps_format = stays_float32(name) or not in_fp32.isdisjoint(name.split("."))
+        if dtype and tensor.dtype == model.dtype and not keeps_format:
             tensor = tensor.to(dtype)
         yield name, tensor.detach()

@@ -46,6 +46,7 @@ TIMEOUT_S = 600.0
 
 
 _numbers = itertools.count(1)
+"""Numbers of the worlds of this process."""
 
 
 class WorldTimeout(AgenttrainError):
@@ -116,7 +117,10 @@ class World:
     def gather(
         self, objects: Sequence[Value], what: str = "gather", timeout_s: float | None = None
     ) -> list[Value]:
-        """Return the objects of all processes, by rank, in every process. Raises WorldTimeout."""
+        """Return the objects of all processes, by rank, in every process. Raises WorldTimeout.
+
+        The sequences are joined. To keep them apart, give a sequence of one item.
+        """
         if self.size == 1:
             return list(objects)
         self.barrier(what, timeout_s)
@@ -302,7 +306,7 @@ class World:
                 checked_at = now
                 if waited_s > limit_s:
                     raise
-                if limit_s < math.inf:  # heartbeats matter only without a deadline
+                if limit_s < math.inf:  # heartbeats matter only without a deadline (`patient`)
                     continue
                 missing = self._missing_ranks()
                 if silent := self._pulse.silent(missing):
@@ -419,7 +423,7 @@ class Pulse:
 
 @dataclass(slots=True)
 class _Counter:
-    """Last value of a rank's counter, and the time for which it has not moved."""
+    """Last value of a rank's heartbeat counter, and the time for which it has not moved."""
 
     count: bytes | None = None
     idle_s: float = 0.0

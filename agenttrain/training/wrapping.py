@@ -47,7 +47,11 @@ def make_accelerator(mixed_precision: str) -> Accelerator:
 
 
 def share_weights(model: nn.Module, world: World) -> None:
-    """Copy the main process's weights into every process, before any copy is made."""
+    """Copy the main process's weights into every process, in place.
+
+    It is called before the model is copied for the reference and the sampler. Weights on the meta
+    device are read later, by each process.
+    """
     if world.size > 1:
         with torch.no_grad():
             for tensor in chain(model.parameters(), scales(model)):
