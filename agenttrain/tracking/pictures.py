@@ -170,7 +170,7 @@ def placed_images(
     """Return the images of a recorded span, taken from its trajectory's messages."""
     if not span.get("images"):
         return ()
-    known = {
+    image_of_hash = {
         part["image"].sha256: part["image"]
         for message in messages
         if isinstance(message.get("content"), list)
@@ -179,7 +179,7 @@ def placed_images(
     }
     try:
         return tuple(
-            PlacedImage(known[i["sha256"]], i["start"], (i["grid"][0], i["grid"][1]))
+            PlacedImage(image_of_hash[i["sha256"]], i["start"], (i["grid"][0], i["grid"][1]))
             for i in span["images"]
         )
     except KeyError as error:
