@@ -394,8 +394,8 @@ def train_policy(
     metrics.add(kl_parts)
     if teacher is not None:
         sequences = score_with(teacher, sequences, policy.world)
-    # Sets `advantages` of the trajectories, from which `loss_inputs` reads them. The weights of
-    # rewards are passed because some normalizations come before the weighted sum.
+    # Sets `advantages` of the trajectories, which microbatches read when they are cut below. The
+    # weights of rewards are passed because some normalizations come before the weighted sum.
     metrics.add(
         assign_advantages(
             groups,

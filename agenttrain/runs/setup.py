@@ -536,7 +536,7 @@ class Components:
 
     @property
     def metric_names(self) -> MetricNames:
-        """Names of tools, environments and rewards from which metrics get their names."""
+        """Names of tools, rewards and sources, which the names of metrics contain."""
         outside = self.config.agent.outside
         return metric_names(self.parts, self.sources, outside_agents=outside)
 

@@ -166,7 +166,7 @@ def code_problems(config: RunConfig, sections: Collection[str] = SECTIONS) -> It
             yield str(error)
             continue
         settings = field_names(BESIDE[kind]) if kind in BESIDE else ()
-        parameters = parameter_names(target)  # None: the target takes any argument
+        parameters = parameter_names(target)  # None: any name, or unknown
         known = (*(parameters or ()), *settings)
         unknown = [n for n in section if n not in (*known, "_target_")]
         if parameters is not None and unknown:
