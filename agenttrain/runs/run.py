@@ -352,7 +352,7 @@ class Run:
         """Print the report at the end of a run that sampled rollouts."""
         best = None if trainer is None else trainer.best
         if trainer and best and best.is_of(trainer.finished_steps):
-            best = None  # the scores after the last step are printed anyway
+            best = None  # the evaluation after the last step, whose scores are printed anyway
         print_scores(
             before=from_json(before),
             after=[e for e in evaluations if isinstance(e, Evaluation)],
@@ -595,7 +595,8 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
     """
     config, world, supervised = run.config, run.world, run.verb == "sft"
     roles = start_roles(config, run.verb, run.folder, stack, world=world)
-    stack.callback(components.close_roles)  # before the servers end: the last entry goes first
+    # Before the servers end: the stack calls the last callback first.
+    stack.callback(components.close_roles)
     rollouts = await _start_rollout_process(run, components, stack)
     policy = make_policy(
         config,

@@ -98,8 +98,8 @@ def _decoded(decode: Decode, ids: Sequence[int], places: Iterable[tuple[int, int
 
 def blocks(image: Image, columns: int = 32) -> Text:
     """Return an image as characters for a terminal: each shows two pixels, one above the other."""
-    # Even, because a character has an upper and a lower pixel.
     width = min(columns, image.width)
+    # Even, because a character has an upper and a lower pixel.
     height = max(round(image.height * width / image.width / 2), 1) * 2
     pixels = picture_of(image).convert("RGB").resize((width, height))
     text = Text()
