@@ -217,7 +217,7 @@ class Best:
 
         In a mixture, those of one source are enough.
         """
-        sampled = evaluations[0]  # a greedy one comes after it
+        sampled = evaluations[0]  # a greedy evaluation comes after it
         if not isinstance(sampled, Scores):
             return False
         earlier = self.record or {}
@@ -225,10 +225,10 @@ class Best:
         for name, scores in sampled.by_source.items():
             if (better := _better(step, scores.reward, sources.get(name))) is not None:
                 sources[name] = better
-        whole = _better(step, sampled.reward, self.record)
-        if whole is None and sources == earlier.get("sources", {}):
+        better_run = _better(step, sampled.reward, self.record)  # of the run as a whole
+        if better_run is None and sources == earlier.get("sources", {}):
             return False
-        record = whole or {name: value for name, value in earlier.items() if name != "sources"}
+        record = better_run or {name: value for name, value in earlier.items() if name != "sources"}
         self.record = {**record, "sources": sources} if sources else record
         return True
 
@@ -261,7 +261,7 @@ async def evaluate(
     runs = [("sampled", config.sampling(), config.samples)]
     if config.greedy:
         runs.append(("greedy", Sampling(temperature=0.0), 1))
-    # NaN of a reward function must not stop an evaluation.
+    # Lenient: NaN of a reward function must not stop an evaluation.
     collector = replace(collector.lenient(), limits=limits_of(collector.limits, config))
     tasks = [restricted(task, config.tools, collector.tools_of(task)) for task in tasks]
     evaluations = []
@@ -301,16 +301,17 @@ def _warn_of_unscored(evaluation: Evaluation) -> None:
 
 
 def limits_of(limits: RolloutConfig, config: EvalConfig) -> RolloutConfig:
-    """Return the limits of rollouts in evaluations."""
+    """Return the limits of rollouts in evaluations: those of training, unless `eval` sets some."""
     names = ("max_turns", "max_turn_tokens", "max_completion_tokens")
-    own = {name: value for name in names if (value := getattr(config, name)) is not None}
-    return replace(limits, **own)
+    set_limits = {name: value for name in names if (value := getattr(config, name)) is not None}
+    return replace(limits, **set_limits)
 
 
 def restricted(task: Task, tools: Sequence[str] | None, declared: Sequence[str]) -> Task:
-    """Return the task with no tools but `tools`; a row's own tool counts as its executor.
+    """Return the task with no tools but `tools`; None leaves it as it is.
 
-    `declared` are the tools of a row that lists none.
+    `declared` are the tools of a row that lists none. A row's own tool stays if `tools` has its
+    executor, the tool of the run that does its work.
     """
     if tools is None:
         return task
@@ -358,13 +359,13 @@ def summarise(
 def _scores(
     label: str, groups: Sequence[Sequence[Rollout]], group_by: str | None
 ) -> dict[str, Any]:
-    """Return the fields of `Scores` of the questions that `groups` answer."""
+    """Return the fields of `Scores`, without `by_source`; a group has the samples of a question."""
     scored = [[r.reward for r in group if r.reward is not None] for group in groups]
-    samples = max([1, *(len(rewards) for rewards in scored)])
+    samples = max([1, *(len(rewards) for rewards in scored)])  # the largest k of pass@k
     group_names: list[str] = []  # value of the column `group_by`, for each question
     if group_by:
         group_names = [str(group[0].task.columns.get(group_by)) for group in groups]
-    counts = [(len(rewards), sum(map(solved, rewards))) for rewards in scored]
+    counts = [(len(rewards), sum(map(solved, rewards))) for rewards in scored]  # (n, correct)
     # Estimates are over questions, which are independent; the samples of one question are not.
     return {
         "label": label,
@@ -410,8 +411,8 @@ def to_json(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
         sources = scores.pop("by_source")
         if sources:
             scores["sources"] = sources
-        for own in sources.values():
-            del own["by_source"]  # a source has no sources
+        for source_scores in sources.values():
+            del source_scores["by_source"]  # a source has no sources
     return results
 
 
@@ -428,7 +429,7 @@ def _read_scores(scores: Mapping[str, Any]) -> Scores:
         reward=_estimate(scores["reward"]),
         pass_at={int(k): _estimate(value) for k, value in scores["pass_at"].items()},
         by_group={name: _estimate(value) for name, value in scores["by_group"].items()},
-        by_source={name: _read_scores(own) for name, own in scores.get("sources", {}).items()},
+        by_source={name: _read_scores(part) for name, part in scores.get("sources", {}).items()},
     )
 
 

@@ -115,7 +115,8 @@ class Trainer:
     """The best evaluation so far; None if evaluations are not compared."""
     finished_steps: int = 0
     probe: SyncProbe | None = None
-    """Result of the last weight sync with an engine that holds its own copy of the weights."""
+    """Result of the last weight sync with an engine that holds its own copy of the weights;
+    `agenttrain.runs.run` gives that of the first sync, before any step. None: no such engine."""
     saved_step: int = 0
     """Step of the newest checkpoint."""
     evaluated_step: int = 0
@@ -151,7 +152,7 @@ class Trainer:
         if self.guards is None:
             return
         step = self.finished_steps
-        # Only the main process has the rollouts of all, so it decides for all.
+        # Only the main process has the rollouts of all processes, so it decides for all.
         with self.run.world.together(f"the guards after step {step}", GuardTripped):
             if self.run.world.is_main:
                 self.guards.check_step(step, metrics, rollouts, self.run.tracker.warn)
@@ -182,7 +183,8 @@ class Trainer:
             check_logprobs(batch.rollouts, self.run.world)
         with self.run.phase("train", n, rollouts=batch.rollouts):
             if isinstance(self.engine, Separate):  # it has a copy of the weights
-                await self.engine.sleep()  # frees its GPU memory for the update
+                # Frees its GPU memory for the update, until the sync below wakes it.
+                await self.engine.sleep()
             with self.policy.optimizer_on_device():
                 training = train_policy(self.policy, batch.groups, self.teacher)
         with self.run.phase("check", n, rollouts=batch.rollouts):
@@ -193,7 +195,7 @@ class Trainer:
                     await self._sync(n)
                 except EngineRestarted as error:
                     self.run.tracker.warn(str(error))
-                    await self._sync(n)
+                    await self._sync(n)  # a new engine has no weights of the policy yet
         self.source.finish(batch)
         return self._summarise(batch, training)
 
@@ -275,7 +277,7 @@ class Trainer:
         self.run.stop.check()
 
     async def evaluate(self, label: str) -> Sequence[Evaluation | HeldOutLoss]:
-        """Evaluate on the first `eval.questions` held-out tasks; empty if that is 0.
+        """Evaluate on the first `eval.questions` held-out tasks; return [] if that is 0.
 
         Restores the random states afterwards: training continues as if nothing had been evaluated.
         """
@@ -392,7 +394,8 @@ def train_policy(
     metrics.add(kl_parts)
     if teacher is not None:
         sequences = score_with(teacher, sequences, policy.world)
-    # The weights are passed because some normalizations come before the weighted sum of rewards.
+    # Sets `advantages` of the trajectories, which microbatches read when they are cut below. The
+    # weights of rewards are passed because some normalizations come before the weighted sum.
     metrics.add(
         assign_advantages(
             groups,
@@ -402,7 +405,7 @@ def train_policy(
             reward_weights=policy.reward_weights,
         )
     )
-    if teacher is not None:
+    if teacher is not None:  # mixes the teacher's signal into the advantages
         metrics.add(add_teacher(groups, sequences, policy.algorithm))
     policy.begin_step()
     with policy.ready():
@@ -418,7 +421,7 @@ def train_minibatch(policy: Policy, minibatch: Minibatch, metrics: Averages) -> 
         inputs = loss_inputs(microbatch, logprobs_S, entropy_S, minibatch, policy.algorithm)
         loss, parts = policy_loss(inputs, policy.algorithm)
         policy.backward(loss)
-        minibatch.record(microbatch, inputs, loss)
+        minibatch.record(microbatch, inputs, loss)  # for `optimizer_step`, below
         parts["entropy"] = mean_parts(entropy_S.detach())
         # A process that has no sequences left runs a dummy forward, so that collectives match. It
         # has no token and counts in no mean.

@@ -562,8 +562,8 @@ class Trajectory:
     prompt_messages: int = 0
     """Number of messages, from the first on, that are in the prompt."""
     number: int | None = None
-    """Position in the names of its turns, where it is not `index`: trajectories before it were
-    removed (`Rollout.keep_trajectories`)."""
+    """Its former `index`, if `Rollout.keep_trajectories` removed trajectories before it: the ids of
+    its calls keep that number (`turn_name`). None: it is `index`."""
     turns: int = 0
     """Sampled completions so far."""
     trainer_logprobs: array[float] | None = None
@@ -603,11 +603,11 @@ class Trajectory:
             counts = f"{len(sampled)} sampled tokens, but their policy versions cover {total}"
             raise LedgerError(f"{where}: {counts}")
         for index, (version, count) in enumerate(completion.versions):
-            last = index == len(completion.versions) - 1
+            is_last = index == len(completion.versions) - 1
             # The last span takes all that is left: `Span` raises for more logprobs than ids.
-            end = None if last else start + count
+            end = None if is_last else start + count
             ids, logprobs = sampled[start:end], completion.logprobs[start:end]
-            finish = completion.finish if last else None
+            finish = completion.finish if is_last else None
             routes = None if completion.routes is None else completion.routes.part(start, end)
             self.spans.append(
                 Span(Origin.sampled, ids, logprobs, self.turns, version, finish, routes=routes)
@@ -654,7 +654,7 @@ class Trajectory:
 
     @property
     def context_length(self) -> int:
-        """Number of tokens of the parent that come before the own ones; 0 without a parent."""
+        """Number of the parent's tokens before this trajectory's own; 0 without a parent."""
         return 0 if self.parent is None else self.parent[1]
 
     def context(self, earlier: Sequence[Trajectory]) -> array[int]:
@@ -668,8 +668,8 @@ class Trajectory:
         parent, position = self.parent
         if not 0 <= parent < len(earlier) or not 0 < position <= earlier[parent].length:
             lengths = [trajectory.length for trajectory in earlier]
-            known = f"the trajectories before it have {lengths} tokens"
-            raise LedgerError(f"{self.name}: parent=({parent}, {position}), but {known}")
+            problem = f"the trajectories before it have {lengths} tokens"
+            raise LedgerError(f"{self.name}: parent=({parent}, {position}), but {problem}")
         return earlier[parent].token_ids[:position]
 
     @property
@@ -811,10 +811,10 @@ class Rollout:
                 trajectory.parent = (places[trajectory.parent[0]], trajectory.parent[1])
             elif trajectory.parent is not None:
                 prompt = tuple(trajectory._ids[: trajectory.context_length])
-                own = trajectory.spans
-                if own and own[0].origin is Origin.prompt:
-                    prompt, own = prompt + own[0].token_ids, own[1:]
-                trajectory.spans = [Span(Origin.prompt, prompt), *own]
+                spans = trajectory.spans
+                if spans and spans[0].origin is Origin.prompt:  # one prompt span, not two
+                    prompt, spans = prompt + spans[0].token_ids, spans[1:]
+                trajectory.spans = [Span(Origin.prompt, prompt), *spans]
                 trajectory.parent = None
         for place, trajectory in enumerate(kept):
             trajectory.index = place

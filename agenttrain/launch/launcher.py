@@ -85,7 +85,7 @@ def run_workers(command: Command, composed: Composed, folder: Path, program: str
     arguments = [*command.arguments, *decided]
     restarts = 0 if command.verb == "eval" else section.restarts
     received: list[signal.Signals] = []
-    had_finished = _finished(folder)
+    had_finished = _is_finished(folder)  # True for a finished run that is resumed
     with ExitStack() as stack:
         # `Workers` handles these signals, also between two starts: restore the handlers at the end.
         if current_thread() is main_thread():
@@ -112,15 +112,15 @@ def run_workers(command: Command, composed: Composed, folder: Path, program: str
                 except (NotMet, DistNetworkError, DistStoreError) as error:
                     print(f"agenttrain: {error}", file=sys.stderr)
                     return FAILED
-                finished = _finished(folder) and not had_finished
-                if not restarts_left or finished or not _is_restartable(workers, exchange):
+                has_finished = _is_finished(folder) and not had_finished
+                if not restarts_left or has_finished or not _is_restartable(workers, exchange):
                     return _report(workers, exchange, command.verb, folder, first_node=node == 0)
                 first = _first_failure(workers, exchange)
-            assert first is not None
-            saved = newest_first(folder / "checkpoints")
+            assert first is not None, "`_is_restartable` is False without one"
+            checkpoints = newest_first(folder / "checkpoints")
             print(
-                f"agenttrain: {_named(first)} {_how(first, folder)}; the run is restarted from "
-                f"{f'checkpoints/{saved[0].name}' if saved else 'its beginning'} "
+                f"agenttrain: {_rank_name(first)} {_how(first, folder)}; the run is restarted from "
+                f"{f'checkpoints/{checkpoints[0].name}' if checkpoints else 'its beginning'} "
                 f"(distributed.restarts={restarts}, {restarts_left - 1} left)",
                 file=sys.stderr,
             )
@@ -132,7 +132,7 @@ def run_workers(command: Command, composed: Composed, folder: Path, program: str
     raise AssertionError("unreachable: the last start returns")
 
 
-def _finished(folder: Path) -> bool:
+def _is_finished(folder: Path) -> bool:
     return read_summary(folder).get("status") == "finished"
 
 
@@ -177,6 +177,7 @@ def _run_once(
         defaults |= MAPPED_FROM_THE_START
     if section.nodes == 1:
         defaults["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name may not resolve
+    # The user's own values of these variables stay.
     added = {name: value for name, value in defaults.items() if name not in os.environ}
     added[EXCHANGE] = str(exchange)
     os.environ.update(added)  # the workers inherit them
@@ -191,7 +192,7 @@ def _run_once(
             monitor_interval=0.1,
         )
         workers = Workers(
-            lambda ended: f"{_named(ended)} of node {node} {_how(ended)}",
+            lambda ended: f"{_rank_name(ended)} of node {node} {_how(ended)}",
             (exchange / SIGNAL_FILE).write_text,
             spec=spec,
             logs_specs=DefaultLogsSpecs(log_dir=str(exchange)),
@@ -217,11 +218,12 @@ def _first_failure(workers: Workers, exchange: Path) -> WorkerEnd | None:
     caused, else the first.
     """
 
-    def blame(ended: WorkerEnd) -> tuple[bool, bool, float]:
+    def blame_order(ended: WorkerEnd) -> tuple[bool, bool, float]:
+        """Return a sort key: False sorts before True, so the most probable cause comes first."""
         crash = read_crash(exchange, ended.rank)
         return ended.code >= 0, crash.get("of_peer", False), crash.get("time", time.time())
 
-    return min(workers.early, key=blame, default=None)
+    return min(workers.early, key=blame_order, default=None)
 
 
 def _report(workers: Workers, exchange: Path, verb: str, folder: Path, *, first_node: bool) -> int:
@@ -231,9 +233,9 @@ def _report(workers: Workers, exchange: Path, verb: str, folder: Path, *, first_
     """
     first = _first_failure(workers, exchange)
     if first is None and workers.other_node is None:  # they finished, or were asked to stop
-        lowest = min(workers.ended, default=None)
-        code = workers.ended[lowest].code if lowest is not None else INTERRUPTED
-        if code in (INTERRUPTED, TERMINATED) or code < 0:
+        lowest_rank = min(workers.ended, default=None)  # None: no worker has ended
+        code = workers.ended[lowest_rank].code if lowest_rank is not None else INTERRUPTED
+        if code in (INTERRUPTED, TERMINATED) or code < 0:  # by the signal forwarded to it
             code = INTERRUPTED if signal.SIGINT in workers.received else TERMINATED
         if code != DONE and first_node:
             _set_status(folder, {"running": "interrupted"})
@@ -247,7 +249,7 @@ def _report(workers: Workers, exchange: Path, verb: str, folder: Path, *, first_
             raise ConfigError(crash["error"])
         for line in crash.get("trace", "").splitlines():
             print(f"rank {first.rank}: {line}", file=sys.stderr)
-        message = f"{_named(first)} {_how(first, folder, crash.get('error'))}"
+        message = f"{_rank_name(first)} {_how(first, folder, crash.get('error'))}"
     for rank in workers.killed:
         pid = workers.ended[rank].pid
         message += f"; rank {rank} (process {pid}) did not answer and was killed"
@@ -262,20 +264,22 @@ def _report(workers: Workers, exchange: Path, verb: str, folder: Path, *, first_
     return first.code if first is not None and first.code > 0 else FAILED
 
 
-def _named(ended: WorkerEnd) -> str:
+def _rank_name(ended: WorkerEnd) -> str:
+    """Return a worker's name in messages: ``rank 1 (process 4711 on node3)``."""
     return f"rank {ended.rank} (process {ended.pid} on {socket.gethostname()})"
 
 
 def _how(ended: WorkerEnd, folder: Path | None = None, error: str | None = None) -> str:
+    """Return how a worker ended, with its error and, given the run `folder`, its log file."""
     how = WHY.get(ended.code, how_ended(ended.code)).format(rank=ended.rank)
     how += f": {error}" if error else ""
-    if folder is not None and ended.rank != 0:
+    if folder is not None and ended.rank != 0:  # rank 0 prints to the terminal
         how += f" (its log: {folder / 'logs' / f'rank-{ended.rank}.log'})"
     return how
 
 
 def _set_status(folder: Path, statuses: dict[str | None, str], error: str | None = None) -> None:
-    """Replace the status in summary.json by `statuses[status]`, if it is there, and the error."""
+    """Replace a status in summary.json that is a key of `statuses` by its value; set the error."""
     status = read_summary(folder).get("status")
     if status in statuses:
         with suppress(OSError):

@@ -169,8 +169,8 @@ def check_processes(command: Command, runs: Sequence[Composed]) -> None:
                 f"distributed.nodes={section.nodes}: the runs of a sweep (-m) have one node each; "
                 "leave one of the two out"
             )
-        distributed = section.name is not DistributedName.single
-        if distributed and command.verb in RUNS and not started_by_others():
+        has_launcher = section.name is not DistributedName.single and not started_by_others()
+        if has_launcher and command.verb in RUNS:
             node_rank(section)  # raises ConfigError for a node without a number
 
 
@@ -183,10 +183,10 @@ def adopt(composed: Composed, typed: Sequence[str]) -> None:
     section = composed.config.distributed
     world = int(os.environ["WORLD_SIZE"])
     typed_settings = [text for text in typed if text.lstrip("+").partition("=")[0] in DECIDED]
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))  # processes of this node
     nodes = max(world // local, 1)
-    differs = section.processes not in (None, local) or section.nodes not in (1, nodes)
-    if typed_settings and (section.name is DistributedName.single or differs):
+    contradicts = section.processes not in (None, local) or section.nodes not in (1, nodes)
+    if typed_settings and (section.name is DistributedName.single or contradicts):
         raise ConfigError(
             f"{' '.join(typed_settings)}: {world} processes were started (WORLD_SIZE), {local} on "
             f"each of {nodes} node{'s' if nodes > 1 else ''}; leave it out, or start as many as it "
@@ -217,7 +217,7 @@ def lone_process_problem(environment: Mapping[str, str] = os.environ) -> str | N
             f"accelerate launch: was to start several processes (MASTER_ADDR="
             f"{environment['MASTER_ADDR']}) and has started one, or leaves them to MPI; {remedy}"
         )
-    # Below SLURM the variables are those of a step, also of a shell in it.
+    # In a job of SLURM they are those of a job step, also in a single shell in it, and say nothing.
     sizes = {} if "SLURM_JOB_ID" in environment else environment
     several = [name for name in MPI_SIZES if sizes.get(name, "1") not in ("", "0", "1")]
     if several:

@@ -58,18 +58,19 @@ def agree(world: World, own: Proposal) -> Proposal:
     such as ``optimizer.lr=0.1: the first rank has optimizer.lr=0.2; start every rank with …``.
     """
     _agreed.set()
-    first = world.broadcast(own, "the settings")
+    first = world.broadcast(own, "the settings")  # the first rank's, on every rank
     problem = own.problem
     if problem is None and first.problem is None and first.settings:
         different = list(differences(first.settings, own.settings))
         if different:
             more = f" and {len(different) - SHOWN} more" if len(different) > SHOWN else ""
-            ours = " ".join(f"{key}={value}" for key, _, value in different[:SHOWN])
-            first_ranks = " ".join(f"{key}={value}" for key, value, _ in different[:SHOWN])
+            own_values = " ".join(f"{key}={value}" for key, _, value in different[:SHOWN])
+            first_values = " ".join(f"{key}={value}" for key, value, _ in different[:SHOWN])
             problem = (
-                f"{ours}{more}: the first rank has {first_ranks}; start every rank with the same "
-                "command line, the same files and the same version of agenttrain"
+                f"{own_values}{more}: the first rank has {first_values}; start every rank with the "
+                "same command line, the same files and the same version of agenttrain"
             )
+    # gather joins the ranks' lists, each of one pair (problem, host): the index is the rank.
     problems = world.gather([(problem, socket.gethostname())], "the settings")
     distinct = {text for text, _ in problems if text is not None}
     if not distinct:

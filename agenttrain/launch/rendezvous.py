@@ -15,8 +15,9 @@ from agenttrain.types import AgenttrainError
 
 LOCALHOST = "127.0.0.1"
 TRY_S = 5.0
-"""One attempt to reach the first node."""
+"""Seconds of one attempt to reach the first node."""
 POLL_S = 0.2
+"""Seconds between two looks for nodes."""
 PRINT_S = 30.0
 """Seconds between two lines about missing nodes."""
 
@@ -46,7 +47,7 @@ def meet(section: DistributedConfig, node: int) -> Meeting:
     host, _, text = section.rendezvous.rpartition(":")
     port = int(text)
     deadline = time.monotonic() + section.timeout_s
-    is_reachable = node == 0
+    is_reachable = node == 0  # the first node itself listens
     # Wait until the first node listens: torch's own wait ignores signals, and prints a lot.
     while not is_reachable:
         try:

@@ -83,7 +83,7 @@ class Workers(LocalElasticAgent):
         'stop without saving'."""
         self._alone = True
         """False if there are other nodes, with which failures are exchanged."""
-        self._pids: dict[int, int] = {}
+        self._pids: dict[int, int] = {}  # rank -> process id
         # Times, by time.monotonic, at which running workers are …
         self._stop_at: float | None = None  # … asked to stop after a failure,
         self._again_at: float | None = None  # … signalled again,
@@ -93,9 +93,9 @@ class Workers(LocalElasticAgent):
     def listen(self) -> None:
         """Forward the signals of this process, except a SIGHUP that nohup ignores."""
         for number in PASSED_ON:
-            ignored = number == signal.SIGHUP and not self._hears_hangup
+            is_ignored = number == signal.SIGHUP and not self._hears_hangup
             with suppress(ValueError):  # only the main thread may handle signals
-                signal.signal(number, signal.SIG_IGN if ignored else self.pass_on)
+                signal.signal(number, signal.SIG_IGN if is_ignored else self.pass_on)
 
     def pass_on(self, number: int, frame: FrameType | None = None) -> None:
         """Forward a signal to every worker; Ctrl-C and a second SIGTERM set a time limit."""
@@ -152,8 +152,8 @@ class Workers(LocalElasticAgent):
             # WNOWAIT leaves the exit status for the agent.
             status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if status is not None:
-                exited = status.si_code == os.CLD_EXITED
-                code = status.si_status if exited else -status.si_status
+                has_exited = status.si_code == os.CLD_EXITED  # else a signal killed it
+                code = status.si_status if has_exited else -status.si_status
                 self.ended[rank] = WorkerEnd(rank=rank, pid=pid, code=code)
                 new.append(self.ended[rank])
         # Workers that neither finished nor saved their work.
@@ -163,18 +163,19 @@ class Workers(LocalElasticAgent):
                 self.early += early
             return
         signal_codes = (INTERRUPTED, TERMINATED, *(-number for number in PASSED_ON))
-        obeyed = bool(self.received) and all(ended.code in signal_codes for ended in early)
-        if early and not obeyed:
+        obeyed_signal = bool(self.received) and all(ended.code in signal_codes for ended in early)
+        if early and not obeyed_signal:
             self.early += early
-            killed = any(ended.code < 0 for ended in early)
-            self._stop_at = time.monotonic() + (0 if killed else REPORT_S)
-        elif early:  # ended by a signal as they should: the others would wait for them in vain
+            # After an error the others get time to report it too. A killed worker had none.
+            was_killed = any(ended.code < 0 for ended in early)
+            self._stop_at = time.monotonic() + (0 if was_killed else REPORT_S)
+        elif early:  # they obeyed the signal: the others would wait for them in vain
             self._stop_soon()
         # One has saved and left: the others get time to finish writing.
         elif any(ended.code == PREEMPTED for ended in new):
             # The handler of a signal may have set an earlier time just now.
-            at = time.monotonic() + SETTLE_S
-            self._kill_at = at if self._kill_at is None else min(self._kill_at, at)
+            kill_at = time.monotonic() + SETTLE_S
+            self._kill_at = kill_at if self._kill_at is None else min(self._kill_at, kill_at)
 
     def _exchange_failures(self, store: Any) -> None:
         """Publish this node's failure to the other nodes, or stop for a failure of another node."""
@@ -190,7 +191,7 @@ class Workers(LocalElasticAgent):
                 self.other_node = store.get(KEY).decode()
         except (DistNetworkError, DistStoreError):
             self.other_node = FIRST_NODE_GONE
-        if self.other_node and self._stop_at is None and self._kill_at is None:
+        if self.other_node and self._stop_at is None and self._kill_at is None:  # no stop is due
             self._stop_at = now
 
     def _stop_soon(self) -> None:

@@ -124,7 +124,7 @@ class FunctionScorer:
         """True if a value that is no number raises RewardError; False if it becomes NoNumber."""
         # The columns that it gets: those that parameters name, and all others with `**columns`.
         parameters = list(inspect.signature(function).parameters.values())
-        # The first parameter gets the rollout.
+        # The first parameter gets the rollout, or the group. TRL passes all by name.
         rollout_parameters = [] if self._trl else parameters[:1]
         self._no_columns = {*bound, *(parameter.name for parameter in rollout_parameters)}
         column_parameters = [p for p in parameters if p.name not in self._no_columns]
@@ -135,7 +135,8 @@ class FunctionScorer:
         self._required = [p.name for p in column_parameters if p.default is Parameter.empty]
         # A callable may also name columns in an attribute `columns`.
         names = (*getattr(function, "columns", ()), *self._required)
-        trl_arguments = batch_arguments(()) if self._trl else {}  # these are no columns
+        # With TRL's signature some required parameters are no columns: `completions`, say.
+        trl_arguments = batch_arguments(()) if self._trl else {}
         self.columns = tuple(dict.fromkeys(name for name in names if name not in trl_arguments))
         """Columns that every row must have."""
         self.tools: tuple[str, ...] = tuple(getattr(function, "tools", ()))
@@ -197,6 +198,7 @@ class FunctionScorer:
     async def _read_batch(self, batch: Outcome, rollouts: Sequence[Rollout]) -> list[Score]:
         """Return the scores of a call for several rollouts; raise RewardError as `_read` does."""
         if batch.error is not None:
+            # The error is that of every rollout; `_read` raises it, or returns RewardUnavailable.
             return [await self._read(batch, rollout) for rollout in rollouts]
         values = batch.value
         if values is None and self.scores_groups:  # not applicable to the group
@@ -205,8 +207,8 @@ class FunctionScorer:
             values = values.tolist()
         if not isinstance(values, Sequence) or len(values) != len(rollouts):
             called_with = "rollouts" if self.scores_groups else "completions"
-            wrong = ValueError(f"it returned {values!r} for {len(rollouts)} {called_with}")
-            raise scoring_error(self.name, rollouts[0], wrong)
+            error = ValueError(f"it returned {values!r} for {len(rollouts)} {called_with}")
+            raise scoring_error(self.name, rollouts[0], error)
         return [
             await self._read(Outcome(value=value), rollout)
             for value, rollout in zip(values, rollouts, strict=True)
@@ -217,7 +219,7 @@ class FunctionScorer:
         return may_set_alarms(self._function) if self._blocks else None
 
     def _slot(self) -> AbstractAsyncContextManager[object]:
-        """Return a context manager that waits until a further call may run."""
+        """Return a context manager that waits until a further call may run (`concurrency`)."""
         if self._concurrency is None:
             return nullcontext()
         loop = asyncio.get_running_loop()
@@ -272,7 +274,11 @@ class FunctionScorer:
     def _call_on_copies(
         self, rollouts: Sequence[Rollout], argument: Callable[[list[Rollout]], Any]
     ) -> Any:
-        """Call the function with `argument(copies)` and the columns of the rollouts' task."""
+        """Call the function with `argument(copies)` and the columns of the rollouts' task.
+
+        Check afterwards that it left the copies as they were: after a sync call at once, after an
+        async one in the awaitable that is returned.
+        """
         copies = [copy_rollout(rollout) for rollout in rollouts]
         columns = self._columns_of(rollouts[0].task.columns)
         value = self._function(argument(copies), **{n: copy_value(v) for n, v in columns.items()})
@@ -519,6 +525,7 @@ def _no_log(name: str, value: object) -> None: ...
 
 
 _PLAIN = (str, int, float, bool, array)
+"""Types whose values are compared by `==`."""
 
 
 class ChangedRollout(AgenttrainError):

@@ -53,7 +53,11 @@ class Rubric:
         *,
         on_unavailable: Mapping[str, OnUnavailable] | None = None,
     ) -> None:
-        """Take functions by name. Raises ValueError for wrong weights."""
+        """Take functions by name; one without a weight has the weight 1.
+
+        `on_unavailable` says what happens if a function cannot score: the run stops (the default),
+        or the rollout is left out. Raises ValueError for wrong weights.
+        """
         weights = weights or {}
         for name, weight in weights.items():
             if name not in functions:
@@ -179,7 +183,7 @@ class Rubric:
         if not applicable:
             return None
         terms = [self.weights[n] * value for n, value in applicable.items()]
-        # fsum raises for infinite terms and for an infinite sum.
+        # The terms are checked first: fsum raises for infinite ones and for an infinite sum.
         terms_fit = all(abs(term) <= MAX_REWARD for term in terms)
         if terms_fit and abs(total := math.fsum(terms)) <= MAX_REWARD:
             return total

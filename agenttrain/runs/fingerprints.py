@@ -55,19 +55,21 @@ def fingerprints(components: Components) -> Fingerprints:
     """Return the fingerprints of a run that is about to start or to go on."""
     config = components.config
     parts: Fingerprints = {str(part): {} for part in RunPart}
-    for source, of_source in (components.sources or {"": components}).items():
-        for part, digests in _of_source(of_source).items():
-            parts[part] |= {located(config, source, key): d for key, d in digests.items()}
+    for source, source_components in (components.sources or {"": components}).items():
+        for part, digests in _source_fingerprints(source_components).items():
+            # "code of tools.find" of the source shop: "code of data.sources.shop.tools.find"
+            located_digests = {located(config, source, key): d for key, d in digests.items()}
+            parts[part] |= located_digests
     parts[RunPart.template] = {"chat template": _digest(str(components.tokenizer.chat_template))}
     parts[RunPart.model] = {
         "tokenizer": _digest(_json(components.tokenizer.get_vocab())),
-        **_model(config, components.verb),
+        **_model_digests(config, components.verb),
     }
     return parts
 
 
-def _of_source(components: Components) -> Fingerprints:
-    """Return the fingerprints of rows, tools, environments and rewards: of one source's, if any."""
+def _source_fingerprints(components: Components) -> Fingerprints:
+    """Return the fingerprints of rows, tools, environments and rewards, of a source or the run."""
     config = components.config
     toolboxes = [components.toolbox, *components.environments.toolboxes.values()]
     schemas = [schema for toolbox in toolboxes for schema in toolbox.schemas()]
@@ -78,15 +80,15 @@ def _of_source(components: Components) -> Fingerprints:
         RunPart.data: {"rows of data.train": _rows(train), "rows of data.test": _rows(test)},
         RunPart.tools: {
             **{f"schema of {s['function']['name']}{suffix}": _digest(_json(s)) for s in schemas},
-            **_code("tools", config.tools),
+            **_code_digests("tools", config.tools),
             **_files(config.tools),
         },
         RunPart.environment: {
-            **_code("environment", config.environment),
+            **_code_digests("environment", config.environment),
             # The section `user` is one component, not a mapping of them: no key stands before it.
-            **_code("", {"user": config.user}),
+            **_code_digests("", {"user": config.user}),
         },
-        RunPart.reward: _code("reward", config.reward),
+        RunPart.reward: _code_digests("reward", config.reward),
     }
 
 
@@ -170,15 +172,15 @@ def _rows(source: TaskSource) -> str:
     else:
         count = min(total, ROWS)
         indices = [i * total // count for i in range(count)]
-    return _digest_of_lines([str(total), *(_json(_row(source.row(i))) for i in indices)])
+    return _digest_of_lines([str(total), *(_json(_row_content(source.row(i))) for i in indices)])
 
 
-def _row(task: Task) -> dict[str, Any]:
-    """Return the content of a task's row; the name of its source is none of it."""
+def _row_content(task: Task) -> dict[str, Any]:
+    """Return all fields of a task but the name of its source, which is no part of its row."""
     return {name: value for name, value in asdict(task).items() if name != "source"}
 
 
-def _code(key: str, sections: Mapping[str, Any]) -> dict[str, str]:
+def _code_digests(key: str, sections: Mapping[str, Any]) -> dict[str, str]:
     """Return the digests of the user's own functions and classes, which `sections` name.
 
     Example: ``{"code of tools.find": "5c0d…"}`` for the key "tools" and a section "find".
@@ -223,7 +225,7 @@ def _files(sections: Mapping[str, Any]) -> dict[str, str]:
     return digests
 
 
-def _model(config: RunConfig, verb: str) -> dict[str, str]:
+def _model_digests(config: RunConfig, verb: str) -> dict[str, str]:
     """Return the commits of models of the hub, and the digests of the weights of local models.
 
     Local weights count only if a resumed run still reads them: the policy's own as the reference of
@@ -232,16 +234,19 @@ def _model(config: RunConfig, verb: str) -> dict[str, str]:
     """
     teacher = config.algorithm.loaded_teacher
     reads_policy = bool(config.algorithm.kl or config.model.lora.rank)
-    digests = _weights("model.path", config.model.path, config.model.revision, reads_policy)
+    model = config.model
+    digests = _weights_digest("model.path", model.path, model.revision, is_read=reads_policy)
     if teacher is not None and verb == "train":
-        digests |= _weights("algorithm.teacher.path", teacher.path, teacher.revision, True)
+        key = "algorithm.teacher.path"
+        digests |= _weights_digest(key, teacher.path, teacher.revision, is_read=True)
     for name, role in used_roles(config, verb).items():
         assert role.model is not None
-        digests |= _weights(f"roles.{name}.model", role.model, role.revision, True)
+        key = f"roles.{name}.model"
+        digests |= _weights_digest(key, role.model, role.revision, is_read=True)
     return digests
 
 
-def _weights(key: str, path: str, revision: str | None, is_read: bool) -> dict[str, str]:
+def _weights_digest(key: str, path: str, revision: str | None, *, is_read: bool) -> dict[str, str]:
     """Return the commit of a model of the hub, or the digest of a folder's weights if `is_read`."""
     if is_hub_id(path):
         return {f"revision of {key}": str(revision)}
@@ -279,6 +284,7 @@ def _digest_of_lines(texts: Iterable[str]) -> str:
 def code_of(target: Any) -> str | None:
     """Return the source of `target` and of everything in its module that it uses, also indirectly.
 
+    "Uses" means that its code has the name: names are followed from definition to definition.
     Comments, blank lines and the module's other functions are left out, so that changes in them do
     not count. Imports from other modules are not followed. Return None if there is no source.
     """
@@ -290,7 +296,7 @@ def code_of(target: Any) -> str | None:
         tree = ast.parse(inspect.getsource(module)) if module is not None else ast.Module([], [])
     except (OSError, TypeError, SyntaxError):
         return None
-    definitions: dict[str, list[ast.stmt]] = {}
+    definitions: dict[str, list[ast.stmt]] = {}  # name -> the statements that define it
     for node in tree.body:
         for defined_name in _defined_names(node):
             definitions.setdefault(defined_name, []).append(node)

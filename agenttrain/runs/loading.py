@@ -162,7 +162,7 @@ def make_policy(
     are sampled from the policy, by an engine of this process unless it has weights of its own.
     """
     world = world or World()
-    seed = config.seed  # the first process draws as a run of one process does
+    seed = config.seed  # of the first process, which draws as a run of one process does
     if world.rank > 0:
         seed = derive_seed(config.seed, world.rank) % 2**32  # NumPy takes 32 bits
     seed_random(seed)
@@ -211,9 +211,10 @@ def sharding_of(config: RunConfig) -> Sharding | None:
     distributed = config.distributed
     if distributed.name is not DistributedName.fsdp2:
         return None
-    within = None
+    within = None  # all processes of the run share one copy
     if distributed.shard_within is ShardWithin.node:
-        # Each node holds all weights. torchrun or a scheduler sets its number of processes.
+        # Each node holds all weights, spread over its processes. torchrun or a scheduler sets their
+        # number.
         within = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return Sharding(cpu_offload=distributed.cpu_offload, within=within)
 

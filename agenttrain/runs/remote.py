@@ -135,7 +135,7 @@ class RemoteEngine:
 
     async def _end_sync(self) -> None:
         # Metrics belong to a step, which ends with a sync. The first sync comes before any step:
-        # its metrics stay in the engine, and count for the first step.
+        # its metrics are not fetched, and count for the first step.
         if self._synced:
             self._metrics = await self._rollouts.call(MetricsRequest(), "the engine's metrics")
         self._synced = True
@@ -208,13 +208,14 @@ class RemoteBroadcast(RemoteReplica):
             failure: Exception | None = None
             if process is not None:
                 try:
-                    await self._sender.pause(await process.ask(AudienceRequest(version=version)))
+                    audience = await process.ask(AudienceRequest(version=version))
+                    await self._sender.pause(audience)  # its servers end or hold their requests
                 except Exception as error:
                     failure = error
             # Requests in flight may take minutes to end. The others wait for that here, as the
             # gathers below have a time limit.
             await self._rollouts.meet("the servers' pause", failure)
-            broadcast_end: BroadcastEnd | None = None  # only the first process has one to send
+            broadcast_end: BroadcastEnd | None = None  # set in the first process, which sends it
             if process is None:
                 for _ in weights:  # each weight is gathered by all processes together
                     pass
@@ -223,6 +224,7 @@ class RemoteBroadcast(RemoteReplica):
                     broadcast_end = BroadcastEnd(result=await self._sender.send(weights))
                 except Exception as error:
                     failure = error
+            # False: no server received the weights, and the engine has to gather servers anew.
             arrived = await self._rollouts.call(broadcast_end, "the weight sync", failure=failure)
 
     async def aclose(self) -> None:
@@ -346,7 +348,7 @@ def split_batch(batch: StepBatch, processes: int, minibatches: int) -> list[Step
     rank_of = dict(zip(batch.trained, owners, strict=True))
     shares = []
     for rank in range(processes):
-        # A group that is not trained on has no owner.
+        # A group that is not trained on has no owner: it goes to the first process.
         places = [place for place in collected.places if rank_of.get(place, 0) == rank]
         groups = [group_at[place] for place in places]
         counts = collected if rank == 0 else Collected()

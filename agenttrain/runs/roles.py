@@ -91,7 +91,7 @@ def _gpus(
     taken = {gpu for servers in fleets_by_key.values() for gpu in servers.gpus or ()}
     gpus_by_fleet = {}
     for key, servers in fleets_by_key.items():
-        # Names for CUDA_VISIBLE_DEVICES; `gpu_numbers` returns the numbers of the same GPUs.
+        # Names for CUDA_VISIBLE_DEVICES. `taken` has the numbers of the same GPUs.
         gpus_by_fleet[key] = place(servers, trainers, taken)
         taken |= {*gpu_numbers(servers, trainers, taken)}
     return gpus_by_fleet

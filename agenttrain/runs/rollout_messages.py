@@ -232,7 +232,8 @@ class RequestFailure:
                 error.args = (self.message,)
                 for name, value in self.attributes.items():
                     setattr(error, name, value)
-                if str(error) == self.message:  # false for UnicodeError, which keeps no text
+                # UnicodeError computes its text from other attributes: it cannot be raised again.
+                if str(error) == self.message:
                     return error
             kinds += kind.__subclasses__()
         return RolloutsFailed(f"{self.name}: {self.message}")

@@ -143,7 +143,7 @@ class RolloutService:
             # Rollouts that begin at any time share decode batches: their bits do not repeat.
             config.rollout = replace(config.rollout, deterministic=False)
         self._folder = Path(start.folder)
-        self._finished = self._total = 0
+        self._finished = self._total = 0  # rollouts of the request, set by `_count`
         self._weights_folder: Path | None = None
         """Folder of weight files, for an engine that has no folder of its own."""
         self._components = components = Components(config, start.verb, self._folder)
@@ -327,7 +327,7 @@ class RolloutService:
                 break
         finished, total = self._finished, self._total
         # Groups are sampled ahead: the trainer waits only for those of its step.
-        if self._queue is not None and self._queue.taking:
+        if self._queue is not None and self._queue.taking:  # the trainer waits for a step
             finished, total = self._queue.progress
         return RolloutStatus(
             progress=collector.in_flight.progress,

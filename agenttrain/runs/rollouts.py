@@ -188,7 +188,7 @@ class Rollouts:
         `what` names the work in errors. If the request fails, all processes raise, as `meet` does.
         After a signal all processes raise Preempted.
         """
-        answers: list[Any] = []  # one answer; none after a signal
+        answers: list[Any] = []  # holds one answer; empty after a signal, as an answer may be None
         failure: Exception | None = None
         if self.process is not None:
             try:

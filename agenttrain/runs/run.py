@@ -352,7 +352,7 @@ class Run:
         """Print the report at the end of a run that sampled rollouts."""
         best = None if trainer is None else trainer.best
         if trainer and best and best.is_of(trainer.finished_steps):
-            best = None  # the scores after the last step are printed anyway
+            best = None  # the evaluation after the last step, whose scores are printed anyway
         print_scores(
             before=from_json(before),
             after=[e for e in evaluations if isinstance(e, Evaluation)],
@@ -495,7 +495,7 @@ class Run:
             group=self.folder.resolve().parent.name if self.sweep else None,
             run_config=self.plain,
         )
-        # After the tracker has cut the rows that the resumed run repeats.
+        # After the tracker, which cuts the rows of metrics.jsonl that the resumed run repeats.
         self.usage = self._make_usage()
         return tracker
 
@@ -595,7 +595,8 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
     """
     config, world, supervised = run.config, run.world, run.verb == "sft"
     roles = start_roles(config, run.verb, run.folder, stack, world=world)
-    stack.callback(components.close_roles)  # before the servers end: the last entry goes first
+    # Before the servers end: the stack calls the last callback first.
+    stack.callback(components.close_roles)
     rollouts = await _start_rollout_process(run, components, stack)
     policy = make_policy(
         config,
@@ -617,7 +618,8 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
     if engine is not None and rollouts is None:  # this process makes the rollouts
         collector = components.collector(engine, run.folder, run.timeline)
     process = None if rollouts is None else rollouts.process
-    # The rollouts are watched where they are made. The embeddings count the forward passes.
+    # The watchdog sees progress by rollouts, wherever they are made, and by forward passes, which
+    # it counts at the embeddings.
     run.watchdog.watch(
         process or collector,
         policy.model.get_input_embeddings(),
@@ -663,7 +665,7 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
 
 
 def _algorithm_of(run: Run) -> AlgorithmConfig:
-    """Return the algorithm of the run's policy, without the replay of experts that none records."""
+    """Return the algorithm of the run's policy; no replay of experts where none are recorded."""
     if run.verb == "sft":
         return CROSS_ENTROPY
     algorithm = run.config.algorithm

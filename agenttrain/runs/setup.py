@@ -413,8 +413,9 @@ class Components:
         lengths: dict[str, list[int]] = {}
         for part in self.sources.values():
             with part.located():
-                for key, of_split in part.prompt_lengths.items():
-                    lengths[part.relocated(key)] = of_split
+                for key, split_lengths in part.prompt_lengths.items():
+                    lengths[part.relocated(key)] = split_lengths
+        # The rows of a mixture are those of its sources, which are done.
         for key, source in () if self.sources else self.tasks.by_key.items():
             lengths[key], refusals = [], []
             for task in source.tasks(0, min(RENDERED_TASKS, len(source))):
@@ -426,7 +427,8 @@ class Components:
                     where = source.place_of(task) or f"task {task.task_id}"
                     message = f"{key}: {where}: {error}; or remove the messages from the rows"
                     refusals.append(ChatError(message))
-            if refusals and (self.config.data.on_bad_row is OnBadRow.error or not lengths[key]):
+            bad_rows_raise = self.config.data.on_bad_row is OnBadRow.error
+            if refusals and (bad_rows_raise or not lengths[key]):
                 raise refusals[0]
         return lengths
 
@@ -534,7 +536,7 @@ class Components:
 
     @property
     def metric_names(self) -> MetricNames:
-        """What the metrics of the run's rollouts are named after."""
+        """Names of tools, rewards and sources, which the names of metrics contain."""
         outside = self.config.agent.outside
         return metric_names(self.parts, self.sources, outside_agents=outside)
 
@@ -717,7 +719,7 @@ def sampling_note(config: RunConfig) -> str | None:
         return None
     recommended = json.loads(file.read_text(encoding="utf-8"))
     limits = {name: recommended.get(name) for name in ("top_p", "top_k", "min_p")}
-    if limits["top_p"] == 1:  # no limit
+    if limits["top_p"] == 1:  # keeps all tokens, as no top_p does
         limits["top_p"] = None
     active = " ".join(f"{name}={value}" for name, value in limits.items() if value)
     if not active:
@@ -803,7 +805,7 @@ def _check_demonstrations(components: Components) -> None:
     if config.data.on_bad_row is not OnBadRow.error:
         return
     sources = components.tasks.by_key
-    if not config.eval.questions:
+    if not config.eval.questions:  # the test rows are not used
         sources.pop("data.test", None)
     demonstrator = components.demonstrator
     for key, source in sources.items():

@@ -75,8 +75,8 @@ def check_teacher(config: RunConfig, tokenizer: Any, tasks: TaskSource) -> None:
         )
     # Embeddings may be padded beyond the tokenizer's vocabulary, differently in each model.
     teacher_size, policy_size = (
-        AutoConfig.from_pretrained(place).get_text_config().vocab_size
-        for place in (folder, architecture_folder(config))
+        AutoConfig.from_pretrained(config_folder).get_text_config().vocab_size
+        for config_folder in (folder, architecture_folder(config))
     )
     if teacher_size < policy_size:
         raise ConfigError(

@@ -113,8 +113,8 @@ def _sizes(config: RunConfig) -> Iterator[str]:
     if algorithm.group_size * tasks < 2:
         yield f"tasks_per_step={tasks}: one rollout a step has nothing to be compared with"
     if algorithm.minibatches >= 1 and tasks % algorithm.minibatches:
-        # Suggest divisors near the typed number. A divisor comes in a pair, the smaller of which is
-        # at most the root.
+        # Suggest divisors near the typed number. A divisor d has a partner, tasks / d, and the
+        # smaller of the two is at most the root.
         tried = range(1, min(isqrt(max(tasks, 0)), LARGEST_DIVISOR_TRIED) + 1)
         divisors = {d for n in tried if tasks % n == 0 for d in (n, tasks // n)}
         nearest = sorted(divisors, key=lambda divisor: abs(divisor - algorithm.minibatches))
@@ -441,7 +441,7 @@ def shared_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _environments(config: RunConfig) -> Iterator[str]:
-    """Check that some reward reads the rewards of an environment with `rewards=turns`."""
+    """Check that some reward reads the rewards of a bundled adapter with `rewards=turns`."""
     if config.algorithm.turn_credit is not None:
         return  # the algorithm reads them
     rewards = [section for section in config.reward.values() if isinstance(section, Mapping)]
@@ -553,17 +553,18 @@ def _stop_when(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterat
     if not config.stop_when.enabled:
         return
     is_typed = any(key_of(override).startswith("stop_when") for override in overrides)
-    if verb == "sft" and name == StopWhenConfig.metric and not is_typed:
+    if verb == "sft" and name == StopWhenConfig.metric and not is_typed:  # the default metric
         return
     sections = SUPERVISED if verb == "sft" else tuple(METRICS)
     rows = [row for section in sections for row in METRICS[section]]
-    of_objective = () if verb == "sft" or objective.is_own else objective.registered.metrics
-    is_metric = metric_row(name) in rows or name in of_objective
+    names_of_objective = () if verb == "sft" or objective.is_own else objective.registered.metrics
+    is_metric = metric_row(name) in rows or name in names_of_objective
     # The metrics of an objective of the user's are unknown before its module is imported.
     may_be_metric = objective.is_own and verb != "sft"
     if is_metric or may_be_metric:
         return
-    problem = f"is no metric{did_you_mean(name, [*(row.pattern for row in rows), *of_objective])}"
+    names = [*(row.pattern for row in rows), *names_of_objective]
+    problem = f"is no metric{did_you_mean(name, names)}"
     if verb == "sft" and metric_row(name) is not None:
         problem = "supervised learning has no such metric; set stop_when.metric=loss, say"
     yield f"stop_when.metric={name}: {problem}; docs/reference/metrics.md lists them"
@@ -648,6 +649,7 @@ def has_no_effect(override: str, verb: str) -> bool:
     """Return True if `verb` does not read the setting of an override."""
     key = key_of(override).partition("@")[0]
     parts = key.split(".")
+    # a.b.c: a, a.b and a.b.c, as UNREAD names settings and whole sections.
     prefixes = {".".join(parts[: end + 1]) for end in range(len(parts))}
     return key not in READ and bool(prefixes & set(UNREAD.get(verb, ())))
 

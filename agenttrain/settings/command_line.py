@@ -98,7 +98,7 @@ def command_of(
         raise ConfigError("--cfg: shows one run; leave -m out")
     if sweep and saved and (verb == "eval" or checks):
         raise ConfigError(f"-m: a sweep starts new runs; it cannot be combined with {saved}")
-    auto = saved == Path(AUTO) and verb not in OF_A_RUN
+    auto = saved == Path(AUTO) and verb not in OF_A_RUN  # resume=auto
     if auto:
         folder = named_folder(settings)
         if folder is None:
@@ -146,8 +146,8 @@ def _take_saved(overrides: Sequence[str], verb: str) -> tuple[list[str], Path | 
     for text in overrides:
         key, _, value = text.partition("=")
         if key == other:
-            named = f"run={quote(value)}"
-            remedy = named if verb in OF_A_RUN else f"agenttrain eval {named}"
+            suggestion = f"run={quote(value)}"
+            remedy = suggestion if verb in OF_A_RUN else f"agenttrain eval {suggestion}"
             raise ConfigError(f"{text}: not with `agenttrain {verb}`; did you mean {remedy}?")
         if key != expected:
             settings.append(text)

@@ -60,10 +60,11 @@ SETTINGS_BESIDE: Mapping[str, type[Any]] = {
     "environment": EnvironmentSettings,
     "reward": RewardSettings,
 }
+"""Section of components by name -> the settings beside their `_target_`."""
 ONE_BESIDE: Mapping[str, type[Any]] = {"user": UserSettings}
-"""The same, of sections that are one component."""
+"""Section that is itself one component -> the settings beside its `_target_`."""
 BESIDE: Mapping[str, type[Any]] = {**SETTINGS_BESIDE, **ONE_BESIDE, "tracker": OwnTrackerSettings}
-"""All of them, with sections that are not at the top."""
+"""All sections with settings beside a `_target_`; trackers stand deeper, in `tracker.own`."""
 REWARD = "environment"
 """Name of the reward function that environments share."""
 REWARD_TARGET = "agenttrain.rewards.builtin.tools.environment"
@@ -164,9 +165,9 @@ def code_problems(config: RunConfig, sections: Collection[str] = SECTIONS) -> It
         except ValueError as error:
             yield str(error)
             continue
-        ours = field_names(BESIDE[kind]) if kind in BESIDE else ()
-        parameters = parameter_names(target)
-        known = (*(parameters or ()), *ours)
+        settings = field_names(BESIDE[kind]) if kind in BESIDE else ()
+        parameters = parameter_names(target)  # None: any name, or unknown
+        known = (*(parameters or ()), *settings)
         unknown = [n for n in section if n not in (*known, "_target_")]
         if parameters is not None and unknown:
             for name in unknown:
@@ -300,7 +301,7 @@ def _reward(config: RunConfig, key: str, section: Mapping[str, Any], target: Any
         yield f"{key}: would always be 0 with stop_tools=[]; name one: stop_tools=[final_answer]"
     if not path.startswith(OUR_REWARDS) or not isclass(target):
         return
-    # Bundled ones check their arguments, and import nothing heavy.
+    # Classes of bundled rewards check their arguments, and import nothing heavy.
     yield from _argument_problems(target, key, beside(RewardSettings, section, key)[1])
 
 
@@ -368,8 +369,8 @@ def tool_names(config: RunConfig) -> ToolNames:
         # An instance with a method `tools` names further ones.
         has_further = isclass(target) and class_method(target, "tools") is not None
         parts.append(ToolNames(names=names, complete=not has_further))
-    every = dict.fromkeys(name for part in parts for name in part.names)
-    return ToolNames(names=tuple(every), complete=all(part.complete for part in parts))
+    names_once = dict.fromkeys(name for part in parts for name in part.names)
+    return ToolNames(names=tuple(names_once), complete=all(part.complete for part in parts))
 
 
 def _tool_names(name: str, section: Mapping[str, Any]) -> ToolNames:
@@ -441,7 +442,7 @@ def reward_sections(config: RunConfig, *, rewarding: bool = False) -> dict[str, 
     `rewarding` (some environment has a `reward`) the section itself may be missing.
     """
     sections = dict(config.reward)
-    default: dict[str, Any] | None = {} if rewarding else None
+    default: dict[str, Any] | None = {} if rewarding else None  # None: no section is added
     section = sections.get(REWARD, default)
     if config.environment and isinstance(section, Mapping):
         sections[REWARD] = {"_target_": REWARD_TARGET, **section}

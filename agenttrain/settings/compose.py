@@ -87,8 +87,8 @@ def schema() -> DictConfig:
     the chosen engine or objective checks those itself. Pydantic checks a section that may be None.
     Do not change the returned node: OmegaConf.merge and Hydra copy it.
     """
-    # An instance, because OmegaConf does not see pydantic's defaults in the class. Empty sections
-    # make pydantic build one validator instead of one for each section.
+    # An instance, because OmegaConf does not see pydantic's defaults in the class. It is built from
+    # empty sections, for which pydantic needs one validator instead of one for each section.
     config = validated(RunConfig, _empty_sections(RunConfig))
     config.algorithm.objective = {}  # type: ignore[assignment]
     node = cast(DictConfig, OmegaConf.structured(config))

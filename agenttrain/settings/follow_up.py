@@ -51,7 +51,7 @@ def after_sft(words: Sequence[str], checkpoint: str) -> FollowUp:
     files += [options[name] for name in ("--config-name",) if name in options]
     rl_experiment = (experiment or "").removesuffix(WARMSTART)
     has_rl_experiment = rl_experiment != experiment and any(
-        _file(folder, f"experiment/{rl_experiment}") for folder in folders
+        _yaml_file(folder, f"experiment/{rl_experiment}") for folder in folders
     )
     if has_rl_experiment:  # shop for shop_warmstart
         settings = [f"experiment={rl_experiment}" if text in named else text for text in settings]
@@ -59,7 +59,8 @@ def after_sft(words: Sequence[str], checkpoint: str) -> FollowUp:
     elif not any(key_of(text) in ROWS for text in settings):
         tasks_missing = True  # the rows of the experiment itself are what was learned
     elif files:  # typed rows were learned in place of those of an experiment
-        is_bundled = _file(conf_folder(), f"experiment/{experiment}") and experiment != "none"
+        bundled_file = _yaml_file(conf_folder(), f"experiment/{experiment}")
+        is_bundled = bundled_file is not None and experiment != "none"
         tasks_missing = not is_bundled and not any(_chooses_rows(file, folders) for file in files)
     else:  # the default experiment's tasks, unless the run has an agent of its own
         tasks_missing = any(_of(text, AGENT) for text in settings)
@@ -96,14 +97,14 @@ def _of(override: str, sections: Sequence[str]) -> bool:
     return any(key == section or key.startswith(f"{section}.") for section in sections)
 
 
-def _file(folder: Path, name: str) -> Path | None:
+def _yaml_file(folder: Path, name: str) -> Path | None:
     path = folder / f"{name.removesuffix('.yaml')}.yaml"
     return path if path.is_file() else None
 
 
 def _chooses_rows(name: str, folders: Sequence[Path]) -> bool:
     """Return True if a YAML file, or an experiment that it begins with, chooses the run's rows."""
-    path = next((path for folder in folders if (path := _file(folder, name))), None)
+    path = next((path for folder in folders if (path := _yaml_file(folder, name))), None)
     node = parse_yaml(path.read_text(encoding="utf-8")) if path else None
     if not isinstance(node, Mapping):
         return False

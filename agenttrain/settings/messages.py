@@ -165,7 +165,9 @@ def setting_keys(cls: type = RunConfig, prefix: str = "") -> Iterator[str]:
         yield key
         if options := choices().get(key):
             # A section whose keys depend on a choice: those of every choice.
-            names = dict.fromkeys(name for own in options.values() for name in field_names(own))
+            names = dict.fromkeys(
+                name for choice in options.values() for name in field_names(choice)
+            )
             yield from (f"{key}.{name}" for name in names)
         elif field.name in sections:
             yield from setting_keys(sections[field.name], f"{key}.")
@@ -188,10 +190,10 @@ def suggest_key(key: str, groups: Iterable[str] = ()) -> str:
         return "; that is verl's; `agenttrain settings` prints ours"
     candidates = [*setting_keys(), *groups]
     section, leaf = _split(key)
-    beside = {_split(name)[1]: name for name in candidates if _split(name)[0] == section}
+    in_section = {_split(name)[1]: name for name in candidates if _split(name)[0] == section}
     anywhere = {_split(name)[1]: name for name in candidates}
     # A similar name in another section is more often a coincidence than a typing error.
-    for names, cutoff in ((anywhere, 1.0), (beside, 0.6), (anywhere, 0.8)):
+    for names, cutoff in ((anywhere, 1.0), (in_section, 0.6), (anywhere, 0.8)):
         near = get_close_matches(leaf, names, n=1, cutoff=cutoff)
         if near:
             return f" (did you mean '{names[near[0]]}'?)"
@@ -262,9 +264,9 @@ def _explain_key_error(
         hint = suggest_key(meant, groups)
         if not hint:
             section = _split(key)[0]
-            beside = [_split(name)[1] for name in setting_keys() if _split(name)[0] == section]
-            hint = f"; the keys {f'of {section} ' if section else ''}are: {', '.join(beside)}"
-            if not beside:
+            siblings = [_split(name)[1] for name in setting_keys() if _split(name)[0] == section]
+            hint = f"; the keys {f'of {section} ' if section else ''}are: {', '.join(siblings)}"
+            if not siblings:
                 hint = f"; a new one begins with +: +{key}=…"
         return f"{where}: unknown key{hint}"
     return f"{where}: {_expected(setting, getattr(cause, 'value', None)) or first_line}"

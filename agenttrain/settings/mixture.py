@@ -41,11 +41,12 @@ def _view(config: RunConfig, source: SourceConfig) -> RunConfig:
     view.data = source
     for section in own_sections(source):
         setattr(view, section, getattr(source, section))
-    own = source.eval
+    source_eval = source.eval
+    questions = source_eval.questions
     view.eval = replace(
         config.eval,
-        questions=config.eval.questions if own.questions is None else own.questions,
-        group_by=own.group_by or config.eval.group_by,
+        questions=config.eval.questions if questions is None else questions,
+        group_by=source_eval.group_by or config.eval.group_by,
     )
     if not has_test_rows(source):  # it is left out of evaluations
         view.eval = replace(view.eval, questions=0, every=None)
@@ -73,8 +74,8 @@ def sections_in_mixture(config: RunConfig) -> dict[str, str]:
     Example: ``{"data": "data.sources.shop", "tools": "data.sources.shop.tools"}``.
     """
     place = f"{SOURCES}.{config.data.only}"
-    own = own_sections(config.data.sources[str(config.data.only)])
-    return {"data": place, **{section: f"{place}.{section}" for section in own}}
+    sections = own_sections(config.data.sources[str(config.data.only)])
+    return {"data": place, **{section: f"{place}.{section}" for section in sections}}
 
 
 def shares_tools(source: SourceConfig) -> bool:
@@ -83,12 +84,16 @@ def shares_tools(source: SourceConfig) -> bool:
 
 
 def located(config: RunConfig, name: str, message: str) -> str:
-    """Return a message about the view of source `name` with the keys that the run has."""
+    """Return a message about the view of source `name` with the keys that the run has.
+
+    Example: ``tools.add: …`` becomes ``data.sources.shop.tools.add: …`` if the source has tools of
+    its own. The message stays as it is for an empty name, which is a run without sources.
+    """
     if not name:
         return message
     source = config.data.sources[name]
-    own = [f"eval.{key}" for key, value in plain(source.eval).items() if value is not None]
-    return at_source(name, [*own_sections(source), *own], message)
+    own_keys = [f"eval.{key}" for key, value in plain(source.eval).items() if value is not None]
+    return at_source(name, [*own_sections(source), *own_keys], message)
 
 
 def problems_by_source(

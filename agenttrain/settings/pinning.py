@@ -80,11 +80,11 @@ def hub_models(config: RunConfig, verb: str) -> Iterator[HubModel]:
         rewards = [((), config.reward)]
         for source, data in config.data.sources.items():
             rewards.append((("data", "sources", source), data.reward))
-    for place, sections in rewards:
+    for parent_keys, sections in rewards:
         for name, section in (sections or {}).items():
             if isinstance(section, Mapping) and section.get("_target_") == REWARD_MODEL:
                 path, revision = section.get("path"), section.get("revision")
-                yield from in_section((*place, "reward", name), path, revision, loaded=True)
+                yield from in_section((*parent_keys, "reward", name), path, revision, loaded=True)
     teacher = config.algorithm.loaded_teacher
     if teacher is not None and verb not in WITHOUT_TEACHER:
         keys = ("algorithm", "teacher")

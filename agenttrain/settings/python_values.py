@@ -138,7 +138,7 @@ def dotted_name(code: Callable[..., Any], key: str) -> str:
         located = locate(path, key=key)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if located is not code:
+    if located is not code:  # another run could not import the same
         raise ConfigError(
             f"{key}={path}: that name means something else now (is it decorated, or defined "
             "again?); give what it means now"

@@ -44,7 +44,7 @@ def used_roles(config: RunConfig, verb: str) -> dict[str, RoleConfig]:
     if verb not in SAMPLING:
         return {}
     named = roles_named(config)
-    if verb != "train":
+    if verb != "train":  # nothing is trained, so no teacher is asked
         named.pop(TEACHER, None)
     return {name: getattr(config.roles, name) for name in ROLES if name in named.values()}
 

@@ -149,7 +149,7 @@ def choices() -> Mapping[str, Mapping[str, type]]:
 
     The first choice of a section is its default.
     """
-    objectives = {name: one.settings for name, one in all_objectives().items()}
+    objectives = {name: objective.settings for name, objective in all_objectives().items()}
     return {
         **{section: options for section, (_, options) in CHOICES.items()},
         "engine": {name: spec.settings for name, spec in specs().items()},

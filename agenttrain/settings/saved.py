@@ -321,20 +321,20 @@ def saved_settings(
     with explained(overrides, source.groups):
         # First the groups with a new choice, then the single values, as Hydra does.
         groups = source.groups()
-        chosen = [
+        group_choices = [
             o for o in parsed if o.key_or_group in groups and isinstance(o.value(), str | list)
         ]
-        fresh = compose_raw([str(o.input_line) for o in chosen], source)
+        fresh = compose_raw([str(o.input_line) for o in group_choices], source)
         engine = node.engine.get("name")
-        for override in chosen:
+        for override in group_choices:
             node[override.key_or_group] = fresh[override.key_or_group]
         if node.engine.get("name") != engine:
             _forget_servers(node, fresh)
-            if allowed is EVALUABLE and "async_training" in node:
-                # An evaluation trains nothing: these settings must not rule out the new engine.
+            if allowed is EVALUABLE and "async_training" in node:  # an evaluation
+                # It trains nothing: these settings must not rule out the new engine.
                 node.async_training = fresh.async_training
         for override in parsed:
-            if override not in chosen:
+            if override not in group_choices:
                 OmegaConf.update(node, override.key_or_group, override.value(), force_add=True)
         try:
             composed = convert(node)
@@ -355,9 +355,9 @@ def saved_settings(
                 lines.append(f"{setting}{place}{colon}{problem}")
             raise ConfigError("\n".join(lines)) from error
     # A typed mapping is merged into the saved one: only its own values are the user's.
-    typed_paths = [tuple(o.key_or_group.replace("/", ".").split(".")) for o in chosen]
+    typed_paths = [tuple(o.key_or_group.replace("/", ".").split(".")) for o in group_choices]
     for override in parsed:
-        if override not in chosen:
+        if override not in group_choices:
             typed_paths += _value_paths(override.value(), tuple(override.key_or_group.split(".")))
     unsigned = [
         value

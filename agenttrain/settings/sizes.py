@@ -86,7 +86,8 @@ def arithmetic(config: RunConfig) -> Arithmetic:
     """Compute the sizes of a validated configuration."""
     rollout, algorithm, evaluation = config.rollout, config.algorithm, config.eval
     rollouts = config.tasks_per_step * algorithm.group_size
-    during = (config.steps - 1) // evaluation.every if evaluation.every else 0  # between steps
+    # Between two steps; the evaluations before the first and after the last are added below.
+    during = (config.steps - 1) // evaluation.every if evaluation.every else 0
     views = list(source_views(config).values()) or [config]
     rows = [_test_rows(view) for view in views]
     questions = sum(
@@ -169,11 +170,11 @@ def _tasks(config: RunConfig) -> dict[str, str]:
     elif has_test_rows(config.data):
         test = "held out of the train data"
     sections = reward_sections(config, rewarding=rewarding(config))
-    ours = {field.name for field in fields(RewardSettings)}
+    settings = {field.name for field in fields(RewardSettings)}
     width = max(map(len, sections), default=0)
     rewards = [
         f"{name:<{width}}  weight {part.get('weight', 1.0):g}  "
-        + _call({key: value for key, value in part.items() if key not in ours})
+        + _call({key: value for key, value in part.items() if key not in settings})
         for name, part in sections.items()
     ]
     return {

@@ -72,19 +72,19 @@ def check_trusted(
     if trust or not values:
         return
     listed = "\n".join(f"  {_shown(value)}" for value in values)
-    named = (
+    problem = (
         f"{argument}: {what} names code that is not bundled with agenttrain, or other values that "
         f"are not plain data; they would run as you, or get the run's data:\n{listed}"
     )
     if sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty():
-        print(f"agenttrain: {named}\nLet it run? [y/N] ", end="", file=sys.stderr)
+        print(f"agenttrain: {problem}\nLet it run? [y/N] ", end="", file=sys.stderr)
         sys.stderr.flush()
         with suppress(EOFError):
             if input().strip().lower() in ("y", "yes"):
                 return
         raise ConfigError(f"{argument}: not run")
     raise ConfigError(
-        f"{named}\nread it, and add {TRUSTED} if you trust who made this folder\n"
+        f"{problem}\nread it, and add {TRUSTED} if you trust who made this folder\n"
         f"a run of your own without a signature: resume it with {TRUSTED} once, which signs it"
     )
 
@@ -135,16 +135,16 @@ def own_sections(plain: Mapping[str, Any]) -> list[tuple[str, ...]]:
     provenance = plain.get("provenance")
     if not isinstance(provenance, Mapping):
         return []
-    written, sections = provenance.get(SIGNATURE), provenance.get(SIGNED)
+    saved_signature, sections = provenance.get(SIGNATURE), provenance.get(SIGNED)
     if isinstance(sections, list):
-        if verifies(_covered(plain, sections), written):
+        if verifies(_covered(plain, sections), saved_signature):
             return [(str(name),) for name in sections]
         return []
     # A signature of an older version names no sections: find the set that it covers.
     for count in range(len(SOMETIMES_SIGNED) + 1):
         for extra in combinations(SOMETIMES_SIGNED, count):
             covered = (*ALWAYS_SIGNED, *extra)
-            if verifies({name: _at(plain, name) for name in covered}, written):
+            if verifies({name: _value_at(plain, name) for name in covered}, saved_signature):
                 return [tuple(name.split(".")) for name in covered]
     return []
 
@@ -154,7 +154,7 @@ def _covered(plain: Mapping[str, Any], sections: Sequence[Any]) -> Any:
     return ["config.yaml", [[name, plain.get(name)] for name in sections]]
 
 
-def _at(plain: Mapping[str, Any], key: str) -> Any:
+def _value_at(plain: Mapping[str, Any], key: str) -> Any:
     value: Any = plain
     for name in key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None

@@ -70,8 +70,8 @@ def _values_of_class(
         place = (*path, str(name))
         key, is_section = ".".join(run_place(place)), isinstance(value, Mapping)
         if is_section and key == SOURCES:
-            for source, own in value.items():
-                yield from _values_of_source(own, (*place, str(source)))
+            for source, source_section in value.items():
+                yield from _values_of_source(source_section, (*place, str(source)))
         elif is_section and key in COMPONENTS:
             yield from _values_of_component(COMPONENTS[key], value, place)
         elif is_section and key in NAMED_COMPONENTS:
@@ -124,7 +124,7 @@ def _values_of_components(
     for name, component in section.items():
         place = (*path, str(name))
         if isinstance(component, Mapping):
-            if run_place(place) == ("reward", REWARD):
+            if run_place(place) == ("reward", REWARD):  # it may leave out its `_target_`
                 component = {"_target_": REWARD_TARGET, **component}
             yield from _values_of_component(beside, component, place)
         else:

@@ -147,6 +147,7 @@ class TrackerConfig:
                 sections.append(_section(name, f"tracker.{name}", target, arguments, settings))
         for name, section in self.own.items():
             key, target = f"tracker.own.{name}", section["_target_"]
+            # `beside` splits the section: the common settings, and the other keys.
             own_settings, arguments = beside(OwnTrackerSettings, section, key)
             sections.append(_section(f"own-{name}", key, target, arguments, own_settings))
         return sections

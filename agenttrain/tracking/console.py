@@ -26,6 +26,7 @@ _SHOWN = (
     ("tools/call_frequency", "calls", "{:.1f}"),
     ("tokens_per_s", "tok/s", "{:.0f}"),
 )
+"""Metric, its label and its format in the line of a step."""
 _SHOWN_SUPERVISED = (("loss", "loss", "{:.4f}"), ("tokens_per_s", "tok/s", "{:.0f}"))
 """Metrics shown for `agenttrain sft`, which has no reward."""
 _SHOWN_LAST = (("perf/mfu", "mfu", "{:.2f}"), ("cost/total", "cost", "{:.2f}"))
@@ -42,6 +43,7 @@ def _of_sources(metrics: Mapping[str, float]) -> list[tuple[str, str, str]]:
     A source without a rollout in the step has none.
     """
     matches = (re.fullmatch(r"source/([^/]+)/reward", name) for name in metrics)
+    # NaN, which is not equal to itself, is the reward of a source without a rollout.
     rewards = [(m[0], m[1], "{:.2f}") for m in matches if m and metrics[m[0]] == metrics[m[0]]]
     return rewards if len(rewards) <= MOST_SOURCES else []
 

@@ -32,7 +32,7 @@ SCRIPT = Path(__file__).with_name("follower.py")
 EXIT_S = 1.0
 """Seconds that the process has to end after the longest `finish_s`."""
 LAST_S = 5.0
-"""Seconds that it lives beyond that time if the run is killed."""
+"""Seconds that it lives beyond the longest `finish_s` if the run is killed."""
 
 
 class FollowedTracker:
@@ -182,7 +182,7 @@ class Followers:
             with suppress(ChildGone):
                 self._process.send(f"end {how}")
             in_time = self._process.ended(max(deadline + EXIT_S - time.monotonic(), 0.01))
-            if not in_time or self._process.code == 0:
+            if not in_time or self._process.code == 0:  # hanging, or done
                 self._process.printed()  # waits until the last reports are read
                 self._process.kill()
                 self._process = None

@@ -115,7 +115,8 @@ def follow(
     cursor.write(path)
     tracker_step = tracker.start(run, config)
     if tracker_step is not None and tracker_step != cursor.step:
-        # The process was killed before an acknowledgement, or the tracker lost its data.
+        # Ahead of the cursor: the process was killed before it acknowledged. Behind it: the tracker
+        # lost data, so tables and evaluations of the lost steps are sent again too.
         if tracker_step < cursor.step:
             cursor.table = min(cursor.table, tracker_step)
             cursor.evaluated, cursor.sections = min(cursor.evaluated, tracker_step - 1), []

@@ -69,9 +69,9 @@ def source_metrics(groups: Sequence[Sequence[Rollout]], sources: Iterable[str]) 
     """
     metrics: dict[str, float] = {}
     for source in sources:
-        own = [group for group in groups if group and group[0].task.source == source]
-        values = rollout_metrics(own)
-        metrics[f"source/{source}/tasks"] = float(len(own))
+        of_source = [group for group in groups if group and group[0].task.source == source]
+        values = rollout_metrics(of_source)
+        metrics[f"source/{source}/tasks"] = float(len(of_source))
         metrics |= {f"source/{source}/{name}": values[name] for name in OF_SOURCES}
     return metrics
 
@@ -148,13 +148,13 @@ def _tool_metrics(rollouts: Sequence[Rollout], declared: Iterable[str]) -> dict[
     # A call counts for its executor: rows may bring any number of names. Names that the model made
     # up get no metric, for the same reason.
     by_tool: dict[str, list[ToolResult]] = {}
-    known: list[str] = []
+    existing: list[str] = []  # tools that rows brought or the run has
     for result in results:
         tool = result.executor or result.call.name
         by_tool.setdefault(tool, []).append(result)
         if result.error not in _NO_SUCH_TOOL:
-            known.append(tool)
-    for name in _declared_first(declared, known):
+            existing.append(tool)
+    for name in _declared_first(declared, existing):
         calls = by_tool.get(name, [])
         metrics[f"tools/{name}/calls"] = float(len(calls))
         metrics[f"tools/{name}/failures"] = float(sum(r.error is not None for r in calls))
@@ -163,6 +163,7 @@ def _tool_metrics(rollouts: Sequence[Rollout], declared: Iterable[str]) -> dict[
 
 
 _NO_SUCH_TOOL = (ToolError.unknown_tool, ToolError.malformed)
+"""Errors of calls whose name may be no tool's."""
 _RAN = (None, ToolError.exception, ToolError.timeout)
 """Outcomes of calls in which the tool ran."""
 

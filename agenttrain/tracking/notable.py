@@ -68,19 +68,20 @@ def notable_rollouts(run_folder: Path, command: str) -> Notable:
     The best and the worst have the highest and the lowest reward of the latest STEPS steps, and the
     longer of two equal ones comes first. The most surprising are those whose reward differs most
     from the mean of their group, such as the one success of a group of eight; of two equal ones,
-    the one whose tokens were less probable. A section lists one rollout of a group. Raises
-    ConfigError that begins with `command` if the run has written no rollouts. The folder of a
-    crash has its culprits before them.
+    the one whose tokens were less probable. A section lists one rollout of a group. Before these
+    come the culprits, in the folder of a crash, and the rollouts of alarms. Raises ConfigError that
+    begins with `command` if the run has written no rollouts.
     """
     steps = written_steps(run_folder, command)
     notable = Notable()
-    read: dict[int, list[dict[str, Any]]] = {}
+    records_by_step: dict[int, list[dict[str, Any]]] = {}  # those read so far
 
     def records_of(step: int) -> list[dict[str, Any]]:
-        if step not in read:
+        if step not in records_by_step:
             exists = step_path(run_folder, step).is_file()
-            read[step] = list(_with_figures(read_step(run_folder, step), step)) if exists else []
-        return read[step]
+            records = read_step(run_folder, step) if exists else ()
+            records_by_step[step] = list(_with_figures(records, step))
+        return records_by_step[step]
 
     def records_named(names: Iterable[tuple[int, str]]) -> list[dict[str, Any]]:
         return [r for step, name in names for r in records_of(step) if r["rollout_id"] == name]
@@ -100,6 +101,7 @@ def notable_rollouts(run_folder: Path, command: str) -> Notable:
     )
     if latest == [0]:
         of_steps = "of the evaluation"
+    # (title, text) of a section -> the value of a record; the highest ones are listed.
     sections: dict[tuple[str, str], Callable[[Record], tuple[float, ...]]] = {
         ("Best", f"highest reward {of_steps}"): lambda r: (r["reward"], _tokens(r)),
         ("Worst", f"lowest reward {of_steps}"): lambda r: (-r["reward"], _tokens(r)),

@@ -98,8 +98,8 @@ def _decoded(decode: Decode, ids: Sequence[int], places: Iterable[tuple[int, int
 
 def blocks(image: Image, columns: int = 32) -> Text:
     """Return an image as characters for a terminal: each shows two pixels, one above the other."""
-    # Even, because a character has an upper and a lower pixel.
     width = min(columns, image.width)
+    # Even, because a character has an upper and a lower pixel.
     height = max(round(image.height * width / image.width / 2), 1) * 2
     pixels = picture_of(image).convert("RGB").resize((width, height))
     text = Text()
@@ -170,7 +170,7 @@ def placed_images(
     """Return the images of a recorded span, taken from its trajectory's messages."""
     if not span.get("images"):
         return ()
-    known = {
+    image_of_hash = {
         part["image"].sha256: part["image"]
         for message in messages
         if isinstance(message.get("content"), list)
@@ -179,7 +179,7 @@ def placed_images(
     }
     try:
         return tuple(
-            PlacedImage(known[i["sha256"]], i["start"], (i["grid"][0], i["grid"][1]))
+            PlacedImage(image_of_hash[i["sha256"]], i["start"], (i["grid"][0], i["grid"][1]))
             for i in span["images"]
         )
     except KeyError as error:

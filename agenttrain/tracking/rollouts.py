@@ -182,15 +182,19 @@ def _take(
     Of those with the call's id, the ones with its name and arguments fit, and of these the one with
     the text `content`, if there is one. None: the first one.
     """
-    left = exchanges.get(call.id, [])
-    same = (call.name, call.arguments)
-    fitting = [e for e in left if (e.function.get("name"), e.function.get("arguments")) == same]
-    fitting = fitting or left
+    remaining = exchanges.get(call.id, [])
+    name_and_arguments = (call.name, call.arguments)
+    fitting = [
+        e
+        for e in remaining
+        if (e.function.get("name"), e.function.get("arguments")) == name_and_arguments
+    ]
+    fitting = fitting or remaining  # the calls of an earlier trajectory have no function here
     if not fitting:
         return Exchange(), True
     same_text = (e for e in fitting if content is not None and e.text == content)
     taken = next(same_text, fitting[0])
-    left[:] = [e for e in left if e is not taken]
+    remaining[:] = [e for e in remaining if e is not taken]  # in place: it is of `exchanges`
     return taken, taken is fitting[0]
 
 

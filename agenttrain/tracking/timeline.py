@@ -50,7 +50,8 @@ class Timeline:
         self._file: IO[str] | None = None
         self._process = process
         self._began = time.monotonic()
-        # All times are of the monotonic clock: a correction of the machine's time moves nothing.
+        # Added to a time of the monotonic clock, it gives seconds since 1970. It is read once, so
+        # that a later correction of the machine's time moves nothing.
         self._epoch = time.time() - self._began
 
     @contextmanager
@@ -60,8 +61,8 @@ class Timeline:
         try:
             yield
         finally:
-            facts = {"phase": name, "step": step}
-            self._add(since, time.monotonic(), facts | ({"label": label} if label else {}))
+            fields = {"phase": name, "step": step}
+            self._add(since, time.monotonic(), fields | ({"label": label} if label else {}))
 
     def rollout(
         self, rollout_id: str, since: float, turns: Sequence[Turn], calls: Sequence[Call]
@@ -71,7 +72,7 @@ class Timeline:
         def interval(start: float, end: float) -> list[Any]:
             return [round(start - since, DIGITS), round(end - start, DIGITS)]
 
-        facts = {
+        fields = {
             "rollout": rollout_id,
             "turns": [
                 interval(start, end) + ([] if server is None else [server])
@@ -79,7 +80,7 @@ class Timeline:
             ],
             "calls": [[tool, *interval(start, end)] for tool, start, end in calls],
         }
-        self._add(since, time.monotonic(), facts)
+        self._add(since, time.monotonic(), fields)
 
     def __enter__(self) -> Timeline:
         return self
@@ -93,7 +94,7 @@ class Timeline:
         if self._file is not None:
             self._file.close()
 
-    def _add(self, since: float, until: float, facts: dict[str, Any]) -> None:
+    def _add(self, since: float, until: float, fields: dict[str, Any]) -> None:
         """Append a line; the first one also writes the line about the process."""
         if self._path is None:
             return
@@ -102,14 +103,14 @@ class Timeline:
                 self._file = open_to_append(self._path)
                 first = {"process": self._process, "host": socket.gethostname()}
                 self._write(self._began, {**first, "pid": os.getpid()})
-            self._write(since, {"seconds": round(until - since, DIGITS), **facts})
+            self._write(since, {"seconds": round(until - since, DIGITS), **fields})
         except OSError as error:
             print(f"warning: {self._path}: no times are recorded: {error}", file=sys.stderr)
             self._path = None
 
-    def _write(self, since: float, facts: dict[str, Any]) -> None:
+    def _write(self, since: float, fields: dict[str, Any]) -> None:
         assert self._file is not None
-        row = {"time": round(self._epoch + since, DIGITS), **facts}
+        row = {"time": round(self._epoch + since, DIGITS), **fields}
         self._file.write(dumps(row) + "\n")
 
 
@@ -117,8 +118,8 @@ def timeline_paths(run_folder: Path) -> dict[str, Path]:
     """Return the files of a run's times by process: the trainers' first, in order of rank."""
     files = {path.stem: path for path in (run_folder / FOLDER).glob("*.jsonl")}
 
-    def place(name: str) -> tuple[bool, int, str]:
+    def sort_key(name: str) -> tuple[bool, int, str]:
         kind, _, rank = name.rpartition("-")
         return kind != "trainer", int(rank) if rank.isdecimal() else 0, name
 
-    return {name: files[name] for name in sorted(files, key=place)}
+    return {name: files[name] for name in sorted(files, key=sort_key)}

@@ -195,7 +195,10 @@ def rows_of(intervals: Sequence[Interval]) -> list[int]:
 
 
 class Page:
-    """The page of a run's processes, in the given windows."""
+    """The page of a run's processes, in the given windows.
+
+    A window is an interval of time that the page shows, at most one of each session of the run.
+    """
 
     def __init__(self, processes: Sequence[Process], windows: Sequence[Interval]) -> None:
         self._windows = windows
@@ -209,11 +212,12 @@ class Page:
             process.name: [p for p in process.phases if self._window(p.start) is not None]
             for process in processes
         }
-        self._last: dict[int | None, float] = {}
+        self._last_start: dict[int | None, float] = {}
         """Step -> last start of a phase that worked on it."""
         for phase in self._phases[self._main]:
             if phase.name in TRAINING:
-                self._last[phase.step] = max(phase.start, self._last.get(phase.step, 0.0))
+                last_start = self._last_start.get(phase.step, 0.0)
+                self._last_start[phase.step] = max(phase.start, last_start)
         self._rollouts: dict[str, list[dict[str, Any]]] = {}
         self.left_out = 0
         """Number of the oldest rollouts, which the page has no space for."""
@@ -233,6 +237,7 @@ class Page:
             self._rollouts[process.name] = shown[::-1]
 
     def _window(self, at: float) -> int | None:
+        """Return the index of the window that has a time; None if no window has it."""
         for index, (start, end) in enumerate(self._windows):
             if start <= at <= end:
                 return index
@@ -246,10 +251,10 @@ class Page:
 
     def lost(self, phase: RecordedPhase) -> bool:
         """Return True if a later session worked on the phase's step again."""
-        last = self._last.get(phase.step, 0.0)
-        if phase.step is None or last <= phase.start:
+        last_start = self._last_start.get(phase.step, 0.0)
+        if phase.step is None or last_start <= phase.start:
             return False
-        return self._window(last) != self._window(phase.start)
+        return self._window(last_start) != self._window(phase.start)
 
     def data(self) -> dict[str, Any]:
         """Return the data that the page's script draws."""
@@ -296,8 +301,9 @@ class Page:
         begins = list[tuple[int, float]]()
         for phase in sorted(self._phases[self._main], key=lambda phase: phase.start):
             if phase.name in (*TRAINING, WAIT) and phase.step is not None:
-                new = not begins or begins[-1][0] != phase.step
-                if new or self._window(begins[-1][1]) != self._window(phase.start):
+                is_new = not begins or begins[-1][0] != phase.step
+                # A resumed run may begin with the step that the session before it did not finish.
+                if is_new or self._window(begins[-1][1]) != self._window(phase.start):
                     begins.append((phase.step, phase.start))
         steps = []
         for (step, start), following in zip(begins, [*begins, None][1:], strict=True):
@@ -317,9 +323,9 @@ class Page:
         head = "".join(f"<th>{name}" for name in ("step", "seconds", *shown, "other"))
         rows = []
         for step, start, end in self.steps()[-MOST_STEPS:]:
-            own = phases[bisect_left(starts, start) : bisect_left(starts, end)]
-            seconds = [sum(p.end - p.start for p in own if p.name == name) for name in shown]
-            again = " (lost, done again)" if any(map(self.lost, own)) else ""
+            of_step = phases[bisect_left(starts, start) : bisect_left(starts, end)]
+            seconds = [sum(p.end - p.start for p in of_step if p.name == name) for name in shown]
+            again = " (lost, done again)" if any(map(self.lost, of_step)) else ""
             other = max(end - start - sum(seconds), 0.0)
             cells = "".join(f"<td>{value:.2f}" for value in (end - start, *seconds, other))
             rows.append(f"<tr><td>{step}{again}{cells}")
@@ -333,9 +339,9 @@ class Page:
                 kind: sum(phase.end - phase.start for phase in phases if phase.name == kind)
                 for kind in dict.fromkeys([LOAD, *COLUMNS, *(phase.name for phase in phases)])
             }
-            if name == ROLLOUTS or not phases:
+            if name == ROLLOUTS or not phases:  # the turns and calls of rollouts have items below
                 continue
-            seconds.pop("reward", None)  # other phases include it
+            seconds.pop("reward", None)  # a part of other phases, which would count twice
             seconds["other"] = max(self.total - sum(seconds.values()), 0.0)
             parts = [(kind, value) for kind, value in seconds.items() if value]
             shares = (f"{kind} {self._share(value)}" for kind, value in parts)

@@ -174,7 +174,7 @@ class Tracker:
         self._followers.check()
         values = []
         for name, value in metrics.items():
-            # A line has space for what happened: zeros other than of the scores are left out.
+            # To keep the line short, zeros are left out unless they are scores.
             is_zero = value == 0 and name != "reward" and not name.startswith("pass@")
             if is_zero or name.endswith(ENDS):
                 continue
@@ -282,7 +282,7 @@ def cut(path: Path, step: int) -> None:
                 f"{path}:{number}: not the row of a step ({error}), and the run goes on from step "
                 f"{step}. Mend or remove that line."
             ) from error
-        if last <= step:  # a row of a later step ends the loop next time
+        if last <= step:  # the row of a later step is left out, and ends the loop next time
             length += len(line)
     write_atomically(path, content[:length].decode())
 

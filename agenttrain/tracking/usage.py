@@ -50,7 +50,7 @@ class Usage:
             self._count(row)
             # A run that was killed has left no other record of its seconds.
             earlier_s = max(earlier_s, row.get("time/total_s") or 0.0)
-        self._earlier_s = self._last_s = earlier_s
+        self._earlier_s = self._last_s = earlier_s  # `_last_s`: seconds until the last `add`
 
     @property
     def seconds(self) -> float:

@@ -40,7 +40,7 @@ def render(
 
     Example: ``render(read_step(Path("outputs/shop/run"), 10), tokenizer.decode)``
     """
-    known: dict[int, str] = {}
+    text_of_id: dict[int, str] = {}
     data = [
         {
             **rollout,
@@ -50,7 +50,7 @@ def render(
                     "messages": trajectory["messages"]
                     if folder is None
                     else with_data(trajectory["messages"], folder),
-                    "texts": token_texts(trajectory["token_ids"], decode, known),
+                    "texts": token_texts(trajectory["token_ids"], decode, text_of_id),
                 }
                 for trajectory in rollout["trajectories"]
             ],
@@ -92,10 +92,10 @@ def token_texts(token_ids: Sequence[int], decode: Decode, known: dict[int, str])
         text, width = known[token_id], 1
         if "\ufffd" in text:
             # Try to complete the character with the tokens that follow.
-            for more in range(2, min(LONGEST_CHARACTER, len(token_ids) - start) + 1):
-                joined = decode(token_ids[start : start + more])
+            for count in range(2, min(LONGEST_CHARACTER, len(token_ids) - start) + 1):
+                joined = decode(token_ids[start : start + count])
                 if "\ufffd" not in joined:
-                    text, width = joined, more
+                    text, width = joined, count
                     break
         texts += [text] + ["·"] * (width - 1)
     return texts

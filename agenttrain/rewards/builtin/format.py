@@ -54,7 +54,7 @@ class JsonSchema:
     def __call__(self, rollout: Rollout, **columns: Any) -> float:
         validator = self._validator
         if validator is None:
-            assert self._column is not None  # one of the two is set
+            assert self._column is not None, "either a schema or a column is set"
             schema = columns[self._column]
             validator = _validator(json.loads(schema) if isinstance(schema, str) else schema)
         try:

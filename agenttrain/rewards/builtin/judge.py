@@ -80,7 +80,7 @@ class Judge:
     def __call__(self, rollout: Rollout, **columns: Any) -> float:
         view = rollout_view(rollout)
         first, *later = rollout.trajectories
-        # The prompts of later trajectories repeat earlier messages: only added ones count.
+        # The prompts of later trajectories repeat earlier messages: only their own are shown.
         messages_shown = chain(first.messages, *(t.added_messages for t in later))
         fields = {
             "question": last_question(rollout),
@@ -155,7 +155,7 @@ class _ScoreReader:
         if self.pattern is not None:
             matches = self._compiled.findall(text)
             score: Any = matches[-1] if matches else None
-        else:  # ``So I say {"score": 4}.``
+        else:  # the object within the text: ``So I say {"score": 4}.``
             start, end = text.find("{"), text.rfind("}")
             try:
                 score = self._compiled.search(json.loads(text[start : end + 1]))

@@ -78,7 +78,7 @@ class MathVerify(AnswerReward):
             try:
                 self._process.send(json.dumps(request))
                 equal: bool | None = self._process.receive(limit_s=GRACE * self._answer_s)
-            except ChildGone:
+            except ChildGone:  # no reply in time, or the process ended
                 self._process.kill()
                 return 0.0
         return None if equal is None else float(equal)

@@ -53,7 +53,7 @@ def main() -> None:
     for line in sys.stdin:
         try:
             value = equal(**json.loads(line))
-        except (MemoryError, RecursionError):
+        except (MemoryError, RecursionError):  # such an answer counts as wrong
             value = False
         print(json.dumps(value), file=replies, flush=True)
 

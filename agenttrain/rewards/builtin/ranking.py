@@ -163,7 +163,7 @@ class Ranking:
         random.Random(f"{self._seed} {group_id}").shuffle(order)
         reply = problem = ""
         for _ in range(self._retries + 1):
-            # The same request would get the same reply at temperature 0.
+            # Another order at each try: the same request would get the same reply at temperature 0.
             order = [*order[1:], order[0]]
             answers = "\n\n".join(
                 f'<answer number="{number}">\n{cut_texts[index]}\n</answer>'
@@ -236,9 +236,9 @@ def beaten(values: Sequence[float]) -> list[float]:
 
     Example: [2, 3, 2] -> [0.25, 1.0, 0.25]. The mean is 0.5.
     """
-    others = len(values) - 1
+    other_count = len(values) - 1
     return [
-        (sum(other < value for other in values) + (values.count(value) - 1) / 2) / others
+        (sum(other < value for other in values) + (values.count(value) - 1) / 2) / other_count
         for value in values
     ]
 
@@ -300,17 +300,20 @@ def fair_limit(lengths: Sequence[int], total: int, most: int) -> int:
 
     Short texts leave their room to longer ones: of [10, 50, 90] and a total of 100, 45.
     """
-    left, limit = total, most
-    for place, length in enumerate(sorted(lengths)):
-        share = left // (len(lengths) - place)
+    remaining, limit = total, most
+    for place, length in enumerate(sorted(lengths)):  # the shortest text first
+        share = remaining // (len(lengths) - place)  # of each text that is left
         if min(length, most) > share:
             return min(share, most)
-        left -= min(length, most)
+        remaining -= min(length, most)
     return limit
 
 
 def cut_middle(text: str, tokens: int) -> str:
-    """Return the text, or its beginning and twice as much of its end, with a mark between."""
+    """Return the text, or its beginning and twice as much of its end, with a mark between.
+
+    A text of up to `tokens` tokens (`tokens_of`) is not cut.
+    """
     if tokens_of(text) <= tokens:
         return text
     raw, room = text.encode(), tokens * BYTES_PER_TOKEN

@@ -115,7 +115,7 @@ class Trackio(ExperimentTracker):
         run, deadline = self.run, time.monotonic() + ARRIVAL_S
         while time.monotonic() < deadline:
             self._raise_failure()
-            # The buffer is for a server that does not answer.
+            # The buffer keeps rows for a server that does not answer.
             if not (run._queued_logs or run._sending_batch or run._has_local_buffer):
                 held = self._held() if self.is_local else self.last
                 if self.last is None or (held is not None and held >= self.last):
