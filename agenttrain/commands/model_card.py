@@ -98,8 +98,10 @@ def model_card(
 
 def _tasks(config: Mapping[str, Any], rows: Mapping[str, Any], sft: bool) -> dict[str, str]:
     """Return rows, rewards and tools of a run, or of a source with the section `rows`."""
-    own = {key: rows[key] for key in ("reward", "tools") if rows.get(key) is not None}
-    sections = {**config, **own}
+    sections_of_source = {
+        key: rows[key] for key in ("reward", "tools") if rows.get(key) is not None
+    }
+    sections = {**config, **sections_of_source}
     train = dict(rows.get("train", {}))
     source = train.pop("_target_", "unknown")
     arguments = ", ".join(f"{key}={value}" for key, value in train.items() if value is not None)

@@ -127,9 +127,9 @@ def train(
     Raises ConfigError before anything starts, with all mistakes in the settings; RunFailed for a
     run that ended by an error. An error in agenttrain itself is raised as it is.
     """
-    chosen = {"tools": tools, "reward": reward}
-    given = {name: value for name, value in chosen.items() if value is not None}
-    return start("train", overrides, {**settings, **given})
+    components = {"tools": tools, "reward": reward}
+    replaced = {name: value for name, value in components.items() if value is not None}
+    return start("train", overrides, {**settings, **replaced})
 
 
 def start(verb: str, overrides: Sequence[str], settings: Mapping[str, Any]) -> RunResult:

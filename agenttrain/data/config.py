@@ -158,13 +158,13 @@ def _read_source(name: str, section: object) -> SourceConfig:
             f"+data@{key}=file"
         )
         raise_problems(problems)  # the other checks read them
-    own = [part for part in OWN_SECTIONS if section.get(part) is not None]
+    own_sections = [part for part in OWN_SECTIONS if section.get(part) is not None]
     try:
         source = TypeAdapter(SourceConfig).validate_python(
             {part: value for part, value in section.items() if part in known}
         )
     except ValidationError as error:
-        problems += [at_source(name, own, line) for line in problem_lines(error, key)]
+        problems += [at_source(name, own_sections, line) for line in problem_lines(error, key)]
     raise_problems(problems)
     return source
 

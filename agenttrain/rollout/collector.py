@@ -80,8 +80,8 @@ class HasTools(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kit:
-    """What the rollouts of one source of a mixture have of their own."""
+class SourceTools:
+    """Tools, environments and rewards of one source of a mixture (`Collector.sources`)."""
 
     toolbox: Toolbox
     environments: Environments
@@ -97,7 +97,7 @@ class Collector(RolloutContext):
     """
 
     rubric: Rubric
-    sources: Mapping[str, Kit] = field(default_factory=dict)
+    sources: Mapping[str, SourceTools] = field(default_factory=dict)
     """Tools, environments and rewards of the sources of a mixture, by name; empty: all tasks have
     those of the collector."""
     stop: StopRequest = field(default_factory=StopRequest)
@@ -139,7 +139,7 @@ class Collector(RolloutContext):
         return replace(self, rubric=self.rubric.lenient(), sources=sources)
 
     @property
-    def _kits(self) -> Sequence[Kit | Self]:
+    def _kits(self) -> Sequence[SourceTools | Self]:
         """The collector itself, or the kits of a mixture."""
         return list(self.sources.values()) or [self]
 

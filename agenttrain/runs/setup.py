@@ -32,7 +32,7 @@ from agenttrain.engines.vllm_server.roles import RoleServers, with_servers
 from agenttrain.environments.environments import Environments, build_kinds
 from agenttrain.environments.user import SimulatedUser, build_user
 from agenttrain.rewards.rubric import Rubric, build_rubric
-from agenttrain.rollout.collector import Collector, Kit, MetricNames, metric_names
+from agenttrain.rollout.collector import Collector, MetricNames, SourceTools, metric_names
 from agenttrain.rollout.compaction import check_compaction
 from agenttrain.rollout.config import RolloutConfig, RolloutRequest, tasks_of_round
 from agenttrain.rollout.demonstration import REMEDY, BadDemonstration, Demonstrator
@@ -520,7 +520,7 @@ class Components:
             on_bad_row=self.config.data.on_bad_row,
             place_of=self.place_of,
             sources={
-                name: Kit(
+                name: SourceTools(
                     toolbox=part.toolbox,
                     environments=part.environments,
                     rubric=part.rubric,

@@ -157,9 +157,9 @@ def _share_problems(config: RunConfig) -> Iterator[str]:
     if counts and len(counts) == len(sources) and total != tasks:
         yield f"{named}: add up to {total}; set tasks_per_step={total}, or change them"
     elif len(counts) < len(sources) and total >= tasks:
-        others = ", ".join(name for name in sources if name not in counts)
+        rest = ", ".join(name for name in sources if name not in counts)
         yield (
-            f"{named}: leave nothing of tasks_per_step={tasks} to {others}; lower them, or raise "
+            f"{named}: leave nothing of tasks_per_step={tasks} to {rest}; lower them, or raise "
             "tasks_per_step"
         )
 

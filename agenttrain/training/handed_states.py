@@ -110,7 +110,7 @@ def _make_chunks(tree: ContextTree, device: torch.device) -> list[Chunk]:
     chunks = []
     for number, held in sorted(pieces.items()):
         # Pieces of earlier chunks from whose last states this one starts, each once and in order.
-        given = {p.parent: None for p in held if p.parent and p.parent.chunk != number}
+        starting_pieces = {p.parent: None for p in held if p.parent and p.parent.chunk != number}
         owner = held[0].owner
         receivers = sorted({rank for ranks in needed[number].values() for rank in ranks} - {owner})
         chunks.append(
@@ -120,7 +120,7 @@ def _make_chunks(tree: ContextTree, device: torch.device) -> list[Chunk]:
                 layout=RecurrentTree(
                     [piece.segment for piece in held],
                     device,
-                    given=[piece.segment for piece in given],
+                    given=[piece.segment for piece in starting_pieces],
                     wanted=[piece.segment for piece in needed[number]],
                 ),
                 sent={
@@ -154,10 +154,10 @@ class _HandedScan(torch.autograd.Function):
                 states |= dict(zip(received, rows.unbind(), strict=True))
             if chunk.owner != group.rank:
                 continue
-            given = [states[segment] for segment in chunk.layout.given]
-            starts += given
+            initial_states = [states[segment] for segment in chunk.layout.given]
+            starts += initial_states
             output, last = chunk.layout.scan_waves(
-                scan, [tensor[chunk.tokens] for tensor in inputs], given
+                scan, [tensor[chunk.tokens] for tensor in inputs], initial_states
             )
             outputs.append(output)
             states |= last
@@ -203,12 +203,12 @@ class _HandedScan(torch.autograd.Function):
                     rows = group.receive((len(segments), *like.shape), like, rank)
                     add(segments, rows.unbind())
                 remaining -= len(layout.given)
-                given = starts[remaining : remaining + len(layout.given)]
+                received_states = starts[remaining : remaining + len(layout.given)]
                 autocast = torch.autocast(inputs[0].device.type, **ctx.autocast)
                 with torch.enable_grad(), autocast:
                     chunk_inputs = [t[chunk.tokens].detach().requires_grad_() for t in inputs]
                     chunk_weights = [t.detach().requires_grad_() for t in weights]
-                    initial_states = [t.detach().requires_grad_() for t in given]
+                    initial_states = [t.detach().requires_grad_() for t in received_states]
                     output, last = layout.scan_waves(
                         _with_weights(scan, chunk_weights), chunk_inputs, initial_states
                     )

@@ -17,7 +17,7 @@ from agenttrain.data.config import OnBadRow
 from agenttrain.engines.base import EngineError
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.rewards.rubric import Rubric
-from agenttrain.rollout.collector import Collector, Kit, NoRollouts
+from agenttrain.rollout.collector import Collector, NoRollouts, SourceTools
 from agenttrain.rollout.config import OnBreak
 from agenttrain.rollout.ledger import verify
 from agenttrain.tracking.metrics import rollout_metrics
@@ -178,7 +178,9 @@ def test_a_row_that_the_template_refuses_is_a_bad_row():
     naming = replace(skipping, on_bad_row=OnBadRow.error, place_of="row {0.task_id}".format)
     with pytest.raises(ChatError, match=r"^row 7: .*narrator.*data\.on_bad_row=skip"):
         asyncio.run(acollect(naming, [*tasks(1), refused]))
-    kit = Kit(toolbox=naming.toolbox, environments=naming.environments, rubric=naming.rubric)
+    kit = SourceTools(
+        toolbox=naming.toolbox, environments=naming.environments, rubric=naming.rubric
+    )
     mixed, of_source = replace(naming, sources={"a": kit}), replace(refused, source="a")
     with pytest.raises(ChatError, match=r" data\.sources\.a\.on_bad_row=skip"):
         asyncio.run(acollect(mixed, [of_source]))

@@ -293,8 +293,8 @@ def _tool_reports(collector: Collector, rollouts: Sequence[Rollout]) -> Iterator
     """Yield a report of every tool that was run."""
     by_tool: dict[str, list[tuple[ToolResult, int]]] = {}
     for rollout in rollouts:
-        own = collector.of(rollout.task)
-        tools = RowTools(rollout.task, own.toolbox, own.environments)
+        source = collector.of(rollout.task)
+        tools = RowTools(rollout.task, source.toolbox, source.environments)
         for result in rollout.tool_results:
             if result.error not in REFUSED:
                 limit = tools.limits(result.call.name).max_result_tokens
