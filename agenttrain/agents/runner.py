@@ -59,6 +59,8 @@ KEEP_ALIVE_S = 600
 it again."""
 MOST_FORMS = 256
 """Tools and forms of requests whose check is remembered."""
+_FormKey = tuple[str, str | None, bool]
+"""A request's tools as JSON, the schema that its form demands, and whether grammars are used."""
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Addresses that stand for all of a machine, mapped to one by which it can be reached."""
 
@@ -201,8 +203,8 @@ class Agents:
         self._gate = asyncio.Semaphore(settings.concurrency)
         self._open: dict[str, OpenRollout] = {}
         self._app = build_app(self._open.get)
-        self._form_problems: OrderedDict[str, tuple[str, str] | None] = OrderedDict()
-        """Tools and output format, as JSON -> the parameter at fault and the problem, or None."""
+        self._form_problems: OrderedDict[_FormKey, tuple[str, str] | None] = OrderedDict()
+        """The parameter at fault and the problem of a request's tools or form. None: no problem."""
         self._certified = CertifiedTools(chat)
         self._warned_of: set[Restart] = set()
         self._socket_folder: TemporaryFolder | None = None
@@ -425,6 +427,9 @@ class Agents:
                 ws="none",
                 log_level="warning",
                 access_log=False,
+                proxy_headers=False,  # nothing here asks for the client's address
+                server_header=False,
+                date_header=False,
                 lifespan="off",
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=1,
@@ -459,12 +464,12 @@ class Agents:
 
         Certifying many tools takes tenths of a second, so a thread does it, once for each set.
         """
-        schemas, form = question.schemas, question.form
-        if not schemas and form == ANY_FORM:
+        form = question.form
+        if not question.schemas and form == ANY_FORM:
             return None
         if form != ANY_FORM and not structured and self.settings.on_form is OnForm.refuse:
             return no_grammar_error(form)
-        key = json.dumps([schemas, form.schema, structured])
+        key = (question.schemas_json, form.schema, structured)
         if key not in self._form_problems:
             async with self._certifying:
                 if key not in self._form_problems:  # another request may have done it meanwhile

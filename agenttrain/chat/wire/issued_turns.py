@@ -190,6 +190,8 @@ class IssuedTurns(Generic[T]):
             if calls is None or turn is None:
                 continue
             issued_calls = turn.message.get("tool_calls", [])
+            if calls == issued_calls:
+                continue
             if [call["id"] for call in issued_calls] != [call["id"] for call in calls]:
                 continue
             pairs = [
@@ -297,15 +299,10 @@ def without_handle(message: Message) -> Message:
     return {key: value for key, value in message.items() if key != HANDLE}
 
 
-def tools_digest(schemas: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return a digest of tools that is the same in any order of them."""
-    return _tools_digest(json.dumps(schemas))
-
-
-@lru_cache(maxsize=1024)
-def _tools_digest(schemas: str) -> bytes:
-    """Return the digest of tools, given as JSON: clients send the same ones with each request."""
-    texts = sorted(_json(_without_nulls(schema)) for schema in json.loads(schemas))
+@lru_cache(maxsize=1024)  # clients send the same tools with each request
+def tools_digest(schemas_json: str) -> bytes:
+    """Return a digest of tools, given as JSON, that is the same in any order of them."""
+    texts = sorted(_json(_without_nulls(schema)) for schema in json.loads(schemas_json))
     return hashlib.sha256("\n".join(texts).encode("utf-8", "surrogatepass")).digest()
 
 
