@@ -302,7 +302,7 @@ class EndpointRollout:
     def _trained_trajectories(self) -> list[Trajectory]:
         """Return the trajectories that are trained, as far as it is known."""
         trajectories = self.rollout.trajectories
-        if len(trajectories) < 2:  # most agents have one conversation, and it is asked for each turn
+        if len(trajectories) < 2:  # most agents have one, and each turn asks for them
             return trajectories
         trained = self.trained.trained_conversations(self.settings.train)
         return [trajectories[index] for index in self.trained.indices_of(trained)]
