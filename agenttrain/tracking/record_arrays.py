@@ -34,8 +34,7 @@ PER_TOKEN = ("token_ids", "logprobs", "trainer_logprobs", "entropies")
 ROUNDED = ("trainer_logprobs", "entropies")
 """Those of them that records have to 6 decimals."""
 SHORTEST = 64
-"""Items of the shortest list that becomes an array; the header of an array is as long."""
-
+"""Items of the shortest list that becomes an array: in JSON it is as long as an array's headers."""
 DAMAGE = (OSError, EOFError, LookupError, TypeError, ValueError, zlib.error, zipfile.BadZipFile)
 """Errors of numpy and zipfile for a file that is cut, changed or not of their format."""
 
@@ -109,7 +108,7 @@ def _open_arrays(record: Mapping[str, Any], folder: Path) -> Iterator[Mapping[st
     """Open a record's file of arrays in `folder`, each of which is read when it is asked for."""
     path = folder / Path(str(record[ARRAYS])).name
     remedy = "copy it from the run that recorded the rollouts; it belongs beside its step's .jsonl"
-    holds = f"the token ids and log-probabilities of rollout {record['rollout_id']}"
+    holds = f"the token ids and log-probabilities of rollout {record.get('rollout_id')}"
     try:
         with np.load(path, allow_pickle=False) as arrays:
             yield arrays
@@ -129,7 +128,7 @@ def _places(trajectory: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, s
     for key in PER_TOKEN:
         if key in trajectory:
             yield trajectory, key, key
-    for number, span in enumerate(trajectory["spans"]):
+    for number, span in enumerate(trajectory.get("spans", ())):  # a broken record has none
         if "advantage" in span:
             yield span, "advantage", f"spans/{number}/advantage"
 

@@ -311,31 +311,28 @@ def write_step(
         path = step_path(run_folder, step)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_images(path.parent, chosen)
-        write_records(path, [_step_record(rollout, step) for rollout in chosen], arrays_above)
+        records = (_step_record(rollout, step) for rollout in chosen)
+        write_records(path, records, arrays_above)
 
 
-def write_records(path: Path, records: Sequence[dict[str, Any]], arrays_above: int | None) -> None:
+def write_records(path: Path, records: Iterable[dict[str, Any]], arrays_above: int | None) -> None:
     """Write the records of a step atomically, each a line; `arrays_above` as in `write_step`.
 
     Takes the lists out of long records. A process that is killed at any moment leaves the former
     lines with their arrays, or the new ones with theirs.
     """
     arrays: dict[str, np.ndarray] = {}
-    long_records = []
-    for line, record in enumerate(records):
+    lines: list[str | dict[str, Any]] = []  # records whose arrays are not yet in a file are objects
+    for number, record in enumerate(records):
         tokens = sum(len(trajectory["token_ids"]) for trajectory in record["trajectories"])
-        if (
-            arrays_above is not None
-            and tokens > arrays_above
-            and (taken := take_arrays(record, line))
-        ):
-            arrays |= taken
-            long_records.append(record)
+        is_long = arrays_above is not None and tokens > arrays_above
+        taken = take_arrays(record, number) if is_long else {}
+        arrays |= taken
+        lines.append(record if taken else dumps(record))
     file = write_arrays(path, arrays) if arrays else None
-    for record in long_records:
-        record[ARRAYS] = file
+    texts = (line if isinstance(line, str) else dumps({**line, ARRAYS: file}) for line in lines)
     # After the arrays: no line names a file that is not there.
-    write_atomically(path, "".join(dumps(record) + "\n" for record in records))
+    write_atomically(path, "".join(f"{text}\n" for text in texts))
     remove_former_arrays(path, file)
 
 

@@ -8,8 +8,11 @@ import subprocess
 import sys
 import time
 from array import array
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Event
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tracking_rollouts import PROMPT, decode, new, say
 
-from agenttrain.tracking.following import is_transient
+from agenttrain.tracking.backends.base import ExperimentTracker, TrackedRun
+from agenttrain.tracking.following import follow, is_transient
 from agenttrain.tracking.notable import notable_rollouts
 from agenttrain.tracking.record_arrays import SHORTEST, ArraysMissing
 from agenttrain.tracking.rollouts import (
@@ -210,7 +214,7 @@ while True:
 def test_a_killed_writer_leaves_no_line_without_its_arrays(tmp_path: Path) -> None:
     """Killed while it writes one step over and over, each time with other lengths."""
     rng = random.Random(5)
-    for _ in range(4):
+    for _ in range(3):
         command = [sys.executable, "-c", WRITER, str(tmp_path)]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
             assert writer.stdout is not None and writer.stdout.readline() == b"ready\n"
@@ -267,6 +271,34 @@ def test_pages_are_the_same(tmp_path: Path) -> None:
     assert pages[0] == pages[1]
     first, second = (notable_rollouts(run, "view") for run in runs)
     assert first == second
+
+
+class Collected(ExperimentTracker):
+    """Keeps the rollouts that it gets."""
+
+    def __init__(self) -> None:
+        self.records: list[Mapping[str, Any]] = []
+
+    def rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        self.records += records
+
+
+def test_a_tracker_gets_whole_records(tmp_path: Path) -> None:
+    """Without the arrays, the table of the step is skipped, and what follows is sent."""
+    rollouts = [long_rollout(300, sample) for sample in range(6)]
+    write_step(tmp_path / "lines", 1, rollouts)
+    folder = tmp_path / "run"
+    write_step(folder, 1, rollouts, arrays_above=100)
+    (folder / "metrics.jsonl").write_text('{"step":1,"reward":0.5}\n')
+    run = TrackedRun(id="1", project="sums", name="run", folder=folder, shared=tmp_path)
+    ended, tracker = Event(), Collected()
+    ended.set()
+    follow(run, "mine", tracker, {}, ended)
+    assert tracker.records == list(read_step(tmp_path / "lines", 1))[:4]
+    arrays_file(folder).unlink()
+    with pytest.raises(ArraysMissing):
+        follow(run, "yours", tracker, {}, ended)
+    follow(run, "yours", tracker, {}, ended)
 
 
 def test_a_rollout_of_32k_tokens_takes_a_third_of_the_room(tmp_path: Path) -> None:
