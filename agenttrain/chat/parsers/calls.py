@@ -277,9 +277,11 @@ def read_xml(body: str, syntax: Syntax, schemas: Schemas) -> ReadCalls:
             start += 1
         end = _PARAMETER_END.search(body, parameter.end())
         if end is None:
-            what = f"the parameter {excerpt(parameter['name'])} is not closed"
-            return _malformed(what, name=name, cut=True)
+            problem = f"the parameter {excerpt(parameter['name'])} is not closed"
+            # `cut`: the value may hold the mark that ended the body.
+            return _malformed(problem, name=name, cut=True)
         key, value = parameter["name"].strip(), body[start : max(start, end.start())]
+        # A value that runs into the next call, or into another parameter, was never closed.
         if _NEXT_CALL.search(value) or _runs_over(value, key, schemas.get(name, {})):
             return _malformed(f"the parameter {excerpt(key)} is not closed", name=name)
         parameters.append((key, value))
@@ -305,12 +307,13 @@ def read_pairs(body: str, syntax: Syntax, schemas: Schemas) -> ReadCalls:
     while (key := _KEY.match(body, at)) is not None:
         end = _VALUE_END.search(body, key.end())
         if end is None:
-            what = f"the value of {excerpt(key['name'])} is not closed"
-            return _malformed(what, name=name, cut=True)
+            problem = f"the value of {excerpt(key['name'])} is not closed"
+            # `cut`: the value may hold the mark that ended the body.
+            return _malformed(problem, name=name, cut=True)
         parameter, value = key["name"].strip(), body[key.end() : end.start()]
         if _SECOND_VALUE.search(value):  # 1</arg_value><arg_value>2
             return _malformed(f"the parameter {excerpt(parameter)} has two values", name=name)
-        if _runs_over(value, parameter, schemas.get(name, {})):
+        if _runs_over(value, parameter, schemas.get(name, {})):  # into another parameter
             return _malformed(f"the value of {excerpt(parameter)} is not closed", name=name)
         parameters.append((parameter, value))
         at = end.end()
@@ -355,7 +358,7 @@ def typed_value(text: str, types: Sequence[str]) -> Any:
         return text
     stripped = text.strip()
     value, end, problem, _ = read_json(stripped)
-    if stripped in _WORDS:
+    if stripped in _WORDS:  # True, False or None, as in Python
         value = _WORDS[stripped]
     elif problem is not None or end != len(stripped):
         return text
@@ -371,6 +374,7 @@ def read_python(body: str, syntax: Syntax, schemas: Schemas) -> ReadCalls:
     start = skip_blank(body)
     if not body.startswith("[", start):  # f(x=1)
         call, end, cut = _read_python_call(body, start)
+        # The text of a single call is left to the caller, which knows its marks.
         return ReadCalls(calls=[replace(call, text="")], end=end, cut=cut)
     at = skip_blank(body, start + 1)
     if body.startswith("{", at):  # [{"name": "f", "arguments": {}}]

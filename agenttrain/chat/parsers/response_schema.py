@@ -220,6 +220,7 @@ class SchemaSpec:
         The match of a call that is not closed may run over a good call after it:
         ``<call>{"name": <call>{"name": "f"}</call>``.
         """
+        # Searched from 1 on: the opener at the beginning is the call's own.
         last_opener = call.text.rfind(self._opener, 1) if self._opener else -1
         if last_opener <= 0 or self.iterator is None:
             return [call]
@@ -331,6 +332,7 @@ def make_schema_spec(schema: Mapping[str, Any]) -> SchemaSpec:
     if root.type not in ("object", None) or not root.properties:
         raise ValueError("response_schema: the root must be an object with properties")
     sources = list(root.sources())
+    # One may capture the members of an object without its braces: \{(?P<arguments>.*)\}
     lacks_braces = any(CAPTURED_WITHOUT_BRACES.search(source) for source in sources)
     # Without their escapes, to find the marks in them.
     patterns = "\n".join(sources).replace("\\n", "\n").replace("\\", "")

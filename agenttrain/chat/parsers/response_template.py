@@ -424,6 +424,7 @@ def make_template_spec(template: Mapping[str, Any]) -> TemplateSpec:
     anchor = _compile_mark(template, "start_anchor", "response_template")
     if anchor is None:
         raise ValueError("start_anchor is missing: what does the assistant's turn begin with?")
+    # A mark may capture the members of an object without its braces: \{(?P<arguments>.*)\}
     marks = (mark for field in fields if field.name == CALLS for mark in (field.open, field.close))
     lacks_braces = any(
         mark is not None and CAPTURED_WITHOUT_BRACES.search(mark.source) for mark in marks
@@ -605,6 +606,7 @@ def check_content(name: Any, args: Any, transform: Any, scope: str) -> None:
     if name == "json":
         quotes = args.get("string_delims", [])
         for pair in quotes if isinstance(quotes, list) else [quotes]:
+            # Neither of the two may be an empty text.
             if not isinstance(pair, list) or len(pair) != 2 or not all(map(str, pair)):
                 raise ValueError(
                     f"{scope}.content_args.string_delims: must be a list of [opening, closing], "
@@ -623,11 +625,15 @@ def check_content(name: Any, args: Any, transform: Any, scope: str) -> None:
 
 
 def _check_transform(transform: Any, scope: str) -> None:
+    """Raise ValueError for a text with a placeholder and anything else: ``"my {name}"``."""
     parts = transform.values() if isinstance(transform, Mapping) else transform
     if isinstance(transform, Mapping | list):
         for part in parts:
             _check_transform(part, scope)
-    elif isinstance(transform, str) and _PLACEHOLDER.sub("", transform) not in ("", transform):
+    elif isinstance(transform, str):
+        other_text = _PLACEHOLDER.sub("", transform)
+        if other_text in ("", transform):  # only placeholders, or none
+            return
         raise ValueError(f"{scope}.transform: {transform!r} mixes a placeholder with text")
 
 

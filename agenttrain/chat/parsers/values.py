@@ -325,8 +325,10 @@ def _convert_python_number(number: re.Match[str]) -> int | float:
             raise LiteralError(f"{number.group()} is not a finite number")
         return sign * value
     try:
+        if number["based"]:  # 0x1f, 0o17 or 0b11
+            return sign * int(number["based"], 0)
         # Zeros before a decimal number are an error in Python, and what a model means is clear.
-        return sign * (int(number["based"], 0) if number["based"] else int(number["whole"]))
+        return sign * int(number["whole"])
     except ValueError as error:  # more digits than Python converts
         raise LiteralError(str(error)) from None
 
