@@ -286,8 +286,8 @@ def _text_after(reply: str, title: str) -> str:
     Each mark around a number and each word "answer" is a blank: of ``Ranking: **Answer [2]** > 1``
     it returns the same as of ``Ranking: 2 > 1``, but for blanks.
     """
-    *_, last = ["", *re.split(rf"(?i){title}[^:\n\d]{{0,60}}:", reply)[1:]]
-    return DECORATION.sub(" ", last)
+    _, *after_titles = re.split(rf"(?i){title}[^:\n\d]{{0,60}}:", reply)
+    return DECORATION.sub(" ", after_titles[-1] if after_titles else "")
 
 
 def tokens_of(text: str) -> int:
@@ -300,13 +300,13 @@ def fair_limit(lengths: Sequence[int], total: int, most: int) -> int:
 
     Short texts leave their room to longer ones: of [10, 50, 90] and a total of 100, 45.
     """
-    remaining, limit = total, most
+    remaining = total
     for place, length in enumerate(sorted(lengths)):  # the shortest text first
         share = remaining // (len(lengths) - place)  # of each text that is left
         if min(length, most) > share:
             return min(share, most)
         remaining -= min(length, most)
-    return limit
+    return most  # all texts fit, or are cut to `most`
 
 
 def cut_middle(text: str, tokens: int) -> str:
