@@ -74,8 +74,10 @@ class Turns:
         limits = self._limits
         live = [n for n in self._weights if self.drawn[n] < limits.get(n, sys.maxsize)]
         total = sum(self._weights[name] for name in live)
-        draws = sum(self.counted[name] for name in live) + 1
+        draws = sum(self.counted[name] for name in live) + 1  # with this one
+        # Sources that stay less than one draw ahead of their share: counted < share * draws.
         eligible = (n for n in live if self.counted[n] * total < self._weights[n] * draws)
+        # The one whose share reaches its next number of draws first.
         name = min(eligible, key=lambda n: (self.counted[n] + 1) * self._distances[n])
         self.drawn[name] += 1
         self.counted[name] += 1
@@ -159,10 +161,10 @@ class Mixture:
 
     def close(self, cursor: int) -> None:
         """Close the step of the tasks up to `cursor`, whose results come later."""
-        for name, own_cursor in self._cursors(cursor).items():
+        for name, source_cursor in self._cursors(cursor).items():
             curriculum = self._sources[name].curriculum
             if curriculum is not None:
-                curriculum.close(own_cursor)
+                curriculum.close(source_cursor)
 
     def results(self, groups: Iterable[Sequence[Rollout]]) -> list[tuple[str, Result]]:
         """Return the source and the outcome of each group whose source has a curriculum."""
@@ -172,9 +174,9 @@ class Mixture:
                 by_source.setdefault(group[0].task.source, []).append(group)
         return [
             (name, result)
-            for name, own_groups in by_source.items()
+            for name, source_groups in by_source.items()
             if (curriculum := self._sources[name].curriculum) is not None
-            for result in curriculum.results(own_groups)
+            for result in curriculum.results(source_groups)
         ]
 
     def learn(self, cursor: int, results: Iterable[tuple[str, Result]]) -> None:
@@ -182,11 +184,12 @@ class Mixture:
         by_source: dict[str, list[Result]] = {}
         for name, result in results:
             by_source.setdefault(name, []).append(result)
-        for name, own_cursor in self._cursors(cursor).items():
+        for name, source_cursor in self._cursors(cursor).items():
             curriculum = self._sources[name].curriculum
             # A step without a task of the source is none of its curriculum's.
-            if curriculum is not None and own_cursor > self._turns.drawn[name]:
-                curriculum.learn(own_cursor, by_source.get(name, []))
+            if curriculum is not None and source_cursor > self._turns.drawn[name]:
+                curriculum.learn(source_cursor, by_source.get(name, []))
+        # Bring `_turns` from the old `_start` to the new one.
         for _ in range(cursor - self._start):
             self._turns.draw()
         del self._picks[: cursor - self._start]

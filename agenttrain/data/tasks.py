@@ -68,8 +68,7 @@ class TaskSource:
         """Without `needs_prompt`, rows may lack a prompt, because an environment makes one.
 
         `source` is the name of a mixture's source, which its tasks get. Raises ValueError for an
-        empty dataset unless it `may_be_empty`, and for shuffling one
-        without end.
+        empty dataset unless it `may_be_empty`, and for shuffling one without end.
         """
         if len(rows) == 0 and not may_be_empty:
             raise ValueError("data: the dataset has no rows: check data.train and data.test")
