@@ -177,7 +177,7 @@ def follow(path: str, links: dict[str, str]) -> str:
             real = os.path.dirname(real)
         elif part not in ("", "."):
             step = f"{real}/{part}"
-            if not os.path.islink(step) or hops == MAX_HOPS:
+            if not os.path.islink(step) or hops == MAX_HOPS:  # MAX_HOPS links are a loop
                 real = step
                 continue
             hops += 1
@@ -228,8 +228,9 @@ def _with_targets(paths: set[str]) -> set[str]:
     existing = [os.path.abspath(path) for path in paths if os.path.lexists(path)]
     # A virtual environment may have the name .env.
     existing = [p for p in existing if not (p.endswith("/.env") and os.path.isdir(p))]
-    links = {f"{os.path.realpath(os.path.dirname(p))}/{os.path.basename(p)}" for p in existing}
-    return links | {os.path.realpath(path) for path in existing}
+    # The links of the folders are resolved, and a link at the end of a path is not.
+    unfollowed = {f"{os.path.realpath(os.path.dirname(p))}/{os.path.basename(p)}" for p in existing}
+    return unfollowed | {os.path.realpath(path) for path in existing}
 
 
 def _software_of_environment() -> Iterator[str]:
@@ -255,6 +256,7 @@ def _named_programs(command: Sequence[str], links: dict[str, str]) -> Iterator[s
         if not queue:
             return
         path = queue.pop()
+        # Follow only the links of its folder: a path that is a link is yielded before its target.
         path = f"{follow(os.path.dirname(os.path.abspath(path)), links)}/{os.path.basename(path)}"
         yield path
         if os.path.islink(path):
