@@ -306,11 +306,11 @@ class MarkedSpec(Syntax):
             read = READERS[self.syntax](body, self, schemas)
             if first is None:
                 first = read
-            elif not read.cut:
+            elif not read.is_cut_off:
                 # The longer text is right only if it completes the call that ran into the mark.
                 cut_index = min(len(first.calls), len(read.calls)) - 1
                 return read if read.calls[cut_index].problem is None else first
-            if not read.cut:
+            if not read.is_cut_off:
                 return read
             if last >= len(marks):
                 break

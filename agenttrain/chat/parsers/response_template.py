@@ -280,18 +280,18 @@ def _read_calls(region: _Region, marks: _Marks) -> _Region:
     openings = marks.call_openings(field, region.body, count=max_marks + 1)
     limit = openings[-1] if len(openings) > max_marks else len(marks.text)
     # A region that runs over more is not read at all, so that parsing stays linear.
-    cut = _read_value(region, marks) if region.stop <= limit else True
+    is_cut_off = _read_value(region, marks) if region.stop <= limit else True
     longer = region
     for _ in range(max_marks):
-        if not cut or not longer.closed:  # read to its end, or there is no later closing mark
+        if not is_cut_off or not longer.closed:  # it was read to its end, or no mark closes it
             break
         hit = field.close.search(marks.text, longer.end) if field.close else None
         # A mark of no width at the end of the region would not make it longer.
         if hit is None or hit.end <= longer.end or hit.start > limit:
             break
         longer = replace(longer, stop=hit.start, end=hit.end, problem=None)
-        cut = _read_value(longer, marks)
-    if longer.problem is None and not cut:
+        is_cut_off = _read_value(longer, marks)
+    if longer.problem is None and not is_cut_off:
         return longer
     # No closing mark completes the value: the region ends where the next call opens.
     if openings and openings[0] < region.stop:
@@ -310,7 +310,7 @@ def _read_value(region: _Region, marks: _Marks) -> bool:
     if marks.lenient and field.content == "json":
         tried_args.append({**field.content_args, LOOSE: True})
     problem: str | None = None
-    cut = False
+    is_cut_off = False
     for args in tried_args:
         try:
             content = CONTENT[field.content](text, args)
@@ -320,12 +320,12 @@ def _read_value(region: _Region, marks: _Marks) -> bool:
             region.json = content if field.content == "json" else None
         except ContentError as error:
             if problem is None:  # report the strict reader's problem
-                problem, cut = str(error), error.cut
+                problem, is_cut_off = str(error), error.is_cut_off
         else:
             region.loose = problem is not None
             return False
     region.problem = problem
-    return cut
+    return is_cut_off
 
 
 def _join_bodies(text: str, regions: Sequence[_Region]) -> str:
@@ -516,9 +516,9 @@ def parse_json(text: str, args: Mapping[str, Any]) -> Any:
     if quotes or args.get("unquoted_keys"):
         words = {"true": True, "false": False, "null": None}
         dialect = Dialect(raw_quotes=quotes, bare_keys=bool(args.get("unquoted_keys")), words=words)
-        value, end, problem, cut = read_literal(text, 0, dialect)
+        value, end, problem, is_cut_off = read_literal(text, 0, dialect)
     else:
-        value, end, problem, cut = read_json(text)
+        value, end, problem, is_cut_off = read_json(text)
     if problem is None and text[end:].strip():
         problem = f"text after the JSON value: {excerpt(text[end:])}"
     if problem is not None and args.get(LACKS_BRACES):  # the text may lack its braces: "x": 1
@@ -534,7 +534,7 @@ def parse_json(text: str, args: Mapping[str, Any]) -> Any:
         return value
     if args.get("allow_non_json"):
         return text.strip()
-    raise ContentError(problem, cut=cut)
+    raise ContentError(problem, is_cut_off=is_cut_off)
 
 
 _tag_pattern = cache(partial(Pattern, key="tag_pattern"))
