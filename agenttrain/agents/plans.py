@@ -70,7 +70,7 @@ class RequestPlanner:
             with suppress(ChatError):  # a role that the template refuses after an answer
                 return self._continue_turn(transcript, turn, match)
             restart, difference = Restart.edited, "the template refuses them behind a turn"
-        shown, ids = self.render(messages, schemas)
+        shown_messages, ids = self.render(messages, schemas)
         # Branch from the trajectory with the longest common prefix.
         longest, parent = 0, 0
         ids_array = np.array(ids)
@@ -80,7 +80,7 @@ class RequestPlanner:
                 longest, parent = length, trajectory.index
         return Plan(
             ids=ids,
-            messages=shown,
+            messages=shown_messages,
             suffix=[(Origin.prompt, ids[longest:])],
             session=self._name_session(transcript),
             parent=(parent, longest) if longest else None,

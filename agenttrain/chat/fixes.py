@@ -223,10 +223,12 @@ def apply_fix(name: str, family: Family, stock: str) -> Fix:
                 problem=None if edits else first_problem or None,
             )
         if not first_problem:
-            missing = " ".join(edit.find.split())
-            missing = missing if len(missing) <= MAX_FIND else missing[: MAX_FIND - 1] + "…"
+            missing_text = " ".join(edit.find.split())
+            if len(missing_text) > MAX_FIND:
+                missing_text = missing_text[: MAX_FIND - 1] + "…"
             first_problem = (
-                f"the model's template does not hold {missing!r}, which the fix of {name} replaces"
+                f"the model's template does not hold {missing_text!r}, which the fix of {name} "
+                "replaces"
             )
     raise ChatError(f"chat_template={name}: {first_problem}; {REMEDY}")
 

@@ -188,8 +188,8 @@ def _unique_ids(calls: Sequence[ParsedCall], numbered_id: Callable[[int], str]) 
     An id that the model wrote once stays. Other calls get a numbered id that no call has. Example:
     a call with the id ``call_0_1`` and one without an id get ``call_0_1`` and ``call_0_2``.
     """
-    written = Counter(call.id for call in calls if call.id and is_portable(call.id, call.text))
-    unique_ids = {call_id for call_id, times in written.items() if times == 1}
+    written_ids = Counter(call.id for call in calls if call.id and is_portable(call.id, call.text))
+    unique_ids = {call_id for call_id, times in written_ids.items() if times == 1}
     spare_numbers = count(len(calls))
     ids = []
     for index, call in enumerate(calls):

@@ -191,8 +191,8 @@ class SchemaSpec:
         ]
         # Pair each call with the JSON that the model wrote for it: its arguments must all be there.
         return [
-            replace(with_all_arguments(call, written, schemas), lenient=is_loose)
-            for call, written in pair_with_json(calls, read_json(text).value)
+            replace(with_all_arguments(call, json_value, schemas), lenient=is_loose)
+            for call, json_value in pair_with_json(calls, read_json(text).value)
         ]
 
     def _read_each(self, text: str, schemas: Schemas) -> tuple[list[ParsedCall], str]:

@@ -172,9 +172,9 @@ class TemplateSpec:
         types = schemas if field.content in ("xml-inline", "kv-lines") else {}
         # Pair each value with the JSON that the model wrote for it. One call beyond MAX_CALLS is
         # read, so that `parse_response` reports it.
-        for value, written in pair_with_json(values[: MAX_CALLS + 1], region.json):
+        for value, json_value in pair_with_json(values[: MAX_CALLS + 1], region.json):
             call = call_from_item(value, span, types, lacks_braces=self.lacks_braces)
-            call = with_all_arguments(call, written, schemas)
+            call = with_all_arguments(call, json_value, schemas)
             yield replace(call, lenient=True) if region.loose else call
 
     def _split_regions(self, text: str, *, begins_in: _Field | None) -> list[_Region]:
@@ -369,8 +369,8 @@ def call_from_item(
     )
 
 
-def with_all_arguments(call: ParsedCall, written: Any, schemas: Schemas) -> ParsedCall:
-    """Return a call with no argument lost; a transform made it from the JSON object `written`.
+def with_all_arguments(call: ParsedCall, json_value: Any, schemas: Schemas) -> ParsedCall:
+    """Return a call with no argument lost; a transform made it from the JSON object `json_value`.
 
     The transform may read other keys than the model wrote. If the call has no arguments, they are
     taken from any of ARGUMENT_KEYS: with a transform that reads `arguments`, the object
@@ -380,8 +380,8 @@ def with_all_arguments(call: ParsedCall, written: Any, schemas: Schemas) -> Pars
     be an argument: the call has none, or the object has the usual form {"name": …, "arguments": …}.
     `id` and `type` are unexpected if they are parameters of the tool in `schemas`.
     """
-    function = written.get("function", written) if isinstance(written, dict) else None
-    is_arguments = call.arguments is written  # the object is no call, but its arguments
+    function = json_value.get("function", json_value) if isinstance(json_value, dict) else None
+    is_arguments = call.arguments is json_value  # the object is no call, but its arguments
     if call.problem is not None or not isinstance(function, dict) or is_arguments:
         return call
     present = [key for key in ARGUMENT_KEYS if key in function]
@@ -399,12 +399,12 @@ def with_all_arguments(call: ParsedCall, written: Any, schemas: Schemas) -> Pars
     return call
 
 
-def pair_with_json(values: Sequence[Any], written: Any) -> list[tuple[Any, Any]]:
+def pair_with_json(values: Sequence[Any], json_value: Any) -> list[tuple[Any, Any]]:
     """Pair each call with the JSON object that it was made of.
 
     With another number of objects than calls, the pairs are not clear: each call gets None.
     """
-    objects = written[: len(values)] if isinstance(written, list) else [written]
+    objects = json_value[: len(values)] if isinstance(json_value, list) else [json_value]
     if len(objects) != len(values):
         objects = [None] * len(values)
     return list(zip(values, objects, strict=True))

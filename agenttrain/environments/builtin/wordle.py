@@ -95,8 +95,8 @@ def marks(guess: str, word: str) -> str:
     pairs = zip(word, guess, strict=True)
     unmarked = Counter(letter for letter, guessed in pairs if letter != guessed)
     result = ""
-    for letter, right in zip(guess, word, strict=True):
-        if letter == right:
+    for letter, right_letter in zip(guess, word, strict=True):
+        if letter == right_letter:
             result += "G"
         elif unmarked[letter]:
             unmarked[letter] -= 1

@@ -207,16 +207,18 @@ class Ranking:
         """Cut the texts so that the request fits into its tokens; raise RewardUnavailable."""
         texts = [escape_tags(text) for text in texts]
         frame = self._messages({**fields, "answers": ""})
-        used = sum(tokens_of(message["content"]) for message in frame) + FRAME_TOKENS * len(texts)
+        frame_tokens = sum(tokens_of(message["content"]) for message in frame)
+        frame_tokens += FRAME_TOKENS * len(texts)
         limit = fair_limit(
             [tokens_of(text) for text in texts],
-            self._max_request_tokens - used,
+            self._max_request_tokens - frame_tokens,
             self._max_rollout_tokens,
         )
         if limit < LEAST_TOKENS:
             raise RewardUnavailable(
-                f"max_request_tokens={self._max_request_tokens}: {used} of them are the prompt and "
-                f"the frame of {len(texts)} rollouts, and what is left is too little to compare"
+                f"max_request_tokens={self._max_request_tokens}: {frame_tokens} of them are the "
+                f"prompt and the frame of {len(texts)} rollouts, and what is left is too little to "
+                "compare"
             )
         return [cut_middle(text, limit) for text in texts]
 
