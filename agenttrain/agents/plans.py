@@ -50,7 +50,10 @@ class Plan:
 
 
 class RequestPlanner:
-    """Plans the requests of one rollout: the ids that each is sampled from, and its trajectory."""
+    """Plans the requests of one rollout: the ids that each is sampled from, and its trajectory.
+
+    `EndpointRollout` has one, and calls `plan` for each request before it is sampled.
+    """
 
     def __init__(self, chat: Chat, rollout_id: str, seed: int) -> None:
         self._chat, self._rollout_id, self._seed = chat, rollout_id, seed

@@ -118,7 +118,7 @@ class Worker:
 class WorkerAgent:
     """Workers that are used again for further rollouts, unless one was ended in the middle.
 
-    `Agents` calls `attempt` for each rollout, many at once, and `aclose` at last.
+    An `OutsideAgent`: `Agents` calls `attempt` for each rollout, and `aclose` at last.
     """
 
     def __init__(

@@ -214,7 +214,7 @@ class TemplateSpec:
 
 @dataclass(slots=True)
 class _Marks:
-    """Finds the marks that open and close fields in a text.
+    """Finds the marks that open and close fields in a text; made for one parse.
 
     The next hit of each mark is kept until the position is past it, so that parsing stays linear.
     """
@@ -385,7 +385,8 @@ def with_all_arguments(call: ParsedCall, json_value: Any, schemas: Schemas) -> P
     if call.problem is not None or not isinstance(function, dict) or is_arguments:
         return call
     present = [key for key in ARGUMENT_KEYS if key in function]
-    # The keys whose values may be arguments: not the name's, and not those without a value.
+    # The keys whose values may be arguments: not the name's, which may stand under any key and is
+    # found by its value, and not those without a value.
     without_name = {k: v for k, v in function.items() if v != call.name or k in ARGUMENT_KEYS}
     filled = {k: v for k, v in without_name.items() if v not in EMPTY or k in present}
     types = schemas.get(call.name, {}) if isinstance(call.name, str) else {}

@@ -259,7 +259,7 @@ def message_body(answer: Answer) -> dict[str, Any]:
 
 
 class MessageWriter:
-    """Writes an answer as the events of a message, once it is complete."""
+    """Writes an answer as the events of a message, once it is complete: a `StreamWriter`."""
 
     def __init__(self, head: AnswerHead, include_usage: bool) -> None:
         """`include_usage` has no effect: a message always ends with its usage."""
