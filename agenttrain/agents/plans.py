@@ -85,6 +85,7 @@ class RequestPlanner:
             ids=ids,
             messages=shown_messages,
             suffix=[(Origin.prompt, ids[longest:])],
+            # Before the seed: it counts the new trajectory, on whose number the seed depends.
             session=self._name_session(transcript),
             parent=(parent, longest) if longest else None,
             seed=self._opening_seed(transcript, ids),
@@ -116,7 +117,7 @@ class RequestPlanner:
             ids=ids,
             messages=[*trajectory.messages[: turn.message_count], *replies],
             suffix=suffix,
-            session=self._name_session(transcript),
+            session=self._name_session(transcript),  # before the seed, as in `plan`
             parent=(trajectory.index, turn.end),
             seed=self._opening_seed(transcript, ids),
             answers=turn,

@@ -143,6 +143,7 @@ class WorkerAgent:
         for retired in [w for w in self._workers if w.retired and not w.pending]:
             await self._end(retired)
         worker = self._worker_with_room()
+        # A worker of one rollout at a time logs into the rollout's file, any other into its own.
         if self._at_once == 1:
             worker.log = BoundedLog(log.with_suffix(".log"))
         try:

@@ -207,12 +207,12 @@ class Chat:
         for message in messages:
             role = message.get("role")
             try:
-                changed = normal_message(message)
+                normal_form = normal_message(message)
             except ValueError as error:
                 raise ChatError(f"a message of the role {role}: {error}") from error
             if isinstance(role, str) and (rendered_role := self._role_to_render(role)) != role:
-                changed["role"] = rendered_role
-            normal.append(changed)
+                normal_form["role"] = rendered_role
+            normal.append(normal_form)
         return normal
 
     def _role_to_render(self, name: str) -> str:
@@ -265,9 +265,9 @@ class Chat:
         stands in a place that is new to this chat, or if `rendering` lacks a marked text.
         """
         self._check_calls(messages, may_omit)
-        is_known = self._shown_places.issuperset(places(messages).values())
+        knows_places = self._shown_places.issuperset(places(messages).values())
         close = getattr(self.response, "reasoning_close", "")  # e.g. </think>
-        if not is_known or not texts_stand_in(marked_messages, rendering, close):
+        if not knows_places or not texts_stand_in(marked_messages, rendering, close):
             self._check_with_probe_words(messages, schemas, may_omit)
 
     def _check_calls(self, messages: Sequence[Message], may_omit: Collection[str]) -> None:
@@ -289,7 +289,7 @@ class Chat:
         Places whose message was shown are kept in `_shown_places`. A place is a message's role with
         the roles before and after it (`Place`), by which templates choose what they leave out.
         """
-        omitted = find_omitted(messages, lambda changed: self._render_prompt(changed, schemas))
+        omitted = find_omitted(messages, lambda probes: self._render_prompt(probes, schemas))
         if len(self._shown_places) >= CACHED_SHAPES:
             self._shown_places.clear()
         place_of = places(messages)

@@ -246,9 +246,9 @@ def recognise(
     names.sort(key=lambda name: -sum(map(len, all_families[name].marks)))
     for name in names:
         family = all_families[name]
-        if not family.tools or reads_back(family, source):
+        if not family.tools or reads_back(family, source):  # without tools there is no call to read
             return name
-        with suppress(ChatError):
+        with suppress(ChatError):  # its templates may write calls only once they are fixed
             if reads_back(family, apply_fix(name, family, source).template):
                 return name
     for name, family in all_families.items():

@@ -141,7 +141,7 @@ def advice(messages: Sequence[Message], index: int, roles: Sequence[str]) -> str
     `roles` are the roles whose messages the template renders.
     """
     message = messages[index]
-    role, before = str(message.get("role")), [str(m.get("role")) for m in messages[:index]]
+    role = str(message.get("role"))
     usual = role_of(role)
     if usual is not None:
         return f"write the role {usual}, or set chat_template.roles={{{role}: {usual}}}"
@@ -152,7 +152,7 @@ def advice(messages: Sequence[Message], index: int, roles: Sequence[str]) -> str
             "put the assistant's message with its call before it: tool_calls with the id of its "
             "tool_call_id"
         )
-    if role == "system" and before:
+    if role == "system" and index > 0:
         return "put its text into the first message, or into the user's message behind it"
     if role == "system":
         return "put its text into the first message of the user, or set chat_template"

@@ -118,7 +118,7 @@ class Curriculum:
             success_counts[task_id] += successes
             reward_counts[task_id] += rewards
         self.close(cursor)
-        rows = dict.fromkeys(self._ahead.pop(0))
+        rows = dict.fromkeys(self._ahead.pop(0))  # each row once
         self._steps += 1
         for row in rows:
             task_id = self._source.row(row).task_id

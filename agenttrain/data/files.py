@@ -51,7 +51,8 @@ class ArrowRows:
                     f"path={name}: the column {column!r} holds {type(feature).__name__.lower()}s, "
                     "and only texts and images can be trained on; take a dataset without it"
                 )
-        has_transform = table.format["type"] == "custom"  # of the user's
+        # A transform of the user's makes the values. Without one they are to be plain Python.
+        has_transform = table.format["type"] == "custom"
         if not has_transform:
             table = table.with_format(None)
         self._table = table if limit is None else table.select(range(min(limit, len(table))))
@@ -248,6 +249,7 @@ class _File:
                     dataset = datasets.load_from_disk(str(file))
                     table = dataset if split is None else dataset[split]
                 else:
+                    # "train" is the split that `datasets` makes of files without a split.
                     table = datasets.load_dataset(
                         file.suffix[1:], data_files=str(file), split="train"
                     )
@@ -362,8 +364,8 @@ class HubRows(ArrowRows):
 
         describe = partial(_hub_problem, path=path, subset=subset, split=split)
         # The hub's errors, such as a dataset that needs a token, are explained first.
-        hub = nullcontext() if is_local else explained(path, revision, "path", DATA)
-        with reading(describe), hub:
+        hub_errors = nullcontext() if is_local else explained(path, revision, "path", DATA)
+        with reading(describe), hub_errors:
             builder = datasets.load_dataset_builder(path, subset, revision=commit or revision)
             table = datasets.load_dataset(
                 path, subset, split=split, revision=commit or revision, **_cells_as_texts(builder)
@@ -388,6 +390,7 @@ def _hub_problem(error: Exception, *, path: str, subset: str | None, split: str)
             "bring the cache, or save_to_disk it and use data=file "
             f"({reason(error)})"
         )
+    # The message of `datasets` names the split or the configuration that it lacks.
     if "split" in text.lower() and f'"{split}"' in text:
         return f"split={split}: {text}"
     if "config" in text.lower() and not isinstance(error, OSError):
@@ -450,7 +453,7 @@ def plain(value: Any) -> Any:
         return value.total_seconds()
     if isinstance(value, Decimal):
         return float(value)
-    return plain(value.tolist()) if hasattr(value, "tolist") else value
+    return plain(value.tolist()) if hasattr(value, "tolist") else value  # numpy's have it
 
 
 @contextmanager

@@ -34,9 +34,10 @@ def shares_of(sources: Mapping[str, SourceConfig], tasks_per_step: int) -> dict[
         for name, source in sources.items()
         if source.count is None
     }
-    rest, total = 1 - Fraction(counted, tasks_per_step), sum(weights.values())
+    uncounted = 1 - Fraction(counted, tasks_per_step)  # share of the sources without a count
+    total_weight = sum(weights.values())
     return {
-        name: rest * weights[name] / total
+        name: uncounted * weights[name] / total_weight
         if source.count is None
         else Fraction(source.count, tasks_per_step)
         for name, source in sources.items()
@@ -62,7 +63,7 @@ class Turns:
         """The shares as whole numbers."""
         common = lcm(*self._weights.values())
         self._distances = {name: common // weight for name, weight in self._weights.items()}
-        """Draws from one of a source to its next, in a unit that makes them whole numbers."""
+        """Distance between two draws of a source, in a unit in which all are whole numbers."""
         self._limits = limits
         self.drawn = dict.fromkeys(shares, 0)
         """Draws of each source so far."""
@@ -81,7 +82,7 @@ class Turns:
         name = min(eligible, key=lambda n: (self.counted[n] + 1) * self._distances[n])
         self.drawn[name] += 1
         self.counted[name] += 1
-        if self.drawn[name] == limits.get(name):
+        if self.drawn[name] == limits.get(name):  # left out from now on: the others begin anew
             self.counted = dict.fromkeys(self.counted, 0)
         return name
 
@@ -140,6 +141,7 @@ class Mixture:
         """
         if start < self._start:
             raise ValueError(f"mixture: task {start} belongs to an earlier step")
+        # A source's curriculum chooses among its tasks, if it has one.
         return [
             (self._sources[name].curriculum or self._sources[name].tasks).tasks(occurrence, 1)[0]
             for name, occurrence in self._picked(start + count)[start - self._start :]
@@ -203,8 +205,8 @@ class Mixture:
                 epoch = self._turns.drawn[name] / len(source.tasks)
                 metrics[f"source/{name}/epoch"] = epoch
             if source.curriculum is not None:
-                of_curriculum = source.curriculum.metrics()
-                metrics |= {f"source/{name}/{key}": value for key, value in of_curriculum.items()}
+                for key, value in source.curriculum.metrics().items():
+                    metrics[f"source/{name}/{key}"] = value
         return metrics
 
     def state_dict(self) -> dict[str, Any]:

@@ -201,7 +201,7 @@ class EnvironmentKind:
 
     async def close_instance(self, instance: Instance) -> None:
         """Close an instance. The first failure of a class's `close` is printed as a warning."""
-        if instance.threads.stuck:
+        if instance.threads.stuck:  # an abandoned call still runs in it
             self._closed_busy.append(instance)
         try:
             await instance.close(self.settings.hook_timeout_s)

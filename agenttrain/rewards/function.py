@@ -374,7 +374,10 @@ class FunctionScorer:
             raise scoring_error(self.name, rollout, error.with_traceback(None)) from error
 
     async def _read_in_thread(self, value: object, rollout: Rollout) -> Outcome:
-        """Return the score of an object of a user's class, whose `__float__` may be slow, say."""
+        """Read a score from an object of a user's class, whose `__float__` may be slow, say.
+
+        The value of the outcome is the score, or NoNumber for an object that is none.
+        """
 
         def read() -> Score:
             try:
@@ -566,7 +569,8 @@ def copy_rollout(rollout: Rollout) -> Rollout:
         ],
         tool_results=results,
         untrained=tuple(
-            replace(side, messages=copy_value(side.messages)) for side in rollout.untrained
+            replace(conversation, messages=copy_value(conversation.messages))
+            for conversation in rollout.untrained
         ),
         rewards=dict(rollout.rewards),
         grades=dict(rollout.grades),

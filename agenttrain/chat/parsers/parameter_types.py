@@ -30,6 +30,7 @@ class ParameterTypes(Mapping[str, list[str]]):
         return {name: resolver.types(schema) for name, schema in properties.items()}
 
     def __getitem__(self, name: str) -> list[str]:
+        """Return the JSON types of a parameter. Raises KeyError for one without a schema."""
         if name in self._types:
             return self._types[name]
         by_pattern, additional = self._unlisted_types

@@ -173,7 +173,8 @@ class SchemaSpec:
         is_loose, problem = False, ""
         for root in self._roots:
             try:
-                calls_value, is_loose = root.properties[CALLS].value(value), root is self.loose
+                calls_value = root.properties[CALLS].value(value)
+                is_loose = root is self.loose
                 break
             except ContentError as error:
                 problem = problem or str(error)  # the strict reader's
@@ -252,10 +253,8 @@ class SchemaSpec:
         is_loose, problem = False, ""
         for root in self._roots:
             try:
-                value, is_loose = (
-                    self._value_with_types(captured, schemas, root),
-                    root is self.loose,
-                )
+                value = self._value_with_types(captured, schemas, root)
+                is_loose = root is self.loose
                 break
             except ContentError as error:
                 problem = problem or str(error)  # the strict reader's

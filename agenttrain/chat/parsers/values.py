@@ -428,7 +428,10 @@ class _Reader:
         return word.group(), word.end()
 
     def _skip_comma(self, at: int, bracket: str, count: int) -> int:
-        """Return the position of the next item or the closing bracket. Raises LiteralError."""
+        """Return the position of the next item, or of the closing `bracket`, after `count` items.
+
+        Raises LiteralError if neither a comma nor the bracket follows.
+        """
         if count > MAX_ITEMS:
             raise LiteralError(f"a list or mapping of over {MAX_ITEMS:,} items")
         at = skip_blank(self.text, at)

@@ -119,11 +119,11 @@ class Ranking:
         if not low < high:
             raise ValueError(f"low={low}: must be below high={high}")
         if max_rollout_tokens < LEAST_TOKENS:
-            least = f"must be at least {LEAST_TOKENS}"
-            raise ValueError(f"max_rollout_tokens={max_rollout_tokens}: {least}")
+            bound = f"must be at least {LEAST_TOKENS}"
+            raise ValueError(f"max_rollout_tokens={max_rollout_tokens}: {bound}")
         if max_request_tokens < max_rollout_tokens:
-            least = f"must be at least max_rollout_tokens={max_rollout_tokens}"
-            raise ValueError(f"max_request_tokens={max_request_tokens}: {least}")
+            bound = f"must be at least max_rollout_tokens={max_rollout_tokens}"
+            raise ValueError(f"max_request_tokens={max_request_tokens}: {bound}")
         self._prompt, self._system = TextTemplate(prompt, "prompt"), system
         if "answers" not in self._prompt.fields:
             raise ValueError("prompt: has no {{ answers }}, where the rollouts stand; add it")
@@ -144,8 +144,9 @@ class Ranking:
         fields = {**columns, "question": last_question(rollouts[0]), "count": len(distinct)}
         values = self._compare(distinct, fields, rollouts[0].group_id)
         value_of = dict(zip(distinct, values, strict=True))
-        in_group = [value_of[text] for text in texts]
-        return beaten(in_group) if self._reply is ReplyForm.ranking else spread(in_group)
+        group_values = [value_of[text] for text in texts]
+        is_ranking = self._reply is ReplyForm.ranking
+        return beaten(group_values) if is_ranking else spread(group_values)
 
     def _shown_text(self, rollout: Rollout) -> str:
         """Return the part of a rollout that the judge sees, uncut."""
