@@ -320,6 +320,7 @@ class Episode:
         limit = self.kind.settings.hook_timeout_s
         try:
             value = await limit_time(self.call("state"), limit)
+            # In the instance's thread: an error quotes the value, whose repr runs user code.
             return await limit_time(self.instance.call(_digest, value), limit)
         except Exception as error:
             raise self.kind.unavailable("its state", error) from error

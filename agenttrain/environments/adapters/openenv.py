@@ -57,7 +57,7 @@ class OpenEnv:
     ) -> None:
         # The settings.
         self._url, self._reset, self._columns = url, dict(reset or {}), columns
-        self._public_url = hide_secrets(url)
+        self._public_url = hide_secrets(url)  # for messages
         self._prompt, self._by_turn = TextTemplate(prompt, "prompt"), rewards == "turns"
         self._session_timeout_s, self._reply_timeout_s = session_timeout_s, reply_timeout_s
         self._ping_s = ping_s
