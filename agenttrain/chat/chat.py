@@ -27,8 +27,8 @@ from agenttrain.chat.grammar import ANY_FORM, AnswerForm, CallGrammar
 from agenttrain.chat.omissions import (
     ROLES,
     Place,
-    advice,
     find_omitted,
+    omission_remedy,
     places,
     role_of,
     texts_stand_in,
@@ -300,7 +300,7 @@ class Chat:
                 rendered_roles = [name for name in ROLES if not self._omits_role(name, name)]
                 raise ChatError(
                     f"messages[{index}]: the chat template leaves out the text of this message of "
-                    f"the role {role}: {advice(messages, index, rendered_roles)}"
+                    f"the role {role}: {omission_remedy(messages, index, rendered_roles)}"
                 )
 
     def check_places(self, messages: Sequence[Message], schemas: Sequence[dict]) -> None:

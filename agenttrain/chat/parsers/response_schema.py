@@ -249,7 +249,7 @@ class SchemaSpec:
 
     def _read_call(self, match: Any, text: str, schemas: Schemas) -> ParsedCall:
         """Read the call that `iterator` has matched; `text` is that of the match."""
-        captured = groups(match)
+        captured = captured_groups(match)
         is_loose, problem = False, ""
         for root in self._roots:
             try:
@@ -431,7 +431,7 @@ class Node:
         if self.regex is None:
             return value
         match = self.regex.find_match(value)
-        return None if match is None else groups(match)
+        return None if match is None else captured_groups(match)
 
     def value(self, value: Any, *, raw: bool = False) -> Any:
         """Convert a value as this node says: a text, or a value that its parent has split off.
@@ -453,7 +453,7 @@ class Node:
         if pattern is not None:
             if not isinstance(value, str):
                 raise ContentError(f"expected text, found {kind(value)}")
-            matches = [groups(match) for match in pattern.matches(value)]
+            matches = [captured_groups(match) for match in pattern.matches(value)]
             parts = matches if self.iterator is not None else _key_value_mapping(matches)
             value = parts or None  # a field without a match is left out
         stays_text = raw and self.allow_non_json
@@ -519,7 +519,7 @@ def _key_value_mapping(matches: list[Any]) -> dict[str, Any]:
     return pairs
 
 
-def groups(match: Any) -> Any:
+def captured_groups(match: Any) -> Any:
     """Return the named groups of a match, else its first group, else the whole match."""
     if match.re.groupindex:
         return {key: text for key, text in match.groupdict().items() if text is not None}

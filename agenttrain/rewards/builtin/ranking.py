@@ -146,7 +146,7 @@ class Ranking:
         value_of = dict(zip(distinct, values, strict=True))
         group_values = [value_of[text] for text in texts]
         is_ranking = self._reply is ReplyForm.ranking
-        return beaten(group_values) if is_ranking else spread(group_values)
+        return shares_beaten(group_values) if is_ranking else scaled_to_unit(group_values)
 
     def _shown_text(self, rollout: Rollout) -> str:
         """Return the part of a rollout that the judge sees, uncut."""
@@ -234,7 +234,7 @@ class Ranking:
         return [values[number] for number in range(1, count + 1)]
 
 
-def beaten(values: Sequence[float]) -> list[float]:
+def shares_beaten(values: Sequence[float]) -> list[float]:
     """Return for each value the share of the others that are lower; equal ones count half.
 
     Example: [2, 3, 2] -> [0.25, 1.0, 0.25]. The mean is 0.5.
@@ -246,7 +246,7 @@ def beaten(values: Sequence[float]) -> list[float]:
     ]
 
 
-def spread(values: Sequence[float]) -> list[float]:
+def scaled_to_unit(values: Sequence[float]) -> list[float]:
     """Return the values scaled so that the lowest is 0 and the highest 1; 0.5 if all are equal."""
     low, high = min(values), max(values)
     return [(value - low) / (high - low) if high > low else 0.5 for value in values]
