@@ -214,6 +214,7 @@ def build_app(find_open: Callable[[str], OpenRollout | None]) -> Starlette:
         return JSONResponse({"object": "list", "data": data, "has_more": False})
 
     async def reward(request: Request) -> Response:
+        """Set the rollout's reward to the one in the body."""
         entry = _authorize(request, find_open)
         body = await read_body(request, entry.rollout.max_context)
         data = await call_in_thread_if_large(len(body), read_object, body)

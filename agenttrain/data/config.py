@@ -158,7 +158,7 @@ def _read_source(name: str, section: object) -> SourceConfig:
             f"{key}.train: names no rows; set {key}.train._target_=…, or add a group: "
             f"+data@{key}=file"
         )
-        raise_problems(problems)  # the other checks read them
+        raise_problems(problems)  # the other checks read `train`
     own_sections = [part for part in OWN_SECTIONS if section.get(part) is not None]
     try:
         source = TypeAdapter(SourceConfig).validate_python(

@@ -126,7 +126,7 @@ class FunctionScorer:
         thread, the only one that may set alarms."""
         self.strict = True
         """True if a value that is no number raises RewardError; False if it becomes NoNumber."""
-        # The columns that it gets: those that parameters name, and all others with `**columns`.
+        # The columns that the function gets: those that parameters name; with `**columns`, all.
         parameters = list(inspect.signature(function).parameters.values())
         # The first parameter gets the rollout, or the group. TRL passes all by name.
         rollout_parameters = [] if self._trl else parameters[:1]
