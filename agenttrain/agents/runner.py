@@ -79,7 +79,7 @@ class OutsideAgent(Protocol):
 
 
 class FunctionAgent:
-    """An async function of the user's, `agent._target_`."""
+    """An async function of the user's, `agent._target_`; it runs in the event loop of the run."""
 
     def __init__(self, function: Callable[[AgentTask], Awaitable[Any]]) -> None:
         self._function = function
@@ -94,8 +94,8 @@ class FunctionAgent:
         with self._output.redirect(log):
             outcome = await attempt_async(call())
         if (error := outcome.error) is not None:
-            if (lost := unavailable_in(error)) is not None:
-                raise lost
+            if (unavailable := unavailable_in(error)) is not None:
+                raise unavailable
             raise AgentFailed(f"raised {type(error).__name__}: {error}") from error
         result = outcome.value
         return agent_reward(result.get("reward") if isinstance(result, dict) else result)
@@ -383,6 +383,7 @@ class Agents:
             if failure is not None and rollout.error is None:
                 # A limit ended the rollout, and the agent failed on the error that reports it.
                 rollout.error = f"{text}, and {failure}"
+        # An agent that called /finish (`end` is set) and did not fail got over its error.
         elif attempt.refused is not None and (failure is not None or end is None):
             rollout.stop_reason, text = attempt.refused
             is_error = rollout.stop_reason is StopReason.error or not rollout.turns
