@@ -121,9 +121,9 @@ class Pattern:
         """Replace every match in a text; return it unchanged if that takes too long."""
         replaced = self._run_limited(
             lambda seconds: self._compiled.sub(replacement, text, timeout=seconds),
+            "substitute",
             replacement,
             text,
-            0,
         )
         return text if replaced is None else cast(str, replaced)
 

@@ -626,16 +626,18 @@ def check_content(name: Any, args: Any, transform: Any, scope: str) -> None:
 
 
 def _check_transform(transform: Any, scope: str) -> None:
-    """Raise ValueError for a text with a placeholder and anything else: ``"my {name}"``."""
+    """Raise ValueError for a text with a placeholder and anything else: ``"my {name}"``.
+
+    Two placeholders side by side are such a text too.
+    """
     parts = transform.values() if isinstance(transform, Mapping) else transform
     if isinstance(transform, Mapping | list):
         for part in parts:
             _check_transform(part, scope)
     elif isinstance(transform, str):
-        other_text = _PLACEHOLDER.sub("", transform)
-        if other_text in ("", transform):  # only placeholders, or none
-            return
-        raise ValueError(f"{scope}.transform: {transform!r} mixes a placeholder with text")
+        has_placeholder = _PLACEHOLDER.search(transform) is not None
+        if has_placeholder and not _PLACEHOLDER.fullmatch(transform):
+            raise ValueError(f"{scope}.transform: {transform!r} mixes a placeholder with more text")
 
 
 def reshape(transform: Any, value: Any, captures: Mapping[str, Any], *, each: bool) -> Any:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 
@@ -21,7 +20,7 @@ from agenttrain.environments.adapters.observations import observation_text
 from agenttrain.types import Rollout, ToolFailure, ToolUnavailable, TurnReward
 from agenttrain.utils.chat_api import with_path
 from agenttrain.utils.data_fields import Data
-from agenttrain.utils.redaction import hide_secrets
+from agenttrain.utils.redaction import hide_secrets, is_web_address
 from agenttrain.utils.text_templates import TextTemplate
 
 REWARDS = ("episode", "turns")
@@ -72,7 +71,7 @@ class OpenEnv:
     def check(cls, **arguments: Any) -> None:
         """Raise ValueError for arguments that cannot work, without reaching a server."""
         url = arguments.get("url")
-        if urlsplit(str(url)).scheme not in ("http", "https"):
+        if not is_web_address(url):
             raise ValueError(
                 f"url={hide_secrets(str(url))}: must be the address of an OpenEnv server, e.g. http://127.0.0.1:8000"
             )
@@ -102,13 +101,14 @@ class OpenEnv:
                 with_path(arguments["url"], "/schema"),
                 timeout=arguments.get("reply_timeout_s", 60.0),
             )
-            action = response.json()["action"]
-            properties = action["properties"]
-        except httpx.TransportError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ValueError(
                 f"url={url}: no server answers ({type(error).__name__}: "
                 f"{hide_secrets(str(error))}); start it first"
             ) from error
+        try:
+            action = response.json()["action"]
+            properties = action["properties"]
         except (ValueError, LookupError, TypeError) as error:
             raise ValueError(
                 f"url={url}: is no OpenEnv server: /schema answers {response.status_code} "
