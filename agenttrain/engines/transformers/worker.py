@@ -215,6 +215,7 @@ class EngineWorker:
         logits_NV: torch.Tensor | None = None
         while rows:
             part_NV = self._feed_rows(first, rows, self.decoder.prefill)
+            # A seat that pauses is fed in several passes: the logits of its last one stay.
             if logits_NV is None:
                 logits_NV = part_NV
             else:
