@@ -172,6 +172,7 @@ class Collector(RolloutContext):
     @property
     def stuck(self) -> tuple[str, ...]:
         """Names of the tools whose abandoned calls still run, one per call."""
+        # By identity: sources may share a toolbox, whose calls count once.
         toolboxes = {id(kit.toolbox): kit.toolbox.stuck for kit in self._kits}
         environments = {id(kit.environments): kit.environments.stuck for kit in self._kits}
         parts = (*toolboxes.values(), *environments.values())

@@ -686,7 +686,7 @@ class _Loop:
             await self.engine.release(agent.session)
         # These end the whole rollout. Any other end of the sub-agent is a result for the tool.
         if reason in (StopReason.max_delegated_tokens, StopReason.aborted):
-            raise self.sub_agents.stopped(reason)
+            raise self.sub_agents.stop_rollout(reason)
         messages = copy_value(loop.trajectory.messages)
         answer = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
         return Delegated(content=answer, stop_reason=reason, messages=tuple(messages))
