@@ -70,7 +70,7 @@ class _Lifeline:
         self._ours, self.theirs = ours.detach(), theirs.detach()
         self._is_open = True
 
-    def command(
+    def keeper_command(
         self, command: Sequence[str], files: Sequence[int], grace_s: float, *, deaf: bool
     ) -> list[str]:
         """Return the command line of a keeper that runs `command`; see `keeper.py`."""
@@ -78,7 +78,7 @@ class _Lifeline:
         words = [self.theirs, os.getpid(), grace_s, "deaf" if deaf else "", program_files]
         return [sys.executable, "-I", "-S", KEEPER, *map(str, words), *command]
 
-    def program(self) -> int | None:
+    def read_program_pid(self) -> int | None:
         """Return the program's pid; None if its keeper ended before it started the program."""
         line = b""
         while not line.endswith(b"\n"):  # a short line, and the only one
@@ -145,7 +145,7 @@ class ChildProcess:
         lifeline = _Lifeline() if keeper else None
         arguments = list(command)
         if lifeline is not None:
-            arguments = lifeline.command(command, pass_fds, grace_s, deaf=deaf)
+            arguments = lifeline.keeper_command(command, pass_fds, grace_s, deaf=deaf)
             pass_fds = [*pass_fds, lifeline.theirs]
         # Both streams count as printed, unless standard output has another use.
         printed_to = subprocess.PIPE if output is None else output
@@ -192,8 +192,8 @@ class ChildProcess:
     @cached_property
     def pid(self) -> int:
         """Its pid and process group id; the keeper's pid if the program was never started."""
-        program = None if self._lifeline is None else self._lifeline.program()
-        return self._process.pid if program is None else program
+        program_pid = None if self._lifeline is None else self._lifeline.read_program_pid()
+        return self._process.pid if program_pid is None else program_pid
 
     @property
     def alive(self) -> bool:
@@ -328,7 +328,7 @@ class AsyncChildProcess:
         lifeline = _Lifeline()
         try:
             process = await asyncio.create_subprocess_exec(
-                *lifeline.command(command, (), 0.0, deaf=False),
+                *lifeline.keeper_command(command, (), 0.0, deaf=False),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,

@@ -26,8 +26,8 @@ NO_FORMATS = FormatChecker(formats=())
 """Leaves patterns to `schema_problem`: Python's `re` does not know all that JSON schemas allow."""
 _CHECKED: ContextVar[dict[tuple[int, int], tuple[Any, Any, bool]] | None]
 _CHECKED = ContextVar("_CHECKED", default=None)
-"""By the identities of a value and a schema with `$ref`: both, which so stay alive, and whether the
-value is valid."""
+"""(id of a value, id of a schema with `$ref`) -> (value, schema, whether the value is valid). Both
+objects are kept alive here, so that no other object gets their ids."""
 _TOKEN = re.compile(r"\\.|\[\^?\]?|.", re.DOTALL)
 _TOKEN_INSIDE = re.compile(r"\\.|.", re.DOTALL)
 
