@@ -187,7 +187,7 @@ def _leaf(hint: Any) -> Any:
     """
     if _is_enum(hint):  # without the docstring that pydantic would add
         values = [member.value for member in hint]
-        return Annotated[hint, WithJsonSchema(_values(values, hint.__name__))]
+        return Annotated[hint, WithJsonSchema(_enum_schema(values, hint.__name__))]
     concrete = CONCRETE.get(hint, hint)
     if concrete in BARE:  # pydantic would write {} for the type of the items
         return Annotated[concrete, WithJsonSchema({"type": BARE[concrete]})]
@@ -379,19 +379,19 @@ def _place(value: Any, problem: ErrorDetails) -> str:
 def _json_schema(adapter: TypeAdapter[Any], dialect: type[GenerateJsonSchema]) -> dict[str, Any]:
     """Return the schema without references and without pydantic's `title` and `discriminator`."""
     schema = adapter.json_schema(schema_generator=dialect)
-    inlined: dict[str, Any] = _untitled(SchemaResolver(schema).inlined())
+    inlined: dict[str, Any] = _without_titles(SchemaResolver(schema).inlined())
     return inlined
 
 
-def _untitled(schema: Any) -> Any:
+def _without_titles(schema: Any) -> Any:
     """Remove `title` and `discriminator` from a schema and those inside it."""
     if not isinstance(schema, Mapping):
         return schema
-    untitled = map_subschemas(schema, _untitled)
+    untitled = map_subschemas(schema, _without_titles)
     return {key: value for key, value in untitled.items() if key not in ("title", "discriminator")}
 
 
-def _values(values: list[Any], name: str) -> dict[str, Any]:
+def _enum_schema(values: list[Any], name: str) -> dict[str, Any]:
     """Return the schema of an enum or Literal; raises ValueError for values that are no JSON."""
     if not values or any(type(value) not in JSON_NAMES for value in values):
         raise ValueError(f"{name}: its values {values} are not all plain JSON")
@@ -415,7 +415,7 @@ class ToolDialect(GenerateJsonSchema):
 
     def literal_schema(self, schema: core_schema.LiteralSchema) -> JsonSchemaValue:
         """Write the values of a Literal with their types."""
-        return _values(list(schema["expected"]), "Literal")
+        return _enum_schema(list(schema["expected"]), "Literal")
 
     def dict_schema(self, schema: core_schema.DictSchema) -> JsonSchemaValue:
         """Write the values alone: keys are strings in JSON."""

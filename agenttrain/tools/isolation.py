@@ -137,7 +137,7 @@ class ToolWorker:
         try:
             self._connection.send_bytes(pickle.dumps(message))
         except OSError:
-            raise self._died() from None
+            raise self._death_error() from None
         except Exception as error:  # pickle raises errors of any type
             raise ToolUnavailable(
                 f"tool {self.name}: isolation=process cannot send what it needs: {error}"
@@ -146,13 +146,13 @@ class ToolWorker:
         try:
             while not self._connection.poll(CHECK_S):
                 if not self.alive or time.monotonic() > deadline:
-                    raise self._died()
+                    raise self._death_error()
             answer = json.loads(self._connection.recv_bytes(self._max_answer_bytes))
         except (EOFError, OSError, ValueError):  # the answer is missing, too long, or not JSON
-            raise self._died() from None
+            raise self._death_error() from None
         return answer if isinstance(answer, dict) else {}
 
-    def _died(self) -> ToolUnavailable:
+    def _death_error(self) -> ToolUnavailable:
         """Return the error that says how the worker ended, and kill what is left of it."""
         assert self.process is not None
         how_it_ended = self.process.gone()

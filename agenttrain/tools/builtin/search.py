@@ -49,11 +49,11 @@ class Search:
         """
         import bm25s
 
-        folder = check_corpus(path, k, max_chars, text_column, title_column)
+        corpus = check_corpus(path, k, max_chars, text_column, title_column)
         self._k = k
         self._passages: list[Document] = []
         """Documents, long ones split into passages ``oss.md#1``, ``oss.md#2``, …"""
-        for document in documents(folder, text_column, title_column):
+        for document in documents(corpus, text_column, title_column):
             texts = list(split(document.text, max_chars))
             for number, text in enumerate(texts, start=1):
                 name = document.id if len(texts) == 1 else f"{document.id}#{number}"

@@ -127,10 +127,10 @@ class Pool:
         """Make the text that the model reads; raises ToolFailure with it for a failed call."""
         text, end = outcome.output, outcome.end
         if lost := self._lost.pop(rollout_id, None):
-            text = _joined(f"[{lost}. {LOST}]", text)
+            text = _join_lines(f"[{lost}. {LOST}]", text)
         if end in END_REASONS:
             why = END_REASONS[end].format(call_s=settings.call_s, memory_mb=settings.memory_mb)
-            raise ToolFailure(_joined(text, f"[{why}. {LOST}]"))
+            raise ToolFailure(_join_lines(text, f"[{why}. {LOST}]"))
         if end is End.exited:
             status = outcome.status
             name = {"python": "the interpreter", "bash": "the shell"}[kind]
@@ -138,16 +138,17 @@ class Pool:
             if status < 0:
                 how = f"was killed by {signal_name(-status)}"
             why = f"{name} {how}; its variables are lost, files are kept"
-            raise ToolFailure(_joined(text, f"[{why}]"))
+            raise ToolFailure(_join_lines(text, f"[{why}]"))
         if end is End.failed and kind == "bash":
-            return _joined(text, f"[exit status {outcome.status}]")
+            return _join_lines(text, f"[exit status {outcome.status}]")
         if end is End.failed:
             raise ToolFailure(text)
         return text or "(no output)"
 
 
-def _joined(text: str, note: str) -> str:
-    return f"{text}\n{note}" if text else note
+def _join_lines(first: str, second: str) -> str:
+    """Join the lines of two texts, of which the first may be empty."""
+    return f"{first}\n{second}" if first else second
 
 
 @cache
