@@ -40,9 +40,10 @@ def common_hosts(first: Sequence[str], second: Sequence[str]) -> tuple[str, ...]
 
     Example: ``["*.org", "a.com"]`` and ``["example.org", "*.a.com"]`` have ``("example.org",)``.
     """
-    both = [host for host in first if host in second or is_allowed(host.lstrip("*."), second)]
-    both += [host for host in second if is_allowed(host.lstrip("*."), first)]
-    return tuple(dict.fromkeys(both))
+    # A pattern counts as allowed where its name is: `*.a.com` by `*.com`, which allows `a.com`.
+    common = [host for host in first if host in second or is_allowed(host.lstrip("*."), second)]
+    common += [host for host in second if is_allowed(host.lstrip("*."), first)]
+    return tuple(dict.fromkeys(common))
 
 
 async def serve(listener: socket.socket, hosts: Sequence[str]) -> asyncio.Server:
