@@ -164,13 +164,13 @@ def _choice_settings(section: str, description: str) -> Iterator[Setting]:
     )
     names = dict.fromkeys(name for cls in classes.values() for name in field_names(cls))
     for name in (name for name in names if name != "name"):
-        choices_of: dict[Setting, list[str]] = {}
+        overrides_by_setting: dict[Setting, list[str]] = {}
         for option, cls in classes.items():
             for field in (field for field in fields(cls) if field.name == name):
                 setting = _setting(cls, field, get_type_hints(cls)[name], f"{section}.{name}")
                 override = f"{section.replace('.', '/')}={option}"
-                choices_of.setdefault(setting, []).append(override)
-        for setting, overrides in choices_of.items():
+                overrides_by_setting.setdefault(setting, []).append(override)
+        for setting, overrides in overrides_by_setting.items():
             in_all = len(overrides) == len(classes)
             yield replace(setting, choices=() if in_all else tuple(overrides))
 
@@ -304,9 +304,9 @@ def json_schema() -> dict[str, Any]:
             INTERPOLATION,
         ]
     for section in (*SETTINGS_BESIDE, *ONE_BESIDE):
-        beside = references[section, "validation"]
+        reference = references[section, "validation"]
         target: dict[str, Any] = {"type": "object", "properties": {"_target_": {"type": "string"}}}
-        name = beside["$ref"].rpartition("/")[2]
+        name = reference["$ref"].rpartition("/")[2]
         # Beside the settings stand the arguments of the `_target_`.
         target["properties"] |= definitions[name]["properties"]
         # `user` is one component; `tools` holds several, by name.

@@ -174,7 +174,7 @@ def rows() -> list[TableRow]:
     for name, family in families().items():
         has_originals = all(original(source) is not None for source in _sources(family))
         is_shipped_row = name in shipped and not has_originals
-        table.append(shipped[name] if is_shipped_row else _row(name, family))
+        table.append(shipped[name] if is_shipped_row else _certify_family(name, family))
     return table
 
 
@@ -193,7 +193,7 @@ def record() -> None:
         for source in _sources(family):
             if original(source) is None:
                 raise ChatError(f"{name}: the template {source} is missing; install the test extra")
-    certified = [asdict(_row(name, family)) for name, family in families().items()]
+    certified = [asdict(_certify_family(name, family)) for name, family in families().items()]
     content = {
         "date": date.today().isoformat(),
         "versions": {name: version(name) for name in PACKAGES},
@@ -202,7 +202,7 @@ def record() -> None:
     RECORD.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _row(name: str, family: Family) -> TableRow:
+def _certify_family(name: str, family: Family) -> TableRow:
     """Certify a family with its stock templates."""
     certificates: list[Certificate] = []
     reasoning: dict[str, None] = {}

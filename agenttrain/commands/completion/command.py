@@ -147,7 +147,7 @@ def candidates() -> Iterator[tuple[str, str]]:
         has_keys = bool(subkey) or setting.type == "keys and values"
         sections[f"{section}{'.' if has_keys else '='}"] = None
         if subkey:
-            yield "own:settings", section
+            yield "own:settings", section  # for the verb: agenttrain settings optimizer
         for name in names:
             if subkey:
                 yield "key", f"{name}="

@@ -200,7 +200,8 @@ def _make_report(
         limits.max_turns * limits.max_turn_tokens, limits.max_completion_tokens, context
     )
     # A step whose rollouts are as long as the stub's, and one in which all use their budget.
-    tokens, most_tokens = round(per_step * mean(sampled)) if sampled else 0, per_step * max_tokens
+    tokens = round(per_step * mean(sampled)) if sampled else 0
+    most_tokens = per_step * max_tokens
     return Report(
         rollouts=len(rollouts),
         turns={str(kind): count for kind, count in stub.written.items()},

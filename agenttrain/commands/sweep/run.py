@@ -45,7 +45,7 @@ from agenttrain.utils import exit_codes
 from agenttrain.utils.redaction import shell_command
 
 OUTPUT = "output.txt"
-"""File in a job's folder: its output job_folder several run at once."""
+"""File in a job's folder: its output, if several run at once."""
 POLL_S = 0.2
 """Seconds between two checks of the jobs' processes."""
 THREADS = "OMP_NUM_THREADS"
