@@ -66,7 +66,7 @@ async def _handle(
     """Read one request, and connect the client with the host that it names if that is allowed."""
     async with asyncio.timeout(HEAD_S):
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-    line, *headers = head.split("\r\n")[:-2]
+    line, *headers = head.split("\r\n")[:-2]  # without the empty line at its end
     method, target, version = line.split(" ")
     connects = method == "CONNECT"
     url = urlsplit(f"//{target}" if connects else target)

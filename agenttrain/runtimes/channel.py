@@ -232,6 +232,8 @@ class ExecChannel:
             files=files,
         )
         self._commands[name] = running
+        # The shell reports `7 p 12`, command 7 is process 12, and `7 0`, its exit code. The command
+        # itself does not get the descriptor of the reports, 9.
         try:
             self._write(
                 f"{wait}{{ ( exec 9>&-; {text} ) <{source} >{INSIDE}/{name} 2>&1; "
@@ -331,7 +333,7 @@ class ExecChannel:
                 with suppress(MachineLost):
                     self._write_kill(words[0], running)
         elif len(words) == 2 and words[1].isdigit() and not running.ended.done():
-            running.ended.set_result(int(words[1][:3]))
+            running.ended.set_result(int(words[1][:3]))  # an exit code is 255 at most
             if running.pid:
                 self._unreaped.append(running.pid)
 

@@ -117,7 +117,7 @@ class Machines:
         Returns False if none follows: it was the last, or its rewards are below its `min_reward`.
         """
         progress, machine = self._progress[rollout_id], self._machines[rollout_id]
-        await self._begin_step(progress, machine)
+        await self._begin_step(progress, machine)  # if its preparation was interrupted
         progress.grades.append(await self.grade_task(progress.current, machine))
         if progress.is_over:
             return False
@@ -126,10 +126,11 @@ class Machines:
 
     async def _begin_step(self, progress: Progress, machine: RolloutMachine) -> None:
         """Prepare the current step, unless that is done."""
-        if progress.begun > len(progress.grades):
+        ended = len(progress.grades)
+        if progress.begun > ended:
             return
         await self._prepare_step(progress.current, machine)
-        progress.begun = len(progress.grades) + 1
+        progress.begun = ended + 1
 
     async def _prepare_step(self, task: HarborTask, machine: RolloutMachine) -> None:
         assert task.step is not None
@@ -340,7 +341,7 @@ class Machines:
         is_open, hosts = self.settings.network is Network.open, tuple(self.settings.hosts)
         if not place.wants_network:
             return False, ()
-        if place.hosts is None:
+        if place.hosts is None:  # the task limits nothing
             return is_open, hosts
         return False, place.hosts if is_open else common_hosts(place.hosts, hosts)
 

@@ -224,15 +224,15 @@ def _key_problems(section: Mapping[str, Any], prefix: str) -> Iterator[str]:
     """Yield keys that are unknown or refused, with the reason."""
     for name, value in section.items():
         key = f"{prefix}{name}"
-        use = KEYS.get(key)
+        use, has_keys = KEYS.get(key), any(k.startswith(f"{key}.") for k in KEYS)
         asks_for_nothing = value in HARMLESS.get(name, ()) or value in ([], {})
         if use is Use.refused and not asks_for_nothing:
             yield f"{key}: {REASONS.get(name, 'is not supported')}; the task is refused"
         elif key in FREE_FORM or use is Use.ignored or use is Use.refused:
             continue
-        elif isinstance(value, Mapping) and any(k.startswith(f"{key}.") for k in KEYS):
+        elif isinstance(value, Mapping) and has_keys:
             yield from _key_problems(value, f"{key}.")
-        elif isinstance(value, list) and any(k.startswith(f"{key}.") for k in KEYS):
+        elif isinstance(value, list) and has_keys:
             for item in value:
                 if isinstance(item, Mapping):
                     yield from _key_problems(item, f"{key}.")
@@ -293,6 +293,7 @@ def _verifier_of_step(task: Mapping[str, Any], step: Mapping[str, Any]) -> dict[
     merged = {**task, **step}
     if "environment" in step and "environment_mode" not in step:
         merged["environment_mode"] = "separate"
+    # A step in the agent's container does not take the task's own one for tests.
     if step.get("environment_mode") == "shared" and "environment" not in step:
         merged.pop("environment", None)
     merged["env"] = {
@@ -424,7 +425,7 @@ def _make_healthcheck(
         raise ValueError(f"{key}.command={check.command}: expected a text")
     _as_number(f"{key}.timeout_sec", check.timeout_sec)
     for name in ("interval_sec", "start_period_sec", "start_interval_sec"):
-        if getattr(check, name) != 0:
+        if getattr(check, name) != 0:  # these may be 0, which `_as_number` refuses
             _as_number(f"{key}.{name}", getattr(check, name))
     retries = check.retries
     if isinstance(retries, bool) or not isinstance(retries, int) or retries < 1:
