@@ -104,7 +104,7 @@ def describe_type(hint: Any, *, shown: bool = True) -> ParameterType:
         schema = _json_schema(adapter, dialect) if shown else {}
     except UNREADABLE as error:
         raise ValueError(f"{hint!r} {NO_JSON}") from error
-    return ParameterType(schema=schema, build=None if _is_json(hint) else _builder(adapter))
+    return ParameterType(schema=schema, build=None if _is_json(hint) else _make_builder(adapter))
 
 
 def build_instances(builders: Mapping[str, Build], arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,7 +162,9 @@ def _for_pydantic(hint: Any, within: tuple[Any, ...]) -> Any:
         return Annotated[hint, WithJsonSchema(schema)]
     if _has_fields(hint):
         fields = _typed_dict(hint, (*within, hint))
-        return fields if typing.is_typeddict(hint) else Annotated[fields, _constructor(hint)]
+        return (
+            fields if typing.is_typeddict(hint) else Annotated[fields, _constructor_validator(hint)]
+        )
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:  # Annotated[int, "How many."]
         form: Any = Annotated  # as Any, for a subscript that is made at run time
@@ -248,7 +250,7 @@ class _Fields:
     """Name -> meaning, from the docstring or a dataclass's metadata."""
 
 
-def _fields(cls: Any) -> _Fields:
+def _read_fields(cls: Any) -> _Fields:
     """Return the fields of a dataclass, a named tuple or a TypedDict."""
     hints = typing.get_type_hints(cls, include_extras=True)
     defaults: dict[str, Any] = {}
@@ -291,7 +293,7 @@ def _fields(cls: Any) -> _Fields:
 
 def _typed_dict(cls: Any, within: tuple[Any, ...]) -> Any:
     """Return a TypedDict of the fields of a class. Raises ValueError that names the field."""
-    fields = _fields(cls)
+    fields = _read_fields(cls)
     members: dict[str, Any] = {}
     for name, hint in fields.hints.items():
         try:
@@ -311,7 +313,7 @@ def _typed_dict(cls: Any, within: tuple[Any, ...]) -> Any:
     return typed_dict
 
 
-def _constructor(cls: Callable[..., Any]) -> AfterValidator:
+def _constructor_validator(cls: Callable[..., Any]) -> AfterValidator:
     """Return the validator that calls `cls`; an error becomes one that the model can read."""
 
     def make(keywords: dict[str, Any]) -> Any:
@@ -335,7 +337,7 @@ def _reason(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _builder(adapter: TypeAdapter[Any]) -> Build:
+def _make_builder(adapter: TypeAdapter[Any]) -> Build:
     """Return a Build that makes values of an adapter's annotation."""
 
     def build(value: Any, where: str) -> Any:

@@ -108,7 +108,8 @@ class Toolbox:
                 self._check_known(name, key)
         self.stop_tools = frozenset(stop_tools)
         self._entries = {
-            name: _entry(name, tool, limits.get(name, ToolLimits())) for name, tool in tools.items()
+            name: _make_entry(name, tool, limits.get(name, ToolLimits()))
+            for name, tool in tools.items()
         }
         # The means to run calls and hooks.
         self._threads = DaemonThreads()
@@ -402,7 +403,7 @@ def _has_ready_text(value: object) -> bool:
     return isinstance(value, Reply) or content is None or type(content) in (str, int, float, bool)
 
 
-def _entry(name: str, tool: Tool, limits: ToolLimits) -> _Entry:
+def _make_entry(name: str, tool: Tool, limits: ToolLimits) -> _Entry:
     """Make the entry of a tool; raises ValueError for a tool or limits that cannot work."""
     schema = tool.schema.get("function", {})
     if not name == tool.name == schema.get("name"):

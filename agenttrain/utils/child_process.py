@@ -157,7 +157,7 @@ class ChildProcess:
             stdout, stderr = None, printed_to  # None: this process's own
         try:
             # The keeper inherits the mask: a signal cannot end it before it blocks them itself.
-            with _blocked(HEARD if keeper else ()):
+            with _signals_blocked(HEARD if keeper else ()):
                 self._process = subprocess.Popen(
                     arguments,
                     stdin=subprocess.PIPE if requests else subprocess.DEVNULL,
@@ -368,7 +368,7 @@ class AsyncChildProcess:
 
 
 @contextmanager
-def _blocked(signals: Sequence[signal.Signals]) -> Iterator[None]:
+def _signals_blocked(signals: Sequence[signal.Signals]) -> Iterator[None]:
     """Block signals in this thread, so that a process started in the block inherits the mask."""
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:

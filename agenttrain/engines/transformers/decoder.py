@@ -111,6 +111,7 @@ class Decoder:
         """
         starts = list(starts)
         new = list(new)
+        # Long rows are fed alone, chunk by chunk, up to their last chunk.
         for i in range(len(new)):
             while len(new[i]) > CHUNK_TOKENS:
                 self.forward(first + i, [new[i][:CHUNK_TOKENS]], [starts[i]], layouts[i : i + 1])

@@ -301,12 +301,12 @@ class StateLayer(LinearAttentionCacheLayerMixin):
     @property
     def conv_states(self) -> list[Tensor | None]:
         """Inputs of each convolution's last taps, [N, M, Q]."""
-        return [self._of_pass(tensor) for tensor in self._convolutions]
+        return [self._rows_of_pass(tensor) for tensor in self._convolutions]
 
     @property
     def recurrent_states(self) -> list[Tensor | None]:
         """Recurrent states, [N, …]."""
-        return [self._of_pass(tensor) for tensor in self._recurrences]
+        return [self._rows_of_pass(tensor) for tensor in self._recurrences]
 
     @property
     def has_previous_state(self) -> dict[int, bool]:
@@ -316,7 +316,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
             for index, pair in enumerate(zip(self._convolutions, self._recurrences, strict=True))
         }
 
-    def _of_pass(self, tensor: Tensor | None) -> Tensor | None:
+    def _rows_of_pass(self, tensor: Tensor | None) -> Tensor | None:
         first = self.next_pass.first
         return None if tensor is None else tensor[first : first + self.next_pass.count]
 

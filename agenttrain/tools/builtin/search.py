@@ -135,7 +135,7 @@ def documents(path: Path, text_column: str, title_column: str) -> list[Document]
     if path.suffix not in (".jsonl", ".csv", ".parquet"):
         return [_text_file(path, path.name)]
     result = []
-    for number, row in enumerate(_rows(path)):
+    for number, row in enumerate(_read_rows(path)):
         text, title = row.get(text_column), row.get(title_column)
         if not isinstance(text, str):
             columns = ", ".join(map(str, row))
@@ -181,7 +181,7 @@ def _text_file(file: Path, name: str) -> Document:
     return Document(id=name, title=file.stem, text=text)
 
 
-def _rows(file: Path) -> Iterator[Mapping[str, Any]]:
+def _read_rows(file: Path) -> Iterator[Mapping[str, Any]]:
     """Yield the rows of a .parquet, .csv or .jsonl file."""
     if file.suffix == ".parquet":
         import pyarrow.parquet  # comes with datasets

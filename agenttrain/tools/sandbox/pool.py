@@ -93,7 +93,7 @@ class Pool:
             if not jail.alive:
                 self._end(rollout_id, jail)
             jail.lock.release()
-        return self._text(rollout_id, kind, outcome, settings)
+        return self._make_text(rollout_id, kind, outcome, settings)
 
     async def release(self, rollout_id: str) -> None:
         """End a rollout's sandbox, and wait until nothing of it is left."""
@@ -121,7 +121,7 @@ class Pool:
             del self._jails[rollout_id]
         self._ending[jail] = rollout_id
 
-    def _text(
+    def _make_text(
         self, rollout_id: str, kind: str, outcome: CodeOutcome, settings: SandboxSettings
     ) -> str:
         """Make the text that the model reads; raises ToolFailure with it for a failed call."""
