@@ -509,8 +509,8 @@ class _Loop:
         )
         # A tool's text may be clipped to fit, a question may not: it would be another question.
         # If a turn follows, one token of it has to fit too.
-        needed = sum(len(ids) for _, ids in suffix) + int(episode_end is None)
-        if needed <= self._remaining_tokens():
+        needed_tokens = sum(len(ids) for _, ids in suffix) + int(episode_end is None)
+        if needed_tokens <= self._remaining_tokens():
             self._append(turn, completion, [question], suffix)
             self._dialogue.say(text)
         elif episode_end is None:

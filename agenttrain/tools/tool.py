@@ -219,7 +219,7 @@ def describe_function(function: Function, *, name: str, hidden: Collection[str] 
     left_out = {*hidden, "context"} if takes_context else {*hidden}
     shown = [parameter for parameter in parameters.values() if parameter.name not in left_out]
     doc = read_docstring(inspect.getdoc(target) or "")
-    needs_schema = not UNSEEN.get()
+    needs_schema = not UNSEEN.get()  # a worker process calls the tool and shows it to no model
     if needs_schema:
         _check_annotated(shown, where)
     properties: dict[str, Any] = {}
@@ -280,9 +280,9 @@ def _resolve_hints(target: Any, where: str) -> dict[str, Any]:
 
 def _check_annotated(shown: Sequence[inspect.Parameter], where: str) -> None:
     """Raise ValueError unless all parameters have a name and a type."""
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    with_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     for parameter in shown:
-        if parameter.kind not in named:
+        if parameter.kind not in with_name:
             raise ValueError(
                 f"{where}: `{parameter}` cannot be described to a model; give every parameter a "
                 "name and a type, e.g. `query: str`"
