@@ -140,7 +140,7 @@ class Collector(RolloutContext):
 
     @property
     def _kits(self) -> Sequence[SourceTools | Self]:
-        """The collector itself, or the kits of a mixture."""
+        """Tools, environments and rewards of each source; without sources the collector's own."""
         return list(self.sources.values()) or [self]
 
     def toolboxes(self) -> list[Toolbox]:

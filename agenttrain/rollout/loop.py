@@ -344,9 +344,9 @@ class _Loop:
         self.trajectory = self.rollout.branch(
             long.index, position, role=SUMMARY, delegation=self.agent.delegation
         )
-        before = len(long.messages) - len(last.replies)
-        self.trajectory.messages += [*long.messages[:before], *replies]
-        self.trajectory.prompt_messages = before + len(replies) + 1  # 1: the request
+        before_replies = len(long.messages) - len(last.replies)
+        self.trajectory.messages += [*long.messages[:before_replies], *replies]
+        self.trajectory.prompt_messages = before_replies + len(replies) + 1  # 1: the request
         for origin, span_ids in suffix:
             self.trajectory.append_context(span_ids, origin)
         self._add(request)

@@ -41,7 +41,7 @@ class Pool:
         """Killed sandbox whose processes may still run -> its rollout."""
         self._lost: dict[str, str] = {}
         """Rollout -> why its sandbox was lost; removed once the model has read it."""
-        self._users = 0
+        self._open_tools = 0
         """Tools that use this pool and are not closed."""
 
     @classmethod
@@ -54,7 +54,7 @@ class Pool:
         if settings not in _pools:
             _pools[settings] = cls(settings, usable_backend(settings.sandbox))
         pool = _pools[settings]
-        pool._users += 1
+        pool._open_tools += 1
         return pool
 
     async def call(
@@ -106,8 +106,8 @@ class Pool:
 
     async def close(self) -> None:
         """Count a tool as closed. With the last tool, all sandboxes end."""
-        self._users -= 1
-        if self._users > 0:
+        self._open_tools -= 1
+        if self._open_tools > 0:
             return
         if _pools.get(self._settings) is self:
             del _pools[self._settings]
