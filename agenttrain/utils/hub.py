@@ -242,7 +242,7 @@ def explained(name: str, revision: str | None, key: str, kind: RepoKind = MODEL)
     except ConfigError:
         raise
     except Exception as error:
-        problem = _problem(error, name, revision, key, kind)
+        problem = _describe_problem(error, name, revision, key, kind)
         if problem is None:
             raise
         raise ConfigError(f"{key}={name}: {problem}") from error
@@ -257,7 +257,7 @@ def revision_key(key: str) -> str:
     return f"{key.removesuffix('path').removesuffix('model')}revision"
 
 
-def _problem(
+def _describe_problem(
     error: Exception, name: str, revision: str | None, key: str, kind: RepoKind
 ) -> str | None:
     """Return an error's problem and remedy; None if it is not about the hub."""

@@ -279,7 +279,7 @@ def problem_lines(error: ValidationError, key: str = "") -> Iterator[str]:
             else:
                 yield f"{place}: has no value; set it: {place}=…"
             continue
-        yield f"{place}={shown(detail['input'])}: {_problem(detail, place)}"
+        yield f"{place}={shown(detail['input'])}: {_describe_problem(detail, place)}"
 
 
 def shown(value: Any) -> str:
@@ -295,7 +295,7 @@ def shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _problem(detail: Mapping[str, Any], place: str) -> str:
+def _describe_problem(detail: Mapping[str, Any], place: str) -> str:
     """Return the problem, and perhaps remedy, of one of pydantic's errors about the key `place`."""
     kind, bounds = detail["type"], detail.get("ctx") or {}
     for name, words in BOUNDS.items():

@@ -28,8 +28,8 @@ def verifies(value: Any, signature: object) -> bool:
     """Return True if `signature` is the user's signature of JSON data."""
     if not isinstance(signature, str):
         return False
-    valid = sign(value, make_key=False)
-    return valid is not None and hmac.compare_digest(valid, signature)
+    own_signature = sign(value, make_key=False)
+    return own_signature is not None and hmac.compare_digest(own_signature, signature)
 
 
 def _key(*, make: bool) -> bytes | None:
