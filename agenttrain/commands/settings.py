@@ -138,10 +138,10 @@ def all_settings(cls: type = RunConfig, prefix: str = "") -> Iterator[Setting]:
             if cls is RunConfig and key in ONE_BESIDE:
                 yield from all_settings(ONE_BESIDE[key], f"{key}.")
             if key == SOURCES:
-                yield from _of_sources()
+                yield from _source_settings()
 
 
-def _of_sources() -> Iterator[Setting]:
+def _source_settings() -> Iterator[Setting]:
     """Yield the settings that a source of a mixture has beside those of `data`."""
     shared = tuple(f"{SOURCES}.<name>.{name}" for name in field_names(DataConfig))
     for setting in all_settings(SourceConfig, f"{SOURCES}.<name>."):
@@ -188,8 +188,10 @@ def _setting(cls: type, field: Field[Any], hint: Any, key: str) -> Setting:
     if info is not None:
         default = info.get_default(call_default_factory=True)
     else:
-        made = field.default_factory() if field.default_factory is not MISSING else field.default
-        default = getattr(made, "default", made)  # of pydantic's Field(default=…)
+        field_default = (
+            field.default_factory() if field.default_factory is not MISSING else field.default
+        )
+        default = getattr(field_default, "default", field_default)  # of pydantic's Field(default=…)
     is_required = info is not None and info.is_required()
     text = "" if is_required or default == "???" else shown(plain(default))
     bounds = [

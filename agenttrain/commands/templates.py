@@ -44,7 +44,7 @@ def templates(options: argparse.Namespace) -> int:
         _check_options(options)
         if options.folder is not None:
             return _certify(options)
-        table = rows() if options.certify else list(recorded().values())
+        table = rows() if options.certify else list(read_shipped().values())
         if not write_report(json_rows(table), options.json):
             return 0
         print(markdown(table) if options.markdown else plain(table))
@@ -169,7 +169,7 @@ class TableRow:
 
 def rows() -> list[TableRow]:
     """Return a row for each known family: certified now, or as shipped if a template is missing."""
-    shipped = recorded()
+    shipped = read_shipped()
     table = []
     for name, family in families().items():
         has_originals = all(original(source) is not None for source in _sources(family))
@@ -179,7 +179,7 @@ def rows() -> list[TableRow]:
 
 
 @cache
-def recorded() -> dict[str, TableRow]:
+def read_shipped() -> dict[str, TableRow]:
     """Return the shipped table, by family."""
     shipped = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else {"rows": []}
     versions = ", ".join(f"{name} {text}" for name, text in shipped.get("versions", {}).items())

@@ -124,7 +124,7 @@ class ToolWorker:
         """Wait for at most `timeout_s` for a killed worker; return True once it has ended."""
         if self.process is None:
             return True
-        if not self.process.ended(timeout_s):
+        if not self.process.wait_for_end(timeout_s):
             return False
         self.process.kill()  # for processes that the worker left behind; also closes our files
         self._socket.close()
@@ -155,7 +155,7 @@ class ToolWorker:
     def _death_error(self) -> ToolUnavailable:
         """Return the error that says how the worker ended, and kill what is left of it."""
         assert self.process is not None
-        how_it_ended = self.process.gone()
+        how_it_ended = self.process.gone_error()
         self.kill()
         return ToolUnavailable(f"tool {self.name}: its worker process {how_it_ended}")
 

@@ -212,7 +212,7 @@ class ChildProcess:
             self._process.stdin.write(line.encode() + b"\n")
             self._process.stdin.flush()
         except (OSError, ValueError) as error:  # one end of the pipe is closed
-            raise self.gone() from error
+            raise self.gone_error() from error
 
     def receive(self, *, limit_s: float) -> Any:
         """Wait for the next line of its standard output; return its JSON. Raises ChildGone."""
@@ -223,12 +223,12 @@ class ChildProcess:
             ready, _, _ = select.select([self._process.stdout], [], [], remaining_s)
             chunk = os.read(self._process.stdout.fileno(), 65536) if ready else b""
             if not chunk:
-                raise self.gone()
+                raise self.gone_error()
             self._unread += chunk
         line, _, self._unread = self._unread.partition(b"\n")
         return json.loads(line)
 
-    def ended(self, timeout_s: float) -> bool:
+    def wait_for_end(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` for the child to end; return False if it still runs."""
         try:
             self._process.wait(timeout_s)
@@ -236,9 +236,9 @@ class ChildProcess:
             return False
         return True
 
-    def gone(self) -> ChildGone:
+    def gone_error(self) -> ChildGone:
         """Return an error with how it ended, or that it hangs, and its last output; waits 2 s."""
-        self.ended(LAST_WORDS_S)
+        self.wait_for_end(LAST_WORDS_S)
         code = self.code
         printed = self.printed()
         how = "hangs" if code is None else how_ended(code)
@@ -275,7 +275,7 @@ class ChildProcess:
         """
         if self._lifeline is not None:
             self.signal(signal.SIGKILL)
-            if not self.ended(KILL_S):
+            if not self.wait_for_end(KILL_S):
                 self._process.kill()
             self._lifeline.close()
         elif self._process.returncode is None:

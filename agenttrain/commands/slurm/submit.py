@@ -73,7 +73,7 @@ class PlannedJob:
 def submit(args: Namespace, overrides: Sequence[str]) -> int:
     """Submit a run or sweep; exit code 1: a template fails its certificate. Raises ConfigError."""
     command, slurm = _split_slurm(args, overrides)
-    if not args.dry_run and not sbatch.present():
+    if not args.dry_run and not sbatch.has_sbatch():
         raise ConfigError(sbatch.ABSENT)
     with hydra_session(command.source):
         plan = _plan_job(command, slurm)
@@ -98,7 +98,7 @@ def submit(args: Namespace, overrides: Sequence[str]) -> int:
     for note in (*note_local_paths(plan.script, configs), *note_containers(configs)):
         print(f"note: {note}", file=sys.stderr)
     _print_script(text)
-    if not sbatch.present():  # only a dry run comes this far without it
+    if not sbatch.has_sbatch():  # only a dry run comes this far without it
         print("note: not checked by SLURM: there is no sbatch here", file=sys.stderr)
         return 0
     try:

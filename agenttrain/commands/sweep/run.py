@@ -151,7 +151,7 @@ def _wait(running: dict[int, tuple[SweepJob, JobProcess]]) -> tuple[int, JobEnd]
     """Wait until one of the jobs has ended; return its slot and how it ended."""
     while True:
         for slot, (_, process) in running.items():
-            if end := process.ended():
+            if end := process.poll():
                 return slot, end
         time.sleep(POLL_S)
 

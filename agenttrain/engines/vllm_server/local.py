@@ -106,7 +106,7 @@ class KeptWrapper:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(self._record.wrapper, number)
 
-    def ended(self, timeout_s: float) -> bool:
+    def wait_for_end(self, timeout_s: float) -> bool:
         """Wait for the wrapper's end. Return False if it still runs after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while self._record.wrapper_exists:
@@ -256,7 +256,8 @@ def _end(folder: Path, wrappers: Mapping[int, ChildProcess | KeptWrapper]) -> No
     for wrapper in wrappers.values():
         wrapper.signal(signal.SIGTERM)
     for wrapper in wrappers.values():
-        wrapper.ended(2 * END_S)  # waits: a wrapper gives its server END_S before it kills it
+        # A wrapper gives its server END_S before it kills it.
+        wrapper.wait_for_end(2 * END_S)
         wrapper.kill()
     remove_weights_folder(folder)
     for number in wrappers:
