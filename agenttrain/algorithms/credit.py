@@ -207,7 +207,7 @@ def returns(rewards: Sequence[float], gamma: float) -> tuple[float, ...]:
 
 def _pad_turns(values: Sequence[Sequence[Sequence[float]]]) -> Tensor:
     """Return values by group, rollout and turn as one tensor, [P, G, K], padded with NaN."""
-    # One at least, for the baselines of a process without rollouts.
+    # One at least, for the baselines of a process without rollouts. `max` needs a second number.
     rollouts = max(1, *(len(group) for group in values), 0)
     turns = max((len(by_turn) for group in values for by_turn in group), default=0)
     result_PGK = torch.full((len(values), rollouts, turns), torch.nan, dtype=torch.float64)
@@ -252,7 +252,7 @@ def _advantages_by_group(returns_PGK: Tensor, config: AlgorithmConfig) -> Tensor
     if config.scale is Scale.group:
         result_PGK = result_PGK / (std_P11 + EPSILON)
     elif config.scale is Scale.batch:
-        # As for rewards: the deviation of the returns, or of leave-one-out advantages.
+        # As `advantages` does: the deviation of the returns, or of leave-one-out advantages.
         scale_by_PGK = result_PGK if leave_one_out else returns_PGK
         result_PGK = result_PGK / (_std(scale_by_PGK.flatten(0, 1)) + EPSILON)
     return result_PGK.reshape(shape)

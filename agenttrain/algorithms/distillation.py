@@ -39,9 +39,9 @@ def mixed_advantages(
 ) -> Tensor:
     """Return reward_weight * A + weight * (log p_teacher - log p_policy) of each token, [S].
 
-    Without `gated_in` the second term is left out. `policy_S` are logprobs from before the update.
-    Each token gets its own difference and none of later tokens (a discount of 0). Example: A 0.5,
-    weights 1, probabilities 0.2 and 0.4: 0.5 + ln 2 = 1.193.
+    `gated_in` says that the rollout gets the second term (`is_gated_in`). `policy_S` are logprobs
+    from before the update. Each token gets its own difference and none of later tokens (a discount
+    of 0). Example: A 0.5, weights 1, probabilities 0.2 and 0.4: 0.5 + ln 2 = 1.193.
     """
     # float64, in which a trajectory keeps its advantages.
     from_reward_S = config.reward_weight * advantages_S.double()

@@ -136,6 +136,7 @@ def _correction_weight(
 ) -> tuple[Tensor | None, MetricParts]:
     """Return the bounded ratio trainer / engine that weighs the loss, and its metrics.
 
+    A correction needs behaviour=recomputed, so that `behaviour_S` are the trainer's own logprobs.
     The weight is [S] on token level, [B] above it. Without a correction: None, and no metrics.
     """
     correction = config.correction

@@ -57,7 +57,7 @@ def show(config: RunConfig, prompts: int) -> int:
 def _print_rows(components: Components) -> bool:
     """Print the summary of the rows, and the columns that rewards read; True if one is missing."""
     columns = components.rubric.columns
-    for line in _summary(components, context_of(components.config)):
+    for line in _describe_sources(components, context_of(components.config)):
         print(components.relocated(line))
     splits = components.tasks.by_key
     columns_by_key = {key: column_names(source) for key, source in splits.items()}
@@ -96,7 +96,7 @@ async def _tasks_with_prompts(tasks: Sequence[Task], components: Components) -> 
     return complete_tasks
 
 
-def _summary(components: Components, context: int | None) -> Iterator[str]:
+def _describe_sources(components: Components, context: int | None) -> Iterator[str]:
     """Yield the numbers of rows, their columns and the lengths of their prompts."""
     config, tasks = components.config, components.tasks
     yield from tasks.notes
@@ -109,14 +109,14 @@ def _summary(components: Components, context: int | None) -> Iterator[str]:
         columns = []
         for name in column_names(source):
             values = [task.columns[name] for task in first if name in task.columns]
-            kinds = sorted({_kind(value) for value in values})
+            kinds = sorted({_type_name(value) for value in values})
             gaps = "" if len(values) == len(first) else f" in {len(values)} of {len(first)}"
             columns.append(f"{name} ({' or '.join(kinds)}{gaps})")
         yield f"  columns  {', '.join(columns or ['none beside the messages'])}"
-        yield from _lengths(source, components, context)
+        yield from _describe_lengths(source, components, context)
 
 
-def _images(first: Sequence[Task], components: Components, note: str) -> Iterator[str]:
+def _describe_images(first: Sequence[Task], components: Components, note: str) -> Iterator[str]:
     """Yield the number of images, their sizes and their tokens."""
     images = [image for task in first for image in images_in(task.messages)]
     placeholders = components.chat.placeholders
@@ -136,12 +136,14 @@ def _images(first: Sequence[Task], components: Components, note: str) -> Iterato
     )
 
 
-def _kind(value: object) -> str:
+def _type_name(value: object) -> str:
     """Return the name of a value's type."""
     return next((name for kind, name in TYPES.items() if isinstance(value, kind)), "list")
 
 
-def _lengths(source: TaskSource, components: Components, context: int | None) -> Iterator[str]:
+def _describe_lengths(
+    source: TaskSource, components: Components, context: int | None
+) -> Iterator[str]:
     """Yield the prompts' tokens, and the rows that do not fit into the context."""
     first = source.tasks(0, min(len(source), MEASURED))
     lengths = sorted(len(components.prompt_ids(task)) for task in first if task.messages)
@@ -154,7 +156,7 @@ def _lengths(source: TaskSource, components: Components, context: int | None) ->
     note = "" if len(first) == len(source) else f", of the first {len(first):,} rows"
     note += ", without what the environment's reset adds" if resets else ""
     yield f"  prompt tokens  min {lengths[0]}  {spread}  max {lengths[-1]}{note}"
-    yield from _images(first, components, note)
+    yield from _describe_images(first, components, note)
     if context is None:
         return
     overlong = sum(length >= context for length in lengths)

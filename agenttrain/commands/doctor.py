@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -196,8 +196,14 @@ def _versions() -> Iterator[Finding]:
         yield Finding(
             f"[{extra}]", state, "; ".join(problems) or listed, remedy if problems else ""
         )
-    # Packages that set limits on each other, as an engine does on torch. trl is not a requirement,
-    # but often in the same environment.
+    yield from _conflicts(requirements)
+
+
+def _conflicts(requirements: Sequence[Requirement]) -> Iterator[Finding]:
+    """Yield packages that ask for another version of an installed one, as an engine does of torch.
+
+    trl is not a requirement, but often in the same environment.
+    """
     for name in dict.fromkeys([*(r.name for r in requirements), "trl"]):
         if _installed(name) is None:
             continue

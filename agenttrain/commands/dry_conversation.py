@@ -59,7 +59,9 @@ class DryModel:
         """Return the ids of a turn of this session."""
         question, config = self.questions[session], self.components.config
         after = question.messages[-1]["role"]
-        form, tools = question.form, [schema["function"] for schema in question.schemas]
+        # What the request demands of the answer: a tool, any call, or JSON by a schema.
+        form = question.form
+        tools = [schema["function"] for schema in question.schemas]
         after_tool = after == "tool"
         stops = self.components.stop_tools(self.task)
         # After a user's message an ordinary tool, after a tool result a stop tool, if there is one.

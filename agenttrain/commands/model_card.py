@@ -58,17 +58,19 @@ def model_card(
         front["datasets"] = datasets
     if sources:
         tasks = {
-            f"source {name}": "; ".join(f"{k}: {v}" for k, v in _tasks(config, part, sft).items())
+            f"source {name}": "; ".join(
+                f"{key}: {text}" for key, text in _task_facts(config, part, sft=sft).items()
+            )
             for name, part in sources.items()
         }
     else:
-        tasks = _tasks(config, data, sft)
-    of_adapters = "adapters (LoRA) alone: load them on the base model"
+        tasks = _task_facts(config, data, sft=sft)
+    adapter_text = "adapters (LoRA) alone: load them on the base model"
     if quantization := config.get("model", {}).get("quantization"):
-        of_adapters += f" in 4 bits ({quantization}), on which they were trained"
+        adapter_text += f" in 4 bits ({quantization}), on which they were trained"
     facts = {
         "base model": f"`{base}`" + (f" at revision `{revision}`" if revision else ""),
-        "weights": of_adapters if adapter else weights,
+        "weights": adapter_text if adapter else weights,
         "training": f"{algorithm}, {step} steps, seed {config.get('seed')}",
         **tasks,
         **({"images": "read; none of the training's is in this folder"} if sees else {}),
@@ -96,7 +98,7 @@ def model_card(
     return hide_secrets(card)
 
 
-def _tasks(config: Mapping[str, Any], rows: Mapping[str, Any], sft: bool) -> dict[str, str]:
+def _task_facts(config: Mapping[str, Any], rows: Mapping[str, Any], *, sft: bool) -> dict[str, str]:
     """Return rows, rewards and tools of a run, or of a source with the section `rows`."""
     sections_of_source = {
         key: rows[key] for key in ("reward", "tools") if rows.get(key) is not None

@@ -203,7 +203,8 @@ def _load_saved(command: Command, saved: Path) -> Composed:
     )
 
     source, trust = command.source, command.trust
-    # `runs` are the sections whose code the verb runs: the user has to trust it.
+    # `runs` are the sections whose code the verb runs: the user has to trust it. `open_keys` lets
+    # overrides name keys that no YAML file lists.
     if command.auto:
         return settings_for_auto_resume(saved, open_keys(command.overrides), source, trust=trust)
     if command.verb in ("play", "serve"):

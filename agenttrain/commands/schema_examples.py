@@ -41,7 +41,7 @@ def example(
     """
     resolver = SchemaResolver(schema) if resolver is None else resolver
     inner = partial(example, words=words, rng=rng, resolver=resolver, depth=depth + 1)
-    deep = depth >= MAX_DEPTH
+    is_deep = depth >= MAX_DEPTH
 
     def pick(choices: Sequence[Any]) -> Any:
         return choices[0] if rng is None else rng.choice(choices)
@@ -49,15 +49,15 @@ def example(
     schema = resolver.expand(schema)
     if options := resolver.options(schema):
         not_null = [part for part in options if resolver.types(part) != ["null"]]
-        if deep:
+        if is_deep:
             # End the nesting: an option that refers to no other schema, else null.
             flat = [part for part in not_null if not set(COMBINED) & set(part)]
             null = [part for part in options if part not in not_null]
             return inner(pick(flat or null or not_null or options))
         return inner(pick(not_null or options))
-    for listed in ("enum", "examples"):
-        if schema.get(listed):
-            return pick(schema[listed])
+    for keyword in ("enum", "examples"):
+        if schema.get(keyword):
+            return pick(schema[keyword])
     kind = schema.get("type")
     if isinstance(kind, list):
         kind = next((name for name in kind if name != "null"), "null")
@@ -68,15 +68,15 @@ def example(
             return {
                 name: inner(part)
                 for name, part in properties.items()
-                if name in required or (rng and not deep and rng.random() < 0.5)
+                if name in required or (rng and not is_deep and rng.random() < 0.5)
             }
         case "array":
             min_items, items = schema.get("minItems", 0), schema.get("items", {})
             if rng is None:
-                most = min(schema.get("maxItems", 1), 0 if deep else 1)
+                most = min(schema.get("maxItems", 1), 0 if is_deep else 1)
                 return [inner(items)] * max(min_items, most)
             max_items = min_items
-            if not deep:
+            if not is_deep:
                 max_items = min(schema.get("maxItems", min_items + 2), min_items + 2)
             return [inner(items) for _ in range(rng.randint(min_items, max_items))]
         case "integer" | "number":

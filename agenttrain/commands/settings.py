@@ -138,10 +138,10 @@ def all_settings(cls: type = RunConfig, prefix: str = "") -> Iterator[Setting]:
             if cls is RunConfig and key in ONE_BESIDE:
                 yield from all_settings(ONE_BESIDE[key], f"{key}.")
             if key == SOURCES:
-                yield from _of_sources()
+                yield from _source_settings()
 
 
-def _of_sources() -> Iterator[Setting]:
+def _source_settings() -> Iterator[Setting]:
     """Yield the settings that a source of a mixture has beside those of `data`."""
     shared = tuple(f"{SOURCES}.<name>.{name}" for name in field_names(DataConfig))
     for setting in all_settings(SourceConfig, f"{SOURCES}.<name>."):
@@ -164,13 +164,13 @@ def _choice_settings(section: str, description: str) -> Iterator[Setting]:
     )
     names = dict.fromkeys(name for cls in classes.values() for name in field_names(cls))
     for name in (name for name in names if name != "name"):
-        choices_of: dict[Setting, list[str]] = {}
+        overrides_by_setting: dict[Setting, list[str]] = {}
         for option, cls in classes.items():
             for field in (field for field in fields(cls) if field.name == name):
                 setting = _setting(cls, field, get_type_hints(cls)[name], f"{section}.{name}")
                 override = f"{section.replace('.', '/')}={option}"
-                choices_of.setdefault(setting, []).append(override)
-        for setting, overrides in choices_of.items():
+                overrides_by_setting.setdefault(setting, []).append(override)
+        for setting, overrides in overrides_by_setting.items():
             in_all = len(overrides) == len(classes)
             yield replace(setting, choices=() if in_all else tuple(overrides))
 
@@ -188,8 +188,10 @@ def _setting(cls: type, field: Field[Any], hint: Any, key: str) -> Setting:
     if info is not None:
         default = info.get_default(call_default_factory=True)
     else:
-        made = field.default_factory() if field.default_factory is not MISSING else field.default
-        default = getattr(made, "default", made)  # of pydantic's Field(default=…)
+        field_default = (
+            field.default_factory() if field.default_factory is not MISSING else field.default
+        )
+        default = getattr(field_default, "default", field_default)  # of pydantic's Field(default=…)
     is_required = info is not None and info.is_required()
     text = "" if is_required or default == "???" else shown(plain(default))
     bounds = [
@@ -304,9 +306,9 @@ def json_schema() -> dict[str, Any]:
             INTERPOLATION,
         ]
     for section in (*SETTINGS_BESIDE, *ONE_BESIDE):
-        beside = references[section, "validation"]
+        reference = references[section, "validation"]
         target: dict[str, Any] = {"type": "object", "properties": {"_target_": {"type": "string"}}}
-        name = beside["$ref"].rpartition("/")[2]
+        name = reference["$ref"].rpartition("/")[2]
         # Beside the settings stand the arguments of the `_target_`.
         target["properties"] |= definitions[name]["properties"]
         # `user` is one component; `tools` holds several, by name.

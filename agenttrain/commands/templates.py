@@ -44,7 +44,7 @@ def templates(options: argparse.Namespace) -> int:
         _check_options(options)
         if options.folder is not None:
             return _certify(options)
-        table = rows() if options.certify else list(recorded().values())
+        table = rows() if options.certify else list(read_shipped().values())
         if not write_report(json_rows(table), options.json):
             return 0
         print(markdown(table) if options.markdown else plain(table))
@@ -169,17 +169,17 @@ class TableRow:
 
 def rows() -> list[TableRow]:
     """Return a row for each known family: certified now, or as shipped if a template is missing."""
-    shipped = recorded()
+    shipped = read_shipped()
     table = []
     for name, family in families().items():
         has_originals = all(original(source) is not None for source in _sources(family))
         is_shipped_row = name in shipped and not has_originals
-        table.append(shipped[name] if is_shipped_row else _row(name, family))
+        table.append(shipped[name] if is_shipped_row else _certify_family(name, family))
     return table
 
 
 @cache
-def recorded() -> dict[str, TableRow]:
+def read_shipped() -> dict[str, TableRow]:
     """Return the shipped table, by family."""
     shipped = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else {"rows": []}
     versions = ", ".join(f"{name} {text}" for name, text in shipped.get("versions", {}).items())
@@ -193,7 +193,7 @@ def record() -> None:
         for source in _sources(family):
             if original(source) is None:
                 raise ChatError(f"{name}: the template {source} is missing; install the test extra")
-    certified = [asdict(_row(name, family)) for name, family in families().items()]
+    certified = [asdict(_certify_family(name, family)) for name, family in families().items()]
     content = {
         "date": date.today().isoformat(),
         "versions": {name: version(name) for name in PACKAGES},
@@ -202,7 +202,7 @@ def record() -> None:
     RECORD.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _row(name: str, family: Family) -> TableRow:
+def _certify_family(name: str, family: Family) -> TableRow:
     """Certify a family with its stock templates."""
     certificates: list[Certificate] = []
     reasoning: dict[str, None] = {}

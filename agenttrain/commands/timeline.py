@@ -22,7 +22,7 @@ def timeline(args: Namespace) -> int:
     folder = args.folder
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"{folder}: holds no run (there is no config.yaml); name a run's folder")
-    steps = _steps(args.steps)
+    steps = _read_steps(args.steps)
     if args.to is None:
         check_writable(folder, f"timeline {folder}", "write the page elsewhere: --to page.html")
     name = folder.resolve()
@@ -42,7 +42,7 @@ def timeline(args: Namespace) -> int:
     return 0
 
 
-def _steps(text: str | None) -> tuple[int, int] | None:
+def _read_steps(text: str | None) -> tuple[int, int] | None:
     """Read ``10-20`` or ``10``; raises ConfigError."""
     if text is None:
         return None

@@ -92,11 +92,11 @@ async def _tools_and_results(
         if not calls and not names_row:
             return None, []
         toolbox, environments = components.toolbox, components.environments
-        task = _row(args, components.tasks.by_key["data.train"])
+        task = _find_row(args, components.tasks.by_key["data.train"])
         tools_of = f"row {task.task_id}" if names_row else "the first row"
         machines = components.machines
         machine = await machines.start(TRIED, task) if machines is not None and calls else None
-        results = await _call(toolbox, environments, calls, task, tools_of, machine)
+        results = await _make_calls(toolbox, environments, calls, task, tools_of, machine)
         tools = RowTools(task, toolbox, environments)
         results = [_clip(result, tools, components) for result in results]
         return tools if names_row else None, results
@@ -113,7 +113,7 @@ def _clip(result: ToolResult, tools: RowTools, components: Components) -> ToolRe
     return replace(result, content=components.chat.clip(result.content, limit))
 
 
-def _row(args: Namespace, rows: TaskSource) -> Task:
+def _find_row(args: Namespace, rows: TaskSource) -> Task:
     """Return the named row, else the first one that training takes."""
     if args.row is not None:
         if args.row >= len(rows):
@@ -134,7 +134,7 @@ def _row(args: Namespace, rows: TaskSource) -> Task:
     )
 
 
-async def _call(
+async def _make_calls(
     toolbox: Toolbox,
     environments: Environments,
     calls: Sequence[ToolCall],

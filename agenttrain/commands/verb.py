@@ -39,7 +39,7 @@ VERBS = (
     *("templates", "settings", "view", "timeline", "replay", "rescore", "compare", "play", "serve"),
     *("engine-server", "servers", "export", "completion", "init", "doctor"),
 )
-"""Their names, in the order of the help."""
+"""Names of the verbs, in the order of the help."""
 STDOUT = Path("-")
 """Value of `--json` without a file."""
 SETTINGS = "key=value"

@@ -104,8 +104,8 @@ class ServersConfig(StartedServers):
     """
 
     count: Whole = Field(default=1, ge=1)
-    """Number of servers; 1 with `nodes` stands for one on each. Of those of `admin_urls`, the least
-    that have to answer at the start."""
+    """Number of servers; 1 with `nodes` stands for one on each node. With `admin_urls`: the fewest
+    of those servers that have to answer at the start."""
     nodes: Whole = Field(default=0, ge=0)
     """Nodes that serve and do not train, each with count / nodes servers: the last ones of the job
     that `agenttrain submit` writes. 0: the run starts the servers on its own machine."""

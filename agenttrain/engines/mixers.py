@@ -69,7 +69,10 @@ class Scan:
         )
 
     def run(self, function: Function) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Call another function with the same tensors; return them and the output."""
+        """Call another function with the same tensors; return them and the output.
+
+        The trainer compares the outputs of two functions, and the gradients of the tensors.
+        """
         output, _ = self.apply(function, self.inputs, self.weights, self.state, keeps=False)
         return (*self.inputs, *self.weights), output
 
@@ -230,8 +233,9 @@ def _scan_mamba2(
 ) -> Any:
     """Compute `mamba2_chunk_scan` by the layout.
 
-    The layout pads with zeros, and a step size of 0 leaves the state as it is. So the scan gets
-    final step sizes: before the softplus and the limits no padding would stand for 0.
+    The layout pads step sizes with zeros, which leave the state as it is. So softplus and limits
+    are applied here, before the padding: they would make another number of a 0. `seq_idx`,
+    transformers' own layout, is not used beside ours.
     """
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = (softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
@@ -329,18 +333,18 @@ def keep_float32(model: nn.Module) -> None:
 @contextmanager
 def keeping_float32() -> Iterator[None]:
     """Load the weights in `IN_FLOAT32` of models as float32 within the block."""
-    former = PreTrainedModel._get_dtype_plan
+    original_plan = PreTrainedModel._get_dtype_plan
 
-    def extended(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        # Of names in a plan transformers makes a regular expression.
-        names = (rf"\.{name}$" for name in IN_FLOAT32)
-        return {**former(model, dtype), **dict.fromkeys(names, torch.float32)}
+    def plan_with_float32(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        # transformers reads the names in a plan as regular expressions.
+        patterns = (rf"\.{name}$" for name in IN_FLOAT32)
+        return {**original_plan(model, dtype), **dict.fromkeys(patterns, torch.float32)}
 
-    PreTrainedModel._get_dtype_plan = extended
+    PreTrainedModel._get_dtype_plan = plan_with_float32
     try:
         yield
     finally:
-        PreTrainedModel._get_dtype_plan = former
+        PreTrainedModel._get_dtype_plan = original_plan
 
 
 def _modeling_classes(model: nn.Module) -> set[type]:
@@ -349,7 +353,7 @@ def _modeling_classes(model: nn.Module) -> set[type]:
 
 
 def _mixer_functions(model: nn.Module) -> list[tuple[ModuleType, str]]:
-    """Return the places of functions of `ADAPTERS` in the model's modeling modules."""
+    """Return (module, name) of each function of `ADAPTERS` in the model's modeling modules."""
     names = {cls.__module__ for cls in _modeling_classes(model)}
     modules = [sys.modules[name] for name in names & sys.modules.keys()]
     return [(module, name) for module in modules for name in ADAPTERS.keys() & vars(module).keys()]

@@ -38,8 +38,8 @@ TARGET = "_target_"
 class OutsideEngine(EngineSettings):
     """Settings of an engine from outside before its module is imported."""
 
-    own: dict[str, Any]
-    """Every key as it was given; the engine's own settings class checks them."""
+    keys: dict[str, Any]
+    """The section as the user wrote it; the engine's own settings class checks it."""
 
 
 @cache
@@ -72,7 +72,7 @@ def names_with(**abilities: bool) -> str:
     return f"engine={'|'.join(names)}"
 
 
-def chosen(section: Any) -> EngineSettings:
+def read_engine(section: Any) -> EngineSettings:
     """Return the section `engine` as the settings of the engine that it names.
 
     An engine from outside gets an `OutsideEngine` with its keys unchecked, until `admit`. Raises
@@ -98,7 +98,7 @@ def chosen(section: Any) -> EngineSettings:
         # The keys that all engines have can be checked without the engine's module.
         shared = {key: keys[key] for key in field_names(EngineSettings) if key in keys}
         base = _validated(EngineSettings, shared, f"engine.{TARGET}={path}")
-        return OutsideEngine(**{**asdict(base), "name": path}, own=keys)
+        return OutsideEngine(**{**asdict(base), "name": path}, keys=keys)
     name = keys["name"]
     if not isinstance(name, str) or name not in specs():
         choices = f"{', '.join(specs())}{did_you_mean(str(name), specs())}"
@@ -122,7 +122,7 @@ def admit(settings: EngineSettings) -> EngineSettings:
                 "settings; derive a pydantic dataclass from EngineSettings: class "
                 "MySettings(EngineSettings)"
             )
-        checked = _validated(spec.settings, settings.own, f"{key}={path}")
+        checked = _validated(spec.settings, settings.keys, f"{key}={path}")
     except ValueError as error:
         raise ConfigError(str(error)) from error
     checked.name = path  # `spec_of` finds the spec by it
@@ -132,7 +132,7 @@ def admit(settings: EngineSettings) -> EngineSettings:
 def plain(settings: EngineSettings) -> dict[str, Any]:
     """Return the section as config.yaml stores it. Before `admit` it has only the user's keys."""
     if isinstance(settings, OutsideEngine):
-        return {TARGET: settings.name, **settings.own}
+        return {TARGET: settings.name, **settings.keys}
     keys = sections.plain(settings)
     if settings.name not in specs():  # an engine from outside, after `admit`: `name` is its path
         return {TARGET: keys.pop("name"), **keys}

@@ -257,7 +257,7 @@ def embed(
             parts.append(vectors_VH[piece.first : piece.last])
         return torch.cat(parts).to(device, embeddings_NTH.dtype)
 
-    flat_MH = embeddings_NTH.flatten(0, 1).index_copy(0, places_V, vectors(None))
+    flat_MH = embeddings_NTH.flatten(0, 1).index_copy(0, places_V, vectors(layer=None))
     keywords: dict[str, Any] = {"inputs_embeds": flat_MH.view_as(embeddings_NTH)}
     layers = len(features[pieces[0].image.sha256].deep)
     if layers:

@@ -151,12 +151,12 @@ def read_verified(
     """
     if not verified:
         verify(folder, manifest_digest)
-    return _read(folder, _manifest(folder, manifest_digest))
+    return _read(folder, _read_manifest(folder, manifest_digest))
 
 
 def verify(folder: Path, manifest_digest: str) -> None:
     """Read a version; raises BadWeights or OSError if anything differs from the manifest."""
-    tensors = _manifest(folder, manifest_digest)
+    tensors = _read_manifest(folder, manifest_digest)
     names_read = set()
     for name, tensor in _read(folder, tensors):
         expected = tensors.get(name)
@@ -172,7 +172,7 @@ def verify(folder: Path, manifest_digest: str) -> None:
         raise BadWeights(f"{folder}: {list_names(missing)}: in the manifest, and in no file")
 
 
-def _manifest(folder: Path, manifest_digest: str) -> dict[str, dict[str, Any]]:
+def _read_manifest(folder: Path, manifest_digest: str) -> dict[str, dict[str, Any]]:
     """Return the manifest's tensors: name -> file, form and digest. Raises BadWeights, OSError."""
     text = (folder / MANIFEST).read_bytes()
     if hashlib.sha256(text).hexdigest() != manifest_digest:

@@ -20,7 +20,7 @@ from agenttrain.types import Task, ToolContext
 from agenttrain.utils.locate import about_argument, class_method, locate_section
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.redaction import hide_in_settings
-from agenttrain.utils.sections import beside
+from agenttrain.utils.sections import split_section
 
 COLUMN = "environment"
 """Column that selects a row's environment if the run has several."""
@@ -193,7 +193,7 @@ def build_kinds(environment: Mapping[str, Any]) -> dict[str, EnvironmentKind]:
     kinds: dict[str, EnvironmentKind] = {}
     for name, section in environment.items():
         located = locate_section(section, key=f"environment.{name}")
-        settings, bound = beside(EnvironmentSettings, located.bound, f"environment.{name}")
+        settings, bound = split_section(EnvironmentSettings, located.bound, f"environment.{name}")
         if not inspect.isclass(located.target):
             raise ValueError(
                 f"{located.where}: is not a class; each rollout gets an instance of its own, so "

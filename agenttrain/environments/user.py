@@ -23,7 +23,7 @@ from agenttrain.utils.data_fields import Data, DataWhere
 from agenttrain.utils.locate import about_argument, locate_section
 from agenttrain.utils.redaction import hide_in_settings, hide_secrets
 from agenttrain.utils.role_names import is_role
-from agenttrain.utils.sections import beside
+from agenttrain.utils.sections import split_section
 from agenttrain.utils.seeds import derive_seed
 from agenttrain.utils.text_templates import TextTemplate
 from agenttrain.utils.threads import DaemonThreads, blocks
@@ -203,7 +203,7 @@ def build_user(section: Mapping[str, Any]) -> SimulatedUser | None:
     if not section:
         return None
     located = locate_section(section, key="user")
-    settings, bound = beside(UserSettings, located.bound, "user")
+    settings, bound = split_section(UserSettings, located.bound, "user")
     function = located.target
     try:
         if inspect.isclass(function):

@@ -26,7 +26,7 @@ from agenttrain.types import Rollout
 from agenttrain.utils.locate import about_argument, locate_section
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.redaction import hide_in_settings, hide_secrets
-from agenttrain.utils.sections import beside
+from agenttrain.utils.sections import split_section
 
 
 class _Rewards(NamedTuple):
@@ -208,7 +208,7 @@ def build_rubric(reward: Mapping[str, Any]) -> Rubric:
     for name, section in reward.items():
         key = f"reward.{name}"
         located = locate_section(section, key=key)
-        settings[name], bound = beside(RewardSettings, located.bound, key)
+        settings[name], bound = split_section(RewardSettings, located.bound, key)
         scorers[name] = _build_scorer(located.target, name, bound, located.where, settings[name])
     return Rubric(
         scorers,

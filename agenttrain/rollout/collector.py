@@ -140,7 +140,7 @@ class Collector(RolloutContext):
 
     @property
     def _kits(self) -> Sequence[SourceTools | Self]:
-        """The collector itself, or the kits of a mixture."""
+        """Tools, environments and rewards of each source; without sources the collector's own."""
         return list(self.sources.values()) or [self]
 
     def toolboxes(self) -> list[Toolbox]:
@@ -172,6 +172,7 @@ class Collector(RolloutContext):
     @property
     def stuck(self) -> tuple[str, ...]:
         """Names of the tools whose abandoned calls still run, one per call."""
+        # By identity: sources may share a toolbox, whose calls count once.
         toolboxes = {id(kit.toolbox): kit.toolbox.stuck for kit in self._kits}
         environments = {id(kit.environments): kit.environments.stuck for kit in self._kits}
         parts = (*toolboxes.values(), *environments.values())

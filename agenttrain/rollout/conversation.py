@@ -41,7 +41,7 @@ class Conversation:
         self._context = replace(
             context,
             limits=replace(context.limits, timeout_s=None),
-            user=self._next,
+            user=self._next_message,
             on_messages=self._record,
         )
         self._request = request
@@ -92,7 +92,7 @@ class Conversation:
             self._task.cancel()
             await asyncio.wait((self._task,))
 
-    async def _next(self, _: Message) -> str | None:
+    async def _next_message(self, _: Message) -> str | None:
         """Wait for the user's next message; the loop calls this after each answer."""
         self._waiting.set()
         return await self._texts.get()

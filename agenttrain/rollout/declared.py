@@ -42,10 +42,10 @@ class DeclaredTool:
 def write_declared(folder: Path, toolbox: Toolbox, environments: Environments) -> None:
     """Write tools.json into a run's folder."""
     declared = {
-        "run": _declared(toolbox),
+        "run": _describe(toolbox),
         "environments": {
             name: {
-                **_declared(environments.toolbox_of(kind)),
+                **_describe(environments.toolbox_of(kind)),
                 "hooks": [
                     hook for hook in DECLARED_HOOKS if callable(getattr(kind.cls, hook, None))
                 ],
@@ -71,13 +71,13 @@ def read_declared(folder: Path) -> tuple[Toolbox, Environments] | None:
                 hook: lambda self: None for hook in DECLARED_HOOKS if hook in environment["hooks"]
             }
             environments.kinds[name] = EnvironmentKind(name, type(name, (), hooks))
-            environments.toolboxes[name] = _toolbox(environment)
-        return _toolbox(declared["run"]), environments
+            environments.toolboxes[name] = _make_toolbox(environment)
+        return _make_toolbox(declared["run"]), environments
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path}: is not what the run wrote: {error}") from error
 
 
-def _declared(toolbox: Toolbox) -> dict[str, Any]:
+def _describe(toolbox: Toolbox) -> dict[str, Any]:
     """Return a toolbox as JSON: schemas, limits and stop tools."""
     tools = [
         {"schema": toolbox.tool(name).schema, "limits": asdict(toolbox.limits(name))}
@@ -86,8 +86,8 @@ def _declared(toolbox: Toolbox) -> dict[str, Any]:
     return {"tools": tools, "stop_tools": sorted(toolbox.stop_tools)}
 
 
-def _toolbox(declared: Mapping[str, Any]) -> Toolbox:
-    """Return the toolbox of a `_declared` object; its tools cannot be called."""
+def _make_toolbox(declared: Mapping[str, Any]) -> Toolbox:
+    """Return the toolbox that `_describe` described; its tools cannot be called."""
     tools = [DeclaredTool(tool["schema"]) for tool in declared["tools"]]
     # A limit that another version of the package recorded may be unknown to this one.
     limits = [

@@ -175,11 +175,11 @@ class SubAgents:
         """Raise ToolFailure, and stop the rollout, if agents may not delegate at this depth."""
         limit = self._limits.max_delegation_depth
         if depth > limit:
-            raise self.stopped(
+            raise self.stop_rollout(
                 StopReason.max_delegation_depth, f"rollout.max_delegation_depth={limit}"
             )
 
-    def stopped(self, reason: StopReason, text: str = "") -> ToolFailure:
+    def stop_rollout(self, reason: StopReason, text: str = "") -> ToolFailure:
         """Stop the rollout after this turn's calls; return the error that the tool gets.
 
         `text` names the limit that is used up; empty: `rollout.max_delegated_tokens`.
@@ -201,7 +201,7 @@ class SubAgents:
     ) -> Trajectory:
         """Begin the trajectory of a sub-agent. Raises ToolFailure if there is no token left."""
         if len(prompt) >= self.tokens_left():
-            raise self.stopped(StopReason.max_delegated_tokens)
+            raise self.stop_rollout(StopReason.max_delegated_tokens)
         trajectory = self._rollout.begin(role=request.role, delegation=delegation)
         trajectory.messages.extend(request.messages)
         trajectory.prompt_messages = len(request.messages)

@@ -70,12 +70,12 @@ class Demonstrator:
         record = task.columns.get(ROLLOUT)
         try:
             if isinstance(record, RecordedRollout):
-                return self._recorded(record, task, rollout_id)
-            return self._rendered(task, rollout_id)
+                return self._from_record(record, task, rollout_id)
+            return self._render(task, rollout_id)
         except (BadDemonstration, ChatError, LedgerError, ValueError) as error:
             raise BadDemonstration(f"task {task.task_id}: {error}") from error
 
-    def _recorded(self, record: RecordedRollout, task: Task, rollout_id: str) -> Rollout:
+    def _from_record(self, record: RecordedRollout, task: Task, rollout_id: str) -> Rollout:
         """Return a recorded rollout with the ids of its record, if this run renders the same ones.
 
         Otherwise the prompt and the replies are rendered by this run's template and tools. Sampled
@@ -96,13 +96,13 @@ class Demonstrator:
             )
         try:
             sampled = completions(record)
-            return self._rendered(task, rollout_id, sampled=sampled)
+            return self._render(task, rollout_id, sampled=sampled)
         except (BadDemonstration, ChatError, LedgerError, ValueError) as error:
             raise BadDemonstration(
                 f"{error}. It was not learned as recorded, because {reason}"
             ) from error
 
-    def _rendered(self, task: Task, rollout_id: str, sampled: Sequence[Completion] = ()) -> Rollout:
+    def _render(self, task: Task, rollout_id: str, sampled: Sequence[Completion] = ()) -> Rollout:
         """Return the rollout of `task.messages`, rendered by the chat template.
 
         If the completions of its last turns were `sampled`, these turns keep the sampled ids.

@@ -59,10 +59,10 @@ async def start_episode(
 
 async def score_episode(rollout: Rollout, episode: Episode | None) -> None:
     """Set the rollout's `environment_reward`, unless it failed. Raises RewardError."""
-    unscored = (StopReason.error, StopReason.aborted)
+    failure_reasons = (StopReason.error, StopReason.aborted)
     if episode is None or not episode.kind.has_reward:
         return
-    if not rollout.turns or rollout.stop_reason in unscored:
+    if not rollout.turns or rollout.stop_reason in failure_reasons:
         return
     rollout_copy = copy_rollout(rollout)  # user code must not change what is trained
     try:

@@ -61,7 +61,7 @@ class ParsedTurns:
         """Record that `token_ids`, sampled in `turn` after a message of role `after`, parse to
         `message`."""
         key = TurnKey(trajectory.rollout_id, trajectory.index, turn)
-        self._turns[key] = ParsedTurn(token_ids, after, _digest(message))
+        self._turns[key] = ParsedTurn(token_ids, after, _hash_message(message))
 
     def matches(
         self,
@@ -77,10 +77,10 @@ class ParsedTurns:
         Otherwise the ids have to be parsed again.
         """
         key = TurnKey(trajectory.rollout_id, trajectory.index, turn)
-        return self._turns.get(key) == (token_ids, after, _digest(message))
+        return self._turns.get(key) == (token_ids, after, _hash_message(message))
 
 
-def _digest(message: Message) -> bytes:
+def _hash_message(message: Message) -> bytes:
     """Hash a message. Equal messages may get different hashes (1 and 1.0), which costs one parse;
     different messages never get equal ones."""
     return blake2b(repr(message).encode("utf-8", "surrogatepass"), digest_size=16).digest()

@@ -344,9 +344,9 @@ class _Loop:
         self.trajectory = self.rollout.branch(
             long.index, position, role=SUMMARY, delegation=self.agent.delegation
         )
-        before = len(long.messages) - len(last.replies)
-        self.trajectory.messages += [*long.messages[:before], *replies]
-        self.trajectory.prompt_messages = before + len(replies) + 1  # 1: the request
+        before_replies = len(long.messages) - len(last.replies)
+        self.trajectory.messages += [*long.messages[:before_replies], *replies]
+        self.trajectory.prompt_messages = before_replies + len(replies) + 1  # 1: the request
         for origin, span_ids in suffix:
             self.trajectory.append_context(span_ids, origin)
         self._add(request)
@@ -509,8 +509,8 @@ class _Loop:
         )
         # A tool's text may be clipped to fit, a question may not: it would be another question.
         # If a turn follows, one token of it has to fit too.
-        needed = sum(len(ids) for _, ids in suffix) + int(episode_end is None)
-        if needed <= self._remaining_tokens():
+        needed_tokens = sum(len(ids) for _, ids in suffix) + int(episode_end is None)
+        if needed_tokens <= self._remaining_tokens():
             self._append(turn, completion, [question], suffix)
             self._dialogue.say(text)
         elif episode_end is None:
@@ -686,7 +686,7 @@ class _Loop:
             await self.engine.release(agent.session)
         # These end the whole rollout. Any other end of the sub-agent is a result for the tool.
         if reason in (StopReason.max_delegated_tokens, StopReason.aborted):
-            raise self.sub_agents.stopped(reason)
+            raise self.sub_agents.stop_rollout(reason)
         messages = copy_value(loop.trajectory.messages)
         answer = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
         return Delegated(content=answer, stop_reason=reason, messages=tuple(messages))

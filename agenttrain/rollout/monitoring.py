@@ -315,7 +315,7 @@ class Throttle:
         loop = asyncio.get_running_loop()
         if not self._scheduled:
             self._scheduled, self._left = True, self.at_once
-            loop.call_soon(self._next, loop)
+            loop.call_soon(self._resume_next, loop)
         if self._left > 0 and not self._waiting:
             self._left -= 1
             return
@@ -323,7 +323,7 @@ class Throttle:
         self._waiting.append(future)
         await future
 
-    def _next(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _resume_next(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start a new pass: resume the rollouts that have waited longest."""
         self._left = self.at_once
         while self._waiting and self._left > 0:
@@ -333,7 +333,7 @@ class Throttle:
                 self._left -= 1
         self._scheduled = self._left < self.at_once
         if self._scheduled:
-            loop.call_soon(self._next, loop)
+            loop.call_soon(self._resume_next, loop)
 
 
 YOUNG = 20_000

@@ -94,16 +94,16 @@ def fit_replies(
         )
         rendered = render(fitted)
     else:  # clip each text to its own limit, then all of them until they fit
-        full = [str(reply["content"]) for reply in replies]
+        full_texts = [str(reply["content"]) for reply in replies]
         limits = list(max_result_tokens)
-        texts = [chat.clip(text, limit) for text, limit in zip(full, limits, strict=True)]
+        texts = [chat.clip(text, limit) for text, limit in zip(full_texts, limits, strict=True)]
         rendered = render_texts(texts)
         while rendered.length > max_suffix_tokens and any(texts):
             # A template may lengthen a text (JSON escapes), so one cut may not be enough.
             lengths = [len(chat.encode_plain(text)) for text in texts]
             excess = rendered.length - max_suffix_tokens
             limits = split_tokens(lengths, max(sum(lengths) - excess, 0))
-            texts = [chat.clip(text, limit) for text, limit in zip(full, limits, strict=True)]
+            texts = [chat.clip(text, limit) for text, limit in zip(full_texts, limits, strict=True)]
             rendered = render_texts(texts)
     if generation_prompt and rendered.length > max_suffix_tokens:
         raise LedgerError(

@@ -150,12 +150,12 @@ class RolloutProcess:
             self._channel.close()
         # A process that is still starting does not notice any of this: it is killed at once.
         wait_s = END_S if self._ready else 0.0
-        await asyncio.to_thread(self._child.ended, wait_s)
+        await asyncio.to_thread(self._child.wait_for_end, wait_s)
         self._child.kill()
 
     async def _death(self) -> RolloutsDead:
         """Return the error that says how the process ended."""
-        how_it_ended = await asyncio.to_thread(self._child.gone)
+        how_it_ended = await asyncio.to_thread(self._child.gone_error)
         log = f" (log: {self._log})" if self._log.exists() else ""
         return RolloutsDead(f"the rollout process{log} {how_it_ended}")
 

@@ -40,9 +40,10 @@ def common_hosts(first: Sequence[str], second: Sequence[str]) -> tuple[str, ...]
 
     Example: ``["*.org", "a.com"]`` and ``["example.org", "*.a.com"]`` have ``("example.org",)``.
     """
-    both = [host for host in first if host in second or is_allowed(host.lstrip("*."), second)]
-    both += [host for host in second if is_allowed(host.lstrip("*."), first)]
-    return tuple(dict.fromkeys(both))
+    # A pattern counts as allowed where its name is: `*.a.com` by `*.com`, which allows `a.com`.
+    common = [host for host in first if host in second or is_allowed(host.lstrip("*."), second)]
+    common += [host for host in second if is_allowed(host.lstrip("*."), first)]
+    return tuple(dict.fromkeys(common))
 
 
 async def serve(listener: socket.socket, hosts: Sequence[str]) -> asyncio.Server:
@@ -65,7 +66,7 @@ async def _handle(
     """Read one request, and connect the client with the host that it names if that is allowed."""
     async with asyncio.timeout(HEAD_S):
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-    line, *headers = head.split("\r\n")[:-2]
+    line, *headers = head.split("\r\n")[:-2]  # without the empty line at its end
     method, target, version = line.split(" ")
     connects = method == "CONNECT"
     url = urlsplit(f"//{target}" if connects else target)

@@ -81,7 +81,7 @@ class _Command:
 
 
 class ExecChannel:
-    """The connection to a container's shell.
+    """The connection to a container's shell. All of its methods run in one event loop.
 
     Example::
 
@@ -221,8 +221,9 @@ class ExecChannel:
             for path in files:
                 path.unlink(missing_ok=True)
             raise
-        reaped, self._unreaped = " ".join(self._unreaped), []
-        wait = f"wait {reaped} 2>/dev/null; " if reaped else ""
+        # The shell waits for commands that have ended, so that they do not stay as zombies.
+        pids, self._unreaped = " ".join(self._unreaped), []
+        wait = f"wait {pids} 2>/dev/null; " if pids else ""
         running = _Command(
             reader,
             Clipped(max_bytes, on_output),
@@ -231,6 +232,8 @@ class ExecChannel:
             files=files,
         )
         self._commands[name] = running
+        # The shell reports `7 p 12`, command 7 is process 12, and `7 0`, its exit code. The command
+        # itself does not get the descriptor of the reports, 9.
         try:
             self._write(
                 f"{wait}{{ ( exec 9>&-; {text} ) <{source} >{INSIDE}/{name} 2>&1; "
@@ -309,11 +312,11 @@ class ExecChannel:
         self._received += data
         *lines, self._received = self._received.split(b"\n")
         for line in lines:
-            self._handle(line.decode("ascii", "replace").split())
+            self._handle_report(line.decode("ascii", "replace").split())
         if not data or len(self._received) > MAX_LINE:
             self.fail(ENDED if not data else "its shell's connection was tampered with")
 
-    def _handle(self, words: list[str]) -> None:
+    def _handle_report(self, words: list[str]) -> None:
         """Handle a report: ``ready``, ``7 p 12``, ``7 k`` or ``7 0``."""
         if words == ["ready"] and not self._is_ready.done():
             self._is_ready.set_result(None)
@@ -330,12 +333,15 @@ class ExecChannel:
                 with suppress(MachineLost):
                     self._write_kill(words[0], running)
         elif len(words) == 2 and words[1].isdigit() and not running.ended.done():
-            running.ended.set_result(int(words[1][:3]))
+            running.ended.set_result(int(words[1][:3]))  # an exit code is 255 at most
             if running.pid:
                 self._unreaped.append(running.pid)
 
     def _read_output(self, running: _Command) -> None:
-        """Read some output, and go on after a pause."""
+        """Read some output, and go on after PAUSE_S.
+
+        A program that prints byte by byte must not keep the event loop busy.
+        """
         try:
             data = os.read(running.reader, CHUNK)
         except BlockingIOError:

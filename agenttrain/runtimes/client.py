@@ -45,7 +45,8 @@ async def call_client(
 
     With `on_output` standard output and error go there together.
     """
-    # Without a keeper, which would end the monitors that podman leaves beside its containers.
+    # Without the keeper of other child processes: it ends all that a child leaves behind, and so
+    # the monitors that podman leaves beside its containers.
     try:
         process = await asyncio.create_subprocess_exec(
             *arguments,

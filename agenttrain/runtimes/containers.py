@@ -67,7 +67,7 @@ class Container:
         name: str,
         spec: MachineSpec,
         channel: ExecChannel,
-        forget: Callable[[str, None], object],
+        forget: Callable[[str], object],
     ) -> None:
         """`forget` is called with the name once the container is removed."""
         self.client, self.name, self.spec = client, name, spec
@@ -81,6 +81,7 @@ class Container:
         self.proxy: asyncio.Server | None = None
         """Through which it reaches `spec.hosts`."""
         self._staged = itertools.count()
+        """Numbers of the copies that `copy_in` stages in the channel's folder."""
 
     async def exec(
         self,
@@ -150,6 +151,7 @@ class Container:
         except OSError as error:
             raise MachineLost(f"{source}: cannot be copied: {error}") from error
         inside, parent = f"{INSIDE}/{name}", target.rpartition("/")[0] or "/"
+        # $1 is the staged copy, $2 the target, $3 the folder of the target.
         script = 'mkdir -p "$2" && cp -R "$1/." "$2"'
         if source.is_file():
             script = 'mkdir -p "$3" && cp "$1" "$2"'
@@ -204,7 +206,7 @@ class Container:
         result = await call_client([self.client, "rm", "-f", self.name], timeout_s=STOP_S)
         if result.code and "no such container" not in result.problem.lower():
             raise MachineLost(f"{self.name}: cannot be removed: {result.problem}")
-        self._forget(self.name, None)
+        self._forget(self.name)
 
 
 class _AfterMark:
@@ -264,7 +266,10 @@ def env_options(env: Mapping[str, str]) -> Iterator[list[str]]:
 
 
 class Containers:
-    """Starts containers, and ends those that are left."""
+    """Starts containers, and ends those that are left.
+
+    A run has one, in one event loop. `Container.stop` removes a container, `aclose` all others.
+    """
 
     def __init__(self, client: str, *, start_timeout_s: float = 60.0, pull: bool = False) -> None:
         self.client, self._start_timeout_s = client, start_timeout_s
@@ -272,6 +277,7 @@ class Containers:
         self._live: dict[str, Container] = {}
         """Name -> a container that is not removed yet."""
         self._prefix = own_prefix()
+        """Beginning of the containers' names, by which leftovers of this process are found."""
         self._is_podman = os.path.basename(client) == "podman"
         self._maps_ids = self._is_podman and os.geteuid() == 0
         """True: ids of a container are FIRST_ID and above on the host. Its root is not ours."""
@@ -279,6 +285,7 @@ class Containers:
         self._has_reaper = False
         self._warned_of_disk = False
         self._watching: asyncio.Task[None] | None = None
+        """Measures what containers have written, as long as there are any."""
 
     async def start(self, spec: MachineSpec) -> Container:
         """Start a container; raises MachineLost."""
@@ -288,6 +295,7 @@ class Containers:
             raise MachineLost(f"image {spec.image}: no container starts: {error}") from error
 
     async def _start(self, spec: MachineSpec) -> Container:
+        """Start a container, and remove it if a part of the start fails. Raises OSError too."""
         if self._folder is None:
             self._folder = TemporaryFolder()
         if not self._has_reaper:
@@ -297,7 +305,7 @@ class Containers:
         number = next(_numbers)
         name, folder = f"{self._prefix}{number}", self._folder.path / str(number)
         folder.mkdir()
-        container = Container(self.client, name, spec, ExecChannel(folder), self._live.pop)
+        container = Container(self.client, name, spec, ExecChannel(folder), self._forget)
         self._live[name] = container
         try:
             proxy = allowlist.environment() if spec.hosts else {}
@@ -333,6 +341,10 @@ class Containers:
             await _try_to_stop(container)
         if self._folder is not None:
             self._folder.remove()
+
+    def _forget(self, name: str) -> None:
+        """Drop a container that was removed."""
+        self._live.pop(name, None)
 
     def _run_options(self, name: str, folder: Path, spec: MachineSpec) -> list[str]:
         """Return the client's command that starts a container in the background."""
@@ -423,6 +435,7 @@ def runs_as_root(pid: int) -> bool:
     with suppress(OSError):
         status = Path(f"/proc/{pid}/status").read_text()
         outside = int(status.partition("\nUid:")[2].split()[0])
+        # A line has the first id inside, the first id outside, and the number of ids.
         for line in Path(f"/proc/{pid}/uid_map").read_text().splitlines():
             first, mapped, _ = map(int, line.split())
             if first == 0:

@@ -19,6 +19,7 @@ from agenttrain.utils.temporary import TemporaryFolder
 DOCKERFILE = "Dockerfile"
 TAG = "localhost/agenttrain/"
 ASK_S = 30.0
+"""Seconds that a question to the client may take."""
 LOG_BYTES = 4000
 
 

@@ -76,6 +76,7 @@ class Machines:
         # `max_running` and `max_starting` of the settings; `_bind_to_loop` makes both.
         self._running = self._starting = asyncio.Semaphore()
         self._env = {name: os.environ[name] for name in settings.env if name in os.environ}
+        """Variables of this process that machines get, and that Harbor tasks may read."""
         self._images: dict[tuple[str, bool], str] = {}
         """Name or folder of an image, and True for a rollout's -> name of the image to start."""
         self._install = None if install is None else Path(install).expanduser()
@@ -116,7 +117,7 @@ class Machines:
         Returns False if none follows: it was the last, or its rewards are below its `min_reward`.
         """
         progress, machine = self._progress[rollout_id], self._machines[rollout_id]
-        await self._begin_step(progress, machine)
+        await self._begin_step(progress, machine)  # if its preparation was interrupted
         progress.grades.append(await self.grade_task(progress.current, machine))
         if progress.is_over:
             return False
@@ -125,10 +126,11 @@ class Machines:
 
     async def _begin_step(self, progress: Progress, machine: RolloutMachine) -> None:
         """Prepare the current step, unless that is done."""
-        if progress.begun > len(progress.grades):
+        ended = len(progress.grades)
+        if progress.begun > ended:
             return
         await self._prepare_step(progress.current, machine)
-        progress.begun = len(progress.grades) + 1
+        progress.begun = ended + 1
 
     async def _prepare_step(self, task: HarborTask, machine: RolloutMachine) -> None:
         assert task.step is not None
@@ -169,18 +171,18 @@ class Machines:
                 await machine.end_processes()
             user = task.agent_user or self.settings.user
             # Only the image of `verifier_place` can hold the tests: copy them into this container.
-            shared = replace(task, agent_user=user, bundled_tests=False)
-            grades = await grading.grade(machine, shared, env)
+            task_in_shared = replace(task, agent_user=user, bundled_tests=False)
+            grades = await grading.grade(machine, task_in_shared, env)
             if task.step is not None:
                 await grading.remove_tests(machine)
             return grades
         fresh = await self._start_place(task, place, user=task.verifier_user)
         try:
             # Commands in this container run as the verifier's user, with which it was started.
-            alone = replace(task, agent_user=None, verifier_user=None)
+            task_in_fresh = replace(task, agent_user=None, verifier_user=None)
             await grading.make_folders(fresh)
-            await grading.move_artifacts(machine, fresh, alone)
-            return await grading.grade(fresh, alone, env)
+            await grading.move_artifacts(machine, fresh, task_in_fresh)
+            return await grading.grade(fresh, task_in_fresh, env)
         finally:
             await self._end(fresh)
 
@@ -221,10 +223,10 @@ class Machines:
         """Build or look for the images of tasks before anything is sampled; raises MachineLost."""
         harbor_tasks = [task for task in map(harbor_task, tasks) if task is not None]
         parts = [part for task in harbor_tasks for part in (task, *task.steps)]
-        for_tests = {t.verifier_place.image for t in parts if t.verifier_place is not None}
-        for_tests -= {task.place.image for task in harbor_tasks}
+        only_for_tests = {t.verifier_place.image for t in parts if t.verifier_place is not None}
+        only_for_tests -= {task.place.image for task in harbor_tasks}
         for image, timeout_s in self.images_of(tasks).items():
-            await self._image(image, timeout_s, for_rollout=image not in for_tests)
+            await self._make_image(image, timeout_s, for_rollout=image not in only_for_tests)
 
     def images_of(self, tasks: Sequence[Task]) -> dict[str, float]:
         """Return the images that tasks need, with the seconds that the build of each may take.
@@ -241,7 +243,7 @@ class Machines:
                 timeouts[place.image] = min(place.build_timeout_s, self.settings.build_timeout_s)
             if harbor is None:
                 timeouts[self._image_name(task)] = self.settings.build_timeout_s
-        self._check_trust(_strangers_files(tasks, timeouts))
+        self._check_trust(_files_to_trust(tasks, timeouts))
         return timeouts
 
     def _check_trust(self, files: Iterable[Path]) -> None:
@@ -297,9 +299,9 @@ class Machines:
                 raise
             return machine
         name, timeout_s = self._image_name(task), self.settings.build_timeout_s
-        image = await self._image(name, timeout_s, for_rollout=True)
+        image = await self._make_image(name, timeout_s, for_rollout=True)
         async with self._starting:
-            return await self._runtime.start(self._spec(image, labels))
+            return await self._runtime.start(self._make_spec(image, labels))
 
     async def _start_place(
         self,
@@ -317,8 +319,8 @@ class Machines:
         except ValueError as error:
             raise MachineLost(f"{task.name}: environment.env: {error}") from error
         timeout_s = min(place.build_timeout_s, self.settings.build_timeout_s)
-        image = await self._image(place.image, timeout_s, for_rollout=for_rollout)
-        spec = self._spec(image, labels or {})
+        image = await self._make_image(place.image, timeout_s, for_rollout=for_rollout)
+        spec = self._make_spec(image, labels or {})
         is_open, hosts = self._network_of(place)
         spec = replace(
             spec,
@@ -339,11 +341,11 @@ class Machines:
         is_open, hosts = self.settings.network is Network.open, tuple(self.settings.hosts)
         if not place.wants_network:
             return False, ()
-        if place.hosts is None:
+        if place.hosts is None:  # the task limits nothing
             return is_open, hosts
         return False, place.hosts if is_open else common_hosts(place.hosts, hosts)
 
-    def _spec(self, image: str, labels: Mapping[str, str]) -> MachineSpec:
+    def _make_spec(self, image: str, labels: Mapping[str, str]) -> MachineSpec:
         settings = self.settings
         return MachineSpec(
             image=image,
@@ -371,7 +373,7 @@ class Machines:
             )
         return image
 
-    async def _image(self, image: str, timeout_s: float, *, for_rollout: bool) -> str:
+    async def _make_image(self, image: str, timeout_s: float, *, for_rollout: bool) -> str:
         """Return the name of an image, which is built if it is a folder. Raises MachineLost."""
         if images.is_folder(image):  # rows that no check has seen come here too
             self._check_trust([images.folder_of(image) / images.DOCKERFILE])
@@ -398,6 +400,7 @@ class Machines:
         return self._images[key]
 
     async def _end(self, machine: RolloutMachine) -> None:
+        """Stop a machine, also if this is cancelled. A failure leaves it to the end of the run."""
         with suppress(ToolUnavailable):
             await asyncio.shield(asyncio.ensure_future(machine.stop()))
 
@@ -412,7 +415,8 @@ async def wait_until_healthy(machine: RolloutMachine, check: Healthcheck) -> Non
         if result.code == 0:
             return
         in_grace = loop.time() < grace_ends
-        failures += not in_grace
+        if not in_grace:
+            failures += 1
         if failures >= check.retries:
             raise MachineLost(
                 f"environment.healthcheck: `{check.command}` failed {failures} times, last with: "
@@ -453,7 +457,8 @@ def runtime_problems(settings: RuntimeConfig) -> Iterator[str]:
             "or set runtime=bwrap"
         )
     elif (problem := client_problem(settings.client)) is not None:
-        yield f"{key}: {problem[0]}; {problem[1]}"
+        reason, remedy = problem
+        yield f"{key}: {reason}; {remedy}"
     is_podman = settings.client is Client.podman  # docker's daemon is root
     if is_podman and (missing := limits_problem(is_root=os.geteuid() == 0)) is not None:
         yield f"{key}: {missing}"
@@ -513,7 +518,7 @@ def package_of(client: Client) -> str:
     return "podman runc" if client is Client.podman else "docker.io"
 
 
-def _strangers_files(tasks: Sequence[Task], needed: Iterable[str]) -> Iterator[Path]:
+def _files_to_trust(tasks: Sequence[Task], needed: Iterable[str]) -> Iterator[Path]:
     """Yield the files of task folders that would run, and the Dockerfiles of `needed` images."""
     for image in needed:
         if images.is_folder(image):

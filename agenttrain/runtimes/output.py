@@ -25,7 +25,7 @@ class Clipped:
         room = max(self._half - len(self._head), 0)
         self._head += data[:room]
         self._tail += data[room:]
-        if len(self._tail) > 2 * self._half + (1 << 16):
+        if len(self._tail) > 2 * self._half + (1 << 16):  # cut seldom: each cut moves the rest
             del self._tail[: -self._half]
         if self._on_output is not None:
             self._on_output(data)

@@ -53,7 +53,7 @@ def main() -> None:
     with suppress(OSError):  # it has ended already
         poller = select.poll()
         poller.register(os.pidfd_open(int(pid)), select.POLLIN)
-        poller.poll()
+        poller.poll()  # a pidfd can be read once its process has ended
     quiet, deadline = 0, time.monotonic() + LONGEST_S
     while quiet < QUIET and time.monotonic() < deadline:
         names = names_of(client, prefix)

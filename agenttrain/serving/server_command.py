@@ -56,7 +56,7 @@ def run_command(
     if not signals:
         errors = ERROR.findall(child.printed())
         if not errors:
-            raise child.gone()
+            raise child.gone_error()
         # The first is the cause, the last the error with which the server ended.
         causes = "\n".join(dict.fromkeys([errors[0], errors[-1]]))
         raise ChildGone(f"ended with exit code {child.code}; it printed: {causes}")

@@ -51,7 +51,7 @@ from agenttrain.utils.locate import (
     parameter_names,
 )
 from agenttrain.utils.names import did_you_mean
-from agenttrain.utils.sections import beside, field_names, shown
+from agenttrain.utils.sections import field_names, shown, split_section
 
 SECTIONS = ("tools", "environment", "user", "reward", "data", "tracker")
 """Sections that name code."""
@@ -112,7 +112,7 @@ def section_problems(config: RunConfig) -> Iterator[str]:
             )
         elif kind in BESIDE:
             try:
-                settings, _ = beside(BESIDE[kind], section, key)
+                settings, _ = split_section(BESIDE[kind], section, key)
             except ConfigError as error:
                 yield from str(error).splitlines()
             else:
@@ -212,7 +212,7 @@ def _out_of_reach(
 
 def _tool(config: RunConfig, key: str, section: Mapping[str, Any], target: Any) -> Iterator[str]:
     """Yield the problems of a tool's section; entries of CODE_CHECKS share this signature."""
-    settings, bound = beside(ToolSettings, section, key)
+    settings, bound = split_section(ToolSettings, section, key)
     yield from _errors_to_retry(key, settings)
     if section["_target_"] == INTERPRETER:
         from agenttrain.tools.sandbox.tool import interpreter_problems  # its pool comes with it
@@ -238,7 +238,7 @@ def _environment(
     config: RunConfig, key: str, section: Mapping[str, Any], target: Any
 ) -> Iterator[str]:
     """Yield the problems of an environment's section and class."""
-    settings, arguments = beside(EnvironmentSettings, section, key)
+    settings, arguments = split_section(EnvironmentSettings, section, key)
     yield from _errors_to_retry(key, settings)
     by_state = config.algorithm.credit.name is Credit.gigpo
     if by_state and not callable(getattr(target, "state", None)):
@@ -302,7 +302,7 @@ def _reward(config: RunConfig, key: str, section: Mapping[str, Any], target: Any
     if not path.startswith(OUR_REWARDS) or not isclass(target):
         return
     # Classes of bundled rewards check their arguments, and import nothing heavy.
-    yield from _argument_problems(target, key, beside(RewardSettings, section, key)[1])
+    yield from _argument_problems(target, key, split_section(RewardSettings, section, key)[1])
 
 
 def _rows(config: RunConfig, key: str, section: Mapping[str, Any], target: Any) -> Iterator[str]:

@@ -24,7 +24,7 @@ from agenttrain.commands.slurm.config import SlurmConfig
 from agenttrain.commands.sweep.config import SweepConfig
 from agenttrain.data.config import DataConfig
 from agenttrain.engines.config import DEFAULT_ENGINE, EngineSettings, ServersConfig
-from agenttrain.engines.registry import chosen, specs
+from agenttrain.engines.registry import read_engine, specs
 from agenttrain.engines.vllm_server.config import RolesConfig
 from agenttrain.health.config import GuardsConfig, StopWhenConfig, WatchdogConfig
 from agenttrain.launch.config import DistributedConfig
@@ -48,7 +48,7 @@ from agenttrain.utils.sections import SETTINGS, Whole, choice
 if TYPE_CHECKING:
     EngineSection = EngineSettings
 else:
-    EngineSection = choice(chosen)
+    EngineSection = choice(read_engine)
 
 
 class RunPart(StrEnum):
@@ -104,7 +104,7 @@ class RunConfig:
     """Name -> `_target_`, settings (RewardSettings) and bound arguments."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     async_training: AsyncConfig = field(default_factory=AsyncConfig)
-    engine: EngineSection = field(default_factory=partial(chosen, {"name": DEFAULT_ENGINE}))
+    engine: EngineSection = field(default_factory=partial(read_engine, {"name": DEFAULT_ENGINE}))
     """Name of the engine, and its own settings."""
     servers: ServersConfig = field(default_factory=ServersConfig)
     roles: RolesConfig = field(default_factory=RolesConfig)

@@ -104,7 +104,7 @@ def describe_type(hint: Any, *, shown: bool = True) -> ParameterType:
         schema = _json_schema(adapter, dialect) if shown else {}
     except UNREADABLE as error:
         raise ValueError(f"{hint!r} {NO_JSON}") from error
-    return ParameterType(schema=schema, build=None if _is_json(hint) else _builder(adapter))
+    return ParameterType(schema=schema, build=None if _is_json(hint) else _make_builder(adapter))
 
 
 def build_instances(builders: Mapping[str, Build], arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,7 +162,9 @@ def _for_pydantic(hint: Any, within: tuple[Any, ...]) -> Any:
         return Annotated[hint, WithJsonSchema(schema)]
     if _has_fields(hint):
         fields = _typed_dict(hint, (*within, hint))
-        return fields if typing.is_typeddict(hint) else Annotated[fields, _constructor(hint)]
+        return (
+            fields if typing.is_typeddict(hint) else Annotated[fields, _constructor_validator(hint)]
+        )
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:  # Annotated[int, "How many."]
         form: Any = Annotated  # as Any, for a subscript that is made at run time
@@ -187,7 +189,7 @@ def _leaf(hint: Any) -> Any:
     """
     if _is_enum(hint):  # without the docstring that pydantic would add
         values = [member.value for member in hint]
-        return Annotated[hint, WithJsonSchema(_values(values, hint.__name__))]
+        return Annotated[hint, WithJsonSchema(_enum_schema(values, hint.__name__))]
     concrete = CONCRETE.get(hint, hint)
     if concrete in BARE:  # pydantic would write {} for the type of the items
         return Annotated[concrete, WithJsonSchema({"type": BARE[concrete]})]
@@ -248,7 +250,7 @@ class _Fields:
     """Name -> meaning, from the docstring or a dataclass's metadata."""
 
 
-def _fields(cls: Any) -> _Fields:
+def _read_fields(cls: Any) -> _Fields:
     """Return the fields of a dataclass, a named tuple or a TypedDict."""
     hints = typing.get_type_hints(cls, include_extras=True)
     defaults: dict[str, Any] = {}
@@ -291,7 +293,7 @@ def _fields(cls: Any) -> _Fields:
 
 def _typed_dict(cls: Any, within: tuple[Any, ...]) -> Any:
     """Return a TypedDict of the fields of a class. Raises ValueError that names the field."""
-    fields = _fields(cls)
+    fields = _read_fields(cls)
     members: dict[str, Any] = {}
     for name, hint in fields.hints.items():
         try:
@@ -311,7 +313,7 @@ def _typed_dict(cls: Any, within: tuple[Any, ...]) -> Any:
     return typed_dict
 
 
-def _constructor(cls: Callable[..., Any]) -> AfterValidator:
+def _constructor_validator(cls: Callable[..., Any]) -> AfterValidator:
     """Return the validator that calls `cls`; an error becomes one that the model can read."""
 
     def make(keywords: dict[str, Any]) -> Any:
@@ -335,7 +337,7 @@ def _reason(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _builder(adapter: TypeAdapter[Any]) -> Build:
+def _make_builder(adapter: TypeAdapter[Any]) -> Build:
     """Return a Build that makes values of an adapter's annotation."""
 
     def build(value: Any, where: str) -> Any:
@@ -379,19 +381,19 @@ def _place(value: Any, problem: ErrorDetails) -> str:
 def _json_schema(adapter: TypeAdapter[Any], dialect: type[GenerateJsonSchema]) -> dict[str, Any]:
     """Return the schema without references and without pydantic's `title` and `discriminator`."""
     schema = adapter.json_schema(schema_generator=dialect)
-    inlined: dict[str, Any] = _untitled(SchemaResolver(schema).inlined())
+    inlined: dict[str, Any] = _without_titles(SchemaResolver(schema).inlined())
     return inlined
 
 
-def _untitled(schema: Any) -> Any:
+def _without_titles(schema: Any) -> Any:
     """Remove `title` and `discriminator` from a schema and those inside it."""
     if not isinstance(schema, Mapping):
         return schema
-    untitled = map_subschemas(schema, _untitled)
+    untitled = map_subschemas(schema, _without_titles)
     return {key: value for key, value in untitled.items() if key not in ("title", "discriminator")}
 
 
-def _values(values: list[Any], name: str) -> dict[str, Any]:
+def _enum_schema(values: list[Any], name: str) -> dict[str, Any]:
     """Return the schema of an enum or Literal; raises ValueError for values that are no JSON."""
     if not values or any(type(value) not in JSON_NAMES for value in values):
         raise ValueError(f"{name}: its values {values} are not all plain JSON")
@@ -415,7 +417,7 @@ class ToolDialect(GenerateJsonSchema):
 
     def literal_schema(self, schema: core_schema.LiteralSchema) -> JsonSchemaValue:
         """Write the values of a Literal with their types."""
-        return _values(list(schema["expected"]), "Literal")
+        return _enum_schema(list(schema["expected"]), "Literal")
 
     def dict_schema(self, schema: core_schema.DictSchema) -> JsonSchemaValue:
         """Write the values alone: keys are strings in JSON."""

@@ -14,7 +14,7 @@ from agenttrain.tools.tool import FunctionTool, Tool, Tools, method_tools
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.utils.locate import Located, about_argument, locate_section
 from agenttrain.utils.redaction import hide_in_settings
-from agenttrain.utils.sections import beside
+from agenttrain.utils.sections import split_section
 
 
 def build_toolbox(
@@ -38,14 +38,14 @@ def build_toolbox(
     All tools of a section have its limits. A section with `stop: true` makes stop tools, like the
     names in `stop_tools`. Raises ValueError with key, value and remedy.
     """
-    built: dict[str, Tool] = {}
+    tools_by_name: dict[str, Tool] = {}
     limits: dict[str, ToolLimits] = {}
     stops = list(stop_tools)
     for name, section in tools.items():
         key = f"tools.{name}"
         located = locate_section(section, key=key)
         # Our settings stand beside the arguments of the user's own code.
-        settings, located.bound = beside(ToolSettings, located.bound, key)
+        settings, located.bound = split_section(ToolSettings, located.bound, key)
         if settings.isolation is Isolation.process:
             # Each worker calls this function, which is sent to it by pickle.
             make_tool = partial(_rebuild, name, dict(section))
@@ -53,15 +53,17 @@ def build_toolbox(
         else:
             section_tools = _build(located, name)
         for tool in section_tools:
-            if tool.name in built:
+            if tool.name in tools_by_name:
                 raise ValueError(
                     f"{located.where}: its tool {tool.name!r} is the second of that name; rename "
                     "one of the two (those of an MCP server: with prefix)"
                 )
-            built[tool.name], limits[tool.name] = tool, settings
+            tools_by_name[tool.name], limits[tool.name] = tool, settings
             if settings.stop:
                 stops.append(tool.name)
-    return Toolbox(built, limits=limits, stop_tools=stops, threads=threads, max_stuck=max_stuck)
+    return Toolbox(
+        tools_by_name, limits=limits, stop_tools=stops, threads=threads, max_stuck=max_stuck
+    )
 
 
 def _rebuild(name: str, section: Mapping[str, Any]) -> Tool:
@@ -69,7 +71,7 @@ def _rebuild(name: str, section: Mapping[str, Any]) -> Tool:
     key = f"tools.{name}"
     located = locate_section(section, key=key)
     # Without the limits and `stop`, which are no arguments of the target.
-    _, located.bound = beside(ToolSettings, located.bound, key)
+    _, located.bound = split_section(ToolSettings, located.bound, key)
     tools = _build(located, name)
     # A method's tool has the method's name, not the section's.
     if len(tools) != 1 or (isinstance(tools[0], FunctionTool) and tools[0].name != name):

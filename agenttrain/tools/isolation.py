@@ -124,7 +124,7 @@ class ToolWorker:
         """Wait for at most `timeout_s` for a killed worker; return True once it has ended."""
         if self.process is None:
             return True
-        if not self.process.ended(timeout_s):
+        if not self.process.wait_for_end(timeout_s):
             return False
         self.process.kill()  # for processes that the worker left behind; also closes our files
         self._socket.close()
@@ -137,7 +137,7 @@ class ToolWorker:
         try:
             self._connection.send_bytes(pickle.dumps(message))
         except OSError:
-            raise self._died() from None
+            raise self._death_error() from None
         except Exception as error:  # pickle raises errors of any type
             raise ToolUnavailable(
                 f"tool {self.name}: isolation=process cannot send what it needs: {error}"
@@ -146,16 +146,16 @@ class ToolWorker:
         try:
             while not self._connection.poll(CHECK_S):
                 if not self.alive or time.monotonic() > deadline:
-                    raise self._died()
+                    raise self._death_error()
             answer = json.loads(self._connection.recv_bytes(self._max_answer_bytes))
         except (EOFError, OSError, ValueError):  # the answer is missing, too long, or not JSON
-            raise self._died() from None
+            raise self._death_error() from None
         return answer if isinstance(answer, dict) else {}
 
-    def _died(self) -> ToolUnavailable:
+    def _death_error(self) -> ToolUnavailable:
         """Return the error that says how the worker ended, and kill what is left of it."""
         assert self.process is not None
-        how_it_ended = self.process.gone()
+        how_it_ended = self.process.gone_error()
         self.kill()
         return ToolUnavailable(f"tool {self.name}: its worker process {how_it_ended}")
 

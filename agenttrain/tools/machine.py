@@ -139,20 +139,20 @@ async def run_bash(machine: RolloutMachine, code: str, settings: SandboxSettings
     result, text = await _run(machine, ["sh", "-c", CHOOSE, "sh", SHELL, code], settings)
     if result.timed_out:
         raise ToolFailure(
-            _joined(
+            _join_lines(
                 text,
                 f"[the command ran longer than {settings.call_s:g} s and was ended; its changes of "
                 "variables and folder are lost]",
             )
         )
     if result.code:
-        return _joined(text, f"[exit status {result.code}]")
+        return _join_lines(text, f"[exit status {result.code}]")
     return text or "(no output)"
 
 
 async def run_python(machine: RolloutMachine, code: str, settings: SandboxSettings) -> str:
     """Run Python code in the machine's interpreter, whose variables last for the rollout."""
-    _check(code)
+    _check_code(code)
     # CLIENT passes the code on to the interpreter, and starts it with our `repl.py` if need be.
     request = {"code": code, "repl": Path(repl.__file__).read_text(encoding="utf-8")}
     command = ["python3", "-c", CLIENT]
@@ -160,18 +160,18 @@ async def run_python(machine: RolloutMachine, code: str, settings: SandboxSettin
     lost = "the interpreter ended; its variables are lost, files are kept"
     if result.timed_out:
         raise ToolFailure(
-            _joined(text, f"[the code ran longer than {settings.call_s:g} s; {lost}]")
+            _join_lines(text, f"[the code ran longer than {settings.call_s:g} s; {lost}]")
         )
     if result.code == MISSING:
         raise ToolUnavailable("tool python: the image has no python3")
     if result.code == FAILED:
         raise ToolFailure(text)
     if result.code:
-        raise ToolFailure(_joined(text, f"[{lost}]"))
+        raise ToolFailure(_join_lines(text, f"[{lost}]"))
     return text or "(no output)"
 
 
-def _check(code: str) -> None:
+def _check_code(code: str) -> None:
     """Raise ToolFailure for code that cannot be run."""
     if len(code) > MAX_CODE:
         raise ToolFailure(f"the code has {len(code)} characters, at most {MAX_CODE} are run")
@@ -183,7 +183,7 @@ async def _run(
     machine: RolloutMachine, command: list[str], settings: SandboxSettings, stdin: bytes = b""
 ) -> tuple[CommandResult, str]:
     """Run a command; return its result, and its output as the model reads it."""
-    _check(command[-1])
+    _check_code(command[-1])
     output = Output(settings.max_chars)
     # `output` gets everything that is printed, so the result need not hold it too: max_bytes=1.
     result = await machine.exec(
@@ -192,5 +192,6 @@ async def _run(
     return result, output.text()
 
 
-def _joined(text: str, note: str) -> str:
+def _join_lines(text: str, note: str) -> str:
+    """Join the lines of a text, which may be empty, and of a note."""
     return f"{text}\n{note}" if text else note

@@ -123,7 +123,7 @@ def error_reply(
     kind = ToolError.unavailable if isinstance(error, faults) else ToolError.exception
     if isinstance(error, InvalidArguments):
         kind = ToolError.invalid_arguments
-    return Reply(content=_bounded(text, max_chars), error=kind)
+    return Reply(content=_cut_text(text, max_chars), error=kind)
 
 
 def result_to_text(value: object, *, max_chars: int) -> str:
@@ -139,7 +139,7 @@ def result_to_text(value: object, *, max_chars: int) -> str:
     """
     value = _in_json_type(value)
     if isinstance(value, str):
-        return _bounded(str.__str__(value), max_chars)
+        return _cut_text(str.__str__(value), max_chars)
     try:
         return _json_text(value, max_chars)
     except TypeError:  # a key of a mapping, which JSONEncoder does not hand to `default`
@@ -163,7 +163,7 @@ def _json_text(value: Any, max_chars: int) -> str:
                 break
     except RecursionError as error:
         raise ToolFailure("the tool returned a value that is nested too deeply") from error
-    return _bounded("".join(chunks), max_chars)
+    return _cut_text("".join(chunks), max_chars)
 
 
 def plain_form(value: Any) -> Any:
@@ -297,7 +297,7 @@ def _plain_key(key: Any) -> str | int | float | None:
     return result_to_text(key, max_chars=MAX_RESULT_CHARS)
 
 
-def _bounded(text: str, max_chars: int) -> str:
+def _cut_text(text: str, max_chars: int) -> str:
     """Cut a text to `max_chars`, and replace lone surrogates."""
     if len(text) > max_chars:
         text = f"{text[:max_chars]}… [cut at {max_chars} characters]"

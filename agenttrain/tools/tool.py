@@ -212,14 +212,14 @@ def describe_function(function: Function, *, name: str, hidden: Collection[str] 
     is_routine = inspect.isroutine(function)
     target: Any = function if is_routine else getattr(function, "__call__")  # noqa: B004, B009
     where = f"tool {name!r} ({target.__module__}.{target.__qualname__})"
-    parameters = _parameters(target, hidden, where)
-    hints = _hints(target, where)
+    parameters = _find_parameters(target, hidden, where)
+    hints = _resolve_hints(target, where)
     context_hint = hints.get("context")  # ToolContext, or ToolContext | None
     takes_context = context_hint is ToolContext or ToolContext in get_args(context_hint)
     left_out = {*hidden, "context"} if takes_context else {*hidden}
     shown = [parameter for parameter in parameters.values() if parameter.name not in left_out]
     doc = read_docstring(inspect.getdoc(target) or "")
-    needs_schema = not UNSEEN.get()
+    needs_schema = not UNSEEN.get()  # a worker process calls the tool and shows it to no model
     if needs_schema:
         _check_annotated(shown, where)
     properties: dict[str, Any] = {}
@@ -247,7 +247,7 @@ def describe_function(function: Function, *, name: str, hidden: Collection[str] 
     return ToolSpec(schema=schema, takes_context=takes_context, builders=builders)
 
 
-def _parameters(
+def _find_parameters(
     target: Any, hidden: Collection[str], where: str
 ) -> Mapping[str, inspect.Parameter]:
     """Return the parameters by name. Raises ValueError for a generator or a wrong hidden name."""
@@ -267,7 +267,7 @@ def _parameters(
     return parameters
 
 
-def _hints(target: Any, where: str) -> dict[str, Any]:
+def _resolve_hints(target: Any, where: str) -> dict[str, Any]:
     """Return the annotations by name. Raises ValueError for one that cannot be resolved."""
     try:
         return get_type_hints(target, include_extras=True)
@@ -280,9 +280,9 @@ def _hints(target: Any, where: str) -> dict[str, Any]:
 
 def _check_annotated(shown: Sequence[inspect.Parameter], where: str) -> None:
     """Raise ValueError unless all parameters have a name and a type."""
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    with_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     for parameter in shown:
-        if parameter.kind not in named:
+        if parameter.kind not in with_name:
             raise ValueError(
                 f"{where}: `{parameter}` cannot be described to a model; give every parameter a "
                 "name and a type, e.g. `query: str`"

@@ -108,7 +108,8 @@ class Toolbox:
                 self._check_known(name, key)
         self.stop_tools = frozenset(stop_tools)
         self._entries = {
-            name: _entry(name, tool, limits.get(name, ToolLimits())) for name, tool in tools.items()
+            name: _make_entry(name, tool, limits.get(name, ToolLimits()))
+            for name, tool in tools.items()
         }
         # The means to run calls and hooks.
         self._threads = DaemonThreads()
@@ -276,7 +277,7 @@ class Toolbox:
         slots = [self._slots_of(entry.tool.name, entry.limits.concurrency)]
         if entry.function is not None:
             slots.append(self._slots_of(None, self._thread_limit))
-        async with CallSlots(slots) as held:
+        async with CallSlots(slots) as call_slots:
             worker: AbstractAsyncContextManager[Tool] = nullcontext(entry.tool)
             if isinstance(entry.tool, ProcessTool):
                 # Neither the policy nor the machine goes into a worker process.
@@ -284,12 +285,12 @@ class Toolbox:
                 context = replace(context, run_policy=None, machine=None)
             elif context.run_policy is not None:
                 # A sub-agent runs without the call's slots.
-                context = replace(context, run_policy=held.lent_while(context.run_policy))
+                context = replace(context, run_policy=call_slots.lent_while(context.run_policy))
             try:
                 async with worker as tool:
                     request = _Request(entry=entry, tool=tool, arguments=arguments, context=context)
                     started = time.perf_counter()
-                    reply = await self._run(request, held)
+                    reply = await self._run(request, call_slots)
                     return reply, time.perf_counter() - started
             except ToolUnavailable as error:  # no worker could be started
                 return error_reply(error, max_chars=self._max_chars), 0.0
@@ -304,7 +305,7 @@ class Toolbox:
             semaphore = self._slots[name] = asyncio.Semaphore(limit)
         return semaphore
 
-    async def _run(self, request: _Request, held: CallSlots) -> Reply:
+    async def _run(self, request: _Request, call_slots: CallSlots) -> Reply:
         """Run one call for at most its time limit; then abandon it."""
         timeout_s = request.entry.limits.timeout_s
         # A little early, so that `_check_stuck`, below, finds the call overdue.
@@ -314,10 +315,10 @@ class Toolbox:
             # Not asyncio.timeout, which would wait for a tool that ignores its cancellation.
             remaining_s = timeout_s
             while not task.done() and remaining_s > 0:
-                # `held.seconds()` stands still while a sub-agent of the call runs: the loop may
-                # wait several times. 0.05 s at least, so that it never spins.
+                # `call_slots.seconds()` stands still while a sub-agent of the call runs, so the
+                # loop may wait several times. 0.05 s at least, so that it never spins.
                 await asyncio.wait({task}, timeout=max(remaining_s, 0.05))
-                remaining_s = timeout_s - held.seconds()
+                remaining_s = timeout_s - call_slots.seconds()
         finally:
             # The end of the rollout cancels this coroutine, but not the task: abandon it then too.
             is_abandoned = not task.done()
@@ -402,7 +403,7 @@ def _has_ready_text(value: object) -> bool:
     return isinstance(value, Reply) or content is None or type(content) in (str, int, float, bool)
 
 
-def _entry(name: str, tool: Tool, limits: ToolLimits) -> _Entry:
+def _make_entry(name: str, tool: Tool, limits: ToolLimits) -> _Entry:
     """Make the entry of a tool; raises ValueError for a tool or limits that cannot work."""
     schema = tool.schema.get("function", {})
     if not name == tool.name == schema.get("name"):

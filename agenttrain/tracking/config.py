@@ -15,7 +15,15 @@ from pydantic.dataclasses import dataclass
 from agenttrain.utils.data_fields import Data
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.redaction import hide_secrets
-from agenttrain.utils.sections import SETTINGS, Number, Whole, beside, field_names, plain, shown
+from agenttrain.utils.sections import (
+    SETTINGS,
+    Number,
+    Whole,
+    field_names,
+    plain,
+    shown,
+    split_section,
+)
 
 
 @dataclass(config=SETTINGS)
@@ -151,7 +159,7 @@ class TrackerConfig:
         for name, section in self.own.items():
             key, target = f"tracker.own.{name}", section["_target_"]
             # `beside` splits the section: the common settings, and the other keys.
-            own_settings, arguments = beside(OwnTrackerSettings, section, key)
+            own_settings, arguments = split_section(OwnTrackerSettings, section, key)
             sections.append(_section(f"own-{name}", key, target, arguments, own_settings))
         return sections
 

@@ -128,7 +128,7 @@ def may_set_alarms(function: Callable[..., Any]) -> str | None:
         seen.add(id(value))
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         closure = {name: cell.cell_contents for name, cell in cells if _has_contents(cell)}
-        names = sorted({*_names(value.__code__), *closure})
+        names = sorted({*_names_in(value.__code__), *closure})
         if not set(names).isdisjoint(SETTERS):
             return f"{value.__module__}.{value.__qualname__}"
         # Where the names may lead: the function's own scopes, and the modules that it names.
@@ -140,12 +140,12 @@ def may_set_alarms(function: Callable[..., Any]) -> str | None:
     return None
 
 
-def _names(code: CodeType) -> Iterator[str]:
+def _names_in(code: CodeType) -> Iterator[str]:
     """Yield the names that code and the functions within it read."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from _names_in(constant)
 
 
 def _has_contents(cell: Any) -> bool:

@@ -110,7 +110,7 @@ class ChatApi:
         if not request_timeout_s > 0:
             raise ValueError(f"request_timeout_s={request_timeout_s}: must be more than 0")
         self.address = url if self._role else with_path(url, "/chat/completions")
-        self._shown = hide_secrets(self.address)
+        self._shown_address = hide_secrets(self.address)
         self._retries, self._backoff_s = retries, backoff_s
         self._timeout_s = request_timeout_s
         self._headers: dict[str, str] = {}
@@ -144,7 +144,7 @@ class ChatApi:
             except Transient as error:
                 if attempt == self._retries:
                     raise ChatUnavailable(
-                        f"{self._shown}: {error} (after {attempt + 1} tries)"
+                        f"{self._shown_address}: {error} (after {attempt + 1} tries)"
                     ) from error
                 # A generator of its own: waits must not change the run's random state.
                 jitter = random.Random().uniform(0.5, 1.0)
@@ -177,9 +177,11 @@ class ChatApi:
                 transient.wait_s = float(response.headers["retry-after"])
             raise transient
         if status in CONVERSATION_STATUSES:
-            raise ChatUnavailable(f"{self._shown}: {answer}")
+            raise ChatUnavailable(f"{self._shown_address}: {answer}")
         if status != 200:
-            raise ValueError(f"{self._shown} answers {answer}; check url, model and api_key_env")
+            raise ValueError(
+                f"{self._shown_address} answers {answer}; check url, model and api_key_env"
+            )
         try:
             return _content(response.json())
         except ValueError as error:

@@ -70,7 +70,7 @@ class _Lifeline:
         self._ours, self.theirs = ours.detach(), theirs.detach()
         self._is_open = True
 
-    def command(
+    def keeper_command(
         self, command: Sequence[str], files: Sequence[int], grace_s: float, *, deaf: bool
     ) -> list[str]:
         """Return the command line of a keeper that runs `command`; see `keeper.py`."""
@@ -78,7 +78,7 @@ class _Lifeline:
         words = [self.theirs, os.getpid(), grace_s, "deaf" if deaf else "", program_files]
         return [sys.executable, "-I", "-S", KEEPER, *map(str, words), *command]
 
-    def program(self) -> int | None:
+    def read_program_pid(self) -> int | None:
         """Return the program's pid; None if its keeper ended before it started the program."""
         line = b""
         while not line.endswith(b"\n"):  # a short line, and the only one
@@ -145,7 +145,7 @@ class ChildProcess:
         lifeline = _Lifeline() if keeper else None
         arguments = list(command)
         if lifeline is not None:
-            arguments = lifeline.command(command, pass_fds, grace_s, deaf=deaf)
+            arguments = lifeline.keeper_command(command, pass_fds, grace_s, deaf=deaf)
             pass_fds = [*pass_fds, lifeline.theirs]
         # Both streams count as printed, unless standard output has another use.
         printed_to = subprocess.PIPE if output is None else output
@@ -157,7 +157,7 @@ class ChildProcess:
             stdout, stderr = None, printed_to  # None: this process's own
         try:
             # The keeper inherits the mask: a signal cannot end it before it blocks them itself.
-            with _blocked(HEARD if keeper else ()):
+            with _signals_blocked(HEARD if keeper else ()):
                 self._process = subprocess.Popen(
                     arguments,
                     stdin=subprocess.PIPE if requests else subprocess.DEVNULL,
@@ -192,8 +192,8 @@ class ChildProcess:
     @cached_property
     def pid(self) -> int:
         """Its pid and process group id; the keeper's pid if the program was never started."""
-        program = None if self._lifeline is None else self._lifeline.program()
-        return self._process.pid if program is None else program
+        program_pid = None if self._lifeline is None else self._lifeline.read_program_pid()
+        return self._process.pid if program_pid is None else program_pid
 
     @property
     def alive(self) -> bool:
@@ -212,7 +212,7 @@ class ChildProcess:
             self._process.stdin.write(line.encode() + b"\n")
             self._process.stdin.flush()
         except (OSError, ValueError) as error:  # one end of the pipe is closed
-            raise self.gone() from error
+            raise self.gone_error() from error
 
     def receive(self, *, limit_s: float) -> Any:
         """Wait for the next line of its standard output; return its JSON. Raises ChildGone."""
@@ -223,12 +223,12 @@ class ChildProcess:
             ready, _, _ = select.select([self._process.stdout], [], [], remaining_s)
             chunk = os.read(self._process.stdout.fileno(), 65536) if ready else b""
             if not chunk:
-                raise self.gone()
+                raise self.gone_error()
             self._unread += chunk
         line, _, self._unread = self._unread.partition(b"\n")
         return json.loads(line)
 
-    def ended(self, timeout_s: float) -> bool:
+    def wait_for_end(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` for the child to end; return False if it still runs."""
         try:
             self._process.wait(timeout_s)
@@ -236,9 +236,9 @@ class ChildProcess:
             return False
         return True
 
-    def gone(self) -> ChildGone:
+    def gone_error(self) -> ChildGone:
         """Return an error with how it ended, or that it hangs, and its last output; waits 2 s."""
-        self.ended(LAST_WORDS_S)
+        self.wait_for_end(LAST_WORDS_S)
         code = self.code
         printed = self.printed()
         how = "hangs" if code is None else how_ended(code)
@@ -275,7 +275,7 @@ class ChildProcess:
         """
         if self._lifeline is not None:
             self.signal(signal.SIGKILL)
-            if not self.ended(KILL_S):
+            if not self.wait_for_end(KILL_S):
                 self._process.kill()
             self._lifeline.close()
         elif self._process.returncode is None:
@@ -328,7 +328,7 @@ class AsyncChildProcess:
         lifeline = _Lifeline()
         try:
             process = await asyncio.create_subprocess_exec(
-                *lifeline.command(command, (), 0.0, deaf=False),
+                *lifeline.keeper_command(command, (), 0.0, deaf=False),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
@@ -368,7 +368,7 @@ class AsyncChildProcess:
 
 
 @contextmanager
-def _blocked(signals: Sequence[signal.Signals]) -> Iterator[None]:
+def _signals_blocked(signals: Sequence[signal.Signals]) -> Iterator[None]:
     """Block signals in this thread, so that a process started in the block inherits the mask."""
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:

@@ -99,8 +99,8 @@ class Codec:
     def _pack_tuple(self, value: tuple[Any, ...], arrays: list[array[Any]]) -> Any:
         """Return a tuple as JSON data: as an array if all items are integers, or all floats."""
         kinds = {*map(type, value)}
-        for name, numbers in (("ints", int), ("floats", float)):
-            if kinds == {numbers}:
+        for name, number_type in (("ints", int), ("floats", float)):
+            if kinds == {number_type}:
                 try:
                     arrays.append(array(RAW[name], value))
                 except OverflowError:  # more than 64 bits

@@ -20,10 +20,10 @@ def parts(content: Any) -> list[str | Image]:
     values = [
         part.get("image") if part.get("type") == "image" else part.get("text") for part in content
     ]
-    return _joined(value for value in values if value is not None)
+    return _join_texts(value for value in values if value is not None)
 
 
-def _joined(values: Iterable[str | Image]) -> list[str | Image]:
+def _join_texts(values: Iterable[str | Image]) -> list[str | Image]:
     """Join neighbouring texts, and leave out empty ones."""
     joined: list[str | Image] = []
     for value in values:
@@ -36,7 +36,7 @@ def _joined(values: Iterable[str | Image]) -> list[str | Image]:
 
 def content_of(values: Sequence[str | Image]) -> str | list[dict[str, Any]]:
     """Return texts and images as a message's content: one text, or a list of parts with images."""
-    values = _joined(values)
+    values = _join_texts(values)
     if all(isinstance(value, str) for value in values):
         return "".join(map(str, values))
     return [
@@ -52,14 +52,14 @@ def read_content(values: Sequence[Any]) -> str | list[dict[str, Any]]:
 
     Raises BadImage for an image that cannot be read and for any other value.
     """
-    read: list[str | Image] = []
+    texts_and_images: list[str | Image] = []
     for value in values:
         if isinstance(value, Mapping) and value.get("type") in ("text", "image"):
             value = value.get(value["type"])
         if not isinstance(value, str) and not is_image(value):
             raise BadImage(f"a {type(value).__name__} is neither a text nor an image")
-        read.append(value if isinstance(value, str) else read_image(value))
-    return content_of(read)
+        texts_and_images.append(value if isinstance(value, str) else read_image(value))
+    return content_of(texts_and_images)
 
 
 def text_of(values: Sequence[str | Image]) -> str:

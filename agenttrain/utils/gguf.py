@@ -96,14 +96,14 @@ def converted(file: Path) -> Path:
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
             child = ChildProcess(command, env=environment)
             try:
-                while not child.ended(timeout_s=1.0):
+                while not child.wait_for_end(timeout_s=1.0):
                     pass  # a signal is answered between two waits
             finally:
                 child.kill()
             if child.code:
                 shutil.rmtree(partial, ignore_errors=True)
                 printed_lines = child.printed().splitlines()
-                problem = printed_lines[-1] if printed_lines else str(child.gone())
+                problem = printed_lines[-1] if printed_lines else str(child.gone_error())
                 raise ConfigError(
                     f"model.path={file}: cannot be converted: {problem}; download it again, or "
                     "give a folder that transformers' from_pretrained can load"

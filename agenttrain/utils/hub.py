@@ -177,19 +177,19 @@ def fetch_weights(name: str, revision: str | None, key: str) -> Path:
             needed = sum(sizes[file] for file in files if not (folder / file).exists())
             free = shutil.disk_usage(repository).free
             print(
-                f"{key}={name}: downloading {_size(needed)} of weights to {repository.parent}, "
-                f"where {_size(free)} are free",
+                f"{key}={name}: downloading {_size_text(needed)} of weights to "
+                f"{repository.parent}, where {_size_text(free)} are free",
                 flush=True,
             )
             if needed > free:
-                raise OSError(errno.ENOSPC, f"{_size(needed)} are needed")
+                raise OSError(errno.ENOSPC, f"{_size_text(needed)} are needed")
             _with_retries(
                 lambda: snapshot_download(name, revision=folder.name, allow_patterns=list(files))
             )
     return folder
 
 
-def _size(count: float) -> str:
+def _size_text(count: float) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
@@ -205,7 +205,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _status(error: BaseException) -> int | None:
+def _http_status(error: BaseException) -> int | None:
     """Return the HTTP status of the answer that caused an error; None without an answer."""
     for cause in _causes(error):
         response = getattr(cause, "response", None)
@@ -223,7 +223,7 @@ def _with_retries(request: Callable[[], T]) -> T:
             return request()
         except Exception as error:
             causes = list(_causes(error))
-            status = _status(error)
+            status = _http_status(error)
             if any(isinstance(cause, OfflineModeIsEnabled) for cause in causes):
                 raise
             connection_broke = status is None and any(isinstance(c, HTTPError) for c in causes)
@@ -242,7 +242,7 @@ def explained(name: str, revision: str | None, key: str, kind: RepoKind = MODEL)
     except ConfigError:
         raise
     except Exception as error:
-        problem = _problem(error, name, revision, key, kind)
+        problem = _describe_problem(error, name, revision, key, kind)
         if problem is None:
             raise
         raise ConfigError(f"{key}={name}: {problem}") from error
@@ -257,7 +257,7 @@ def revision_key(key: str) -> str:
     return f"{key.removesuffix('path').removesuffix('model')}revision"
 
 
-def _problem(
+def _describe_problem(
     error: Exception, name: str, revision: str | None, key: str, kind: RepoKind
 ) -> str | None:
     """Return an error's problem and remedy; None if it is not about the hub."""
@@ -272,7 +272,7 @@ def _problem(
         RevisionNotFoundError,
     )
 
-    causes, status, hub = list(_causes(error)), _status(error), constants.ENDPOINT
+    causes, status, hub = list(_causes(error)), _http_status(error), constants.ENDPOINT
 
     def is_a(*kinds: type[BaseException]) -> bool:
         return any(isinstance(cause, kinds) for cause in causes)
@@ -333,8 +333,8 @@ def _problem(
     if disk_errors:
         free = shutil.disk_usage(next(p for p in (store, *store.parents) if p.exists())).free
         return (
-            f"the disk of the cache ({store}) is full: {disk_errors[0].strerror}, {_size(free)} "
-            "are free; make room, or set HF_HOME to a folder on another disk"
+            f"the disk of the cache ({store}) is full: {disk_errors[0].strerror}, "
+            f"{_size_text(free)} are free; make room, or set HF_HOME to a folder on another disk"
         )
     if is_a(PermissionError):
         return f"the cache ({store}) may not be written; set HF_HOME to a folder that may"

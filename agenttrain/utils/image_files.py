@@ -46,7 +46,7 @@ def read_image(value: Any, *, most_pixels: int = MOST_PIXELS) -> Image:
         return value
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path")
-    if isinstance(value, str) and (encoded := _base64(value)) is not None:
+    if isinstance(value, str) and (encoded := _decode_base64(value)) is not None:
         value = encoded
     if isinstance(value, str | Path):
         if str(value).startswith(("http://", "https://")):
@@ -99,7 +99,7 @@ def is_file(data: bytes) -> bool:
     return data.startswith(MAGIC) or (data[:4] == b"RIFF" and data[8:12] == b"WEBP")
 
 
-def _base64(text: str) -> bytes | None:
+def _decode_base64(text: str) -> bytes | None:
     """Decode a data address, or base64 text of an image; None for other texts."""
     head, comma, body = text.partition(",")
     is_data_address = text.startswith("data:")
@@ -134,7 +134,7 @@ def _from_file(data: bytes, most_pixels: int) -> Image:
             picture.load()
             plain = picture.mode == "RGB" and "transparency" not in picture.info
             if plain and picture.format in KEPT and upright and frames == 1:
-                return _image(data, picture.size)
+                return _make_image(data, picture.size)
             return _from_pillow(picture, most_pixels)
     except BadImage:
         raise
@@ -181,7 +181,7 @@ def _from_pillow(picture: Any, most_pixels: int) -> Image:
     clean = Pillow.new("RGB", picture.size)  # without the notes that a file carries
     clean.paste(picture.convert("RGB"))
     clean.save(file, "PNG", compress_level=1)
-    return _image(file.getvalue(), picture.size)
+    return _make_image(file.getvalue(), picture.size)
 
 
 def _from_array(array: Any) -> Any:
@@ -192,7 +192,7 @@ def _from_array(array: Any) -> Any:
     return Pillow.frombytes(mode, (width, height), array.tobytes())
 
 
-def _image(data: bytes, size: tuple[int, int]) -> Image:
+def _make_image(data: bytes, size: tuple[int, int]) -> Image:
     digest = hashlib.sha256(data).hexdigest()
     return Image(data=data, sha256=digest, width=size[0], height=size[1])
 

@@ -227,7 +227,8 @@ class SchemaResolver:
     def inlined(self, schema: Any = None, within: tuple[str, ...] = ()) -> Any:
         """Return a schema, by default the whole, without references and definitions.
 
-        Raises ValueError for a schema that contains itself.
+        `within` lists the references whose schemas are being inlined around this one. Raises
+        ValueError for a schema that contains itself.
         """
         schema = self.root if schema is None else schema
         if not isinstance(schema, Mapping):

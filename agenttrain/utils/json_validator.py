@@ -26,8 +26,8 @@ NO_FORMATS = FormatChecker(formats=())
 """Leaves patterns to `schema_problem`: Python's `re` does not know all that JSON schemas allow."""
 _CHECKED: ContextVar[dict[tuple[int, int], tuple[Any, Any, bool]] | None]
 _CHECKED = ContextVar("_CHECKED", default=None)
-"""By the identities of a value and a schema with `$ref`: both, which so stay alive, and whether the
-value is valid."""
+"""(id of a value, id of a schema with `$ref`) -> (value, schema, whether the value is valid). Both
+objects are kept alive here, so that no other object gets their ids."""
 _TOKEN = re.compile(r"\\.|\[\^?\]?|.", re.DOTALL)
 _TOKEN_INSIDE = re.compile(r"\\.|.", re.DOTALL)
 
@@ -116,15 +116,15 @@ def _compiled(pattern: str) -> Callable[[str], bool]:
 def _escaped(pattern: str) -> str:
     """Escape what only Rust's regular expressions read as operators of sets: ``[a&&b]``."""
     tokens: list[str] = []
-    inside, at = False, 0  # inside a set, at this position
-    while at < len(pattern):
+    in_set, position = False, 0
+    while position < len(pattern):
         # An escape or a character; outside a set also its beginning: "[", "[^", "[]", "[^]".
-        token = (_TOKEN_INSIDE if inside else _TOKEN).match(pattern, at)[0]  # type: ignore[index]
-        at += len(token)
-        if not inside:
-            inside = token.startswith("[")
+        token = (_TOKEN_INSIDE if in_set else _TOKEN).match(pattern, position)[0]  # type: ignore[index]
+        position += len(token)
+        if not in_set:
+            in_set = token.startswith("[")
         elif token == "]":
-            inside = False
+            in_set = False
         elif token in ("[", "&", "~") or (token == "-" and tokens[-1] == "-"):
             token = f"\\{token}"
         tokens.append(token)

@@ -28,7 +28,7 @@ def normal_message(message: Mapping[str, Any]) -> dict[str, Any]:
     normal = dict(message)
     if (calls := normal.pop("tool_calls", None)) is not None:
         if isinstance(calls, str):
-            calls = _decoded(calls, "tool_calls")
+            calls = _decode(calls, "tool_calls")
         if not isinstance(calls, list | tuple):
             raise ValueError(f"tool_calls: expected a list of calls, not {calls!r:.100}")
         if calls:
@@ -43,7 +43,7 @@ def normal_message(message: Mapping[str, Any]) -> dict[str, Any]:
 def normal_call(call: Any) -> dict[str, Any]:
     """Return a call of an assistant's message; raises ValueError if it cannot be read."""
     if isinstance(call, str):
-        call = _decoded(call, "tool_calls")
+        call = _decode(call, "tool_calls")
     function = call.get("function") if isinstance(call, Mapping) else None
     if isinstance(call, Mapping) and function is None:  # a call without OpenAI's wrapper
         function = {key: call[key] for key in ("name", *ARGUMENT_KEYS) if key in call}
@@ -66,7 +66,7 @@ def call_arguments(arguments: Any, name: str) -> dict[str, Any]:
     """
     for _ in range(2):
         if isinstance(arguments, str) and arguments.strip():
-            arguments = _decoded(arguments, f"the arguments of {name}")
+            arguments = _decode(arguments, f"the arguments of {name}")
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         return {}
     if not isinstance(arguments, Mapping):
@@ -74,7 +74,7 @@ def call_arguments(arguments: Any, name: str) -> dict[str, Any]:
     return dict(arguments)
 
 
-def _decoded(text: str, what: str) -> Any:
+def _decode(text: str, what: str) -> Any:
     try:
         return read_json(text)
     except (ValueError, RecursionError) as error:

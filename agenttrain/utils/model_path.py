@@ -139,18 +139,18 @@ def why_merged(folder: Path) -> str | None:
 
     Adapters that are sent as they are have one rank and one scale.
     """
-    described = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    several = (f"{key}={shown(described[key])}" for key in SENT_MERGED if described.get(key))
-    return packed_experts(folder) or next(several, None)
+    config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    settings = (f"{key}={shown(config[key])}" for key in SENT_MERGED if config.get(key))
+    return packed_experts(folder) or next(settings, None)
 
 
 def has_experts(folder: Path) -> bool:
     """Return True if a model's config.json has a number of experts, or cannot be read."""
     try:
-        described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # reported where the model is built
         return True
-    sections = [described, *(part for part in described.values() if isinstance(part, dict))]
+    sections = [config, *(part for part in config.values() if isinstance(part, dict))]
     return any("expert" in key and value for part in sections for key, value in part.items())
 
 
@@ -159,8 +159,8 @@ def packed_experts(folder: Path) -> str | None:
 
     vLLM reads such adapters for few models, and wrongly for others.
     """
-    described = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    if value := described.get("target_parameters"):
+    config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    if value := config.get("target_parameters"):
         return f"target_parameters={shown(value)}"
     # peft converts adapters of single experts, as older files have them.
     return next((name for name in _adapter_names(folder) if ".experts." in name), None)
@@ -178,9 +178,9 @@ def _adapter_names(folder: Path) -> list[str]:
 
 def why_not_sent(folder: Path) -> str | None:
     """Return the setting of adapters that cannot be merged, ``use_dora=true``; None without one."""
-    described = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     for key in NOT_MERGED:
-        value = described.get(key)
+        value = config.get(key)
         if value and value != "none":
             return f"{key}={shown(value)}"
     return None

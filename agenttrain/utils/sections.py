@@ -170,7 +170,7 @@ def choose(key: str, section: Any, choices: Mapping[str, type[T]]) -> T:
     if name not in choices:
         hint = did_you_mean(name, choices)
         raise InvalidSettings(f"{group}={name}: expected one of: {', '.join(choices)}{hint}")
-    known = field_names(choices[name])
+    names = field_names(choices[name])
 
     def unknown_key(leaf: str, value: Any) -> Iterator[str]:
         """Yield the message about a key that the chosen settings do not have."""
@@ -178,8 +178,8 @@ def choose(key: str, section: Any, choices: Mapping[str, type[T]]) -> T:
         if owners := [f"{group}={owner}" for owner in owners_of(leaf, choices)]:
             yield f"{line}; {' and '.join(owners)} {'has' if len(owners) == 1 else 'have'} it"
         else:
-            keys = f"; its keys are: {', '.join(known)}"
-            yield f"{line}{did_you_mean(leaf, known) or keys}"
+            keys = f"; its keys are: {', '.join(names)}"
+            yield f"{line}{did_you_mean(leaf, names) or keys}"
 
     return with_known_keys(choices[name], section, key, unknown_key)
 
@@ -188,14 +188,20 @@ def with_known_keys(
     settings: type[T],
     section: Mapping[str, Any],
     key: str,
-    unknown: Callable[[str, Any], Iterable[str]],
+    unknown_key_problems: Callable[[str, Any], Iterable[str]],
 ) -> T:
     """Return the section at `key` as its settings; raises InvalidSettings with all its problems.
 
-    `unknown` returns the messages about a key (with its value) that the settings do not have.
+    `unknown_key_problems(name, value)` returns the messages about a key that the settings do not
+    have.
     """
     names = field_names(settings)
-    lines = [line for n, v in section.items() if n not in names for line in unknown(str(n), v)]
+    lines = [
+        line
+        for name, value in section.items()
+        if name not in names
+        for line in unknown_key_problems(str(name), value)
+    ]
     # The known keys are validated too, so that one error has all problems.
     known_keys = {name: value for name, value in section.items() if name in names}
     try:
@@ -216,7 +222,7 @@ def field_names(settings: Any) -> tuple[str, ...]:
     return tuple(field.name for field in fields(settings))
 
 
-def beside(
+def split_section(
     settings: type[T], section: Mapping[str, Any], key: str = ""
 ) -> tuple[T, dict[str, Any]]:
     """Split a component's section into agenttrain's settings and the arguments of its `_target_`.
@@ -273,7 +279,7 @@ def problem_lines(error: ValidationError, key: str = "") -> Iterator[str]:
             else:
                 yield f"{place}: has no value; set it: {place}=…"
             continue
-        yield f"{place}={shown(detail['input'])}: {_problem(detail, place)}"
+        yield f"{place}={shown(detail['input'])}: {_describe_problem(detail, place)}"
 
 
 def shown(value: Any) -> str:
@@ -289,7 +295,7 @@ def shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _problem(detail: Mapping[str, Any], place: str) -> str:
+def _describe_problem(detail: Mapping[str, Any], place: str) -> str:
     """Return the problem, and perhaps remedy, of one of pydantic's errors about the key `place`."""
     kind, bounds = detail["type"], detail.get("ctx") or {}
     for name, words in BOUNDS.items():

@@ -178,11 +178,11 @@ class StopRequest:
 @contextmanager
 def _handling_interrupts(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Give SIGINT a handler for the block; asyncio's, of the running loop, is put back."""
-    before = signal.signal(signal.SIGINT, handler)
+    former_handler = signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, former_handler)
 
 
 def hear_interrupts() -> None:

@@ -24,12 +24,12 @@ def sign(value: Any, *, make_key: bool = True) -> str | None:
     return hmac.new(key, text.encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest()
 
 
-def verifies(value: Any, written: object) -> bool:
-    """Return True if `written` is the user's signature of JSON data."""
-    if not isinstance(written, str):
+def verifies(value: Any, signature: object) -> bool:
+    """Return True if `signature` is the user's signature of JSON data."""
+    if not isinstance(signature, str):
         return False
-    valid = sign(value, make_key=False)
-    return valid is not None and hmac.compare_digest(valid, written)
+    own_signature = sign(value, make_key=False)
+    return own_signature is not None and hmac.compare_digest(own_signature, signature)
 
 
 def _key(*, make: bool) -> bytes | None:

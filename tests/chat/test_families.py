@@ -28,7 +28,7 @@ from agenttrain.commands.templates import (
     original,
     originals_folder,
     plain,
-    recorded,
+    read_shipped,
     rows,
     small_tokenizer,
 )
@@ -450,7 +450,7 @@ def test_the_reference_shows_the_table() -> None:
 def test_the_command_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     path = tmp_path / "table.json"
     assert main(["templates", "--json", str(path)]) == 0
-    shipped = list(recorded().values())  # nothing is certified for it
+    shipped = list(read_shipped().values())  # nothing is certified for it
     out = capsys.readouterr().out
     assert plain(shipped) in out
     assert f"Certified on {shipped[0].certified}; " in out
@@ -464,7 +464,7 @@ def test_the_command_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixt
 
 @pytest.mark.slow
 def test_the_shipped_table_is_the_table() -> None:
-    shipped = recorded()
+    shipped = read_shipped()
     assert list(shipped) == list(families()), "scripts/certify_templates"
     assert [replace(row, certified=None) for row in shipped.values()] == table()
     assert all(row.certified is None for row in table())

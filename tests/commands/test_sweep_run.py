@@ -118,7 +118,7 @@ def test_a_sweep_stops_at_a_failure_and_its_unfinished_jobs_run_later(tmp_path: 
 def test_a_job_tells_its_code_and_its_last_words(tmp_path: Path) -> None:
     output = tmp_path / "output.txt"
     process = JobProcess(["stepz=1"], output)
-    while (ended := process.ended()) is None:
+    while (ended := process.poll()) is None:
         time.sleep(0.1)
     assert ended.code == 2
     assert ended.last_words.startswith("agenttrain: stepz=1: unknown key")
@@ -142,10 +142,10 @@ def test_a_job_hears_ctrl_c_though_its_sweep_inherited_that_it_is_ignored(
     try:
         end = time.monotonic() + HANG_S
         while not (tmp_path / "job").exists():
-            assert process.ended() is None and time.monotonic() < end
+            assert process.poll() is None and time.monotonic() < end
             time.sleep(0.1)
         process.send(signal.SIGINT)
-        while (ended := process.ended()) is None:
+        while (ended := process.poll()) is None:
             assert time.monotonic() < end
             time.sleep(0.1)
     finally:

@@ -14,7 +14,7 @@ import yaml
 from agenttrain.cli import main
 from agenttrain.commands.sweep import command as cli_sweep
 from agenttrain.commands.sweep.record import read_record
-from agenttrain.commands.sweep.run import Sweep, _arguments
+from agenttrain.commands.sweep.run import Sweep, _job_arguments
 
 pytestmark = pytest.mark.timeout(1200)  # whole runs
 
@@ -197,5 +197,5 @@ def test_a_yes_on_a_terminal_goes_for_the_jobs_of_a_sweep(theirs, tmp_path, monk
     assert main(["-m", f"resume={tmp_path}"]) == 0
     (one,) = started
     record = read_record(tmp_path)
-    arguments = _arguments(tmp_path, record, record.jobs[0], one.changes, one.trust)
+    arguments = _job_arguments(tmp_path, record, record.jobs[0], one.changes, one.trust)
     assert arguments == ["train", f"resume={job}", "trust=true"]

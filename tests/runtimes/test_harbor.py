@@ -400,7 +400,7 @@ def test_rehearse_lists_tasks_whose_solution_fails_or_that_pass_untouched(
 )
 def test_no_reward_file_is_more_than_trouble_of_its_rollout(text: str) -> None:
     with pytest.raises(MachineLost, match="reward"):
-        grading._rewards(grading.REWARD_JSON, text)
+        grading._read_rewards(grading.REWARD_JSON, text)
 
 
 BAD_TESTS = {

@@ -93,7 +93,7 @@ def test_the_error_holds_the_end_of_what_a_dead_child_printed():
 
 def test_without_replies_both_outputs_are_what_it_printed():
     child = python("import sys; print('one', flush=True); print('two', file=sys.stderr)")
-    assert child.ended(60)
+    assert child.wait_for_end(60)
     assert (child.code, child.printed()) == (0, "one\ntwo")
     child.kill()
 
@@ -122,7 +122,7 @@ def test_what_left_the_group_ends_with_a_child_however_that_ends(number):
     grandchild = child.receive(limit_s=60)
     if number:
         os.kill(child.pid, number)  # by somebody else
-        assert child.ended(60) and child.code == -number
+        assert child.wait_for_end(60) and child.code == -number
         assert is_over(grandchild)
     child.kill()
     assert is_over(grandchild) and child.code == -(number or signal.SIGKILL)
@@ -133,7 +133,7 @@ def test_a_child_whose_keeper_is_killed_ends():
     (keeper,) = psutil.Process(child.pid).parents()[:1]
     assert keeper.ppid() == os.getpid()
     keeper.kill()
-    assert is_over(child.pid) and child.ended(60)
+    assert is_over(child.pid) and child.wait_for_end(60)
     child.kill()
 
 
@@ -154,7 +154,7 @@ def test_signals_reach_the_program_and_not_its_keeper():
     os.kill(psutil.Process(child.pid).ppid(), signal.SIGTERM)  # as a scheduler, to all of a job
     child.signal(signal.SIGUSR1)
     assert child.receive(limit_s=60) == signal.SIGUSR1
-    assert child.ended(60) and child.code == 75
+    assert child.wait_for_end(60) and child.code == 75
     child.kill()
 
 
@@ -187,7 +187,7 @@ def test_output_in_a_file_is_read_from_it(tmp_path):
         output.flush()
         command = [sys.executable, "-c", "print('x' * 30); print('last words')"]
         child = ChildProcess(command, output=output, tail_bytes=12)
-    assert child.ended(60)
+    assert child.wait_for_end(60)
     child.kill()
     assert child.printed() == "last words"
 

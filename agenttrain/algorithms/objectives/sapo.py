@@ -26,7 +26,8 @@ class SapoSettings:
 def sapo(inputs: ObjectiveInputs, settings: SapoSettings) -> ObjectiveOutput:
     """-sigmoid(tau (r - 1)) 4 / tau A: SAPO, https://arxiv.org/abs/2511.20347.
 
-    tau is `tau_pos` where A > 0, else `tau_neg`. At r = 1 the gradient is -A, as everywhere.
+    tau is `tau_pos` where A > 0, else `tau_neg`. With the factor 4 / tau the gradient at
+    r = 1 is -A, as with the other objectives.
     """
     ratio_S, advantages_S = inputs.ratio(settings.ratio), inputs.advantages_S
     tau_S = by_sign(advantages_S > 0, settings.tau_pos, settings.tau_neg, ratio_S)

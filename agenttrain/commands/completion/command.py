@@ -33,7 +33,10 @@ LOADERS = {
 
 
 def completion(args: Namespace) -> int:
-    """Print a shell's script, or install it; exit code 0. Raises ConfigError."""
+    """Print a shell's script, or install it; exit code 0. Raises ConfigError.
+
+    `args.what` is the shell whose script is printed, or `install`.
+    """
     what, shell = args.what, args.shell
     if what != "install":
         if shell is not None:
@@ -55,12 +58,14 @@ def completion(args: Namespace) -> int:
 
 def install(shell: str) -> None:
     """Write the file that the shell loads, and print what is left to do."""
-    data = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
+    data_home = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
     if shell == "bash":
         user = os.environ.get("BASH_COMPLETION_USER_DIR")
-        file = (Path(user) if user else data / "bash-completion") / "completions" / "agenttrain"
+        file = (
+            (Path(user) if user else data_home / "bash-completion") / "completions" / "agenttrain"
+        )
     else:
-        file = data / "zsh" / "site-functions" / "_agenttrain"
+        file = data_home / "zsh" / "site-functions" / "_agenttrain"
     is_written = file.is_file() and file.read_text(encoding="utf-8") == LOADERS[shell]
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -147,7 +152,7 @@ def candidates() -> Iterator[tuple[str, str]]:
         has_keys = bool(subkey) or setting.type == "keys and values"
         sections[f"{section}{'.' if has_keys else '='}"] = None
         if subkey:
-            yield "own:settings", section
+            yield "own:settings", section  # for the verb: agenttrain settings optimizer
         for name in names:
             if subkey:
                 yield "key", f"{name}="

@@ -200,7 +200,8 @@ def _make_report(
         limits.max_turns * limits.max_turn_tokens, limits.max_completion_tokens, context
     )
     # A step whose rollouts are as long as the stub's, and one in which all use their budget.
-    tokens, most_tokens = round(per_step * mean(sampled)) if sampled else 0, per_step * max_tokens
+    tokens = round(per_step * mean(sampled)) if sampled else 0
+    most_tokens = per_step * max_tokens
     return Report(
         rollouts=len(rollouts),
         turns={str(kind): count for kind, count in stub.written.items()},
@@ -391,32 +392,10 @@ def show(report: Report, tokens_per_s: float | None) -> None:
     for label, text in (("turns", written), ("refused calls", refused), ("ends", ended)):
         console.print(f"{label:<15}{text or 'none'}", highlight=False, soft_wrap=True)
     if report.tools:
-        table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-        # Only the error shrinks on a narrow terminal.
-        name_width = max(len(tool.tool) for tool in report.tools)
-        table.add_column("tool", style="cyan", min_width=name_width)
-        for name in ("calls", "failed", "p50 ms", "p95 ms", "reply tokens", "max"):
-            table.add_column(name, justify="right", min_width=max(len(name), 5))
-        table.add_column("first error", overflow="ellipsis", no_wrap=True, style="red")
-        for tool in report.tools:
-            table.add_row(
-                *(tool.tool, str(tool.calls), str(tool.failures)),
-                *(f"{1000 * tool.p50_s:.1f}", f"{1000 * tool.p95_s:.1f}"),
-                *(str(tool.reply_tokens_p50), str(tool.reply_tokens_max)),
-                Text(" ".join(tool.first_error.split())),
-            )
         console.print()
-        console.print(table)
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("reward", style="cyan", no_wrap=True)
-    for name in ("rollouts", "min", "mean", "max", "none"):
-        table.add_column(name, justify="right")
-    for reward in report.rewards:
-        numbers = (reward.low, reward.mean, reward.high)
-        shown = ["–" if number is None else f"{number:.3g}" for number in numbers]
-        table.add_row(reward.reward, str(reward.rollouts), *shown, str(reward.none))
+        console.print(_tool_table(report.tools))
     console.print()
-    console.print(table)
+    console.print(_reward_table(report.rewards))
     console.print()
     shortest, _, longest = report.prompt_tokens or ("–", "–", "–")
     lines = {
@@ -445,3 +424,35 @@ def show(report: Report, tokens_per_s: float | None) -> None:
         for text in texts:
             console.print(f"[{style}]{name}[/] ", end="")
             console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _tool_table(tools: Sequence[ToolReport]) -> Table:
+    """Return a table with a row for each tool."""
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    # Only the error shrinks on a narrow terminal.
+    name_width = max(len(tool.tool) for tool in tools)
+    table.add_column("tool", style="cyan", min_width=name_width)
+    for name in ("calls", "failed", "p50 ms", "p95 ms", "reply tokens", "max"):
+        table.add_column(name, justify="right", min_width=max(len(name), 5))
+    table.add_column("first error", overflow="ellipsis", no_wrap=True, style="red")
+    for tool in tools:
+        table.add_row(
+            *(tool.tool, str(tool.calls), str(tool.failures)),
+            *(f"{1000 * tool.p50_s:.1f}", f"{1000 * tool.p95_s:.1f}"),
+            *(str(tool.reply_tokens_p50), str(tool.reply_tokens_max)),
+            Text(" ".join(tool.first_error.split())),
+        )
+    return table
+
+
+def _reward_table(rewards: Sequence[RewardReport]) -> Table:
+    """Return a table with a row for each reward function."""
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("reward", style="cyan", no_wrap=True)
+    for name in ("rollouts", "min", "mean", "max", "none"):
+        table.add_column(name, justify="right")
+    for reward in rewards:
+        numbers = (reward.low, reward.mean, reward.high)
+        texts = ["–" if number is None else f"{number:.3g}" for number in numbers]
+        table.add_row(reward.reward, str(reward.rollouts), *texts, str(reward.none))
+    return table

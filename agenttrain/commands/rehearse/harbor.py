@@ -90,6 +90,7 @@ async def _grades(
         for part in (harbor.steps or (harbor,)) if solved else ():
             if problem := await machines.solve(part, machine):
                 problems.append(problem)
+            # `next_step` grades this step and begins the next one. False: none follows.
             if harbor.steps and not await machines.next_step(name):
                 break
         await machines.grade(rollout)

@@ -65,7 +65,7 @@ class Stub:
 
     def __call__(self, token_ids: Sequence[int], session: str, turn: int) -> list[int]:
         """Return the ids of a turn of this session."""
-        _, place, sample = session.rsplit("-", 2)
+        _, place, sample = session.rsplit("-", 2)  # rehearse-<place of the task>-<sample>
         task, chat = self.tasks[int(place)], self.components.chat
         schemas = self.components.schemas(task)
         rng = random.Random(f"{self.components.config.seed}-{session}-{turn}")

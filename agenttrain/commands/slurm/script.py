@@ -132,7 +132,7 @@ class ClusterUnreachable(ConfigError):
     """This machine has sbatch, but no SLURM controller answers it."""
 
 
-def present() -> bool:
+def has_sbatch() -> bool:
     """Return True if this machine has sbatch."""
     return shutil.which("sbatch") is not None
 
@@ -169,7 +169,7 @@ def submit(path: Path) -> str:
 
 def _sbatch(arguments: list[str], script: str | None) -> subprocess.CompletedProcess[str]:
     """Run sbatch. Raises ConfigError if it is missing, and ClusterUnreachable after a timeout."""
-    if not present():
+    if not has_sbatch():
         raise ConfigError(ABSENT)
     command = ["sbatch", *arguments]
     try:

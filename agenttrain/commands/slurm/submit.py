@@ -72,11 +72,11 @@ class PlannedJob:
 
 def submit(args: Namespace, overrides: Sequence[str]) -> int:
     """Submit a run or sweep; exit code 1: a template fails its certificate. Raises ConfigError."""
-    command, slurm = _divide(args, overrides)
-    if not args.dry_run and not sbatch.present():
+    command, slurm = _split_slurm(args, overrides)
+    if not args.dry_run and not sbatch.has_sbatch():
         raise ConfigError(sbatch.ABSENT)
     with hydra_session(command.source):
-        plan = _plan(command, slurm)
+        plan = _plan_job(command, slurm)
     folder = plan.script.folder
     if not plan.resumes and any((folder / name).exists() for name in (CONFIG, RECORD, NAME)):
         raise ConfigError(
@@ -91,14 +91,14 @@ def submit(args: Namespace, overrides: Sequence[str]) -> int:
         check_cached([run.config for run in plan.runs], command.verb)
     # A dry run prints only the script to stdout, so that it can be redirected to a file.
     output = sys.stderr if args.dry_run else sys.stdout
-    with _offline(plan.settings.offline), redirect_stdout(output):
+    with _offline_if(plan.settings.offline), redirect_stdout(output):
         if not args.no_check and not certify(plan.runs):
             return 1
     configs = [run.config for run in plan.runs]
     for note in (*note_local_paths(plan.script, configs), *note_containers(configs)):
         print(f"note: {note}", file=sys.stderr)
     _print_script(text)
-    if not sbatch.present():  # only a dry run comes this far without it
+    if not sbatch.has_sbatch():  # only a dry run comes this far without it
         print("note: not checked by SLURM: there is no sbatch here", file=sys.stderr)
         return 0
     try:
@@ -123,7 +123,7 @@ def _print_script(text: str) -> None:
         print(public_text, end="", flush=True)
 
 
-def _divide(args: Namespace, overrides: Sequence[str]) -> tuple[Command, list[str]]:
+def _split_slurm(args: Namespace, overrides: Sequence[str]) -> tuple[Command, list[str]]:
     """Return the command of the run, and the overrides of the job's section. Raises ConfigError."""
     slurm = [text for text in overrides if key_of(text).partition(".")[0] == "slurm"]
     command = command_of(args.target, args, [text for text in overrides if text not in slurm])
@@ -159,7 +159,7 @@ def _with_allocation(command: Command, slurm: list[str]) -> tuple[Command, list[
     return replace(command, overrides=overrides), [*slurm, total]
 
 
-def _plan(command: Command, slurm: Sequence[str]) -> PlannedJob:
+def _plan_job(command: Command, slurm: Sequence[str]) -> PlannedJob:
     """Compose the job and its script. Needs a `hydra_session`. Raises ConfigError."""
     source = command.source
     if command.saved is not None:
@@ -267,7 +267,7 @@ def _job_script(
 
 
 @contextmanager
-def _offline(offline: bool) -> Iterator[None]:
+def _offline_if(offline: bool) -> Iterator[None]:
     """If `offline`, keep the block off the network, so that missing data sets are noticed now."""
     previous = {name: os.environ.get(name) for name in OFFLINE}
     if offline:

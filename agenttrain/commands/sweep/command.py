@@ -84,7 +84,7 @@ def new_sweep(command: Command, runs: Sequence[Composed]) -> tuple[Path, SweepRe
     commits = [pins(run, command.verb) for run in runs]
     if search is None:
         pairs = zip(expansion.runs, commits, strict=True)
-        jobs = _jobs([[*words, *added] for words, added in pairs], source, subdir)
+        jobs = _make_jobs([[*words, *added] for words, added in pairs], source, subdir)
     elif subdir != NUMBERED:
         raise ConfigError(f"hydra.sweep.subdir={subdir}: a search numbers its jobs; leave it out")
     else:
@@ -207,7 +207,7 @@ def check_outside_sweep(overrides: Sequence[str]) -> None:
         raise ConfigError(f"{typed[0]}: has no effect in a single run; add -m, or leave it out")
 
 
-def _jobs(runs: Sequence[Sequence[str]], source: Source, subdir: str) -> list[SweepJob]:
+def _make_jobs(runs: Sequence[Sequence[str]], source: Source, subdir: str) -> list[SweepJob]:
     """Return a job for each run of a sweep; raises ConfigError if two would share a folder."""
     folders = []
     for number, overrides in enumerate(runs):

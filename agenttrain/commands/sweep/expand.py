@@ -60,8 +60,8 @@ def expand(overrides: Sequence[str], source: Source) -> Expansion:
                 raise ConfigError(f"{override.input_line}: is the sweep's own and takes one value")
         params = [f"{key}={value}" for key, value in (raw.hydra.sweeper.params or {}).items()]
         swept = [*parse(open_keys(params)), *parsed]
-        last = {override.get_key_element(): override for override in swept}  # of each key
-        for override in last.values():
+        last_by_key = {override.get_key_element(): override for override in swept}
+        for override in last_by_key.values():
             if override.is_sweep_override() and not override.is_interval_sweep():
                 _check_number(_number_of_values(override), as_typed(override.input_line))
         if raw.sweep.sampler is Sampler.tpe:
@@ -152,8 +152,8 @@ def _all_combinations(overrides: Sequence[Override]) -> list[list[str]]:
                 f"{override.input_line}: a range has infinitely many values; add sweep.trials=… to "
                 "draw some configurations, or name the values"
             )
-    last = {override.get_key_element(): override for override in overrides}
-    swept = [override for override in last.values() if override.is_sweep_override()]
+    last_by_key = {override.get_key_element(): override for override in overrides}
+    swept = [override for override in last_by_key.values() if override.is_sweep_override()]
     _check_number(
         prod(map(_number_of_values, swept)),
         " ".join(as_typed(override.input_line) for override in swept),
@@ -203,13 +203,14 @@ def _split_trial_axes(overrides: Sequence[Override]) -> tuple[dict[str, Override
     Example: ``optimizer.lr=1e-4,1e-3 seed=0,1 steps=6`` -> one axis, ``[["seed=0", "steps=6"],
     ["seed=1", "steps=6"]]``.
     """
-    last = {override.get_key_element(): override for override in overrides}
+    last_by_key = {override.get_key_element(): override for override in overrides}
     axes = {
         key: override
-        for key, override in last.items()
+        for key, override in last_by_key.items()
         if override.is_sweep_override() and override.key_or_group != REPEATED
     }
-    return axes, _all_combinations([override for key, override in last.items() if key not in axes])
+    outside_axes = [override for key, override in last_by_key.items() if key not in axes]
+    return axes, _all_combinations(outside_axes)
 
 
 def trial_overrides(axes: dict[str, Override], values: Sequence[str]) -> list[str]:

@@ -57,7 +57,7 @@ class JobProcess:
                 show=file is None,
             )
 
-    def ended(self) -> JobEnd | None:
+    def poll(self) -> JobEnd | None:
         """Return how the process ended; None while it runs."""
         code = self._process.code
         if code is None:
@@ -75,7 +75,7 @@ class JobProcess:
     def stop(self) -> None:
         """End the process, if it still runs."""
         self.send(signal.SIGTERM)
-        self._process.ended(GRACE_S)
+        self._process.wait_for_end(GRACE_S)
         self._process.kill()
 
 

@@ -45,7 +45,7 @@ from agenttrain.utils import exit_codes
 from agenttrain.utils.redaction import shell_command
 
 OUTPUT = "output.txt"
-"""File in a job's folder: its output job_folder several run at once."""
+"""File in a job's folder: its output, if several run at once."""
 POLL_S = 0.2
 """Seconds between two checks of the jobs' processes."""
 THREADS = "OMP_NUM_THREADS"
@@ -151,7 +151,7 @@ def _wait(running: dict[int, tuple[SweepJob, JobProcess]]) -> tuple[int, JobEnd]
     """Wait until one of the jobs has ended; return its slot and how it ended."""
     while True:
         for slot, (_, process) in running.items():
-            if end := process.ended():
+            if end := process.poll():
                 return slot, end
         time.sleep(POLL_S)
 
@@ -167,7 +167,7 @@ def _start(
     if job_state(job_folder, job).status == FINISHED:  # by another process
         print(f"{job_folder}: has finished in the meantime", flush=True)
         return None
-    number, total = _number(record, job), len(record.jobs)
+    number, total = _job_number(record, job), len(record.jobs)
     if record.search is None:
         values = varying_settings(record)[number - 1]
     else:
@@ -184,13 +184,13 @@ def _start(
     if len(sweep.shares) > 1:
         job_folder.mkdir(parents=True, exist_ok=True)
         output = job_folder / OUTPUT
-    arguments = _arguments(folder, record, job, sweep.changes, sweep.trust)
+    arguments = _job_arguments(folder, record, job, sweep.changes, sweep.trust)
     process = JobProcess(arguments, output, share)
     signals.add(process)
     return process
 
 
-def _number(record: SweepRecord, job: SweepJob) -> int:
+def _job_number(record: SweepRecord, job: SweepJob) -> int:
     """Return the job's number, from 1."""
     return [recorded.folder for recorded in record.jobs].index(job.folder) + 1
 
@@ -208,11 +208,11 @@ def _print_end(folder: Path, job: SweepJob) -> bool:
             message += f", but it has no {record.objective}"
         else:
             message += f", {record.objective} {objective:.4g}"
-    print(f"job {_number(record, job)}: {message}", flush=True)
+    print(f"job {_job_number(record, job)}: {message}", flush=True)
     return state.status == FINISHED
 
 
-def _arguments(
+def _job_arguments(
     sweep: Path, record: SweepRecord, job: SweepJob, changes: Sequence[str], trust: bool
 ) -> list[str]:
     """Return the arguments that start the job, or resume it."""

@@ -132,7 +132,7 @@ def _new_values(
         study.add_trial(
             optuna.trial.create_trial(
                 params={
-                    key: _parameter(text, distribution)
+                    key: _read_value(text, distribution)
                     for text, (key, distribution) in zip(
                         trial.values, distributions.items(), strict=True
                     )
@@ -145,7 +145,7 @@ def _new_values(
     seen, vain_draws = {trial.values for trial in trials}, 0
     while vain_draws < ATTEMPTS:
         params = study.ask(distributions).params
-        values = tuple(_text(params[key], distributions[key]) for key in axes)
+        values = tuple(_write_value(params[key], distributions[key]) for key in axes)
         vain_draws += 1
         if values not in seen:
             seen.add(values)
@@ -174,7 +174,7 @@ def _distribution(axis: Override) -> BaseDistribution:
     return CategoricalDistribution(texts)
 
 
-def _text(value: Any, distribution: BaseDistribution) -> str:
+def _write_value(value: Any, distribution: BaseDistribution) -> str:
     """Return a value as in an override; a float of an interval is rounded to DIGITS within it."""
     from optuna.distributions import FloatDistribution
 
@@ -183,8 +183,8 @@ def _text(value: Any, distribution: BaseDistribution) -> str:
     return str(value)
 
 
-def _parameter(text: str, distribution: BaseDistribution) -> Any:
-    """Read a value that `_text` wrote."""
+def _read_value(text: str, distribution: BaseDistribution) -> Any:
+    """Read a value that `_write_value` wrote, as its distribution has it: a number or a text."""
     from optuna.distributions import FloatDistribution, IntDistribution
 
     if isinstance(distribution, IntDistribution):

@@ -111,6 +111,7 @@ class Decoder:
         """
         starts = list(starts)
         new = list(new)
+        # Long rows are fed alone, chunk by chunk, up to their last chunk.
         for i in range(len(new)):
             while len(new[i]) > CHUNK_TOKENS:
                 self.forward(first + i, [new[i][:CHUNK_TOKENS]], [starts[i]], layouts[i : i + 1])
@@ -177,7 +178,10 @@ class Decoder:
         layouts: Sequence[Layout | None],
         keywords: Mapping[str, Any],
     ) -> Tensor:
-        """Feed rows to the language model, with image features at their placeholders."""
+        """Feed rows to the language model, with image features at their placeholders.
+
+        Each of the `pieces` says which placeholders of the pass get which vectors of an image.
+        """
         assert self.vision is not None
         width = ids_NT.shape[1]
         pad_N = self.cache.next_pass.padding_NT.sum(1)
@@ -234,10 +238,11 @@ LONGEST_CHECKED = 1024
 
 
 def _checked_lengths(kinds: Sequence[LayerKind], max_context: int) -> list[tuple[int, int]]:
-    """Return the tokens of the check's two rows after each of its passes.
+    """Return how many tokens the check's two rows hold after each of its passes.
 
-    Rows that can be cut: a ragged prefill and a ragged continuation. Others cross a window and a
-    chunk in the first pass, and decode a token in a third one.
+    With full attention alone: 3 and 1 after a ragged prefill, then 7 and 4 after a continuation.
+    With windows or states the first pass crosses the longest of them, and a third one decodes a
+    token of each row.
     """
     windows = [kind.window for kind in kinds if kind.window and kind.window < max_context]
     crossed = [window for window in windows if window <= LONGEST_CHECKED]

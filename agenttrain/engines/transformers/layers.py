@@ -215,9 +215,9 @@ class KeyLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Write the new states [N, K, T, D]; return what the queries read, [N, K, L, D].
 
-        A window that the longest row exceeds is returned as its slots, [N, K, W, D]; before the new
-        states, [N, K, W + T, D], if these are several of a row and so would overwrite keys that the
-        first queries still read.
+        If the longest row exceeds the window, the queries read the window's slots, [N, K, W, D].
+        Several new tokens of a row would overwrite keys that the first queries still read. Then the
+        old slots are returned, followed by the new states: [N, K, W + T, D].
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -228,12 +228,12 @@ class KeyLayer(CacheLayerMixin):
         next_pass, window = self.next_pass, self.window
         rows = self._rows(buffer)[next_pass.first : next_pass.first + next_pass.count]
         capacity = rows.shape[1]
-        before = None
+        old_and_new = None
         if is_ring(window, next_pass) and next_pass.width > 1:
-            before = torch.cat([rows.transpose(1, 2), states], 2)
+            old_and_new = torch.cat([rows.transpose(1, 2), states], 2)
         flat = states.transpose(1, 2).reshape(-1, *buffer.shape[1:])
         buffer.index_copy_(0, next_pass.slots(capacity, window), flat)
-        return rows[:, : next_pass.length].transpose(1, 2) if before is None else before
+        return rows[:, : next_pass.length].transpose(1, 2) if old_and_new is None else old_and_new
 
     def _rows(self, buffer: Tensor) -> Tensor:
         """Return the buffer as [R, C, K, D]."""
@@ -301,12 +301,12 @@ class StateLayer(LinearAttentionCacheLayerMixin):
     @property
     def conv_states(self) -> list[Tensor | None]:
         """Inputs of each convolution's last taps, [N, M, Q]."""
-        return [self._of_pass(tensor) for tensor in self._convolutions]
+        return [self._rows_of_pass(tensor) for tensor in self._convolutions]
 
     @property
     def recurrent_states(self) -> list[Tensor | None]:
         """Recurrent states, [N, …]."""
-        return [self._of_pass(tensor) for tensor in self._recurrences]
+        return [self._rows_of_pass(tensor) for tensor in self._recurrences]
 
     @property
     def has_previous_state(self) -> dict[int, bool]:
@@ -316,7 +316,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
             for index, pair in enumerate(zip(self._convolutions, self._recurrences, strict=True))
         }
 
-    def _of_pass(self, tensor: Tensor | None) -> Tensor | None:
+    def _rows_of_pass(self, tensor: Tensor | None) -> Tensor | None:
         first = self.next_pass.first
         return None if tensor is None else tensor[first : first + self.next_pass.count]
 

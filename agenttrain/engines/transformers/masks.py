@@ -30,6 +30,7 @@ def mask_names(config: Any) -> set[str]:
     if names <= {"full_attention"} or names <= {"sliding_attention"}:
         return set()
     names |= {*(getattr(config, "layers_block_type", None) or ())}
+    # Falcon-H1 and Zamba look up these two, whatever the types of their layers are called.
     return names | {"full_attention", "linear_attention"}
 
 
@@ -70,6 +71,7 @@ def ring_mask(next_pass: Pass, window: int, dtype: torch.dtype) -> Tensor:
     hold positions 4 5 6 3, and the query at position 6 reads all of them.
     """
     start_N1, query_NT1 = next_pass.starts[:, None], next_pass.column_NT[:, :, None]
+    # Last position in the ring: a single new token is in it, several are read behind it.
     last_N1 = start_N1 if next_pass.width == 1 else start_N1 - 1
     # Position that each slot holds when the queries read it. Negative: the slot is empty.
     key_NL = last_N1 - (last_N1 - np.arange(window)) % window

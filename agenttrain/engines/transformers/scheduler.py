@@ -391,7 +391,7 @@ class Scheduler:
             if seat.cached and not seat.mixed and (may_be_idle or seat.request is not None)
         ]
         firsts: dict[bytes, Seat] = {}
-        if not self.copies_exactly:
+        if not self.copies_exactly:  # else `_longest_beginning` chooses among the cached rows
             # `seats` is in the order of use. For each prompt, the seat that was used least
             # recently: the last that a reversed dict keeps. Leaders have different prompts.
             firsts = {seat.prompt: seat for seat in reversed(cached)}

@@ -59,7 +59,7 @@ def memory(settings: TransformersSettings, load: EngineLoad, sizes: ModelSizes) 
         )
         why = "engine=transformers samples from weights that are whole"
         items.append(MemoryItem(name="engine's weights", bytes=sizes.weights, why=why))
-    items += _cache(load, sizes)
+    items += _cache_items(load, sizes)
     rows = min(settings.max_rows, load.rows)
     fewer_rows = []
     while rows // 2 >= FEWEST_ROWS:
@@ -85,10 +85,10 @@ def copy_memory(
         when=(When.sync,),
         on_host=load.on_gpu,
     )
-    return EngineMemory(items=(copy, *_cache(load, sizes), new_weights))
+    return EngineMemory(items=(copy, *_cache_items(load, sizes), new_weights))
 
 
-def _cache(load: EngineLoad, sizes: ModelSizes) -> list[MemoryItem]:
+def _cache_items(load: EngineLoad, sizes: ModelSizes) -> list[MemoryItem]:
     """Return the memory of the rows with all rollouts at their longest."""
     from agenttrain.engines.transformers.cache import final_capacity
 

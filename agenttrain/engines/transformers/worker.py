@@ -159,7 +159,7 @@ class EngineWorker:
             if not math.isfinite(logprob):
                 self._fail_seat(seat, logprob)
                 continue
-            request = _request(seat)
+            request = _request_of(seat)
             finish = request.append(token, logprob, self.version, token_routes)
             if finish is not None:
                 self.scheduler.finish(seat)
@@ -172,7 +172,7 @@ class EngineWorker:
             self.decoder.cache.wipe()
             self.scheduler.invalidate()
             self._is_corrupt = False
-        batch = [_request(seat) for seat in seats]
+        batch = [_request_of(seat) for seat in seats]
         if batch != self._batch:
             self._batch = batch
             self.decoder.cache.arrange(seats, self.scheduler.seats.values())
@@ -215,6 +215,7 @@ class EngineWorker:
         logits_NV: torch.Tensor | None = None
         while rows:
             part_NV = self._feed_rows(first, rows, self.decoder.prefill)
+            # A seat that pauses is fed in several passes: the logits of its last one stay.
             if logits_NV is None:
                 logits_NV = part_NV
             else:
@@ -235,7 +236,7 @@ class EngineWorker:
         """Feed the next ids of consecutive rows, and return the logits after the last one."""
         new = [seat.next_ids() for seat in seats]
         starts = [seat.cached for seat in seats]
-        layouts = [_request(seat).layout for seat in seats] if self._has_images else ()
+        layouts = [_request_of(seat).layout for seat in seats] if self._has_images else ()
         logits_NV = feed(first, new, starts, layouts)
         for seat, ids in zip(seats, new, strict=True):
             seat.cached += len(ids)
@@ -243,7 +244,7 @@ class EngineWorker:
 
     def _fail_seat(self, seat: Seat, logprob: float) -> None:
         """End a session whose logprob is not finite. The error names the likely cause."""
-        request = _request(seat)
+        request = _request_of(seat)
         self.scheduler.release(seat.session)
         self._is_corrupt = True
         temperature = request.sampling.temperature
@@ -264,6 +265,6 @@ Feed = Callable[[int, Sequence[np.ndarray], Sequence[int], Sequence[Layout | Non
 """`Decoder.forward` or `Decoder.prefill`."""
 
 
-def _request(seat: Seat) -> Generation:
+def _request_of(seat: Seat) -> Generation:
     assert seat.request is not None
     return seat.request

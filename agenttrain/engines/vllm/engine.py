@@ -141,7 +141,7 @@ class VllmEngine:
                 "sampling.grammar: this engine was built without a tokenizer, which grammars need."
             )
         budget = min(sampling.max_tokens, self.max_context - len(token_ids))
-        parameters = _parameters(sampling, budget)
+        parameters = _make_parameters(sampling, budget)
         if self._record_routes:  # the last prompt token is the first that is sampled from
             parameters.routed_experts_prompt_start = len(token_ids) - 1
         output = await self._request(session, list(token_ids), parameters)
@@ -211,7 +211,7 @@ class VllmEngine:
         if self._stepper.dead is not None:
             raise EngineDead(str(self._driver.failure))
 
-    async def _between_steps(self, function: Callable[[], Value]) -> Value:
+    async def _run_between_steps(self, function: Callable[[], Value]) -> Value:
         """Return the result of a function that the stepping thread runs between two steps."""
         self._check_alive()
         return await asyncio.wrap_future(self._stepper.call(function))
@@ -219,7 +219,7 @@ class VllmEngine:
     async def sleep(self) -> None:
         """With engine.sleep, free the GPU's memory until the next `update`."""
         if self._sleeps:
-            await self._between_steps(self._driver.sleep)
+            await self._run_between_steps(self._driver.sleep)
             self.lacks_base = self.takes_adapters
 
     async def release(self, session: str) -> None:
@@ -238,7 +238,7 @@ class VllmEngine:
         """
         if self._mode is WeightSyncMode.drain:
             await self._drain()
-        await self._between_steps(partial(self._load, weights, version))
+        await self._run_between_steps(partial(self._load, weights, version))
 
     async def _drain(self) -> None:
         """Hold new requests back until `release_held`, and wait until none is in flight."""
@@ -249,7 +249,7 @@ class VllmEngine:
 
         try:
             async with asyncio.timeout(self._drain_s):
-                while await self._between_steps(hold):
+                while await self._run_between_steps(hold):
                     await asyncio.sleep(0.005)
         except BaseException as error:
             self._stepper.post(self._driver.release_held)
@@ -305,7 +305,7 @@ class VllmEngine:
         closed.result()
 
 
-def _parameters(sampling: Sampling, budget: int) -> Any:
+def _make_parameters(sampling: Sampling, budget: int) -> Any:
     """Return vLLM's `SamplingParams`. Raises EngineError for values that it refuses."""
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError

@@ -51,7 +51,8 @@ SETTINGS_BY_WORD = {
     "KV cache": "engine.kv_cache_mb",
     "dtype": "engine.dtype",
 }
-"""Words of vLLM's error messages, mapped to the settings that they are about."""
+"""Words of vLLM's error messages, mapped to the settings that they are about. A first letter that
+may be a capital is left out."""
 
 
 def build_llm_engine(

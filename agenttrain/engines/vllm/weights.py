@@ -171,7 +171,7 @@ def load_adapters(llm: Any, weights: Iterable[tuple[str, Tensor]], *, alpha: flo
         save_file(tensors, folder / "adapter_model.safetensors")
         (folder / "adapter_config.json").write_text(json.dumps(adapter_config(tensors, alpha)))
         llm.add_lora(LoRARequest(NAME, NUMBER, str(folder), load_inplace=True))
-    # Without load_inplace: with it every step would read the folder again.
+    # vLLM has read the folder, which is removed now: with load_inplace every step would read it.
     return LoRARequest(NAME, NUMBER, str(folder))
 
 

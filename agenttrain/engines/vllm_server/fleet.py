@@ -108,9 +108,9 @@ class Fleet(WatchedServers):
         waited_s = time.monotonic() - first_failure
         return sends < SENDS or (self._router is not None and waited_s < 2 * self._servers.dead_s)
 
-    async def _failed(self, member: Member, boot: int, error: ServerFailed) -> None:
+    async def _handle_failure(self, member: Member, boot: int, error: ServerFailed) -> None:
         if self._router is None or (member.boot == boot and member.state is MemberState.live):
-            await super()._failed(member, boot, error)
+            await super()._handle_failure(member, boot, error)
         else:  # give the router time to notice that one of its servers is gone
             await asyncio.sleep(self._servers.health_s)
 
@@ -366,7 +366,7 @@ class Fleet(WatchedServers):
         if self._router is not None:
             self._router.follow(self.members)
 
-    def _lost(self, text: str) -> FleetLost:
+    def _loss_error(self, text: str) -> FleetLost:
         return FleetLost(text)
 
     def metrics(self) -> dict[str, float]:

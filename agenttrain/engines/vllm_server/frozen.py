@@ -55,7 +55,7 @@ class FrozenFleet(WatchedServers):
                 return self.members[choose(session, loads)]
             await self._wait()
 
-    def _lost(self, text: str) -> RoleLost:
+    def _loss_error(self, text: str) -> RoleLost:
         return RoleLost(f"roles.{self._role}: {text}")
 
     async def joined(self, member: Member, record: ServerRecord) -> None:

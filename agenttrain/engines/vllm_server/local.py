@@ -79,7 +79,8 @@ def plan_node_servers(folder: Path, plan: ServerPlan) -> None:
     """
     for number in range(plan.servers["count"]):
         record_path(folder, number).unlink(missing_ok=True)
-        # A wrapper without a record counts its starts from 1, which an old order may name.
+        # Without its record a wrapper counts its starts from 1 again. An old order to kill start 1
+        # would then kill the new server.
         order_path(folder, number).unlink(missing_ok=True)
     plan.write(folder)
 
@@ -105,7 +106,7 @@ class KeptWrapper:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(self._record.wrapper, number)
 
-    def ended(self, timeout_s: float) -> bool:
+    def wait_for_end(self, timeout_s: float) -> bool:
         """Wait for the wrapper's end. Return False if it still runs after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while self._record.wrapper_exists:
@@ -196,9 +197,9 @@ def launcher_of(folder: Path) -> int | None:
 def reusable_servers(folder: Path, plan: ServerPlan) -> dict[int, ServerRecord]:
     """Return the records of a former process's servers that can be reused, by server number.
 
-    They still run, by the same plan, and no weight update of theirs was cut short. None is reused
-    with weights by broadcast: the servers wait for the former sender. None is reused with adapters:
-    the servers have some of steps that are now trained again.
+    They still run, by the same plan, and no weight update of theirs was cut short. With weights by
+    broadcast none is reused, because the servers wait for the former sender. With adapters none is
+    reused, because the servers have adapters of steps that are now trained again.
     """
     if launcher_of(folder) is None or plan.rank or plan.backend != BACKEND:
         return {}
@@ -255,7 +256,8 @@ def _end(folder: Path, wrappers: Mapping[int, ChildProcess | KeptWrapper]) -> No
     for wrapper in wrappers.values():
         wrapper.signal(signal.SIGTERM)
     for wrapper in wrappers.values():
-        wrapper.ended(2 * END_S)  # waits: a wrapper gives its server END_S before it kills it
+        # A wrapper gives its server END_S before it kills it.
+        wrapper.wait_for_end(2 * END_S)
         wrapper.kill()
     remove_weights_folder(folder)
     for number in wrappers:

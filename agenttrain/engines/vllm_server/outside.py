@@ -78,7 +78,10 @@ class Router:
 
 
 def problems(url: str, facts: ServerFacts, run: Outside) -> Iterator[str]:
-    """Yield why a server cannot sample for the run, as ``key=value: problem; remedy``."""
+    """Yield why a server cannot sample for the run, as ``key=value: problem; remedy``.
+
+    A plan with a `rank` sends the server adapters. Without one it sends all weights.
+    """
     key, plan = f"servers.admin_urls={url}", run.plan
     quantization = plan.engine["quantization"]
     if not facts.version.startswith(f"{WRITTEN_FOR}."):
@@ -204,7 +207,7 @@ async def _watch_with(
     while True:
         # As they are when the server is asked: it may join again while its answer is on the way.
         boot, version = member.boot, member.version
-        label = await _label(client, run, servers.dead_s)
+        label = await _ask_label(client, run, servers.dead_s)
         failure = label if isinstance(label, ServerFailed) else None
         member.answers = failure is None
         now = time.monotonic()
@@ -251,7 +254,9 @@ def _give_up_late(
         member.leave(MemberState.gone, f"{problem}; servers.{name}={limit_s:g} s are over")
 
 
-async def _label(client: ServerClient, run: Outside, dead_s: float) -> str | ServerFailed | None:
+async def _ask_label(
+    client: ServerClient, run: Outside, dead_s: float
+) -> str | ServerFailed | None:
     """Return the label of a server's weights, or why it did not answer.
 
     A run that sends adapters does not change the label. For it, return None if the server has any
@@ -271,7 +276,7 @@ async def _label(client: ServerClient, run: Outside, dead_s: float) -> str | Ser
 
 def _count_miss(member: Member, reason: str, misses: int) -> None:
     """Count an examination without an answer. After `FAULTS` in a row the server is lost."""
-    took_dead_s = "did not answer for" in reason  # `_label` has waited for all of dead_s
+    took_dead_s = "did not answer for" in reason  # `_ask_label` has waited for all of dead_s
     if misses >= FAULTS or took_dead_s:
         member.leave(MemberState.restarting, f"does not answer: {reason}")
     else:

@@ -30,6 +30,11 @@ def started_at(pid: int) -> int | None:
 
 
 def process_exists(pid: int, started: int = 0) -> bool:
-    """Return True if a process runs; with `started`, only if it is the one that started then."""
+    """Return True if a process runs; with `started`, only if it is the one that started then.
+
+    A start time of 0 is not known, and equals any other.
+    """
     start = started_at(pid)
-    return start is not None and (not (started and start) or start == started)
+    if start is None:
+        return False
+    return 0 in (start, started) or start == started

@@ -21,7 +21,7 @@ def memory(settings: VllmServerSettings, load: EngineLoad, sizes: ModelSizes) ->
         return EngineMemory()
     if load.broadcast:
         # Two buffers of packed weights, and one of the weights that are being gathered.
-        return EngineMemory(items=(_buffers(sizes, copies=3),))
+        return EngineMemory(items=(_buffer_item(sizes, copies=3),))
     why = f"files of {VERSIONS - 1} versions and one being written, for the servers (/dev/shm)"
     files = MemoryItem(
         name="weight files",
@@ -45,7 +45,7 @@ def server_memory(
     # Weights reach a server's workers through the files, which are counted with the trainer.
     items = tuple(item for item in estimate.items if not item.on_host)
     if load.broadcast:
-        items += (_buffers(sizes, copies=2),)  # two buffers of packed weights
+        items += (_buffer_item(sizes, copies=2),)  # two buffers of packed weights
     return replace(estimate, items=items, savings=())
 
 
@@ -58,7 +58,7 @@ def role_memory(role: RoleConfig, load: EngineLoad, sizes: ModelSizes, gpus: int
     return replace(estimate, items=items)
 
 
-def _buffers(sizes: ModelSizes, copies: int) -> MemoryItem:
+def _buffer_item(sizes: ModelSizes, copies: int) -> MemoryItem:
     """Return a broadcast's buffers, `copies` of them. Each holds at least the largest weight."""
     return MemoryItem(
         name="broadcast buffers",

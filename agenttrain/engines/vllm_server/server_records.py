@@ -199,7 +199,10 @@ def text_since(log: Path, size: int) -> str:
 
 
 def write_private(path: Path, value: Any, *, replace: bool = True) -> None:
-    """Write JSON of mode 0600 atomically; without `replace` an existing file is kept."""
+    """Write JSON of mode 0600 atomically.
+
+    Without `replace` an existing file is kept, and a file system without hard links gets no file.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     unfinished.unlink(missing_ok=True)

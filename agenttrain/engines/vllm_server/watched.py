@@ -48,7 +48,7 @@ class WatchedServers(ABC):
     ) -> T:
         """Return the answer to a request, sent until a server answers. Raises EngineError.
 
-        `name` describes the request in messages. If no server is left, raises the error of `_lost`.
+        `name` describes the request in messages. Raises `_loss_error` if no server is left.
         """
         failure: ServerFailed | None = None
         sends, first_failure = 0, 0.0
@@ -66,7 +66,7 @@ class WatchedServers(ABC):
                 failure = error
                 if not first_failure:
                     first_failure = time.monotonic()
-                await self._failed(member, boot, error)
+                await self._handle_failure(member, boot, error)
             else:
                 member.failures = 0
                 member.served += 1
@@ -77,17 +77,20 @@ class WatchedServers(ABC):
         )
 
     def _may_send(self, sends: int, first_failure: float) -> bool:
-        """Return True if a request may be sent again, after its first failure at that time."""
+        """Return True if a request may be sent again, after `sends` times.
+
+        `first_failure` is the time at which it failed first. 0: it has not failed.
+        """
         return sends < SENDS
 
-    async def _failed(self, member: Member, boot: int, error: ServerFailed) -> None:
+    async def _handle_failure(self, member: Member, boot: int, error: ServerFailed) -> None:
         """Count a failed request, which was sent at the server's start number `boot`."""
         # Requests that fail together count once: after the first the server is not live.
         if member.boot == boot and member.state is MemberState.live:
             member.fault(str(error))
 
     @abstractmethod
-    def _lost(self, text: str) -> EngineDead:
+    def _loss_error(self, text: str) -> EngineDead:
         """Return the error for the case that no server is left."""
 
     def _watch(self, watchers: Iterable[Coroutine[Any, Any, None]]) -> None:
@@ -103,9 +106,9 @@ class WatchedServers(ABC):
         self._status.write(self.members)
 
     async def _wait(self) -> None:
-        """Wait until a server's state has changed. Raises the error of `_lost` if none is left."""
+        """Wait until a server's state has changed. Raises `_loss_error` if no server is left."""
         if all(member.state is MemberState.gone for member in self.members):
-            raise self._lost(f"no server is left: {self._describe_ends()}")
+            raise self._loss_error(f"no server is left: {self._describe_ends()}")
         for watcher in self._watchers:
             if watcher.done():  # only a bug ends it
                 watcher.result()

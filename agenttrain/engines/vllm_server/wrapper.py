@@ -255,7 +255,7 @@ class Wrapper:
     def _end(self, process: ChildProcess) -> None:
         """End all processes of the server, and reap them."""
         process.signal(signal.SIGTERM, to_group=True)
-        process.ended(END_S)
+        process.wait_for_end(END_S)
         process.kill()
         end_children(process.pid)
         if not self._record.end:

@@ -273,7 +273,7 @@ class EnvironmentProcess:
                 raise EnvironmentFailed(f"its process {error}") from error
         # If the child ended meanwhile, `_deliver` may have returned before it saw this request.
         if not self._child.alive:
-            reply.put({"error": f"its process {self._child.gone()}"})
+            reply.put({"error": f"its process {self._child.gone_error()}"})
         return number, reply
 
 
@@ -294,7 +294,7 @@ def _end(child: ChildProcess) -> None:
     """Ask a child to end; kill it after END_S."""
     with suppress(ChildGone):
         child.send(json.dumps({"do": "end"}))
-        child.ended(END_S)
+        child.wait_for_end(END_S)
     child.kill()
 
 

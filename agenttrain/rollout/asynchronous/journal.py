@@ -91,7 +91,7 @@ class Journal:
         """
         path = self._folder / FILE
         (self._folder / GROUPS).mkdir(parents=True, exist_ok=True)
-        entries, unreadable = _entries(path)
+        entries, unreadable = _read_entries(path)
         earlier = [entry for entry in entries if entry.step < step]
         later = [entry for entry in entries if entry.step >= step]
         usable: dict[int, Entry] = {}
@@ -194,7 +194,7 @@ def _weights_fit(entry: Entry, version: int, max_staleness: int) -> bool:
     return max(entry.versions) <= version and entry.step - 1 - min(entry.versions) <= max_staleness
 
 
-def _entries(path: Path) -> tuple[list[Entry], int]:
+def _read_entries(path: Path) -> tuple[list[Entry], int]:
     """Return the entries of a journal, and the number of its lines that cannot be read.
 
     A last line without its newline was cut off by a crash and is ignored.

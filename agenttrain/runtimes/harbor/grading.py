@@ -44,7 +44,9 @@ async def begin_step(machine: RolloutMachine, step: Step) -> None:
         ["sh", "-c", IN_BASH, "sh", f"{folder.rstrip('/')}/{SETUP}"], timeout_s=SETUP_S
     )
     if result.code:
-        raise MachineLost(f"steps/{step.folder.name}/workdir/{SETUP} failed: {_end_of(result)}")
+        raise MachineLost(
+            f"steps/{step.folder.name}/workdir/{SETUP} failed: {_end_of_output(result)}"
+        )
 
 
 async def remove_tests(machine: RolloutMachine) -> None:
@@ -72,7 +74,9 @@ async def collect(machine: RolloutMachine, task: HarborTask) -> None:
             ["sh", "-c", item.command], timeout_s=item.timeout_s, user=item.user
         )
         if result.code:
-            raise MachineLost(f"verifier.collect: `{item.command}` failed: {_end_of(result)}")
+            raise MachineLost(
+                f"verifier.collect: `{item.command}` failed: {_end_of_output(result)}"
+            )
 
 
 async def move_artifacts(source: RolloutMachine, target: RolloutMachine, task: HarborTask) -> None:
@@ -106,7 +110,7 @@ async def grade(machine: RolloutMachine, task: HarborTask, env: dict[str, str]) 
     for path in (REWARD_JSON, REWARD_TEXT):
         text = await _read(machine, path)
         if text is not None:
-            return _rewards(path, text)
+            return _read_rewards(path, text)
     log = await _read(machine, f"{VERIFIER_LOGS}/test-stdout.txt") or ""
     raise MachineLost(
         f"the tests of {task.name} ended with exit code {result.code} and wrote neither "
@@ -114,14 +118,14 @@ async def grade(machine: RolloutMachine, task: HarborTask, env: dict[str, str]) 
     )
 
 
-def _rewards(path: str, text: str) -> dict[str, float]:
+def _read_rewards(path: str, text: str) -> dict[str, float]:
     """Return the rewards in a reward file. Raises MachineLost."""
     if not text.strip():
         raise MachineLost(f"{path}: the tests left it empty")
     try:
         value = json.loads(text) if path == REWARD_JSON else float(text)
         rewards = value if isinstance(value, dict) else {"reward": value}
-        numbers = {name: _finite(number) for name, number in rewards.items()}
+        numbers = {name: _finite_number(number) for name, number in rewards.items()}
         "".join(numbers).encode()  # JSON can name half of a surrogate pair, which no file can hold
     except (ValueError, OverflowError, RecursionError) as error:
         reason = f"{text[:200]!r} is no reward: a reward is a finite number"
@@ -131,7 +135,7 @@ def _rewards(path: str, text: str) -> dict[str, float]:
     return numbers
 
 
-def _finite(value: object) -> float:
+def _finite_number(value: object) -> float:
     """Return a number. Raises ValueError, and OverflowError for one that no float can hold."""
     if not isinstance(value, int | float) or not isfinite(value):
         raise ValueError
@@ -153,9 +157,9 @@ async def _read(machine: RolloutMachine, path: str) -> str | None:
 async def _run(machine: RolloutMachine, script: str) -> None:
     result = await machine.exec(["sh", "-c", script], timeout_s=STEP_S, cwd="/", user=ROOT)
     if result.code:
-        raise MachineLost(f"`{script}` failed in the container: {_end_of(result)}")
+        raise MachineLost(f"`{script}` failed in the container: {_end_of_output(result)}")
 
 
-def _end_of(result: CommandResult) -> str:
+def _end_of_output(result: CommandResult) -> str:
     words = result.text.strip()[-LAST_CHARS:]
     return words or f"exit code {result.code}"

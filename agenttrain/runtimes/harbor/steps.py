@@ -27,8 +27,10 @@ class Progress:
     def is_over(self) -> bool:
         """True if no step follows: the last has ended, or one had less than its `min_reward`."""
         ended = len(self.grades)
-        if ended in (0, len(self.task.steps)):
-            return ended > 0
+        if ended == 0:
+            return False
+        if ended == len(self.task.steps):
+            return True
         step = self.task.steps[ended - 1].step
         return step is not None and is_below(self.grades[-1], step.min_rewards)
 

@@ -157,11 +157,11 @@ class HarborTask:
 @lru_cache(maxsize=4096)
 def read_task(folder: Path) -> HarborTask:
     """Read and check a task's folder. Raises BadTask."""
-    settings = _settings(folder)
-    if problems := list(_problems(settings, "")):
+    settings = _read_settings(folder)
+    if problems := list(_key_problems(settings, "")):
         raise BadTask("\n".join(f"{folder / TASK_FILE}: {problem}" for problem in problems))
     try:
-        return _task(folder, settings)
+        return _make_whole_task(folder, settings)
     except KeyError as error:
         raise BadTask(f"{folder / TASK_FILE}: {error.args[0]}: is missing") from error
     except (TypeError, ValueError, AttributeError, OverflowError, OSError) as error:
@@ -204,7 +204,7 @@ def resolve_variables(env: Mapping[str, str], allowed: Mapping[str, str]) -> dic
     return resolved
 
 
-def _settings(folder: Path) -> dict[str, Any]:
+def _read_settings(folder: Path) -> dict[str, Any]:
     """Return the content of a task's task.toml. Raises BadTask."""
     try:
         file = folder / TASK_FILE
@@ -220,31 +220,32 @@ def _settings(folder: Path) -> dict[str, Any]:
         raise BadTask(f"{folder / TASK_FILE}: cannot be read: {error}") from error
 
 
-def _problems(section: Mapping[str, Any], prefix: str) -> Iterator[str]:
+def _key_problems(section: Mapping[str, Any], prefix: str) -> Iterator[str]:
     """Yield keys that are unknown or refused, with the reason."""
     for name, value in section.items():
         key = f"{prefix}{name}"
-        use = KEYS.get(key)
-        if use is Use.refused and value not in HARMLESS.get(name, ()) and value not in ([], {}):
+        use, has_keys = KEYS.get(key), any(k.startswith(f"{key}.") for k in KEYS)
+        asks_for_nothing = value in HARMLESS.get(name, ()) or value in ([], {})
+        if use is Use.refused and not asks_for_nothing:
             yield f"{key}: {REASONS.get(name, 'is not supported')}; the task is refused"
         elif key in FREE_FORM or use is Use.ignored or use is Use.refused:
             continue
-        elif isinstance(value, Mapping) and any(k.startswith(f"{key}.") for k in KEYS):
-            yield from _problems(value, f"{key}.")
-        elif isinstance(value, list) and any(k.startswith(f"{key}.") for k in KEYS):
+        elif isinstance(value, Mapping) and has_keys:
+            yield from _key_problems(value, f"{key}.")
+        elif isinstance(value, list) and has_keys:
             for item in value:
                 if isinstance(item, Mapping):
-                    yield from _problems(item, f"{key}.")
+                    yield from _key_problems(item, f"{key}.")
         elif use is None:
             yield f"{key}: is no key of Harbor's schema{did_you_mean(key, KEYS)}"
 
 
-def _task(folder: Path, settings: Mapping[str, Any]) -> HarborTask:
+def _make_whole_task(folder: Path, settings: Mapping[str, Any]) -> HarborTask:
     """Return a whole task: of one instruction, or of several steps."""
     tables = settings.get("steps") or []
     if not tables:
         return _make_task(folder, settings, settings.get("agent", {}), settings.get("verifier", {}))
-    steps = tuple(_step(folder, settings, table) for table in tables)
+    steps = tuple(_make_step(folder, settings, table) for table in tables)
     names = [step.step.folder.name.casefold() for step in steps if step.step is not None]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"steps.name={repeated[0]}: names two steps")
@@ -263,7 +264,7 @@ def _task(folder: Path, settings: Mapping[str, Any]) -> HarborTask:
     )
 
 
-def _step(folder: Path, settings: Mapping[str, Any], table: Mapping[str, Any]) -> HarborTask:
+def _make_step(folder: Path, settings: Mapping[str, Any], table: Mapping[str, Any]) -> HarborTask:
     """Return a step, which has the task's settings where it has none of its own."""
     name = table["name"]
     if not isinstance(name, str) or name in ("", ".", "..") or "/" in name:
@@ -279,7 +280,7 @@ def _step(folder: Path, settings: Mapping[str, Any], table: Mapping[str, Any]) -
     step = Step(
         folder=folder / "steps" / name,
         min_rewards={key: float(reward) for key, reward in min_rewards.items()},
-        healthcheck=_healthcheck(table.get("healthcheck"), "steps.healthcheck"),
+        healthcheck=_make_healthcheck(table.get("healthcheck"), "steps.healthcheck"),
     )
     agent = {**settings.get("agent", {}), **table.get("agent", {})}
     verifier = _verifier_of_step(settings.get("verifier", {}), table.get("verifier", {}))
@@ -292,9 +293,13 @@ def _verifier_of_step(task: Mapping[str, Any], step: Mapping[str, Any]) -> dict[
     merged = {**task, **step}
     if "environment" in step and "environment_mode" not in step:
         merged["environment_mode"] = "separate"
+    # A step in the agent's container does not take the task's own one for tests.
     if step.get("environment_mode") == "shared" and "environment" not in step:
         merged.pop("environment", None)
-    merged["env"] = {**_texts("verifier.env", task.get("env")), **_texts("env", step.get("env"))}
+    merged["env"] = {
+        **_as_texts("verifier.env", task.get("env")),
+        **_as_texts("env", step.get("env")),
+    }
     merged["collect"] = [*task.get("collect", []), *step.get("collect", [])]
     return merged
 
@@ -307,35 +312,36 @@ def _make_task(
     step: Step | None = None,
 ) -> HarborTask:
     """Return a task of one instruction, or one step."""
-    place = _place(settings.get("environment", {}), folder / "environment")
+    place = _make_place(settings.get("environment", {}), folder / "environment")
     files = folder if step is None else step.folder
     instruction = files / INSTRUCTION
     if not instruction.is_file():
         where = "the folder" if step is None else f"steps/{files.name}"
         raise ValueError(f"{INSTRUCTION}: is missing in {where}")
-    verifier_place, bundled = _verifier_place(folder, files, verifier, place)
+    verifier_place, bundled = _find_verifier_place(folder, files, verifier, place)
     task = HarborTask(
         folder=folder,
         name=str(settings.get("task", {}).get("name", folder.name)),
         instruction=instruction.read_text(encoding="utf-8").strip(),
         place=place,
-        agent_timeout_s=_number("agent.timeout_sec", agent.get("timeout_sec")),
-        agent_user=_text(agent.get("user")),
-        verifier_timeout_s=_number("verifier.timeout_sec", verifier.get("timeout_sec")) or 600.0,
-        verifier_user=_text(verifier.get("user")),
-        verifier_env=_texts("verifier.env", verifier.get("env")),
+        agent_timeout_s=_as_number("agent.timeout_sec", agent.get("timeout_sec")),
+        agent_user=_as_text(agent.get("user")),
+        verifier_timeout_s=_as_number("verifier.timeout_sec", verifier.get("timeout_sec")) or 600.0,
+        verifier_user=_as_text(verifier.get("user")),
+        verifier_env=_as_texts("verifier.env", verifier.get("env")),
         verifier_place=verifier_place,
         bundled_tests=bundled,
         collect=tuple(
             Collect(
                 command=str(item["command"]),
-                timeout_s=_number("verifier.collect.timeout_sec", item.get("timeout_sec")) or 60.0,
-                user=_text(item.get("user")),
+                timeout_s=_as_number("verifier.collect.timeout_sec", item.get("timeout_sec"))
+                or 60.0,
+                user=_as_text(item.get("user")),
             )
             for item in verifier.get("collect", [])
         ),
-        solution_env=_texts("solution.env", settings.get("solution", {}).get("env")),
-        artifacts=tuple(_artifact(item) for item in settings.get("artifacts", [])),
+        solution_env=_as_texts("solution.env", settings.get("solution", {}).get("env")),
+        artifacts=tuple(_artifact_path(item) for item in settings.get("artifacts", [])),
         step=step,
     )
     if not bundled and not any((tests / "test.sh").is_file() for tests in task.tests):
@@ -343,7 +349,7 @@ def _make_task(
     return task
 
 
-def _verifier_place(
+def _find_verifier_place(
     folder: Path, files: Path, verifier: Mapping[str, Any], place: TaskPlace
 ) -> tuple[TaskPlace | None, bool]:
     """Return the container of the tests, None for the agent's own; True if it holds them."""
@@ -356,18 +362,18 @@ def _verifier_place(
         return None, False
     # An image or Dockerfile of the tests holds them: the step's before the task's.
     for tests in dict.fromkeys((files / "tests", folder / "tests")):
-        test_place = _place(verifier.get("environment", {}), tests, required=False)
+        test_place = _make_place(verifier.get("environment", {}), tests, required=False)
         if test_place.docker_image is not None or (test_place.folder / "Dockerfile").is_file():
             return test_place, True
     return place, False
 
 
-def _place(section: Mapping[str, Any], folder: Path, *, required: bool = True) -> TaskPlace:
+def _make_place(section: Mapping[str, Any], folder: Path, *, required: bool = True) -> TaskPlace:
     """Return the container that a section `environment` describes, with the Dockerfile in `folder`.
 
     Raises ValueError if it cannot be made; without an image only if one is `required`.
     """
-    image = _text(section.get("docker_image"))
+    image = _as_text(section.get("docker_image"))
     if image is not None and image.startswith("-"):
         raise ValueError(f"environment.docker_image={image}: names no image")
     compose = next((name for name in COMPOSE if (folder / name).is_file()), None)
@@ -396,19 +402,19 @@ def _place(section: Mapping[str, Any], folder: Path, *, required: bool = True) -
     return TaskPlace(
         docker_image=image,
         folder=folder,
-        build_timeout_s=_number("build_timeout_sec", section.get("build_timeout_sec")) or 600.0,
-        cpus=_number("environment.cpus", section.get("cpus")),
-        memory_mb=_megabytes("memory", section),
-        disk_mb=_megabytes("storage", section),
-        env=_texts("environment.env", section.get("env")),
-        workdir=_text(section.get("workdir")),
+        build_timeout_s=_as_number("build_timeout_sec", section.get("build_timeout_sec")) or 600.0,
+        cpus=_as_number("environment.cpus", section.get("cpus")),
+        memory_mb=_read_megabytes("memory", section),
+        disk_mb=_read_megabytes("storage", section),
+        env=_as_texts("environment.env", section.get("env")),
+        workdir=_as_text(section.get("workdir")),
         wants_network=network != "no-network",
         hosts=tuple(hosts) if network == "allowlist" else None,
-        healthcheck=_healthcheck(section.get("healthcheck")),
+        healthcheck=_make_healthcheck(section.get("healthcheck")),
     )
 
 
-def _healthcheck(
+def _make_healthcheck(
     table: Mapping[str, Any] | None, key: str = "environment.healthcheck"
 ) -> Healthcheck | None:
     """Return a health check whose values have the types that it declares."""
@@ -417,17 +423,17 @@ def _healthcheck(
     check = Healthcheck(**table)
     if not isinstance(check.command, str):
         raise ValueError(f"{key}.command={check.command}: expected a text")
-    _number(f"{key}.timeout_sec", check.timeout_sec)
+    _as_number(f"{key}.timeout_sec", check.timeout_sec)
     for name in ("interval_sec", "start_period_sec", "start_interval_sec"):
-        if getattr(check, name) != 0:
-            _number(f"{key}.{name}", getattr(check, name))
+        if getattr(check, name) != 0:  # these may be 0, which `_as_number` refuses
+            _as_number(f"{key}.{name}", getattr(check, name))
     retries = check.retries
     if isinstance(retries, bool) or not isinstance(retries, int) or retries < 1:
         raise ValueError(f"{key}.retries={retries}: expected a whole number above 0")
     return check
 
 
-def _megabytes(name: str, section: Mapping[str, Any]) -> int | None:
+def _read_megabytes(name: str, section: Mapping[str, Any]) -> int | None:
     """Return ``memory_mb``, or the older ``memory = "2G"``."""
     value = section.get(f"{name}_mb")
     if value is None and (text := section.get(name)) is not None:
@@ -440,7 +446,8 @@ def _megabytes(name: str, section: Mapping[str, Any]) -> int | None:
     return value
 
 
-def _number(key: str, value: Any) -> float | None:
+def _as_number(key: str, value: Any) -> float | None:
+    """Return a number above 0, or None for None. Raises ValueError."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
@@ -450,11 +457,12 @@ def _number(key: str, value: Any) -> float | None:
     return float(value)
 
 
-def _text(value: Any) -> str | None:
+def _as_text(value: Any) -> str | None:
     return None if value is None else str(value)
 
 
-def _texts(key: str, value: Any) -> dict[str, str]:
+def _as_texts(key: str, value: Any) -> dict[str, str]:
+    """Return a table of environment variables as texts. Raises ValueError for a wrong name."""
     if not isinstance(value, Mapping | None):
         raise ValueError(f"{key}: expected a table of texts")
     if bad := [name for name in value or {} if not NAME.fullmatch(name)]:
@@ -462,7 +470,8 @@ def _texts(key: str, value: Any) -> dict[str, str]:
     return {name: str(text) for name, text in (value or {}).items()}
 
 
-def _artifact(item: Any) -> str:
+def _artifact_path(item: Any) -> str:
+    """Return an artifact's path: the item itself, or its `source`. Raises ValueError."""
     source = item.get("source") if isinstance(item, Mapping) else item
     if not isinstance(source, str) or not source.startswith("/") or ".." in source.split("/"):
         raise ValueError(f"artifacts={source}: expected an absolute path in the container")

@@ -49,11 +49,11 @@ class Search:
         """
         import bm25s
 
-        folder = check_corpus(path, k, max_chars, text_column, title_column)
+        corpus = check_corpus(path, k, max_chars, text_column, title_column)
         self._k = k
         self._passages: list[Document] = []
         """Documents, long ones split into passages ``oss.md#1``, ``oss.md#2``, …"""
-        for document in documents(folder, text_column, title_column):
+        for document in documents(corpus, text_column, title_column):
             texts = list(split(document.text, max_chars))
             for number, text in enumerate(texts, start=1):
                 name = document.id if len(texts) == 1 else f"{document.id}#{number}"
@@ -135,7 +135,7 @@ def documents(path: Path, text_column: str, title_column: str) -> list[Document]
     if path.suffix not in (".jsonl", ".csv", ".parquet"):
         return [_text_file(path, path.name)]
     result = []
-    for number, row in enumerate(_rows(path)):
+    for number, row in enumerate(_read_rows(path)):
         text, title = row.get(text_column), row.get(title_column)
         if not isinstance(text, str):
             columns = ", ".join(map(str, row))
@@ -181,7 +181,7 @@ def _text_file(file: Path, name: str) -> Document:
     return Document(id=name, title=file.stem, text=text)
 
 
-def _rows(file: Path) -> Iterator[Mapping[str, Any]]:
+def _read_rows(file: Path) -> Iterator[Mapping[str, Any]]:
     """Yield the rows of a .parquet, .csv or .jsonl file."""
     if file.suffix == ".parquet":
         import pyarrow.parquet  # comes with datasets

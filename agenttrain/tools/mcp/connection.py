@@ -105,8 +105,8 @@ class Connection:
         """Call a tool, again if the connection breaks. Raises ToolUnavailable, MCPError."""
         if self._closed:
             raise ToolUnavailable("the connection to the MCP server is closed")
-        sent = asyncio.run_coroutine_threadsafe(self._call(name, arguments), self._loop)
-        return await asyncio.wrap_future(sent)
+        future = asyncio.run_coroutine_threadsafe(self._call(name, arguments), self._loop)
+        return await asyncio.wrap_future(future)
 
     def close(self) -> None:
         """End the session and the server's process, and block until they have ended."""

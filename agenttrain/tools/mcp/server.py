@@ -86,7 +86,7 @@ class McpServer:
                         f"{name!r}{did_you_mean(str(name), names)}; it has: {', '.join(names)}"
                     )
             # The tools in use, in the server's order.
-            self._listed = [tool for tool in listed if allow is None or tool.name in allow]
+            self._used_tools = [tool for tool in listed if allow is None or tool.name in allow]
         except CannotConnect as error:
             self._connection.close()
             raise ValueError(self._cannot_connect(error)) from error
@@ -97,7 +97,7 @@ class McpServer:
     def tools(self) -> list[Tool]:
         """Return the server's tools."""
         tools: list[Tool] = []
-        for tool in self._listed:  # `mcp_types.Tool`
+        for tool in self._used_tools:  # `mcp_types.Tool`
             name = f"{self._prefix}{tool.name}"
             function = {
                 "name": name,

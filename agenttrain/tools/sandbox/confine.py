@@ -89,8 +89,8 @@ def drop_privileges(user: int | None) -> None:
     """Drop all privileges for good; in a sandbox that root made, become `user`."""
     # Programs that are started from now on can gain no capability.
     with open("/proc/sys/kernel/cap_last_cap", "rb") as file:
-        last = int(file.read())
-    for capability in range(last + 1):
+        last_capability = int(file.read())
+    for capability in range(last_capability + 1):
         prctl(PR_CAPBSET_DROP, capability)
     if user is not None:
         os.setgroups([])

@@ -230,7 +230,7 @@ def bubblewrap(user: int | None) -> list[str]:
     return [program, *user_options, *options]
 
 
-_users = iter(range(1, 1 << 62))
+_user_numbers = iter(range(1, 1 << 62))
 
 
 def next_user() -> int | None:
@@ -249,4 +249,4 @@ def next_user() -> int | None:
     if count < 1 << 31:  # root of a container, in which the ids below do not exist
         return None
     # 16 bits of the process id and 11 of a counter: unused ids, distinct in concurrent runs.
-    return 0x7000_0000 + ((os.getpid() & 0xFFFF) << 11) + (next(_users) & 0x7FF)
+    return 0x7000_0000 + ((os.getpid() & 0xFFFF) << 11) + (next(_user_numbers) & 0x7FF)

@@ -41,7 +41,7 @@ class Pool:
         """Killed sandbox whose processes may still run -> its rollout."""
         self._lost: dict[str, str] = {}
         """Rollout -> why its sandbox was lost; removed once the model has read it."""
-        self._users = 0
+        self._open_tools = 0
         """Tools that use this pool and are not closed."""
 
     @classmethod
@@ -54,7 +54,7 @@ class Pool:
         if settings not in _pools:
             _pools[settings] = cls(settings, usable_backend(settings.sandbox))
         pool = _pools[settings]
-        pool._users += 1
+        pool._open_tools += 1
         return pool
 
     async def call(
@@ -93,7 +93,7 @@ class Pool:
             if not jail.alive:
                 self._end(rollout_id, jail)
             jail.lock.release()
-        return self._text(rollout_id, kind, outcome, settings)
+        return self._make_text(rollout_id, kind, outcome, settings)
 
     async def release(self, rollout_id: str) -> None:
         """End a rollout's sandbox, and wait until nothing of it is left."""
@@ -106,8 +106,8 @@ class Pool:
 
     async def close(self) -> None:
         """Count a tool as closed. With the last tool, all sandboxes end."""
-        self._users -= 1
-        if self._users > 0:
+        self._open_tools -= 1
+        if self._open_tools > 0:
             return
         if _pools.get(self._settings) is self:
             del _pools[self._settings]
@@ -121,16 +121,16 @@ class Pool:
             del self._jails[rollout_id]
         self._ending[jail] = rollout_id
 
-    def _text(
+    def _make_text(
         self, rollout_id: str, kind: str, outcome: CodeOutcome, settings: SandboxSettings
     ) -> str:
         """Make the text that the model reads; raises ToolFailure with it for a failed call."""
         text, end = outcome.output, outcome.end
         if lost := self._lost.pop(rollout_id, None):
-            text = _joined(f"[{lost}. {LOST}]", text)
+            text = _join_lines(f"[{lost}. {LOST}]", text)
         if end in END_REASONS:
             why = END_REASONS[end].format(call_s=settings.call_s, memory_mb=settings.memory_mb)
-            raise ToolFailure(_joined(text, f"[{why}. {LOST}]"))
+            raise ToolFailure(_join_lines(text, f"[{why}. {LOST}]"))
         if end is End.exited:
             status = outcome.status
             name = {"python": "the interpreter", "bash": "the shell"}[kind]
@@ -138,16 +138,17 @@ class Pool:
             if status < 0:
                 how = f"was killed by {signal_name(-status)}"
             why = f"{name} {how}; its variables are lost, files are kept"
-            raise ToolFailure(_joined(text, f"[{why}]"))
+            raise ToolFailure(_join_lines(text, f"[{why}]"))
         if end is End.failed and kind == "bash":
-            return _joined(text, f"[exit status {outcome.status}]")
+            return _join_lines(text, f"[exit status {outcome.status}]")
         if end is End.failed:
             raise ToolFailure(text)
         return text or "(no output)"
 
 
-def _joined(text: str, note: str) -> str:
-    return f"{text}\n{note}" if text else note
+def _join_lines(first: str, second: str) -> str:
+    """Join the lines of two texts, of which the first may be empty."""
+    return f"{first}\n{second}" if first else second
 
 
 @cache

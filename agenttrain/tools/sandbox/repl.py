@@ -55,7 +55,7 @@ def _run_call(code: str, name: str, namespace: dict[str, Any]) -> bool:
     # Tracebacks then show the lines of this code.
     linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
     try:
-        for part, is_shown in _compiled(code, name):
+        for part, is_shown in _compile_parts(code, name):
             value = eval(part, namespace)
             if is_shown and value is not None:
                 namespace["_"] = value
@@ -80,7 +80,7 @@ def _run_call(code: str, name: str, namespace: dict[str, Any]) -> bool:
     return False
 
 
-def _compiled(code: str, name: str) -> list[tuple[CodeType, bool]]:
+def _compile_parts(code: str, name: str) -> list[tuple[CodeType, bool]]:
     """Compile the code as (part, True if its value is shown): a last expression is shown."""
     tree = ast.parse(code, name)
     last = tree.body[-1] if tree.body else None
