@@ -316,8 +316,8 @@ def add(a: int, b: int) -> int:
 
 
 class Guess:
-    def reset(self, *, episode: int, **columns) -> str:
-        self.number, self.right = episode % 9 + 1, False
+    def reset(self, row) -> str:
+        self.number, self.right = row["episode"] % 9 + 1, False
         return "Guess my number."
 
     def guess(self, number: int) -> str:
@@ -339,7 +339,7 @@ def length(rollout) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("process", ["rollout.process=trainer", "rollout.process=own"])
+@pytest.mark.parametrize("process", ["rollout.process=same", "rollout.process=own"])
 def test_sources_of_own_rows_are_trained_resumed_and_evaluated(tmp_path, monkeypatch, process):
     """A file, a function that yields rows, and one of rows without end for an environment."""
     (tmp_path / "own_sources.py").write_text(OWN_SOURCES)
