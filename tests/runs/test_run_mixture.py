@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -339,13 +338,10 @@ def length(rollout) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("process", ["rollout.process=same", "rollout.process=own"])
-def test_sources_of_own_rows_are_trained_resumed_and_evaluated(tmp_path, monkeypatch, process):
+def test_sources_of_own_rows_are_trained_resumed_and_evaluated(tmp_path, monkeypatch):
     """A file, a function that yields rows, and one of rows without end for an environment."""
     (tmp_path / "own_sources.py").write_text(OWN_SOURCES)
     monkeypatch.syspath_prepend(str(tmp_path))
-    paths = (str(tmp_path), os.environ.get("PYTHONPATH", ""))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     rows_of = "data.sources.sums"
     words = [
         *("data=mix", "experiment=none", "model=shop", "tools=[]", "reward=[]", *few(tmp_path)),
@@ -356,7 +352,7 @@ def test_sources_of_own_rows_are_trained_resumed_and_evaluated(tmp_path, monkeyp
         f"{rows_of}.reward.length._target_=own_sources.length",
         *("+data@data.sources.game=own", "data.sources.game.train._target_=own_sources.row"),
         "data.sources.game.environment.guess._target_=own_sources.Guess",
-        *(*TINY, "tasks_per_step=3", "eval.questions=2", process, "tracker.rollouts=all"),
+        *(*TINY, "tasks_per_step=3", "eval.questions=2", "tracker.rollouts=all"),
     ]
     run(tmp_path / "whole", *words, "steps=3")
     run(tmp_path / "resumed", *words, "steps=2")
