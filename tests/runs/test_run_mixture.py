@@ -143,6 +143,7 @@ def test_the_same_rows_for_both_splits_are_refused_with_the_keys_of_their_source
     validate(composed(*MIX, *mine, "data.sources.mine.eval.questions=0"))
 
 
+@pytest.mark.slow
 def test_a_column_that_only_some_sources_have_is_refused_with_the_rows_that_lack_it(tmp_path):
     mine = [*few(tmp_path), "data.sources.few.test_fraction=0.5", "eval.group_by=hops"]
     mine += ["data.sources.sums.eval.questions=0"]  # whose rows lack it too
