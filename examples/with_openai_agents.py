@@ -14,9 +14,12 @@ import sys
 from agents import Agent, Runner, StopAtTools, function_tool, set_tracing_disabled
 
 from agenttrain.data.bundled.shop import connect
+from agenttrain.utils.sqlite import QueryFailed, answer_query, restrict
 
 TASK = json.loads(sys.stdin.readline())
 DATABASE = connect(TASK["columns"])
+restrict(DATABASE)  # the model writes the queries
+MAX_RESULT_CHARACTERS = 2000
 set_tracing_disabled(True)  # traces go to OpenAI, with the rollout's key
 
 
@@ -27,8 +30,10 @@ def sql(query: str) -> str:
     Args:
         query: One SELECT statement.
     """
-    rows = DATABASE.execute(query).fetchall()
-    return "; ".join(", ".join(map(str, row)) for row in rows) or "no rows"
+    try:
+        return answer_query(DATABASE, query, max_characters=MAX_RESULT_CHARACTERS)
+    except QueryFailed as error:
+        return f"Error: {error}"  # by default the model does not read what went wrong
 
 
 @function_tool

@@ -14,9 +14,12 @@ import sys
 from pydantic_ai import Agent, ModelRetry, ToolOutput
 
 from agenttrain.data.bundled.shop import connect
+from agenttrain.utils.sqlite import QueryFailed, answer_query, restrict
 
 TASK = json.loads(sys.stdin.readline())
 DATABASE = connect(TASK["columns"])
+restrict(DATABASE)  # the model writes the queries
+MAX_RESULT_CHARACTERS = 2000
 
 
 def sql(query: str) -> str:
@@ -26,10 +29,9 @@ def sql(query: str) -> str:
         query: One SELECT statement.
     """
     try:
-        rows = DATABASE.execute(query).fetchall()
-    except Exception as error:
+        return answer_query(DATABASE, query, max_characters=MAX_RESULT_CHARACTERS)
+    except QueryFailed as error:
         raise ModelRetry(str(error)) from error  # the model reads it
-    return "; ".join(", ".join(map(str, row)) for row in rows) or "no rows"
 
 
 def final_answer(answer: str) -> str:

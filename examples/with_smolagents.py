@@ -18,9 +18,12 @@ import sys
 from smolagents import OpenAIModel, ToolCallingAgent, tool
 
 from agenttrain.data.bundled.shop import connect
+from agenttrain.utils.sqlite import answer_query, restrict
 
 TASK = json.loads(sys.stdin.readline())
 DATABASE = connect(TASK["columns"])
+restrict(DATABASE)  # the model writes the queries
+MAX_RESULT_CHARACTERS = 2000
 
 
 @tool
@@ -30,8 +33,7 @@ def sql(query: str) -> str:
     Args:
         query: One SELECT statement.
     """
-    rows = DATABASE.execute(query).fetchall()
-    return "; ".join(", ".join(map(str, row)) for row in rows) or "no rows"
+    return answer_query(DATABASE, query, max_characters=MAX_RESULT_CHARACTERS)
 
 
 if __name__ == "__main__":

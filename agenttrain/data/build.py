@@ -100,9 +100,15 @@ def build_tasks(
             needs_prompt=needs_prompt,
             images=limits,
             source=source,
+            key="data.train",
         ),
         test=TaskSource(
-            test, needs_prompt=needs_prompt, may_be_empty=True, images=limits, source=source
+            test,
+            needs_prompt=needs_prompt,
+            may_be_empty=True,
+            images=limits,
+            source=source,
+            key="data.test",
         ),
         notes=tuple(notes),
     )

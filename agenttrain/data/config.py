@@ -162,7 +162,12 @@ def _read_source(name: str, section: object) -> SourceConfig:
     own_sections = [part for part in OWN_SECTIONS if section.get(part) is not None]
     try:
         source = TypeAdapter(SourceConfig).validate_python(
-            {part: value for part, value in section.items() if part in source_keys}
+            {
+                # Null takes the rows of a group away, which an empty section would not.
+                part: {} if part == "test" and value is None else value
+                for part, value in section.items()
+                if part in source_keys
+            }
         )
     except ValidationError as error:
         problems += [at_source(name, own_sections, line) for line in problem_lines(error, key)]
@@ -173,8 +178,11 @@ def _read_source(name: str, section: object) -> SourceConfig:
 def at_source(name: str, own_keys: Collection[str], text: str) -> str:
     """Return a message about a source's rows, and its `own_keys`, with the keys that the run has.
 
-    Example: ``data.where=a: …`` of the source shop becomes ``data.sources.shop.where=a: …``.
+    Example: ``data.where=a: …`` of the source shop becomes ``data.sources.shop.where=a: …``. An
+    empty name stands for a run without sources, whose keys stay.
     """
+    if not name:
+        return text
     # Keys with a value of their own. The others are sections, with keys below them.
     with_value = ("stop_tools", "eval.group_by", "eval.questions")
     sections = "|".join(("data", *(key for key in own_keys if key not in with_value)))
@@ -324,9 +332,10 @@ def _mixture_problems(data: DataConfig) -> Iterator[str]:
     for name in field_names(DataConfig):
         value = getattr(data, name)
         if name not in ("sources", "only") and value not in ({}, getattr(defaults, name)):
+            mix = ", or choose data=mix, which has no rows of its own" if name in SPLITS else ""
             yield (
                 f"data.{name}={shown(plain(value))}: has no effect beside {SOURCES}; set it in a "
-                f"source: {SOURCES}.{next(iter(data.sources))}.{name}=…"
+                f"source: {SOURCES}.{next(iter(data.sources))}.{name}=…{mix}"
             )
 
 

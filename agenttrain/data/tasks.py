@@ -13,14 +13,20 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from agenttrain.data.config import at_source
 from agenttrain.data.images import COLUMN, ImageLimits, with_images
-from agenttrain.types import Message, RowTool, Task
+from agenttrain.types import AgenttrainError, Message, RowTool, Task
+from agenttrain.utils.locate import error_with_line
 from agenttrain.utils.messages import REASONING_KEYS, normal_message
 from agenttrain.utils.names import did_you_mean
 
 RESERVED = ("task_id", "messages", "tools", "user_turns", COLUMN)
 COLUMN_SAMPLE = 20
 """First rows from which the columns of a dataset are collected. Single rows may lack some."""
+
+
+class RowError(AgenttrainError, ValueError):
+    """A row that cannot be a task of this run. The message names its key and its place."""
 
 
 class Rows(Protocol):
@@ -64,11 +70,13 @@ class TaskSource:
         may_be_empty: bool = False,
         images: ImageLimits | None = None,
         source: str = "",
+        key: str = "",
     ) -> None:
         """Without `needs_prompt`, rows may lack a prompt, because an environment makes one.
 
-        `source` is the name of a mixture's source, which its tasks get. Raises ValueError for an
-        empty dataset unless it `may_be_empty`, and for shuffling one without end.
+        `source` is the name of a mixture's source, which its tasks get. `key` (data.train) begins
+        messages about rows. Raises ValueError for an empty dataset unless it `may_be_empty`, and
+        for shuffling one without end.
         """
         if len(rows) == 0 and not may_be_empty:
             raise ValueError("data: the dataset has no rows: check data.train and data.test")
@@ -77,7 +85,8 @@ class TaskSource:
                 "data.shuffle=true: rows without end have no shuffled order; leave it out"
             )
         self._rows, self._shuffle, self._seed = rows, shuffle, seed
-        self._needs_prompt, self._images, self.source = needs_prompt, images, source
+        self._needs_prompt, self._images = needs_prompt, images
+        self.source, self._key = source, key
         self._epoch: tuple[int, Sequence[int]] = (-1, ())
         """(number of an epoch, its row indices in shuffled order); -1: none yet."""
         self._kept: Sequence[int] | None = None
@@ -109,11 +118,25 @@ class TaskSource:
         return self._epoch[1][position]
 
     def row(self, index: int) -> Task:
-        """Return the task of the row at an index."""
+        """Return the task of the row at an index. Raises RowError if it cannot become one.
+
+        Rows without end are made here for the first time, by a function that may raise anything.
+        """
         number = self._number(index)
-        row, needs_prompt = self._rows[number], self._needs_prompt
-        task = to_task(row, number, needs_prompt=needs_prompt, images=self._images)
+        try:
+            row, needs_prompt = self._rows[number], self._needs_prompt
+            task = to_task(row, number, needs_prompt=needs_prompt, images=self._images)
+        except ValueError as error:
+            reason = str(error).removeprefix(f"data row {number}: ")
+            raise self._row_error(index, reason) from error
+        except Exception as error:
+            raise self._row_error(index, error_with_line(error)) from error
         return replace(task, source=self.source) if self.source else task
+
+    def _row_error(self, index: int, reason: str) -> RowError:
+        """Return the error of a row, with the keys that the run has for those of its source."""
+        message = f"{self._key}: {self.where(index)}: {reason}".removeprefix(": ")
+        return RowError(at_source(self.source, (), message))
 
     def where(self, index: int) -> str:
         """Return the row's place for error messages."""
@@ -145,9 +168,10 @@ class TaskSource:
 
 
 def check_columns(source: TaskSource, names: Mapping[str, str | None]) -> None:
-    """Raise ValueError if a setting names a column that the first rows lack (None names none).
+    """Raise ValueError if a setting names a column that the first held-out rows lack.
 
-    Example: ``check_columns(tasks, {"eval.group_by": "hops"})``.
+    `source` has the rows of data.test. None names no column. Example:
+    ``check_columns(tasks, {"eval.group_by": "hops"})``.
     """
     for key, name in names.items():
         if name is None:
@@ -159,8 +183,8 @@ def check_columns(source: TaskSource, names: Mapping[str, str | None]) -> None:
                 break
         else:
             raise ValueError(
-                f"{key}={name}: the rows have no such column{did_you_mean(name, columns)}; they "
-                f"have: {', '.join(columns)} ({key}=null: none)"
+                f"{key}={name}: the rows of data.test have no such column"
+                f"{did_you_mean(name, columns)}; they have: {', '.join(columns)} ({key}=null: none)"
             )
 
 

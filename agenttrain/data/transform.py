@@ -45,6 +45,7 @@ class RowTransform:
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return the transformed row. Raises BadRow that names the setting that does not fit it."""
+        check_mapping(row)
         columns = dict(row)
         for name, expression in self._map.items():
             try:
@@ -102,6 +103,12 @@ class RowTransform:
         if isinstance(start, Mapping) and start.get("role") == "system":
             return messages
         return [{"role": "system", "content": self._system}, *messages]
+
+
+def check_mapping(row: object) -> None:
+    """Raise BadRow for a row of a user's function that has no columns."""
+    if not isinstance(row, Mapping):
+        raise BadRow(f"is a {type(row).__name__}, not a mapping of columns to values: {row!r:.100}")
 
 
 def _is_json_list(text: str) -> bool:
@@ -214,6 +221,7 @@ def check_rows(
     for index in range(len(rows)):
         try:
             source_row = rows.rows[index]
+            check_mapping(source_row)
             source_columns.update(source_row)
             if not transform.keeps(source_row):
                 usable.left_out += 1

@@ -222,19 +222,21 @@ def _reset_arguments(cls: Any, where: str) -> list[str]:
     Raises ValueError for a parameter that it cannot be given.
     """
     parameters = list(inspect.signature(cls.reset).parameters.values())[1:]  # without self
-    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
-        names = {parameter.name for parameter in parameters}
-        # **kwargs takes all but the container, which a reset gets only if it names it.
-        return [name for name in RESET_ARGUMENTS if name != MACHINE or name in names]
     for parameter in parameters:
         is_argument = parameter.name in RESET_ARGUMENTS
         can_be_given = is_argument and parameter.kind is not Parameter.POSITIONAL_ONLY
-        is_required = parameter.default is Parameter.empty
+        is_required = (
+            parameter.default is Parameter.empty and parameter.kind is not Parameter.VAR_KEYWORD
+        )
         if is_required and not can_be_given:
             raise ValueError(
                 f"{where}: its reset takes {parameter.name!r}; it can be given "
                 f"{', '.join(RESET_ARGUMENTS)}: `def reset(self, row, seed):`"
             )
+    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
+        names = {parameter.name for parameter in parameters}
+        # **kwargs takes all but the container, which a reset gets only if it names it.
+        return [name for name in RESET_ARGUMENTS if name != MACHINE or name in names]
     return [p.name for p in parameters if p.name in RESET_ARGUMENTS]
 
 

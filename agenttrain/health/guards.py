@@ -212,9 +212,13 @@ class Guards:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the JSON state that later steps' guards depend on."""
-        calls = {tool: [calls.count, calls.failures] for tool, calls in self._calls.items()}
+        calls = {
+            tool: [calls.count, calls.failures, dict(calls.reasons)]
+            for tool, calls in self._calls.items()
+        }
         return {
             "streak": self.streak,
+            "tripped": sorted(self._tripped),
             "tool_calls": calls,
             "reward_watches": {
                 source: watch.state_dict() for source, watch in self._watches.items()
@@ -225,7 +229,12 @@ class Guards:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`."""
         self.streak = state["streak"]
-        self._calls = {tool: Calls(*counts) for tool, counts in state["tool_calls"].items()}
+        # Checkpoints of 0.1 have neither guards that have warned, nor reasons of failures.
+        self._tripped = set(state.get("tripped", ()))
+        self._calls = {
+            tool: Calls(count, failures, *map(Counter, reasons))
+            for tool, (count, failures, *reasons) in state["tool_calls"].items()
+        }
         if "reward_watches" in state:  # checkpoints of 0.1 have none
             for source, watch_state in state["reward_watches"].items():
                 self._watch_of(source).load_state_dict(watch_state)

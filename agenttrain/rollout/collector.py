@@ -14,7 +14,8 @@ from enum import StrEnum
 from typing import Any, Protocol, Self
 
 from agenttrain.chat.encoding import ChatError
-from agenttrain.data.config import SOURCES, OnBadRow
+from agenttrain.data.config import SPLITS, OnBadRow, at_source
+from agenttrain.data.tasks import RowError
 from agenttrain.engines.base import Lockstep
 from agenttrain.environments.environments import Environments
 from agenttrain.rewards.function import RewardError
@@ -217,6 +218,10 @@ class Collected:
     """Tasks whose prompt leaves no room to sample."""
     bad_rows: int = 0
     """Tasks whose prompt the chat template refuses, left out by `data.on_bad_row=skip`."""
+    overlong_sources: list[str] = field(default_factory=list)
+    """Sources of a mixture that have overlong tasks, each once; "" stands for a run without any."""
+    bad_sources: list[str] = field(default_factory=list)
+    """Sources that have bad rows, likewise."""
     dropped: int = 0
     """Rollouts that are not trained on: they failed, their group has a broken ledger, or a reward
     function could not score them."""
@@ -235,12 +240,26 @@ class Collected:
         """All rollouts, in (task, sample) order."""
         return [rollout for group in self.groups for rollout in group]
 
+    def leave_out_overlong(self, task: Task) -> None:
+        """Count a task whose prompt leaves no room to sample."""
+        self.overlong += 1
+        self.overlong_sources = list(dict.fromkeys([*self.overlong_sources, task.source]))
+
+    def leave_out_bad_row(self, task: Task) -> None:
+        """Count a task whose prompt the chat template refuses."""
+        self.bad_rows += 1
+        self.bad_sources = list(dict.fromkeys([*self.bad_sources, task.source]))
+
     def extend(self, later: Collected) -> None:
         """Add the result of a later call."""
         self.groups += later.groups
         self.places += later.places
         self.overlong += later.overlong
         self.bad_rows += later.bad_rows
+        self.overlong_sources = list(
+            dict.fromkeys([*self.overlong_sources, *later.overlong_sources])
+        )
+        self.bad_sources = list(dict.fromkeys([*self.bad_sources, *later.bad_sources]))
         self.dropped += later.dropped
         self.broken += later.broken
         self.uneven_prompts += later.uneven_prompts
@@ -337,25 +356,30 @@ def _rollout_requests(
     for place, task in request.placed_tasks():
         prompt_ids: list[int] | None = None
         source = collector.of(task)
-        kind = source.environments.kind_of(task)
-        # `attempt`: an outside agent makes the rollouts.
-        if collector.attempt is None and (kind is None or not kind.has_reset):
-            # All rollouts of the group begin with this prompt. A reset adds to it, so that each
-            # rollout has to render its own. An outside agent sends a prompt of its own.
+        if collector.attempt is not None:  # an outside agent sends a prompt of its own
+            requests += request.rollouts(place, task, None)
+            continue
+        try:
+            kind = source.environments.kind_of(task)
             tools = RowTools(task, source.toolbox, source.environments)
+        except ValueError as error:  # a row without end, which is checked here for the first time
+            message = f"{collector.place_of(task)}: {error}"
+            raise RowError(at_source(task.source, (), message)) from error
+        if kind is None or not kind.has_reset:
+            # All rollouts of the group begin with this prompt. A reset adds to it, so that each
+            # rollout has to render its own.
             try:
                 prompt_ids = collector.chat.prompt_ids(task.messages, tools.schemas)
                 check_room(task, len(prompt_ids), collector.engine.max_context)
             except PromptTooLong:
-                collected.overlong += 1
+                collected.leave_out_overlong(task)
                 continue
             except ChatError as error:
                 if source.on_bad_row is OnBadRow.skip:
-                    collected.bad_rows += 1
+                    collected.leave_out_bad_row(task)
                     continue
-                where = collector.place_of(task)
-                section = f"{SOURCES}.{task.source}" if task.source in collector.sources else "data"
-                raise ChatError(f"{where}: {error}; or {section}.on_bad_row=skip") from error
+                message = f"{collector.place_of(task)}: {error}; or data.on_bad_row=skip"
+                raise ChatError(at_source(task.source, (), message)) from error
         requests += request.rollouts(place, task, prompt_ids)
     return requests
 
@@ -418,12 +442,14 @@ def _group_results(
     rollouts of all groups whose prompt is not overlong.
     """
     by_place: dict[int, list[Rollout | _NoRollout]] = {}
+    tasks: dict[int, Task] = {}
     for request, result in zip(requests, results, strict=True):
         by_place.setdefault(request.place, []).append(result)
+        tasks[request.place] = request.task
     attempts = 0
     for place, group in by_place.items():
         if _NoRollout.overlong in group:
-            collected.overlong += 1
+            collected.leave_out_overlong(tasks[place])
             continue
         attempts += len(group)
         collected.broken += group.count(_NoRollout.broken)
@@ -441,16 +467,22 @@ def _group_results(
 def check_usable(collected: Collected, tasks: int, attempts: int, max_context: int) -> None:
     """Raise NoRollouts if no rollout of these tasks can be scored."""
     if not attempts and collected.bad_rows:
+        keys = [at_source(name, (), "data.on_bad_row") for name in collected.bad_sources]
         raise NoRollouts(
             f"the chat template refuses the prompts of {collected.bad_rows} of all {tasks} tasks "
-            "(data.on_bad_row=skip), and the others leave no room. `agenttrain data` shows rows; "
-            "data.on_bad_row=error names the first such row.",
+            f"({', '.join(f'{key}=skip' for key in keys)}), and the others leave no room. "
+            f"`agenttrain data` shows rows; {keys[0]}=error names the first such row.",
             collected,
         )
     if not attempts:
+        splits = [
+            at_source(name, (), f"data.{split}")
+            for name in collected.overlong_sources
+            for split in SPLITS
+        ]
         raise NoRollouts(
             f"the prompts of all {tasks} tasks fill the engine's context of {max_context} tokens. "
-            "Raise engine.max_context, or give shorter prompts in data.train and data.test.",
+            f"Raise engine.max_context, or give shorter prompts in {' and '.join(splits)}.",
             collected,
         )
     if not any(map(may_be_scored, collected.rollouts)):

@@ -16,7 +16,7 @@ from typing import Any
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.grammar import grammar_problem
-from agenttrain.data.tasks import COLUMN_SAMPLE, TaskSource
+from agenttrain.data.tasks import COLUMN_SAMPLE, RowError, TaskSource
 from agenttrain.engines.config import Sampling
 from agenttrain.environments.environment import Episode
 from agenttrain.environments.environments import Environments
@@ -25,7 +25,6 @@ from agenttrain.tools.arguments import ArgumentSchema, InvalidArguments
 from agenttrain.tools.config import ToolLimits
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.types import (
-    AgenttrainError,
     RowTool,
     Task,
     ToolCall,
@@ -306,10 +305,6 @@ CHECKED = 20_000
 Schemas = list[dict[str, Any]]
 
 
-class RowError(AgenttrainError, ValueError):
-    """A row asks for tools or an environment that do not exist; the message names the row."""
-
-
 def check_collisions(toolbox: Toolbox, environments: Environments) -> None:
     """Raise ValueError when an environment's method has the name of one of the run's tools."""
     for name, methods in environments.toolboxes.items():
@@ -348,13 +343,12 @@ def row_tool_sets(
     """
     yielded: set[str] = set()
     for index in range(checked_rows(source)):
+        task = source.row(index)
         try:
-            task = source.row(index)
             tools = RowTools(task, toolbox, environments, executed=executed)
         except ValueError as error:
             # `source.where` names the row, by its file and line if there is a file.
-            reason = str(error).removeprefix(f"data row {index}: ")
-            raise RowError(f"{key}: {source.where(index)}: {reason}") from error
+            raise RowError(f"{key}: {source.where(index)}: {error}") from error
         key_of_set = json.dumps(tools.schemas)
         if task.tools is not None and key_of_set not in yielded:
             yielded.add(key_of_set)

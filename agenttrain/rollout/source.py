@@ -205,7 +205,7 @@ class Demonstrations:
                 collected.dropped += 1
                 continue
             if max(trajectory.length for trajectory in rollout.trajectories) > self.max_tokens:
-                collected.overlong += 1
+                collected.leave_out_overlong(task)
                 continue
             rollout.reward = 1.0
             collected.groups.append([rollout])

@@ -108,7 +108,7 @@ def complete(components: Components) -> None:
     for part in components.parts:
         with part.located():
             test = part.tasks.by_key.get("data.test")
-            if test is not None:
+            if test is not None and part.config.eval.questions:
                 check_columns(test, {"eval.group_by": part.config.eval.group_by})
             _check_eval_tools(part)
     check_compaction(config.rollout, components.chat, context_of(config))

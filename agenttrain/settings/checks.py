@@ -14,7 +14,7 @@ from math import isqrt
 from pathlib import Path
 
 from agenttrain.algorithms.config import CorrectionLevel, CorrectionMode, load_objective
-from agenttrain.data.config import HOLD_OUT, ROLLOUT_ROWS, has_test_rows
+from agenttrain.data.config import HOLD_OUT, ROLLOUT_ROWS, SOURCES, SourceConfig, has_test_rows
 from agenttrain.health.config import StopWhenConfig
 from agenttrain.launch.config import DistributedName
 from agenttrain.settings.async_checks import async_problems
@@ -397,10 +397,12 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
     # Harbor's tasks are evaluated on the trained folder on purpose: the question is its pass@k.
     is_harbor = has_same_rows and data.train.get("_target_") == HARBOR
     if data.test_fraction is None and has_same_rows and not is_harbor and evaluation.questions:
+        # In a mixture the source alone is left out of evaluations.
+        section = "data.eval" if isinstance(data, SourceConfig) else "eval"
         yield (
             "data.test: has the same rows as data.train; hold some out with "
             "data.test_fraction=0.1, or choose others with data.test.split=… or "
-            "data.test.path=…, or eval.questions=0"
+            f"data.test.path=…, or {section}.questions=0"
         )
 
 
@@ -474,7 +476,7 @@ def check_for_verb(verb: str, config: RunConfig, overrides: Sequence[str] = ()) 
 
 
 def _task_rows(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterator[str]:
-    """Check that tasks are no recorded rollouts, and that an evaluation has rows."""
+    """Check that tasks are no recorded rollouts."""
     needs_tasks = verb in ("train", "eval")
     for split in ("train", "test") if needs_tasks else ():
         if getattr(config.data, split).get("_target_") == ROLLOUT_ROWS:
@@ -482,8 +484,19 @@ def _task_rows(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterat
                 f"data.{split}._target_={ROLLOUT_ROWS}: rollouts hold the answers and are learned "
                 "by agenttrain sft; name the tasks, as the run that recorded them did"
             )
-    if verb == "eval" and not has_test_rows(config.data):
+
+
+def _test_rows(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterator[str]:
+    """Check that `agenttrain eval` has rows, of one source of a mixture at least."""
+    if verb != "eval" or has_test_rows(config.data):
+        return
+    if config.data.sources:
+        first = f"{SOURCES}.{next(iter(config.data.sources))}"
+        yield f"{SOURCES}: no source has rows to evaluate on; add {first}.test._target_=…"
+    elif config.data.test:
         yield "data.test: names no rows to evaluate on; add data.test.path=<file>"
+    else:
+        yield "data.test: names no rows to evaluate on; add data.test._target_=…"
 
 
 def _teacher_folder(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterator[str]:
@@ -713,6 +726,7 @@ CHECKS: tuple[Check | VerbCheck, ...] = (
     VerbCheck(_unread, ()),
     VerbCheck(single_source_problems, ("data",), whole=True),
     VerbCheck(_task_rows, ("data",)),
+    VerbCheck(_test_rows, ("data",), whole=True),
     VerbCheck(
         _router_replay,
         ("algorithm", "training", "engine", "rollout", "async_training"),

@@ -289,6 +289,8 @@ def empty_mapping_problems(overrides: Sequence[str], plain: Mapping[str, Any]) -
             remedy = "for no evaluation set eval.questions=0"
         elif key == SOURCES:
             remedy = LEAVE_OUT_SOURCES
+        elif key.startswith(f"{SOURCES}.") and key.endswith(".test"):
+            remedy = f"for no test rows write {key}=null"
         elif key in ("tools", "reward"):
             remedy = f"to leave all of it out write {key}=[]"
         yield f"{as_typed(override.input_line)}: leaves its keys as they are; {remedy}"

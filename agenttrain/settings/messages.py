@@ -399,6 +399,7 @@ def _explain_other(
             return f"hydra.sweeper.params: {remedy}"
         nested = [text for text in overrides if text.count(".") > 1]
         return f"{' '.join(nested)}: is below a section that is null; leave the null out"
+    several = re.match(r"Multiple values for ([^ ]+)\. ", str(error))
     present = re.match(r"Could not append to config\. An item is already at '([^']+)'", str(error))
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
@@ -414,7 +415,7 @@ def _explain_other(
                 f"{key}=[] leaves all out" if key in SEVERAL else "leave it out for the default"
             )
             return f"{override}: a group takes an option ({options}); {remedy}"
-        if override.startswith("+") and key in groups:
+        if override.startswith("+") and (key in groups or (several and key == several[1])):
             return f"{override}: the group is there already; write {key}={value}"
         if present and override.startswith("+") and key == present[1]:
             return f"{override}: the key is there already; write {key}={value}"

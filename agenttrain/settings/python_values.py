@@ -20,7 +20,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 
-from agenttrain.data.config import SOURCES
+from agenttrain.data.config import SOURCES, SPLITS
 from agenttrain.types import ConfigError
 from agenttrain.utils.locate import locate
 from agenttrain.utils.sections import shown
@@ -56,6 +56,12 @@ def as_overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]
         elif isinstance(value, Mapping) and value:
             if key == "data" and any(map(_has_code, value.values())):
                 yield "data=own"  # without the arguments of the experiment's rows
+            elif key == "data" and _has_own_rows(value.get("sources")):
+                yield "data=mix"  # which has no rows beside those of the sources
+            elif _is_source(key) and any(_has_code(value.get(split)) for split in SPLITS):
+                # Hydra merges mappings, and the rows of the experiment would leave arguments.
+                for split in SPLITS:
+                    yield f"{key}.{split}=null"
             yield from as_overrides(value, f"{key}.")
         elif _is_in_source(key) and isinstance(value, list | tuple):
             yield from _of_list_in_source(key, value)
@@ -77,6 +83,19 @@ def _is_in_source(key: str) -> bool:
     """Return True for a section such as ``data.sources.shop.tools``."""
     place, _, section = key.rpartition(".")
     return place.rpartition(".")[0] == SOURCES and section in IN_SOURCE
+
+
+def _is_source(key: str) -> bool:
+    """Return True for the section of a source, such as ``data.sources.shop``."""
+    return key.rpartition(".")[0] == SOURCES
+
+
+def _has_own_rows(sources: object) -> bool:
+    """Return True for a section `data.sources` whose rows are functions or classes in some."""
+    return isinstance(sources, Mapping) and any(
+        isinstance(source, Mapping) and any(_has_code(source.get(split)) for split in SPLITS)
+        for source in sources.values()
+    )
 
 
 def _of_list_in_source(key: str, values: Sequence[Any]) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from asyncio import CancelledError
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,6 +42,8 @@ ONCE = {
     "rollout/dropped": "dropped {:.0f} rollouts, which failed or whose ledger is broken",
 }
 """Metrics that are logged to the console the first time they are above 0."""
+GUARD_WARNING = re.compile(r"guard: step[ -](?P<step>\d+)[:/]")
+"""Beginning of a guard's warning of a step, or of the evaluation after it (health/guards.py)."""
 UNREWARDED = "not one rollout has a reward, so that nothing was trained"
 
 
@@ -73,9 +76,9 @@ class Tracker:
         """Open the files in `run_folder` and start the trackers.
 
         `project` is the name of the experiment, `name` that of the run, `group` that of its sweep.
-        `resume_step` cuts metrics, evaluations and alarms after that step and continues them. The
-        runs of an experiment share the folder `shared` (default: the parent of the run folder). The
-        trackers get the settings `run_config`.
+        `resume_step` cuts metrics, evaluations, alarms and guards' warnings after that step and
+        continues them. The runs of an experiment share the folder `shared` (default: the parent of
+        the run folder). The trackers get the settings `run_config`.
         """
         self._rollout_limit = rollouts_file.rollout_limit(config.rollouts)
         self._arrays_above = config.arrays_above
@@ -88,7 +91,7 @@ class Tracker:
         if resume_step is not None:
             cut(metrics_path, resume_step)
             cut_evaluations(evaluations_path(run_folder), resume_step)
-            cut_alarms(run_folder, resume_step)
+            cut_warnings(run_folder, resume_step)
         self._metrics = MetricsFile(metrics_path)
         self._evaluations: MetricsFile | None = None
         self._last_step = resume_step or 0
@@ -298,19 +301,26 @@ def cut_evaluations(path: Path, step: int) -> None:
         write_atomically(path, "".join(lines))
 
 
-def cut_alarms(folder: Path, step: int) -> None:
-    """Remove alarms of steps after `step`, and their warnings, from summary.json, if there are any.
+def cut_warnings(folder: Path, step: int) -> None:
+    """Remove alarms, and warnings of guards, of steps after `step` from summary.json.
 
-    A resumed run does these steps again, and its guards raise these alarms again.
+    A resumed run does these steps again, and its guards raise and warn again.
     """
     summary = read_summary(folder)
     alarms, warnings = summary.get("alarms", []), summary.get("warnings", [])
-    removed = [alarm for alarm in alarms if alarm["step"] > step]
-    if not removed:
-        return
-    texts = [alarm["text"] for alarm in removed]
-    update_summary(
-        folder,
-        alarms=[alarm for alarm in alarms if alarm["step"] <= step] or None,
-        warnings=[w for w in warnings if not any(text in w for text in texts)] or None,
-    )
+    alarm_texts = [alarm["text"] for alarm in alarms if alarm["step"] > step]
+
+    def is_later(warning: str) -> bool:
+        match = GUARD_WARNING.match(warning)
+        if match is not None and int(match["step"]) > step:
+            return True
+        # The alarm of the evaluation after the last step names no step.
+        return any(text in warning for text in alarm_texts)
+
+    kept = [warning for warning in warnings if not is_later(warning)]
+    if alarm_texts or kept != warnings:
+        update_summary(
+            folder,
+            alarms=[alarm for alarm in alarms if alarm["step"] <= step] or None,
+            warnings=kept or None,
+        )

@@ -2,7 +2,7 @@
 
 with closing(open_read_only(Path("shop.db"))) as connection:
     restrict(connection)
-    select(connection, "SELECT name FROM products", max_rows=20, limit_s=2.0)
+    answer_query(connection, "SELECT name FROM products")  # "lamp; desk"
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ SIZE_LIMITS = {
 """Limits of values and queries. That of operations (VDBE_OP) bounds how many slow functions can
 stand in a row, because SQLite is interrupted only where its program jumps."""
 TRIM_FUNCTIONS = {"trim": str.strip, "ltrim": str.lstrip, "rtrim": str.rstrip}
+MAX_ROWS = 20
+"""Rows of a result that are shown to a model, unless it is set otherwise."""
+LIMIT_S = 2.0
+"""Seconds of a query, unless it is set otherwise."""
 STEPS = 500
 """Steps of SQLite's virtual machine between two checks of the time."""
 
@@ -84,6 +88,8 @@ def select(
                     raise QueryFailed(f"the result has more than {MAX_RESULT_BYTES} bytes")
     except MemoryError as error:
         raise QueryFailed("the query is too complex") from error
+    except UnicodeEncodeError as error:  # JSON can name half of a surrogate pair
+        raise QueryFailed("the query is not valid Unicode") from error
     except (sqlite3.Error, sqlite3.Warning) as error:
         problem = str(error)
         code = getattr(error, "sqlite_errorcode", None)
@@ -96,6 +102,32 @@ def select(
             problem = "only SELECT is allowed"
         raise QueryFailed(problem) from error
     return rows
+
+
+def answer_query(
+    connection: sqlite3.Connection,
+    query: str,
+    *,
+    max_rows: int = MAX_ROWS,
+    limit_s: float = LIMIT_S,
+    max_characters: int | None = None,
+) -> str:
+    """Return the first rows of a query on a restricted connection as text for a model.
+
+    Example: ``3, lamp; 4, desk``, or ``no rows``. A note says that more rows, or more than
+    `max_characters`, were left out. Raises QueryFailed as `select`.
+    """
+    rows = select(connection, query, max_rows=max_rows, limit_s=limit_s)
+    shown = [
+        ", ".join("NULL" if value is None else str(value) for value in row)
+        for row in rows[:max_rows]
+    ]
+    if len(rows) > max_rows:
+        shown.append(f"… (only the first {max_rows} rows)")
+    text = "; ".join(shown) or "no rows"
+    if max_characters is not None and len(text) > max_characters:
+        text = f"{text[:max_characters]}… (only the first {max_characters} characters)"
+    return text
 
 
 def _authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:

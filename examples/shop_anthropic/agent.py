@@ -13,6 +13,7 @@ import sys
 from anthropic import Anthropic
 
 from agenttrain.data.bundled.shop import connect
+from agenttrain.utils.sqlite import QueryFailed, answer_query, restrict
 
 TOOLS = [
     {
@@ -35,15 +36,15 @@ TOOLS = [
     },
 ]
 MAX_TURNS = 6
+MAX_RESULT_CHARACTERS = 2000
 
 
 def sql(database: sqlite3.Connection, query: str) -> dict[str, object]:
     """Return a tool result with the rows of a query, as ``3, lamp; 4, desk``."""
     try:
-        rows = database.execute(query).fetchall()
-    except sqlite3.Error as error:
+        return {"content": answer_query(database, query, max_characters=MAX_RESULT_CHARACTERS)}
+    except (QueryFailed, TypeError) as error:
         return {"content": f"Error: {error}", "is_error": True}
-    return {"content": "; ".join(", ".join(map(str, row)) for row in rows) or "no rows"}
 
 
 def answer(messages: list, database: sqlite3.Connection) -> str | None:
@@ -69,4 +70,6 @@ def answer(messages: list, database: sqlite3.Connection) -> str | None:
 
 if __name__ == "__main__":
     task = json.loads(sys.stdin.readline())
-    print(answer(task["messages"], connect(task["columns"])))
+    database = connect(task["columns"])
+    restrict(database)  # the model writes the queries
+    print(answer(task["messages"], database))

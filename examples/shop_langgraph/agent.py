@@ -15,9 +15,12 @@ from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
 
 from agenttrain.data.bundled.shop import connect
+from agenttrain.utils.sqlite import answer_query, restrict
 
 TASK = json.loads(sys.stdin.readline())
 DATABASE = connect(TASK["columns"])
+restrict(DATABASE)  # the model writes the queries
+MAX_RESULT_CHARACTERS = 2000
 
 
 @tool(parse_docstring=True)
@@ -27,8 +30,7 @@ def sql(query: str) -> str:
     Args:
         query: One SELECT statement.
     """
-    rows = DATABASE.execute(query).fetchall()
-    return "; ".join(", ".join(map(str, row)) for row in rows) or "no rows"
+    return answer_query(DATABASE, query, max_characters=MAX_RESULT_CHARACTERS)
 
 
 @tool(parse_docstring=True)
@@ -67,5 +69,6 @@ def graph() -> StateGraph:
 
 
 if __name__ == "__main__":
-    state = graph().compile().invoke({"messages": TASK["messages"]}, {"recursion_limit": 12})
+    limit = {"recursion_limit": 13}  # of six turns: each is a step of the model and one of tools
+    state = graph().compile().invoke({"messages": TASK["messages"]}, limit)
     print(state["messages"][-1].content)

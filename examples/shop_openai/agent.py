@@ -13,6 +13,7 @@ import sys
 from openai import OpenAI
 
 from agenttrain.data.bundled.shop import connect
+from agenttrain.utils.sqlite import QueryFailed, answer_query, restrict
 
 TOOLS = [
     {
@@ -43,15 +44,15 @@ TOOLS = [
     },
 ]
 MAX_TURNS = 6
+MAX_RESULT_CHARACTERS = 2000
 
 
 def sql(database: sqlite3.Connection, query: str) -> str:
     """Return the rows of a query as ``3, lamp; 4, desk``."""
     try:
-        rows = database.execute(query).fetchall()
-    except sqlite3.Error as error:
+        return answer_query(database, query, max_characters=MAX_RESULT_CHARACTERS)
+    except QueryFailed as error:
         return f"Error: {error}"
-    return "; ".join(", ".join(map(str, row)) for row in rows) or "no rows"
 
 
 def answer(messages: list, database: sqlite3.Connection) -> str | None:
@@ -79,4 +80,6 @@ def answer(messages: list, database: sqlite3.Connection) -> str | None:
 
 if __name__ == "__main__":
     task = json.loads(sys.stdin.readline())
-    print(answer(task["messages"], connect(task["columns"])))
+    database = connect(task["columns"])
+    restrict(database)  # the model writes the queries
+    print(answer(task["messages"], database))

@@ -50,6 +50,7 @@ from agenttrain.data.bundled import demonstrations, shop
 from agenttrain.rollout.compaction import Summary
 from agenttrain.tools.builtin.final_answer import final_answer
 from agenttrain.tracking.rollouts import write_step
+from agenttrain.utils.sqlite import QueryFailed, answer_query, restrict
 
 CONTEXT = 218
 LIMITS: dict[str, dict[str, Any]] = {
@@ -93,11 +94,11 @@ def sql(query: str, context: ToolContext) -> str:
         query: One SELECT statement.
     """
     with closing(shop.connect(context.task.columns)) as database:
+        restrict(database)
         try:
-            rows = database.execute(query).fetchmany(4)
-        except Exception as error:
+            text = answer_query(database, query, max_rows=4)
+        except QueryFailed as error:
             raise ToolFailure(str(error)) from error
-    text = "; ".join(", ".join(map(str, row)) for row in rows) or "no rows"
     return f"{text} {TABLES}"
 
 

@@ -12,7 +12,6 @@ state is the set of results that the agent has seen. Five seeds; `gamma` is 0.95
 from __future__ import annotations
 
 import json
-import sqlite3
 import statistics
 import tempfile
 from collections.abc import Mapping
@@ -25,6 +24,7 @@ import torch
 from agenttrain import Rollout
 from agenttrain.cli import main
 from agenttrain.data.bundled import shop
+from agenttrain.utils.sqlite import QueryFailed, answer_query, restrict
 
 CREDITS = {
     "rollout": (),
@@ -54,6 +54,7 @@ class Shop:
     def reset(self, row: Mapping[str, Any]) -> None:
         """Open the row's database."""
         self.database = shop.connect(row)
+        restrict(self.database)
         self.seen: set[str] = set()
 
     def sql(self, query: str) -> str:
@@ -63,10 +64,9 @@ class Shop:
             query: One SELECT statement.
         """
         try:
-            rows = self.database.execute(query).fetchmany(20)
-        except sqlite3.Error as error:
+            text = answer_query(self.database, query)
+        except QueryFailed as error:
             return f"Error: {error}"
-        text = "; ".join(", ".join(map(str, row)) for row in rows) or "no rows"
         self.seen.add(text)
         return text
 

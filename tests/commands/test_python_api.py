@@ -88,6 +88,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ({"data": {"sources": {"a": {"tools": [triple], "reward": []}}}},
          ["data.sources.a.tools=null", f"data.sources.a.tools.triple._target_={__name__}.triple",
           "data.sources.a.reward=null", "data.sources.a.reward={}"]),
+        ({"data": {"sources": {"a": {"train": {"_target_": rows, "n": 3}, "weight": 2}}}},
+         ["data=mix", "data.sources.a.train=null", "data.sources.a.test=null",
+          f"data.sources.a.train._target_={__name__}.rows", "data.sources.a.train.n=3",
+          "data.sources.a.weight=2"]),
         ({"stop_tools": ["a", "b"], "eval": {"tools": ()}}, ["stop_tools=[a,b]", "eval.tools=[]"]),
         ({"rollout": {"stop": ["a, b", "it's", "1", "true", ""]}},
          [r"rollout.stop=['a, b','it\'s','1','true','']"]),
@@ -107,6 +111,18 @@ def test_a_list_replaces_the_section_of_a_source():
         with hydra_session(Source()):
             config = compose_run(open_keys([*words, *typed]), Source()).config
         assert list(config.data.sources["a"].tools) == names
+
+
+@pytest.mark.parametrize("words", [["experiment=shop_mix"], ["experiment=none", "data=mix"]])
+def test_rows_of_a_function_replace_those_of_a_source(words):
+    """The experiment's have arguments that a function of the user's lacks."""
+    typed = as_overrides({"data": {"sources": {"chains": {"train": {"_target_": rows, "n": 3}}}}})
+    with hydra_session(Source()):
+        data = compose_run(open_keys([*words, *typed]), Source()).config.data
+    assert data.sources["chains"].train == {"_target_": f"{__name__}.rows", "n": 3}
+    assert data.sources["chains"].test == {} == data.train
+    others = [source for name, source in data.sources.items() if name != "chains"]
+    assert all(source.test for source in others)
 
 
 @pytest.mark.parametrize(

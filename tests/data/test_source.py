@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agenttrain.data.build import build_rows
+from agenttrain.data.build import build_rows, build_tasks
+from agenttrain.data.config import DataConfig
 from agenttrain.data.files import FileRows
-from agenttrain.data.tasks import TaskSource, check_columns, to_task
+from agenttrain.data.tasks import RowError, TaskSource, check_columns, to_task
 
 ROWS = [{"prompt": f"question {i}", "answer": str(i)} for i in range(5)]
 
@@ -195,3 +196,44 @@ def test_a_tool_as_transformers_and_openai_write_it():
         (read,) = to_task({"prompt": "q", "tools": [tool]}, 0).tools
         assert (read.name, read.description) == ("add", "Add.")
         assert read.parameters == {"type": "object"}
+
+
+def made(index: int) -> object:
+    """Rows without end of a user's function: four of its first five make no task."""
+    rows = ({"prompt": "hi"}, {"answer": "1"}, ["hi"], {"prompt": 3}, None)
+    return {}["missing"] if index == 5 else rows[index]
+
+
+@pytest.mark.parametrize(
+    ("index", "reason"),
+    [
+        (1, "needs `messages`"),
+        (2, "is a list, not a mapping of columns to values: ['hi']"),
+        (4, "is a NoneType, not a mapping"),
+        (5, f"KeyError: 'missing' ({__file__}:"),
+    ],
+)
+def test_a_row_without_end_that_is_no_task_is_named_with_its_key(index, reason):
+    config = DataConfig(train={"_target_": f"{__name__}.made"})
+    for source, key in (("", "data.train"), ("mine", "data.sources.mine.train")):
+        tasks = build_tasks(config, seed=0, source=source).train
+        assert tasks.tasks(0, 1)[0].source == source
+        with pytest.raises(RowError) as refused:
+            tasks.tasks(index, 1)
+        assert str(refused.value).startswith(f"{key}: row {index + 1}: {reason}")
+
+
+def test_the_settings_of_a_row_without_end_are_those_of_its_source():
+    config = DataConfig(train={"_target_": f"{__name__}.made"}, map={"size": "length(prompt)"})
+    tasks = build_tasks(config, seed=0, source="mine").train
+    with pytest.raises(RowError, match=r"mine\.train: row 4: data\.sources\.mine\.map\.size="):
+        tasks.tasks(3, 1)
+
+
+def listed() -> list[object]:
+    return [{"prompt": "hi"}, ["hi"]]
+
+
+def test_a_row_of_a_list_has_columns():
+    with pytest.raises(ValueError, match=r"1 of 2 rows .*\n  row 2: is a list, not a mapping"):
+        build_tasks(DataConfig(train={"_target_": f"{__name__}.listed"}), seed=0)

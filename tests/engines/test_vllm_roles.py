@@ -40,6 +40,29 @@ def test_a_run_whose_judge_and_teacher_share_a_server(tmp_path: Path) -> None:
     assert left == ["0.log", "status"]
 
 
+def test_a_run_whose_groups_are_ranked_by_a_server(tmp_path: Path) -> None:
+    """A judge of groups of two, which a grammar lets prefer one of both."""
+    folder = tmp_path / "run"
+    agenttrain(
+        *("debug=tiny", "tracker=none", "tracker.rollouts=all", "eval.questions=0", "steps=1"),
+        *("roles.judge.model=bundled:shop", "roles.judge.kv_cache_mb=64", "roles.judge.dead_s=60"),
+        *("reward=[ranking]", "reward.ranking.url=role:judge", "tasks_per_step=4"),
+        # A grammar, as the small model writes no rankings by itself.
+        "reward.ranking.extra={structured_outputs: {regex: 'Ranking: (1 > 2|2 > 1)'}}",
+        f"hydra.run.dir={folder}",
+    )
+    groups: dict[str, list[float]] = {}
+    for record in rollouts(folder, 1):
+        groups.setdefault(record["group_id"], []).append(record["rewards"]["ranking"])
+    # Rollouts that look the same are equal: the judge is not asked.
+    assert len(groups) == 4
+    assert {tuple(sorted(rewards)) for rewards in groups.values()} <= {(0.0, 1.0), (0.5, 0.5)}
+    assert (0.0, 1.0) in {tuple(sorted(rewards)) for rewards in groups.values()}
+    assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
+    left = sorted(path.name for path in (folder / "roles" / "judge" / "servers").iterdir())
+    assert left == ["0.log", "status"]
+
+
 @pytest.mark.slow
 def test_a_run_whose_user_is_played_by_a_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -603,6 +603,11 @@ def test_two_environments_may_use_one_name_for_different_tools():
             r"its reset takes 'level'; it can be given row, seed, group_seed",
         ),
         (
+            type("AsksMore", (), {"reset": lambda self, level, **others: None}),
+            {},
+            r"its reset takes 'level'; it can be given row, seed, group_seed",
+        ),
+        (
             type("NoDoc", (), {"go": lambda self, where: None}),
             {},
             r"environment\.world: tool 'go' .*has no type; annotate it, e\.g\. `where: str`"

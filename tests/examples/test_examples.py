@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 from command_kit import parse
-from example_kit import EXAMPLES, FOLDERS, call_of_readme, commands, train, train_shop
+from example_kit import (
+    EXAMPLES,
+    FOLDERS,
+    call_of_readme,
+    check_queries,
+    commands,
+    train,
+    train_shop,
+)
 from sandbox_kit import usable
 from served_kit import served
 
@@ -36,6 +44,11 @@ def test_a_readmes_commands_are_composed(name: str, enter: Callable[..., Path]) 
         else:
             assert Path(program).name in ("agenttrain", "python"), program
     assert trained
+
+
+@pytest.mark.slow
+def test_the_shop_agent_bounds_the_queries_of_the_model() -> None:
+    check_queries(EXAMPLES / "shop_openai" / "agent.py", sys.executable)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from example_kit import call_of_readme, train, train_shop
+from example_kit import EXAMPLES, call_of_readme, check_queries, train, train_shop
 
 
 def python_of(variable: str) -> object:
@@ -25,6 +25,12 @@ def python_of(variable: str) -> object:
 @pytest.mark.parametrize("name", ["shop_anthropic", "shop_langgraph"])
 def test_a_shop_agent_is_trained(name: str, enter: Callable[..., Path]) -> None:
     train_shop(enter(name, os.environ["AGENTS_PYTHON"]))
+
+
+@python_of("AGENTS_PYTHON")
+@pytest.mark.parametrize("name", ["shop_anthropic", "shop_langgraph"])
+def test_a_shop_agent_bounds_the_queries_of_the_model(name: str) -> None:
+    check_queries(EXAMPLES / name / "agent.py", os.environ["AGENTS_PYTHON"])
 
 
 @contextmanager

@@ -13,6 +13,9 @@ from agenttrain.health.config import Guard, GuardsConfig, OnTrip, Streak, ToolFa
 from agenttrain.health.guards import Guards, GuardTripped
 from agenttrain.settings.checks import validate
 from agenttrain.settings.compose import Source, compose_run, hydra_session
+from agenttrain.tracking.config import TrackerConfig
+from agenttrain.tracking.run_folder import read_summary
+from agenttrain.tracking.tracker import Tracker
 from agenttrain.types import (
     Completion,
     ConfigError,
@@ -172,6 +175,83 @@ def test_failures_of_a_tool_can_stop_a_run_also_after_a_resume():
         GuardTripped, match=r"4 of 4 calls of the tool add failed.*action=warn to continue"
     ):
         tool_warnings(second, called(BAD))
+
+
+def test_a_resumed_run_has_the_warnings_of_an_uninterrupted_one():
+    """Each guard warns at step 1 and is beyond its limit until the end, but for the gap."""
+    config = GuardsConfig(
+        kl=Guard(limit=0.1),
+        entropy=Guard(limit=0.5),
+        no_variance=Streak(limit=1),
+        tool_failures=ToolFailures(limit=0.5, calls=2),
+    )
+    beyond = {GAP: 2.0, "kl": 0.2, "entropy": 0.4}
+    # Of six calls, two are judged in each of the steps 1, 3 and 4: step 2 has one, step 3 another.
+    steps = [
+        (beyond, called(BAD, BAD)),
+        ({**beyond, GAP: 0.1}, called(BAD)),
+        (beyond, called(BAD)),
+        (beyond, called(BAD, BAD)),
+    ]
+
+    def warned(resumed_after: int | None) -> list[str]:
+        guards, texts = Guards(config=config), list[str]()
+        for number, (metrics, rollout) in enumerate(steps, start=1):
+            guards.check_step(number, metrics, [rollout], texts.append)
+            guards.check_evaluation(f"step-{number}/greedy", [called(BAD, BAD)], texts.append)
+            if number == resumed_after:
+                state = json.loads(json.dumps(guards.state_dict()))
+                guards = Guards(config=config)
+                guards.load_state_dict(state)
+        return texts
+
+    whole = warned(None)
+    # Step 1: the gap, the KL, the entropy, the streak, the tool. Step 3: the gap again.
+    assert [text.partition(":")[2][:8] for text in whole] == [*[" step 1:"] * 5, " step 3:"]
+    assert [warned(step) for step in (1, 2, 3)] == [whole] * 3
+
+
+def test_a_resumed_run_names_the_most_frequent_error_of_both_parts():
+    config = GuardsConfig(tool_failures=ToolFailures(limit=0.5, calls=4))
+    first, second = Guards(config=config), Guards(config=config)
+    assert tool_warnings(first, called(BAD, BAD, ToolError.timeout)) == []
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    (text,) = tool_warnings(second, called(ToolError.timeout, BAD))
+    assert "5 of 5 calls of the tool add failed" in text
+    assert text.endswith(f"most often: {BAD}: Error: {BAD}")  # three of the five
+
+
+def test_a_resumed_run_takes_back_the_warnings_of_steps_that_it_repeats(tmp_path):
+    """Killed after step 3, it goes on from the checkpoint of step 2."""
+    config = GuardsConfig(kl=Guard(limit=0.1), tool_failures=ToolFailures(limit=0.5, calls=2))
+    settings = {"project": "shop", "name": "run", "total_steps": 3}
+    quiet = TrackerConfig(rollouts="none")
+
+    def do_step_three(guards: Guards, tracker: Tracker) -> list[str]:
+        guards.check_step(3, {"kl": 0.2}, rollouts(0.5, -0.5), tracker.warn)
+        guards.check_evaluation("step-3/greedy", [called(BAD, BAD)], tracker.warn)
+        return read_summary(tmp_path)["warnings"]
+
+    with Tracker(tmp_path, quiet, **settings) as tracker:
+        guards = Guards(config=config)
+        guards.check_step(2, {"kl": 0.3}, rollouts(0.5, -0.5), tracker.warn)
+        guards.check_step(2, {"kl": 0.0}, rollouts(0.5, -0.5), tracker.warn)
+        state = guards.state_dict()
+        whole = do_step_three(guards, tracker)
+    # The KL of step 2, that of step 3, and the tool of its evaluation.
+    assert len(whole) == 3
+    with Tracker(tmp_path, quiet, **settings, resume_step=2) as tracker:
+        assert read_summary(tmp_path)["warnings"] == whole[:1]
+        resumed = Guards(config=config)
+        resumed.load_state_dict(state)
+        assert do_step_three(resumed, tracker) == whole
+
+
+def test_a_checkpoint_of_an_earlier_version_has_counts_without_reasons():
+    guards = Guards(config=GuardsConfig(tool_failures=ToolFailures(limit=1, calls=4)))
+    guards.load_state_dict({"streak": 3, "tool_calls": {"add": [3, 3]}})
+    (text,) = tool_warnings(guards, called(BAD))
+    assert guards.streak == 4 and "4 of 4 calls of the tool add failed" in text
 
 
 REFUSED = {

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from code_blocks import ROOT, blocks
+from judge_server import Reply, Server
 
 from agenttrain import cli
 
@@ -50,3 +55,75 @@ def train_shop(folder: Path) -> None:
         assert len(queries) == len(rollout["tool_calls"]) - 1
         output = folder / "run" / "agents" / f"{rollout['rollout_id']}.stdout"
         assert output.read_text().strip() == rollout["tool_calls"][-1]["arguments"]["answer"]
+
+
+ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT COUNT(*) FROM n"
+QUERIES = {
+    "DELETE FROM orders": "only SELECT is allowed",
+    ENDLESS: "the query took longer than 2 s",
+    "SELECT id FROM orders ORDER BY id": "; 20; … (only the first 20 rows)",
+    "SELECT hex(zeroblob(20000))": "00… (only the first 2000 characters)",
+    "SELECT COUNT(*) FROM orders": "60",
+}
+"""Queries of a model that means no good -> the end of what an agent replies."""
+
+
+def openai_answer(name: str, arguments: dict[str, str]) -> dict[str, Any]:
+    """A chat completion that is one call."""
+    function = {"name": name, "arguments": json.dumps(arguments)}
+    message = {"role": "assistant", "content": None}
+    message["tool_calls"] = [{"id": "call_1", "type": "function", "function": function}]
+    choice = {"index": 0, "message": message, "finish_reason": "tool_calls"}
+    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+    head = {"id": "1", "object": "chat.completion", "created": 0, "model": "agent"}
+    return {**head, "choices": [choice], "usage": usage}
+
+
+def anthropic_answer(name: str, arguments: dict[str, str]) -> dict[str, Any]:
+    """An answer of Anthropic's messages that is one call."""
+    call = {"type": "tool_use", "id": "call_1", "name": name, "input": arguments}
+    head = {"id": "1", "type": "message", "role": "assistant", "model": "agent"}
+    usage = {"input_tokens": 1, "output_tokens": 1}
+    return {**head, "content": [call], "stop_reason": "tool_use", "usage": usage}
+
+
+def check_queries(program: Path, python: str) -> None:
+    """Let a shop agent run `QUERIES`; expect the replies, and the answer that it prints at last."""
+    server = Server()
+
+    def call(name: str, arguments: dict[str, str]) -> Callable[[], Reply]:
+        def reply() -> Reply:
+            is_openai = server.asked[-1]["path"].endswith("/chat/completions")
+            return 200, (openai_answer if is_openai else anthropic_answer)(name, arguments)
+
+        return reply
+
+    queries = [call("sql", {"query": query}) for query in QUERIES]
+    server.replies = [*queries, call("final_answer", {"answer": "60"})]
+    task = {
+        "messages": [{"role": "user", "content": "How many orders are there?"}],
+        "columns": {"database_seed": 3},
+        "model": "agent",
+    }
+    environment = {
+        **os.environ,
+        **{"PYTHONPATH": str(ROOT), "AGENTTRAIN_MODEL": "agent"},
+        **{"OPENAI_BASE_URL": server.url, "OPENAI_API_KEY": "none"},
+        **{"ANTHROPIC_BASE_URL": server.url.removesuffix("/v1"), "ANTHROPIC_API_KEY": "none"},
+    }
+    try:
+        ended = subprocess.run(
+            [python, str(program)],
+            input=json.dumps(task) + "\n",
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=environment,
+        )
+    finally:
+        server.close()
+    assert ended.stdout.strip() == "60", ended.stdout + ended.stderr
+    # Each request but the first ends with the reply to the call before it.
+    replies = [json.dumps(r["messages"][-1], ensure_ascii=False) for r in server.asked[1:]]
+    for reply, expected in zip(replies, QUERIES.values(), strict=True):
+        assert expected in reply, replies

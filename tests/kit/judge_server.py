@@ -36,6 +36,7 @@ class Server:
                 status, content = reply() if callable(reply) else reply
                 raw = content if isinstance(content, bytes) else json.dumps(content).encode()
                 self.send_response(status)
+                self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(raw)))
                 self.end_headers()
                 self.wfile.write(raw)

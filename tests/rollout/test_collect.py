@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from dataclasses import replace
 
 import parts
@@ -14,6 +15,7 @@ from parts import LIMITS, acollect, call, ids, toolbox
 
 from agenttrain.chat.encoding import ChatError
 from agenttrain.data.config import OnBadRow
+from agenttrain.data.tasks import RowError
 from agenttrain.engines.base import EngineError
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.rewards.rubric import Rubric
@@ -21,7 +23,7 @@ from agenttrain.rollout.collector import Collector, NoRollouts, SourceTools
 from agenttrain.rollout.config import OnBreak
 from agenttrain.rollout.ledger import verify
 from agenttrain.tracking.metrics import rollout_metrics
-from agenttrain.types import LedgerError, StopReason, Task
+from agenttrain.types import LedgerError, RowTool, StopReason, Task
 
 ADD = call("add", '{"a": 3, "b": 4}')
 WRONG = call("add", '{"a": 3, "c": 4}')
@@ -184,6 +186,44 @@ def test_a_row_that_the_template_refuses_is_a_bad_row():
     mixed, of_source = replace(naming, sources={"a": kit}), replace(refused, source="a")
     with pytest.raises(ChatError, match=r" data\.sources\.a\.on_bad_row=skip"):
         asyncio.run(acollect(mixed, [of_source]))
+
+
+def of_sources(engine, on_bad_row: OnBadRow = OnBadRow.error):
+    """A collector of a mixture of the sources a and b."""
+    plain = collector(engine)
+    kit = SourceTools(
+        toolbox=plain.toolbox,
+        environments=plain.environments,
+        rubric=plain.rubric,
+        on_bad_row=on_bad_row,
+    )
+    return replace(plain, sources={"a": kit, "b": kit}, place_of="data.train: row 7".format)
+
+
+def test_a_step_without_rollouts_names_the_keys_of_the_sources():
+    """Of both sources all tasks are left out: those of a as bad rows, those of b as overlong."""
+    late = ({"role": "user", "content": "hi"}, {"role": "narrator", "content": "it rains"})
+    bad = [Task(task_id=str(i), messages=late, source="a") for i in range(2)]
+    long = ({"role": "user", "content": "word " * 400},)
+    overlong = [Task(task_id=str(i), messages=long, source="b") for i in range(2)]
+    mixed = of_sources(ScriptedEngine(parts.script(BYE), max_context=200), OnBadRow.skip)
+    with pytest.raises(NoRollouts) as refused:
+        asyncio.run(acollect(mixed, [*bad, *overlong]))
+    keys = re.findall(r"data[.\w]*[.=][\w.=]*", str(refused.value))
+    assert keys == ["data.sources.a.on_bad_row=skip", "data.sources.a.on_bad_row=error"]
+    with pytest.raises(NoRollouts) as refused:
+        asyncio.run(acollect(mixed, overlong))
+    keys = re.findall(r"data\.[.\w]*\w", str(refused.value))
+    assert keys == ["data.sources.b.train", "data.sources.b.test"]
+
+
+def test_a_row_without_end_that_lists_no_tool_of_its_source_is_named():
+    tools = (RowTool(name="find", description="", executor="find", parameters={}),)
+    task = Task(task_id="7", messages=tasks(1)[0].messages, tools=tools, source="a")
+    with pytest.raises(RowError) as refused:
+        asyncio.run(acollect(of_sources(ScriptedEngine(parts.script(BYE))), [task]))
+    assert str(refused.value).startswith("data.sources.a.train: row 7: tools: 'find'")
+    assert "data.sources.a.executor=" in str(refused.value)
 
 
 class _Lying(ScriptedEngine):

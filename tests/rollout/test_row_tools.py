@@ -15,7 +15,7 @@ from parts import LIMITS, add, call, ids, script, toolbox
 
 from agenttrain.data.build import build_tasks
 from agenttrain.data.config import FILE_ROWS, DataConfig
-from agenttrain.data.tasks import TaskSource, read_tools, to_task, with_executor
+from agenttrain.data.tasks import RowError, TaskSource, read_tools, to_task, with_executor
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.environments.environment import EnvironmentKind
 from agenttrain.environments.environments import Environments
@@ -25,7 +25,6 @@ from agenttrain.rollout.config import RolloutRequest
 from agenttrain.rollout.loop import run_rollout
 from agenttrain.rollout.request import RolloutContext
 from agenttrain.rollout.row_tools import (
-    RowError,
     RowTools,
     check_collisions,
     row_tool_sets,

@@ -17,7 +17,7 @@ from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.evaluation import Best, Evaluation, from_json, summarise, to_json
 from agenttrain.rollout.collector import Collected, collect, step_metrics
 from agenttrain.rollout.request import BatchRequest
-from agenttrain.runs.setup import Components
+from agenttrain.runs.setup import Components, prepare
 from agenttrain.settings.checks import check_for_verb, validate
 from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
 from agenttrain.settings.run_config import RunConfig
@@ -105,6 +105,7 @@ def test_each_task_has_the_tools_and_rewards_of_its_source():
         (["data.sources.sums.count=16"], "data.sources.sums.count=16"),
         (["agent=endpoint", "agent.command=[a]"], "agent=endpoint"),
         (["eval.tools=[sql]"], "eval.tools=[sql]"),
+        (["data.train._target_=mine.rows"], "data.train="),
         (["algorithm=reinforce_pp", "algorithm.scale=none"], "algorithm.advantage=batch"),
         (["algorithm.scale=batch"], "algorithm.scale=batch"),
         ([*NO_QUESTIONS, "eval.every=5"], "eval.every=5"),
@@ -121,6 +122,33 @@ def test_each_task_has_the_tools_and_rewards_of_its_source():
 )
 def test_a_mistake_names_the_key_of_its_source(overrides, key):
     assert problems(*overrides).startswith(key)
+
+
+OWN = ["+data@data.sources.own=own", "data.sources.own.train._target_=builtins.list"]
+
+
+def test_a_source_without_test_rows_does_not_stop_an_evaluation():
+    check_for_verb("eval", composed(*MIX, *OWN), ())
+    with pytest.raises(ConfigError, match=r"^data\.sources: .*data\.sources\.own\.test\."):
+        check_for_verb("eval", composed("data=mix", *OWN), ())
+
+
+def test_the_same_rows_for_both_splits_are_refused_with_the_keys_of_their_source(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "hi"}\n')
+    mine = ["+data@data.sources.mine=file", f"data.sources.mine.path={file}"]
+    mine += ["+tools@data.sources.mine.tools.final_answer=final_answer"]
+    mine += ["+reward@data.sources.mine.reward.exact_match=exact_match"]
+    assert problems(*mine).endswith("data.sources.mine.eval.questions=0")
+    validate(composed(*MIX, *mine, "data.sources.mine.eval.questions=0"))
+
+
+@pytest.mark.slow
+def test_a_column_that_only_some_sources_have_is_refused_with_the_rows_that_lack_it(tmp_path):
+    mine = [*few(tmp_path), "data.sources.few.test_fraction=0.5", "eval.group_by=hops"]
+    mine += ["data.sources.sums.eval.questions=0"]  # whose rows lack it too
+    with pytest.raises(ValueError, match=r"^eval\.group_by=hops: .*data\.sources\.few\.test"):
+        prepare(composed(*MIX, *TINY, *mine))
 
 
 def test_the_questions_of_one_source_make_an_evaluation():
@@ -265,3 +293,77 @@ def test_a_mixture_runs_in_a_rollout_process(tmp_path):
     names = [f"source/{name}/tasks" for name in ("shop", "sums")]
     for folder in ("own", "here"):
         assert [rows(tmp_path / folder)[-1][name] for name in names] == [2, 1]
+
+
+OWN_SOURCES = """
+def sums(n: int, first: int):
+    for number in range(first, first + n):
+        yield {"prompt": f"What is {number} + 1?", "answer": str(number + 1)}
+
+
+def row(index: int):
+    return {"episode": index}
+
+
+def add(a: int, b: int) -> int:
+    \"\"\"Add two numbers.
+
+    Args:
+        a: A number.
+        b: Another.
+    \"\"\"
+    return a + b
+
+
+class Guess:
+    def reset(self, row) -> str:
+        self.number, self.right = row["episode"] % 9 + 1, False
+        return "Guess my number."
+
+    def guess(self, number: int) -> str:
+        \"\"\"Guess the number.
+
+        Args:
+            number: The guess.
+        \"\"\"
+        self.right = number == self.number
+        return "right" if self.right else "no"
+
+    def reward(self, rollout) -> float:
+        return float(self.right)
+
+
+def length(rollout) -> float:
+    return float(rollout.sampled_length)
+"""
+
+
+@pytest.mark.slow
+def test_sources_of_own_rows_are_trained_resumed_and_evaluated(tmp_path, monkeypatch):
+    """A file, a function that yields rows, and one of rows without end for an environment."""
+    (tmp_path / "own_sources.py").write_text(OWN_SOURCES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rows_of = "data.sources.sums"
+    words = [
+        *("data=mix", "experiment=none", "model=shop", "tools=[]", "reward=[]", *few(tmp_path)),
+        *(f"+data@{rows_of}=own", f"{rows_of}.train._target_=own_sources.sums"),
+        *(f"{rows_of}.train.n=5", f"{rows_of}.train.first=0", f"{rows_of}.curriculum.enabled=true"),
+        *(f"{rows_of}.test._target_=own_sources.sums", f"{rows_of}.test.n=2"),
+        *(f"{rows_of}.test.first=9", f"{rows_of}.tools.add._target_=own_sources.add"),
+        f"{rows_of}.reward.length._target_=own_sources.length",
+        *("+data@data.sources.game=own", "data.sources.game.train._target_=own_sources.row"),
+        "data.sources.game.environment.guess._target_=own_sources.Guess",
+        *(*TINY, "tasks_per_step=3", "eval.questions=2", "tracker.rollouts=all"),
+    ]
+    run(tmp_path / "whole", *words, "steps=3")
+    run(tmp_path / "resumed", *words, "steps=2")
+    assert main([f"resume={tmp_path / 'resumed'}", "steps=3"]) == 0
+    assert rows(tmp_path / "resumed") == rows(tmp_path / "whole")
+    written = (tmp_path / "whole/rollouts/step-000001.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in written]
+    rewards = {record["source"]: list(record["rewards"]) for record in records}
+    assert rewards == {"few": ["exact_match"], "sums": ["length"], "game": ["environment"]}
+    assert main(["eval", f"run={tmp_path / 'whole'}", f"hydra.run.dir={tmp_path / 'eval'}"]) == 0
+    scores = json.loads((tmp_path / "eval/summary.json").read_text())["eval"]["after"]["scores"]
+    questions = {name: part["questions"] for name, part in scores[0]["sources"].items()}
+    assert questions == {"few": 0, "sums": 2, "game": 0}

@@ -61,6 +61,7 @@ def test_rows_beyond_the_limit_are_noted(database):
     ("query", "message"),
     [
         ("SELECT foo FROM things", "no such column: foo"),
+        ("SELECT '\ud800'", "the query is not valid Unicode"),
         ("SELECT FROM", "near \"FROM\": syntax error"),
         ("SELECT 1; SELECT 2", "You can only execute one statement at a time."),
         ("INSERT INTO things VALUES (4, 'x', 1)", "only SELECT is allowed"),

@@ -26,6 +26,7 @@ from agenttrain.commands.rehearse.harbor import rehearse_tasks
 from agenttrain.commands.rehearse.stub import Stub
 from agenttrain.commands.verb import refusing, write_report
 from agenttrain.data.build import check_needed_columns
+from agenttrain.data.config import at_source
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.rollout.collector import Collected, Collector, collect
@@ -256,8 +257,10 @@ def _add_findings(
     if missing := [name for name in _tool_names(components, collected) if name not in called]:
         warnings.append(f"not called: {', '.join(missing)}; make more: --rollouts N")
     if collected.overlong:
+        keys = [at_source(name, (), "data.train") for name in collected.overlong_sources]
         warnings.append(
-            f"data.train: {collected.overlong} prompts fill the context of {report.context} tokens"
+            f"{', '.join(keys)}: {collected.overlong} prompts fill the context of "
+            f"{report.context} tokens"
         )
     warnings += components.alarms()
     # A run that stops has not scored all rollouts: missing values say nothing then.

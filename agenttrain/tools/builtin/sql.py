@@ -13,7 +13,14 @@ from typing import Any
 from agenttrain.types import Task, ToolContext, ToolFailure
 from agenttrain.utils.data_fields import Data
 from agenttrain.utils.locate import locate
-from agenttrain.utils.sqlite import QueryFailed, open_read_only, restrict, select
+from agenttrain.utils.sqlite import (
+    LIMIT_S,
+    MAX_ROWS,
+    QueryFailed,
+    answer_query,
+    open_read_only,
+    restrict,
+)
 
 Connect = Callable[[Mapping[str, Any]], sqlite3.Connection]
 
@@ -32,8 +39,8 @@ class Sql:
         *,
         database: Data[str | None] = None,
         connect: str | Connect | None = None,
-        max_rows: Data[int] = 20,
-        query_timeout_s: Data[float] = 2.0,
+        max_rows: Data[int] = MAX_ROWS,
+        query_timeout_s: Data[float] = LIMIT_S,
         max_connections: Data[int] = 256,
     ) -> None:
         """Takes a `database` file, or `connect`, for connections of any thread. Raises ValueError.
@@ -74,18 +81,11 @@ class Sql:
         """
         with self._connection(context) as connection:
             try:
-                rows = select(
+                return answer_query(
                     connection, query, max_rows=self._max_rows, limit_s=self._query_timeout_s
                 )
             except QueryFailed as error:
                 raise ToolFailure(str(error)) from error
-        shown = [
-            ", ".join("NULL" if value is None else str(value) for value in row)
-            for row in rows[: self._max_rows]
-        ]
-        if len(rows) > self._max_rows:
-            shown.append(f"… (only the first {self._max_rows} rows)")
-        return "; ".join(shown) or "no rows"
 
     def close(self) -> None:
         """Close the idle connections."""
