@@ -36,8 +36,8 @@ ROUNDED = ("trainer_logprobs", "entropies")
 SHORTEST = 64
 """Items of the shortest list that becomes an array: in JSON it is as long as an array's headers."""
 MOST_TOKENS = 4_194_304
-"""Tokens of the longest rollout with arrays. Longer ones stay JSON: the readers of somebody else's
-run folder unpack no more than these."""
+"""Tokens of the longest rollout with arrays: of somebody else's files no more is unpacked. Longer
+rollouts stay JSON."""
 LISTS = 5
 """Most lists of a token: those of `PER_TOKEN`, and its advantage."""
 DAMAGE = (
@@ -61,7 +61,10 @@ def take_arrays(record: dict[str, Any], line: int) -> dict[str, np.ndarray]:
     for index, trajectory in enumerate(record["trajectories"]):
         for holder, key, place in _places(trajectory):
             values = holder[key]
-            if isinstance(values, list) and len(values) >= SHORTEST:
+            if not isinstance(values, list) or len(values) < SHORTEST:
+                continue
+            # Readers refuse an array of another length.
+            if len(values) == _length(trajectory, holder, key):
                 name = f"{line}/{index}/{place}"
                 arrays[name] = _exact_array(values, key)
                 holder[key] = {"array": name}
@@ -83,10 +86,14 @@ def write_arrays(step_file: Path, arrays: Mapping[str, np.ndarray]) -> str:
 
 
 def remove_former_arrays(step_file: Path, current: str | None) -> None:
-    """Remove the files of arrays beside `step_file` that its records no longer name."""
-    for path in step_file.parent.glob(f"{step_file.stem}-*.npz"):
-        if path.name != current:
-            path.unlink(missing_ok=True)
+    """Remove the files of arrays beside `step_file` that its records no longer name.
+
+    Parts of such files, which a killed run has left, are removed too.
+    """
+    for pattern in (f"{step_file.stem}-*.npz", f".{step_file.stem}-*.npz.*"):
+        for path in step_file.parent.glob(pattern):
+            if path.name != current:
+                path.unlink(missing_ok=True)
 
 
 class ArrayReader:
@@ -170,7 +177,7 @@ def _length(trajectory: Mapping[str, Any], holder: Mapping[str, Any], key: str) 
         return int(holder["end"] - holder["start"])
     if key in ROUNDED:
         return sum(span["end"] - span["start"] for span in spans if span["origin"] == "sampled")
-    return int(spans[-1]["end"])
+    return int(spans[-1]["end"]) if spans else 0
 
 
 def _formats(key: str) -> tuple[str, str]:

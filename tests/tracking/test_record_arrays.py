@@ -178,8 +178,10 @@ def test_a_number_that_is_no_float32_is_kept_as_float64(tmp_path: Path) -> None:
 def test_a_step_that_is_written_again_leaves_only_its_own_arrays(tmp_path: Path) -> None:
     write_step(tmp_path, 1, [long_rollout(300)], arrays_above=100)
     first = arrays_file(tmp_path)
+    part = first.with_name(f".{first.stem}.npz.77")  # of a process that was killed
+    part.write_bytes(b"PK")
     write_step(tmp_path, 1, [long_rollout(300)], arrays_above=100)
-    assert arrays_file(tmp_path) == first
+    assert arrays_file(tmp_path) == first and not part.exists()
     write_step(tmp_path, 12, [long_rollout(300)], arrays_above=100)
     write_step(tmp_path, 1, [long_rollout(200)], arrays_above=100)
     files = sorted(
@@ -341,6 +343,17 @@ def test_a_step_that_is_written_again_meanwhile_is_read_to_its_end(tmp_path: Pat
     first = next(records)
     write_step(tmp_path, 1, [long_rollout(200)], arrays_above=100)
     assert [first, *records] == expected
+
+
+def test_a_list_that_its_spans_do_not_cover_stays_in_its_line(tmp_path: Path) -> None:
+    """A broken record is read as it was written, so that its reader names what is wrong."""
+    write_step(tmp_path, 1, [long_rollout(300)])
+    (record,) = read_step(tmp_path, 1)
+    record["trajectories"][0]["token_ids"].append(5)
+    expected = dumps(record)
+    write_records(step_path(tmp_path, 1), [record], arrays_above=100)
+    (again,) = read_step(tmp_path, 1)
+    assert dumps(again) == expected and arrays_file(tmp_path)
 
 
 @pytest.mark.slow
