@@ -19,12 +19,7 @@ from agenttrain.data.config import check_rollout_files
 from agenttrain.data.files import BadRow, FileRows
 from agenttrain.rollout.ledger import schemas_of, verify
 from agenttrain.tracking.pictures import with_pictures
-from agenttrain.tracking.record_arrays import (
-    ARRAYS,
-    ArraysMissing,
-    check_arrays,
-    with_arrays,
-)
+from agenttrain.tracking.record_arrays import ARRAYS, ArrayReader, ArraysMissing
 from agenttrain.tracking.rollouts import prompt_messages, read_rollout
 from agenttrain.types import LedgerError, Message, Origin, Rollout, StopReason, Task, Trajectory
 from agenttrain.utils.data_fields import Data
@@ -61,10 +56,11 @@ class RolloutRows:
         """Take the first `limit` selected rollouts, or all. Raises ValueError."""
         check_rollout_files(path, min_reward, limit)
         self._file = FileRows(path)
+        self._arrays = ArrayReader()
         self._selected: list[int] = []
         reasons: Counter[str] = Counter()
         rewarded = 0
-        checked: set[tuple[Path, Any]] = set()
+        checked: set[tuple[Path, str]] = set()
         """Files of arrays, by folder and name."""
         for index in range(len(self._file)):
             record = self._record(index)
@@ -75,9 +71,9 @@ class RolloutRows:
                 reasons[reason] += 1
                 continue
             self._selected.append(index)
-            folder = self._file.folder(index)
-            if (folder, record.get(ARRAYS)) not in checked:
-                checked.add((folder, record.get(ARRAYS)))
+            file = (self._file.folder(index), str(record.get(ARRAYS)))
+            if file not in checked:
+                checked.add(file)
                 self._check_arrays(record, index)
         left_out = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
         if min_reward is not None and not rewarded:
@@ -106,7 +102,8 @@ class RolloutRows:
         """Return a fresh copy of a row."""
         line = self._selected[index]
         folder = self._file.folder(line)
-        record = RecordedRollout(with_pictures(with_arrays(self._record(line), folder), folder))
+        record = self._arrays.with_arrays(self._record(line), folder)
+        record = RecordedRollout(with_pictures(record, folder))
         row = {
             **record["columns"],
             "task_id": record["task_id"],
@@ -129,7 +126,7 @@ class RolloutRows:
     def _check_arrays(self, record: RecordedRollout, index: int) -> None:
         """Raise ValueError unless the file of arrays of line `index`, if it has one, is there."""
         try:
-            check_arrays(record, self._file.folder(index))
+            self._arrays.check(record, self._file.folder(index))
         except ArraysMissing as error:
             raise ValueError(f"path={self._file.where(index)}: {error}") from error
 

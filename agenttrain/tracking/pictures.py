@@ -111,12 +111,25 @@ def blocks(image: Image, columns: int = 32) -> Text:
     return text
 
 
+def image_path(part: Mapping[str, Any], folder: Path) -> Path:
+    """Return the file of a recorded image in `folder`/images, whatever folder `part` names.
+
+    A record of somebody else names a file, and gets no file from elsewhere on this machine.
+    """
+    return folder / FOLDER / Path(str(part.get("file"))).name
+
+
 def with_data(messages: Sequence[Message], folder: Path) -> list[Message]:
-    """Return recorded messages with each image's file, if it exists, as a ``data:…`` address."""
+    """Return recorded messages with each image of `folder`/images as a ``data:…`` address.
+
+    An image whose file does not exist stays as it is.
+    """
 
     def add_data(part: Any) -> Any:
-        path = folder / str(part.get("file")) if isinstance(part, Mapping) else None
-        if path is None or "sha256" not in part or not path.is_file():
+        if not isinstance(part, Mapping) or "sha256" not in part:
+            return part
+        path = image_path(part, folder)
+        if not path.is_file():
             return part
         kind = "jpeg" if path.suffix == ".jpg" else "png"
         data = base64.b64encode(path.read_bytes()).decode()
@@ -154,7 +167,7 @@ def _read_part(part: Any, folder: Path) -> Any:
     """Return a recorded part of a message with its image read from `folder`/images."""
     if not isinstance(part, Mapping) or "sha256" not in part:
         return part
-    path = folder / FOLDER / Path(str(part["file"])).name
+    path = image_path(part, folder)
     try:
         image = read_image(path, most_pixels=part["width"] * part["height"])
     except BadImage as error:

@@ -1,4 +1,4 @@
-"""Lists per token of long rollouts, as arrays in one file beside the records of their step.
+"""Token ids and other lists per token of long rollouts, as arrays beside their step's records.
 
 ``rollouts/step-000001-9f2b0c11d2e3.npz`` has numpy's format, which ``np.load`` reads. A record
 names the file, and has the name of an array in place of each list::
@@ -32,10 +32,18 @@ ARRAYS = "arrays"
 PER_TOKEN = ("token_ids", "logprobs", "trainer_logprobs", "entropies")
 """Keys of a trajectory whose values are lists with an item per token."""
 ROUNDED = ("trainer_logprobs", "entropies")
-"""Those of them that records have to 6 decimals."""
+"""Those of them whose values are rounded to 6 decimals in records."""
 SHORTEST = 64
 """Items of the shortest list that becomes an array: in JSON it is as long as an array's headers."""
-DAMAGE = (OSError, EOFError, LookupError, TypeError, ValueError, zlib.error, zipfile.BadZipFile)
+MOST_TOKENS = 4_194_304
+"""Tokens of the longest rollout with arrays: of somebody else's files no more is unpacked. Longer
+rollouts stay JSON."""
+LISTS = 5
+"""Most lists of a token: those of `PER_TOKEN`, and its advantage."""
+DAMAGE = (
+    *(OSError, EOFError, LookupError, TypeError, ValueError),
+    *(RuntimeError, zlib.error, zipfile.BadZipFile),  # RuntimeError: the file is encrypted
+)
 """Errors of numpy and zipfile for a file that is cut, changed or not of their format."""
 
 
@@ -53,7 +61,10 @@ def take_arrays(record: dict[str, Any], line: int) -> dict[str, np.ndarray]:
     for index, trajectory in enumerate(record["trajectories"]):
         for holder, key, place in _places(trajectory):
             values = holder[key]
-            if isinstance(values, list) and len(values) >= SHORTEST:
+            if not isinstance(values, list) or len(values) < SHORTEST:
+                continue
+            # Readers refuse an array of another length.
+            if len(values) == _length(trajectory, holder, key):
                 name = f"{line}/{index}/{place}"
                 arrays[name] = _exact_array(values, key)
                 holder[key] = {"array": name}
@@ -75,48 +86,128 @@ def write_arrays(step_file: Path, arrays: Mapping[str, np.ndarray]) -> str:
 
 
 def remove_former_arrays(step_file: Path, current: str | None) -> None:
-    """Remove the files of arrays beside `step_file` that its records no longer name."""
-    for path in step_file.parent.glob(f"{step_file.stem}-*.npz"):
-        if path.name != current:
-            path.unlink(missing_ok=True)
+    """Remove the files of arrays beside `step_file` that its records no longer name.
 
-
-def with_arrays(record: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a rollout's object with its lists read from the file of arrays in `folder`.
-
-    It then equals the object of a rollout that was written without arrays. Raises ArraysMissing.
+    Parts of such files, which a killed run has left, are removed too.
     """
-    if ARRAYS not in record:
-        return record
-    with _open_arrays(record, folder) as arrays:
-        for trajectory in record["trajectories"]:
-            for holder, key, _ in _places(trajectory):
-                if isinstance(holder[key], dict):
-                    holder[key] = _as_list(arrays[holder[key]["array"]], key)
-    return {key: value for key, value in record.items() if key != ARRAYS}
+    for pattern in (f"{step_file.stem}-*.npz", f".{step_file.stem}-*.npz.*"):
+        for path in step_file.parent.glob(pattern):
+            if path.name != current:
+                path.unlink(missing_ok=True)
 
 
-def check_arrays(record: Mapping[str, Any], folder: Path) -> None:
-    """Raise ArraysMissing if the record's file of arrays is not in `folder`, or is cut."""
-    if ARRAYS in record:
-        with _open_arrays(record, folder):
-            pass
+class ArrayReader:
+    """Reads the lists of records from their files of arrays.
+
+    The last file stays open for the records that follow: it lists the arrays of its whole step.
+    """
+
+    def __init__(self) -> None:
+        """No file is open yet."""
+        self._path: Path | None = None
+        self._file: zipfile.ZipFile | None = None
+
+    def with_arrays(self, record: dict[str, Any], folder: Path) -> dict[str, Any]:
+        """Return a rollout's object with its lists read from the file of arrays in `folder`.
+
+        It then equals the object of a rollout that was written without arrays. Raises
+        ArraysMissing.
+        """
+        if ARRAYS not in record:
+            return record
+        items = MOST_TOKENS * LISTS
+        with self._opened(record, folder) as file:
+            for trajectory in record["trajectories"]:
+                if "spans" not in trajectory:
+                    continue  # a broken record, which the readers of spans refuse
+                for holder, key, _ in _places(trajectory):
+                    if isinstance(holder[key], dict):
+                        length = _length(trajectory, holder, key)
+                        items -= length
+                        if items < 0:
+                            raise ValueError(f"the rollout has more than {MOST_TOKENS} tokens")
+                        array = _read_array(file, holder[key]["array"], key, length)
+                        holder[key] = _as_list(array, key)
+        return {key: value for key, value in record.items() if key != ARRAYS}
+
+    def check(self, record: Mapping[str, Any], folder: Path) -> None:
+        """Raise ArraysMissing if the record's file of arrays is not in `folder`, or is cut."""
+        if ARRAYS in record:
+            with self._opened(record, folder):
+                pass
+
+    def close(self) -> None:
+        """Close the file that is open, if there is one."""
+        if self._file is not None:
+            self._file.close()
+        self._path = self._file = None
+
+    @contextmanager
+    def _opened(self, record: Mapping[str, Any], folder: Path) -> Iterator[zipfile.ZipFile]:
+        """Open a record's file of arrays in `folder`; errors of the block are of a damaged file."""
+        path = folder / Path(str(record[ARRAYS])).name
+        remedy = (
+            "copy it from the run that recorded the rollouts; it belongs beside its step's .jsonl"
+        )
+        holds = f"the token ids and log-probabilities of rollout {record.get('rollout_id')}"
+        try:
+            if self._file is None or path != self._path:
+                self.close()
+                if not path.is_file():  # a pipe would be waited for
+                    raise FileNotFoundError
+                self._path, self._file = path, zipfile.ZipFile(path)
+            yield self._file
+        except FileNotFoundError:
+            # Without a cause: a tracker would take an OSError for trouble that passes, and try
+            # forever.
+            raise ArraysMissing(f"{path}: is missing, and holds {holds}; {remedy}") from None
+        except DAMAGE as error:
+            raise ArraysMissing(
+                f"{path}: is damaged ({error}), and holds {holds}; {remedy}"
+            ) from error
 
 
-@contextmanager
-def _open_arrays(record: Mapping[str, Any], folder: Path) -> Iterator[Mapping[str, np.ndarray]]:
-    """Open a record's file of arrays in `folder`, each of which is read when it is asked for."""
-    path = folder / Path(str(record[ARRAYS])).name
-    remedy = "copy it from the run that recorded the rollouts; it belongs beside its step's .jsonl"
-    holds = f"the token ids and log-probabilities of rollout {record.get('rollout_id')}"
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            yield arrays
-    except FileNotFoundError:
-        # Without a cause: a tracker would take an OSError for trouble that passes, and try forever.
-        raise ArraysMissing(f"{path}: is missing, and holds {holds}; {remedy}") from None
-    except DAMAGE as error:
-        raise ArraysMissing(f"{path}: is damaged ({error}), and holds {holds}; {remedy}") from error
+def _length(trajectory: Mapping[str, Any], holder: Mapping[str, Any], key: str) -> int:
+    """Return the number of items that the list `key` has by the spans of its trajectory.
+
+    `holder` is the object with the list: the trajectory itself, or the span of advantages.
+    """
+    spans = trajectory["spans"]
+    if holder is not trajectory:
+        return int(holder["end"] - holder["start"])
+    if key in ROUNDED:
+        return sum(span["end"] - span["start"] for span in spans if span["origin"] == "sampled")
+    return int(spans[-1]["end"]) if spans else 0
+
+
+def _formats(key: str) -> tuple[str, str]:
+    """Return numpy's codes of the formats that a record's `key` may have in the file."""
+    return ("i4", "i8") if key == "token_ids" else ("f4", "f8")
+
+
+def _read_array(file: zipfile.ZipFile, name: str, key: str, length: int) -> np.ndarray:
+    """Return the array `name` of a record's `key`. Raises an error of DAMAGE.
+
+    Nothing is unpacked before its size is known to be `length` items: a file of some kilobytes can
+    hold gigabytes of zeros.
+    """
+    info = file.getinfo(f"{name}.npy")
+    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise ValueError(f"{name} is compressed by a method that np.savez does not use")
+    with file.open(info) as member:
+        if (version := np.lib.format.read_magic(member)) != (1, 0):
+            raise ValueError(f"{name} is in version {version} of the npy format, not 1.0")
+        shape, _, dtype = np.lib.format.read_array_header_1_0(member)
+        if shape != (length,) or dtype.str[1:] not in _formats(key):
+            raise ValueError(
+                f"{name} has the shape {shape} and the format {dtype.str[1:]}, and its record "
+                f"needs {length} items of {' or '.join(_formats(key))}"
+            )
+        content = member.read(length * dtype.itemsize)
+        # One byte beyond the end, where zipfile compares the checksum.
+        if len(content) < length * dtype.itemsize or member.read(1):
+            raise ValueError(f"{name} has not the size of its {length} items")
+    return np.frombuffer(content, dtype)
 
 
 def _places(trajectory: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, str]]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -29,9 +30,10 @@ import numpy as np
 from agenttrain.tracking.pictures import placed_images, recorded_messages, shown_text, write_images
 from agenttrain.tracking.record_arrays import (
     ARRAYS,
+    MOST_TOKENS,
+    ArrayReader,
     remove_former_arrays,
     take_arrays,
-    with_arrays,
     write_arrays,
 )
 from agenttrain.tracking.run_folder import write_atomically
@@ -318,14 +320,14 @@ def write_step(
 def write_records(path: Path, records: Iterable[dict[str, Any]], arrays_above: int | None) -> None:
     """Write the records of a step atomically, each a line; `arrays_above` as in `write_step`.
 
-    Takes the lists out of long records. A process that is killed at any moment leaves the former
-    lines with their arrays, or the new ones with theirs.
+    Changes long records: their lists become references to arrays (`take_arrays`). A process that is
+    killed at any moment leaves the former lines with their arrays, or the new ones with theirs.
     """
     arrays: dict[str, np.ndarray] = {}
     lines: list[str | dict[str, Any]] = []  # records whose arrays are not yet in a file are objects
     for number, record in enumerate(records):
         tokens = sum(len(trajectory["token_ids"]) for trajectory in record["trajectories"])
-        is_long = arrays_above is not None and tokens > arrays_above
+        is_long = arrays_above is not None and arrays_above < tokens <= MOST_TOKENS
         taken = take_arrays(record, number) if is_long else {}
         arrays |= taken
         lines.append(record if taken else dumps(record))
@@ -369,8 +371,9 @@ def read_step(run_folder: Path, step: int) -> Iterator[dict[str, Any]]:
     Raises FileNotFoundError if the step has no file, ArraysMissing without a file of arrays.
     """
     path = step_path(run_folder, step)
-    for record in read_rows(path):
-        yield with_arrays(record, path.parent)
+    with closing(ArrayReader()) as arrays:
+        for record in read_rows(path):
+            yield arrays.with_arrays(record, path.parent)
 
 
 def completions(record: Record) -> list[Completion]:

@@ -48,8 +48,8 @@ def recorded(task: Task = parts.TASK) -> Rollout:
     return done
 
 
-def written(folder: Path, *rollouts: Rollout) -> str:
-    write_step(folder, 1, rollouts)
+def written(folder: Path, *rollouts: Rollout, arrays_above: int | None = None) -> str:
+    write_step(folder, 1, rollouts, arrays_above=arrays_above)
     return str(folder / "rollouts" / "step-000001.jsonl")
 
 
@@ -279,9 +279,32 @@ def test_files_that_hold_nothing_to_learn_are_refused(tmp_path: Path) -> None:
         RolloutRows(str(table))
 
 
-def test_a_broken_record_is_a_bad_row(tmp_path: Path) -> None:
+def test_rows_of_a_step_open_its_file_of_arrays_once(tmp_path: Path) -> None:
+    """It lists the arrays of all rollouts: opening it for each row would be quadratic."""
+    rollouts = attempts()
+    rows = RolloutRows(written(tmp_path, *rollouts))
+    expected = [rows[index] for index in range(len(rows))]
+    rows = RolloutRows(written(tmp_path, *rollouts, arrays_above=0))
+    (arrays,) = (tmp_path / "rollouts").glob("*.npz")
+    arrays.unlink()
+    assert [rows[index] for index in range(len(rows))] == expected
+
+
+@pytest.mark.parametrize("name", [["a"], {}, "..", ""])
+def test_a_file_of_arrays_has_a_name(tmp_path: Path, name: object) -> None:
     path = edited(
-        written(tmp_path, recorded()), lambda record: record["trajectories"][0].pop("spans")
+        written(tmp_path, recorded(), arrays_above=0),
+        lambda record: record.update(arrays=name),
+    )
+    with pytest.raises(ValueError, match=r"^path=.*, line 1: .*: is missing"):
+        RolloutRows(path)
+
+
+@pytest.mark.parametrize("arrays_above", [None, 0])
+def test_a_broken_record_is_a_bad_row(tmp_path: Path, arrays_above: int | None) -> None:
+    path = edited(
+        written(tmp_path, recorded(), arrays_above=arrays_above),
+        lambda record: record["trajectories"][0].pop("spans"),
     )
     with pytest.raises(BadDemonstration, match="is no complete record of a rollout"):
         learned(path)

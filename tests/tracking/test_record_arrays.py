@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import random
+import re
 import subprocess
 import sys
 import time
+import tracemalloc
+import zipfile
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,12 +27,13 @@ from tracking_rollouts import PROMPT, decode, new, say
 from agenttrain.tracking.backends.base import ExperimentTracker, TrackedRun
 from agenttrain.tracking.following import follow, is_transient
 from agenttrain.tracking.notable import notable_rollouts
-from agenttrain.tracking.record_arrays import SHORTEST, ArraysMissing
+from agenttrain.tracking.record_arrays import MOST_TOKENS, SHORTEST, ArraysMissing
 from agenttrain.tracking.rollouts import (
     in_order,
     read_rollout,
     read_step,
     step_path,
+    write_records,
     write_step,
 )
 from agenttrain.tracking.viewer import render
@@ -173,8 +178,10 @@ def test_a_number_that_is_no_float32_is_kept_as_float64(tmp_path: Path) -> None:
 def test_a_step_that_is_written_again_leaves_only_its_own_arrays(tmp_path: Path) -> None:
     write_step(tmp_path, 1, [long_rollout(300)], arrays_above=100)
     first = arrays_file(tmp_path)
+    part = first.with_name(f".{first.stem}.npz.77")  # of a process that was killed
+    part.write_bytes(b"PK")
     write_step(tmp_path, 1, [long_rollout(300)], arrays_above=100)
-    assert arrays_file(tmp_path) == first
+    assert arrays_file(tmp_path) == first and not part.exists()
     write_step(tmp_path, 12, [long_rollout(300)], arrays_above=100)
     write_step(tmp_path, 1, [long_rollout(200)], arrays_above=100)
     files = sorted(
@@ -250,6 +257,71 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
     assert not is_transient(raised.value)
 
 
+def write_members(path: Path, arrays: Mapping[str, np.ndarray], method: int) -> None:
+    """Replace a file of arrays; an array without items announces 2**50 of them."""
+    path.unlink()
+    with zipfile.ZipFile(path, "w", method) as file:
+        for name, values in arrays.items():
+            with file.open(f"{name}.npy", "w") as member:
+                if len(values):
+                    np.lib.format.write_array(member, values)
+                else:
+                    header = {"descr": "<i4", "fortran_order": False, "shape": (2**50,)}
+                    np.lib.format.write_array_header_1_0(member, header)
+
+
+IDS = "0/0/token_ids"
+HOSTILE: dict[str, np.ndarray] = {
+    "zeros": np.zeros(2**21, np.int32),  # 8 MiB, of which the file has 8 KiB
+    "announced": np.zeros(0, np.int32),
+    "claimed": np.zeros(0, np.int32),
+    "pickle": np.array([print] * 300),
+    "text": np.array(["5"] * 300),
+    "floats": np.full(300, 5.5),
+    "matrix": np.full((1, 300), 5, np.int32),
+    "fewer": np.full(299, 5, np.int32),
+    "bzip2": np.full(300, 5, np.int32),
+    "encrypted": np.full(300, 5, np.int32),
+}
+"""Ids of a stranger's file of arrays, for a rollout of 300 tokens."""
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_strangers_file_is_refused_before_it_takes_memory(tmp_path: Path, case: str) -> None:
+    write_step(tmp_path, 1, [long_rollout(300)], arrays_above=100)
+    path = arrays_file(tmp_path)
+    with np.load(path) as file:
+        arrays = {**file, IDS: HOSTILE[case]}
+    write_members(path, arrays, zipfile.ZIP_BZIP2 if case == "bzip2" else zipfile.ZIP_DEFLATED)
+    if case == "claimed":  # the spans agree with the array
+        (record,) = read_rows(step_path(tmp_path, 1))
+        record["trajectories"][0]["spans"][-1]["end"] = 2**50
+        step_path(tmp_path, 1).write_text(dumps(record) + "\n")
+    if case == "encrypted":  # the flag of each member, in both of its headers
+        content = bytearray(path.read_bytes())
+        for mark, flag in ((b"PK\x01\x02", 8), (b"PK\x03\x04", 6)):
+            for match in re.finditer(re.escape(mark), bytes(content)):
+                content[match.start() + flag] |= 1
+        path.write_bytes(content)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ArraysMissing, match=path.name):
+            list(read_step(tmp_path, 1))
+        assert tracemalloc.get_traced_memory()[1] < 2**22
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.timeout(30)
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    write_step(tmp_path, 1, [long_rollout()], arrays_above=100)
+    path = arrays_file(tmp_path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ArraysMissing, match=path.name):
+        list(read_step(tmp_path, 1))
+
+
 def test_a_name_leads_to_no_other_folder(tmp_path: Path) -> None:
     """A record of somebody else names a file, and gets no file from elsewhere."""
     write_step(tmp_path, 1, [long_rollout()], arrays_above=100)
@@ -259,6 +331,36 @@ def test_a_name_leads_to_no_other_folder(tmp_path: Path) -> None:
     step_path(tmp_path, 1).write_text(dumps(record) + "\n")
     with pytest.raises(ArraysMissing, match=r"rollouts/elsewhere\.npz: is missing"):
         list(read_step(tmp_path, 1))
+
+
+def test_a_step_that_is_written_again_meanwhile_is_read_to_its_end(tmp_path: Path) -> None:
+    """Its file of arrays is opened once: reading it for each record would be quadratic."""
+    rollouts = [long_rollout(300, sample) for sample in range(3)]
+    write_step(tmp_path, 1, rollouts)
+    expected = list(read_step(tmp_path, 1))
+    write_step(tmp_path, 1, rollouts, arrays_above=100)
+    records = read_step(tmp_path, 1)
+    first = next(records)
+    write_step(tmp_path, 1, [long_rollout(200)], arrays_above=100)
+    assert [first, *records] == expected
+
+
+def test_a_list_that_its_spans_do_not_cover_stays_in_its_line(tmp_path: Path) -> None:
+    """A broken record is read as it was written, so that its reader names what is wrong."""
+    write_step(tmp_path, 1, [long_rollout(300)])
+    (record,) = read_step(tmp_path, 1)
+    record["trajectories"][0]["token_ids"].append(5)
+    expected = dumps(record)
+    write_records(step_path(tmp_path, 1), [record], arrays_above=100)
+    (again,) = read_step(tmp_path, 1)
+    assert dumps(again) == expected and arrays_file(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_rollout_of_more_tokens_than_readers_unpack_stays_in_its_line(tmp_path: Path) -> None:
+    record = {"trajectories": [{"token_ids": [5] * (MOST_TOKENS + 1)}]}
+    write_records(tmp_path / "step-000001.jsonl", [record], arrays_above=100)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001.jsonl"]
 
 
 def test_pages_are_the_same(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 import vision_kit
 
 from agenttrain.tracking.backends.trackio import trace
-from agenttrain.tracking.pictures import decoded, decoded_span
+from agenttrain.tracking.pictures import decoded, decoded_span, with_data
 from agenttrain.types import PlacedImage
 
 IMAGE = vision_kit.picture(16, 8)
@@ -75,6 +75,18 @@ def test_a_trace_of_trackio_shows_images(tmp_path: Path) -> None:
     assert (image["_type"], image["caption"]) == ("trackio.image", CAPTION)
     (copied,) = tmp_path.rglob(Path(image["file_path"]).name)
     assert copied.read_bytes() == IMAGE.data
+
+
+@pytest.mark.parametrize("name", ["{}", "../{}", "images/../../{}"])
+def test_a_page_holds_no_file_from_outside_the_images(tmp_path: Path, name: str) -> None:
+    """A page of a stranger's run may be sent on, with whatever it holds."""
+    secret, folder = tmp_path / "secret.png", tmp_path / "rollouts"
+    secret.write_bytes(b"mine")
+    (folder / "images").mkdir(parents=True)
+    (folder / PART["file"]).write_bytes(IMAGE.data)
+    named = name.format(secret if name == "{}" else secret.name)
+    other, own = with_data([{"content": [{**PART, "file": named}, PART]}], folder)[0]["content"]
+    assert "data" not in other and own["data"].startswith("data:image/png;base64,")
 
 
 def test_an_image_whose_file_is_gone_has_its_size_in_a_trace() -> None:

@@ -19,7 +19,7 @@ from agenttrain.tracking.backends.base import (
     rollout_table,
     spoken,
 )
-from agenttrain.tracking.pictures import shown_text
+from agenttrain.tracking.pictures import image_path, shown_text
 from agenttrain.utils.redaction import hide_secrets
 
 REMOTE_VARIABLES = (
@@ -106,7 +106,7 @@ class Trackio(ExperimentTracker):
 
     def _picture(self, part: Mapping[str, Any]) -> Any:
         """Return a recorded image as trackio's, which copies its file; None if the file is gone."""
-        path = self.folder / str(part["file"])
+        path = image_path(part, self.folder)
         caption = shown_text([part])
         return self.trackio.Image(path, caption=caption) if path.is_file() else None
 
