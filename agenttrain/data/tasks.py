@@ -237,7 +237,10 @@ def to_task(
 
 
 def _normal_messages(messages: Sequence[Any], index: int) -> list[Message]:
-    """Return a row's messages in `normal_message`'s form. Raises ValueError for what is none."""
+    """Return a row's messages in `normal_message`'s form.
+
+    Raises ValueError for a value that is no chat message.
+    """
     for message in messages:
         if not isinstance(message, Mapping) or "role" not in message:
             raise ValueError(f"data row {index}: {message!r} is no chat message with a `role`")
