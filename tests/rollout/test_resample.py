@@ -242,6 +242,8 @@ def test_nothing_that_a_round_counted_is_lost() -> None:
         places=[4],
         overlong=1,
         bad_rows=6,
+        overlong_sources=["a"],
+        bad_sources=["b"],
         dropped=2,
         broken=7,
         uneven_prompts=3,
