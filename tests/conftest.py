@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 import composed_once
+from hypothesis import HealthCheck, settings
 
 from agenttrain.utils.signals import hear_interrupts
 
@@ -19,6 +20,11 @@ os.environ.setdefault("AGENTTRAIN_KEY", str(_own / "key"))
 os.environ.setdefault("XDG_CACHE_HOME", str(_own / "cache"))
 
 hear_interrupts()
+# On a busy machine an example takes any time.
+settings.register_profile(
+    "without_clock", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("without_clock")
 composed_once.install()
 # A full collection visits half a million objects of torch, transformers and the tests.
 gc.set_threshold(5000, 20, 20)

@@ -207,7 +207,7 @@ async def attacked(agents: Agents, seed: int, attacks: list[list[str]]) -> int:
 lists = st.lists(st.lists(st.sampled_from(ATTACKS), min_size=1, max_size=8), min_size=2, max_size=3)
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**20), attacks=lists)
 def test_hostile_clients_break_no_ledger(seed: int, attacks: list[list[str]]) -> None:
     async def once() -> None:
@@ -231,7 +231,7 @@ def test_ten_thousand_hostile_requests() -> None:
     counts: list[int] = []
     agents = hostile_agents()
 
-    @settings(max_examples=105, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=105, suppress_health_check=list(HealthCheck))
     @given(seed=st.integers(0, 2**20), attacks=eight_rollouts)
     def attack(seed: int, attacks: list[list[str]]) -> None:
         counts.append(runner.run(attacked(agents, seed, attacks)))

@@ -138,7 +138,7 @@ def check_answers(endpoint: Endpoint, requests: list[Asked]) -> None:
             assert response.json()["error"]["message"]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(requests=st.lists(hostile, min_size=1, max_size=4))
 def test_no_request_makes_the_endpoint_fail(endpoint: Endpoint, requests) -> None:
     check_answers(endpoint, requests)
@@ -155,7 +155,7 @@ responses = st.tuples(
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("endpoint", ["override"], indirect=True)
-@settings(max_examples=1250, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=1250, suppress_health_check=list(HealthCheck))
 @given(requests=st.lists(responses, min_size=8, max_size=8))
 def test_ten_thousand_hostile_responses(endpoint: Endpoint, requests) -> None:
     check_answers(endpoint, requests)

@@ -168,14 +168,14 @@ def tensor_inputs(rows: list[dict], settings_: AlgorithmConfig, whole: list[dict
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(rows=batches(), settings_=configs)
 def test_loss_is_its_definition(rows: list[dict], settings_: AlgorithmConfig) -> None:
     loss, _ = policy_loss(tensor_inputs(rows, settings_, rows), settings_)
     assert loss.item() == pytest.approx(python_loss(rows, settings_), abs=1e-10, rel=1e-10)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows=batches(), settings_=configs, cut=st.integers(0, 4), seed=st.integers(0, 99))
 def test_neither_order_nor_microbatches_change_the_loss(
     rows: list[dict], settings_: AlgorithmConfig, cut: int, seed: int

@@ -97,7 +97,7 @@ groups = st.lists(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(rewards=groups, shift=st.sampled_from([-3.0, 0.5, 8.0]))
 @pytest.mark.parametrize("baseline", [Advantage.group, Advantage.leave_one_out])
 @pytest.mark.parametrize("scale", [Scale.group, Scale.none])
@@ -114,7 +114,7 @@ def test_a_groups_rewards_may_be_shifted(
     assert first == pytest.approx(second, abs=1e-9, nan_ok=True)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(rewards=groups)
 @pytest.mark.parametrize("baseline", BASELINES)
 @pytest.mark.parametrize("scale", Scale)

@@ -106,7 +106,7 @@ BASELINES = [
 ]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     groups=st.lists(GROUP, min_size=1, max_size=3),
     credit=st.sampled_from(PER_TURN),
@@ -146,7 +146,7 @@ def test_a_reward_at_the_end_alone_gives_every_turn_the_rollouts_advantage(
                 assert values == pytest.approx([expected[p, g].item()] * turns, abs=1e-9)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     credit=st.sampled_from(PER_TURN[:2]),
     rewards=st.lists(st.sampled_from([0.0, 1.0, 2.5]), min_size=2, max_size=5),

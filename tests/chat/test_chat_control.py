@@ -146,7 +146,7 @@ LINES = st.lists(
 ).map("\n".join)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=LINES)
 def test_ordinary_text_is_tokenised_as_by_the_tokenizer_alone(text: str) -> None:
     for chat, before, after in (

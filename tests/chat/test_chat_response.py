@@ -163,7 +163,7 @@ completions = st.one_of(st.text(), st.lists(tokens, max_size=30).map("".join))
 
 
 @given(text=completions, inside=st.booleans())
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 def test_any_text_parses(text: str, inside: bool) -> None:
     turn = parse(text, inside)
     assert [call.id for call in turn.calls] == [f"call_2_{i}" for i in range(len(turn.calls))]
@@ -175,7 +175,7 @@ def test_any_text_parses(text: str, inside: bool) -> None:
 
 
 @given(text=completions)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_cutting_anywhere_keeps_the_calls_before(text: str) -> None:
     whole = [call for call in parse(text).calls if call.malformed is None]
     for cut in range(len(text)):

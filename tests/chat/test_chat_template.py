@@ -286,7 +286,7 @@ def canonical(turn: AssistantTurn) -> str:
 
 @pytest.mark.parametrize("name", list(TEMPLATES))
 @given(user=texts, conversation=steps())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_ledger_is_the_full_rendering(
     name: str, user: str, conversation: list[tuple[AssistantTurn, list[Message]]]
 ) -> None:

@@ -74,7 +74,7 @@ WITH_TOOLS = [
 
 @pytest.mark.parametrize(("family", "source"), WITH_TOOLS)
 @given(user=texts, conversation=conversations())
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8, derandomize=True)
 def test_the_ledger_is_the_full_rendering(
     family: str, source: str, user: str, conversation: Conversation
 ) -> None:
@@ -84,7 +84,7 @@ def test_the_ledger_is_the_full_rendering(
 @pytest.mark.long
 @pytest.mark.parametrize(("family", "source"), WITH_TOOLS)
 @given(user=texts, conversation=conversations())
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 def test_the_ledger_of_more_conversations(
     family: str, source: str, user: str, conversation: Conversation
 ) -> None:
@@ -93,7 +93,7 @@ def test_the_ledger_of_more_conversations(
 
 @pytest.mark.parametrize("family", QWEN)
 @given(user=texts, conversation=conversations())
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8, derandomize=True)
 def test_the_ledger_with_the_real_qwen_tokenizer(
     family: str, user: str, conversation: Conversation
 ) -> None:

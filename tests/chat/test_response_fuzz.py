@@ -81,7 +81,7 @@ def test_no_text_raises_long(name: str) -> None:
 
 @pytest.mark.parametrize("name", SPECS)
 @given(text=st.text())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_unicode_parses(name: str, text: str) -> None:
     check(name, text)
 
@@ -200,7 +200,7 @@ UNWRITABLE = {
 
 @pytest.mark.parametrize("family", WRITERS)
 @given(name=names, arguments=st.dictionaries(names, values, max_size=4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_a_family_writes_is_read_back(family: str, name: str, arguments: dict) -> None:
     text = WRITERS[family](name, arguments)
     plain = repr(arguments)

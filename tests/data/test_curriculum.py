@@ -201,7 +201,7 @@ def test_the_target_is_reached_in_fewer_rollouts():
     solved=st.lists(st.integers(0, 4), min_size=12, max_size=12),
     seed=st.integers(0, 3),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_resumed_curriculum_draws_the_same(rows, sizes, solved, seed):
     mine = curriculum(rows, seed)
     cursor = 0

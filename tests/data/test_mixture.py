@@ -42,7 +42,7 @@ def drawn(tasks: list[Task]) -> list[tuple[str, str]]:
     return [(task.source, task.task_id) for task in tasks]
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(
     weights=st.lists(st.integers(1, 9), min_size=1, max_size=6),
     tasks=st.integers(1, 16),

@@ -91,7 +91,7 @@ def test_noise_depends_on_all_63_bits_of_a_seed():
     assert len({tuple(sampler.draw_noise(seed, 3)) for seed in seeds}) == 64
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.lists(st.floats(-20, 20), min_size=2, max_size=40),
     st.integers(0, 2**53 - 1),

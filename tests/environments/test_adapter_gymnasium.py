@@ -235,7 +235,7 @@ def written(value: Any) -> Any:
 
 
 @given(st.sampled_from(SPACES), st.integers(0, 2**31 - 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_action_of_a_space_can_be_written(space: spaces.Space[Any], seed: int):
     space.seed(seed)
     action = space.sample()

@@ -659,7 +659,7 @@ ANSWERS = (
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.lists(st.sampled_from(ANSWERS), min_size=4, max_size=4), min_size=1, max_size=6),
     st.booleans(),

@@ -297,7 +297,7 @@ COMPLETIONS = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     answers=st.lists(COMPLETIONS, min_size=4, max_size=4),
     budget=st.integers(1, 400),

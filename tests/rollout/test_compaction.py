@@ -363,7 +363,7 @@ def test_random_rollouts_hold_every_invariant() -> None:
     seen: set[tuple[StopReason | None, bool]] = set()
     with asyncio.Runner() as runner:
 
-        @settings(max_examples=300, deadline=None, derandomize=True, database=None)
+        @settings(max_examples=300, derandomize=True, database=None)
         @given(
             plan=PLANS.map(lambda plan: replace(plan, hangs=False, turns=5, turn_tokens=200)),
             likely=st.sampled_from(

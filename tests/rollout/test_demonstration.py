@@ -151,7 +151,7 @@ def test_a_conversation_that_no_rollout_could_be_is_refused(name: str) -> None:
     [(name, s) for name, f in families().items() if f.tools for s in f.originals or ("gemma3",)],
 )
 @given(user=texts, conversation=conversations())
-@settings(max_examples=3, deadline=None, derandomize=True)
+@settings(max_examples=3, derandomize=True)
 def test_every_familys_completions_are_read_as_what_was_demonstrated(
     family: str, source: str, user: str, conversation: Conversation
 ) -> None:

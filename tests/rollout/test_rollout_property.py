@@ -275,7 +275,7 @@ def occurring(examples: int) -> set[StopReason]:
     found: set[StopReason] = set()
     with asyncio.Runner() as runner:
 
-        @settings(max_examples=examples, deadline=None, derandomize=True, database=None)
+        @settings(max_examples=examples, derandomize=True, database=None)
         @given(plan=PLANS)
         def every(plan: Plan) -> None:
             found.add(play(plan, runner).stop_reason)

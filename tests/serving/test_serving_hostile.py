@@ -72,7 +72,7 @@ async def send(app: Starlette, method: str, path: str, **request: Any) -> httpx.
         return await client.request(method, path, **request)
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120, suppress_health_check=list(HealthCheck))
 @given(
     body=hostile_requests.bodies(HONEST),
     headers=hostile_requests.headers,

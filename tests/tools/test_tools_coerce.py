@@ -127,7 +127,7 @@ schemas = st.recursive(
 ).map(without_nullable)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(schemas, values)
 def test_coercion_never_raises_never_changes_what_fits_and_is_stable(schema, value):
     before = json.dumps(value)
@@ -141,7 +141,7 @@ def test_coercion_never_raises_never_changes_what_fits_and_is_stable(schema, val
         assert coerce(found, schema) == found
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.dictionaries(st.sampled_from(["x", "y", "zz"]), values))
 def test_reading_arguments_gives_valid_ones_or_says_why(arguments):
     schema = {**POINT, "required": ["x"]}

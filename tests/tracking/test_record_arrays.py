@@ -99,7 +99,7 @@ def attempts(draw: st.DrawFn) -> Rollout:
     return rollout
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(attempts(), min_size=1, max_size=3), st.sampled_from((0, 60, 200, 10_000)))
 def test_records_are_the_same_with_arrays_and_without(
     rollouts: list[Rollout], arrays_above: int

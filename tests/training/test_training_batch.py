@@ -56,7 +56,7 @@ def test_the_largest_microbatch_comes_first_and_the_budget_holds() -> None:
     assert lengths == [[120], [50, 45, 5], [60]]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(lengths=st.lists(st.integers(2, 40), min_size=1, max_size=12), budget=st.integers(2, 80))
 def test_packing_keeps_every_rollout_whole(lengths: list[int], budget: int) -> None:
     sequences = [of_length(length, sample) for sample, length in enumerate(lengths)]
@@ -75,7 +75,7 @@ def test_packing_keeps_every_rollout_whole(lengths: list[int], budget: int) -> N
         assert microbatch.segments == one_after_the_other(lengths)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8))
 def test_blocks_gather_and_scatter_are_inverse(lengths: list[int]) -> None:
     segments = one_after_the_other(lengths)

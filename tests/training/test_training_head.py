@@ -59,7 +59,7 @@ def test_gradients_are_those_of_finite_differences(
         assert torch.allclose(found, expected, atol=1e-12)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     tokens=st.integers(1, 600),
     vocabulary=st.integers(2, 5000),

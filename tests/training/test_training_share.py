@@ -192,7 +192,7 @@ GROUPS = st.lists(
 )
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(groups=GROUPS, budget=st.integers(20, 400), window=st.sampled_from([None, 6]))
 def test_shared_is_packed_is_padded(groups, budget: int, window: int | None) -> None:
     """Loss and gradients: shared = packed apart = other microbatches = transformers, padded."""
@@ -225,7 +225,7 @@ CONVERSATIONS = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     conversations=CONVERSATIONS,
     budget=st.integers(5, 100),
@@ -285,7 +285,7 @@ BRANCHES = st.lists(
 """Of each trajectory after the first: which parent, where in it, and spans of its own."""
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(branches=BRANCHES, budget=st.integers(5, 60), least=st.integers(1, 3))
 def test_random_branches_are_one_by_one(branches, budget: int, least: int) -> None:
     """Trajectories that branch from one another: loss, gradient, and sampled tokens once."""
