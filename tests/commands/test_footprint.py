@@ -14,13 +14,13 @@ from recurrent_families import tiny_recurrent
 from training_cases import random_groups
 from transformers import Lfm2Config, Qwen3_5TextConfig
 
-from agenttrain.commands.plan.estimate import Sizes
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.memory import EngineLoad
 from agenttrain.engines.transformers.cache import final_capacity
 from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.engine import TransformersEngine
 from agenttrain.engines.transformers.spec import SPEC
+from agenttrain.runs.memory import Sizes
 from agenttrain.training import equal_layers, recurrent, sharding
 from agenttrain.training.batch import make_sequences
 from agenttrain.training.config import OPTIMIZERS, LoraSettings, ModelConfig

@@ -13,11 +13,11 @@ from transformers import AutoConfig
 
 from agenttrain import cli
 from agenttrain.commands.plan.command import announced_if_slow, plan_options
-from agenttrain.commands.plan.estimate import GIB, PlannedHardware, Sizes, estimate
 from agenttrain.commands.plan.remedies import Planner
 from agenttrain.commands.verbs import DECLARED
 from agenttrain.engines.config import EngineDtype
 from agenttrain.engines.memory import When
+from agenttrain.runs.memory import GIB, PlannedHardware, Sizes, estimate
 from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
 from agenttrain.settings.run_config import RunConfig
 

@@ -23,13 +23,13 @@ from training_cases import policy, rollout
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from agenttrain.commands.export import export
-from agenttrain.commands.plan.estimate import Sizes
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.engine import TransformersEngine
 from agenttrain.engines.vllm.config import VllmSettings
 from agenttrain.engines.vllm.setup import engine_arguments
 from agenttrain.runs.loading import check_model
+from agenttrain.runs.memory import Sizes
 from agenttrain.runs.sampling import engine_inputs
 from agenttrain.settings.checks import validate
 from agenttrain.settings.compose import Source, compose_run, hydra_session

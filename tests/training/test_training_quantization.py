@@ -16,11 +16,11 @@ from training_cases import policy, random_groups, rollout
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from agenttrain.commands.export import export
-from agenttrain.commands.plan.estimate import Sizes
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.mixers import stays_float32
 from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.engine import TransformersEngine
+from agenttrain.runs.memory import Sizes
 from agenttrain.settings.checks import validate
 from agenttrain.settings.compose import Source, compose_run, hydra_session
 from agenttrain.trainer import train_policy

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from agenttrain.commands.plan import other_gpus, servers
-from agenttrain.commands.plan.estimate import GIB, MemoryEstimate, PlannedHardware, has_policy_copy
 from agenttrain.commands.plan.other_gpus import OtherGpus, plan_other_gpus
 from agenttrain.commands.plan.remedies import Planner, Remedy
 from agenttrain.commands.plan.servers import FleetPlan, Speeds, plan_servers, trainers_of
@@ -20,6 +19,7 @@ from agenttrain.commands.verb import write_report
 from agenttrain.engines.memory import MemoryItem, When
 from agenttrain.engines.registry import names_with
 from agenttrain.launch.config import DistributedName
+from agenttrain.runs.memory import GIB, MemoryEstimate, PlannedHardware, has_policy_copy
 from agenttrain.settings.machine import float32_on_gpu
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.types import ConfigError

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from agenttrain.commands.plan.estimate import MemoryEstimate, PlannedHardware, Sizes, estimate
 from agenttrain.launch.config import DistributedName
+from agenttrain.runs.memory import MemoryEstimate, PlannedHardware, Sizes, estimate
 from agenttrain.settings.checks import shared_problems
 from agenttrain.settings.engine_checks import engine_problems
 from agenttrain.settings.run_config import RunConfig
