@@ -20,6 +20,8 @@ from agenttrain.engines.memory import When
 from agenttrain.runs.memory import GIB, PlannedHardware, Sizes, estimate
 from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
 from agenttrain.settings.run_config import RunConfig
+from agenttrain.training.config import ActivationCheckpointing
+from agenttrain.training.footprint import Activations
 
 QWEN3_06B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -187,7 +189,7 @@ def test_a_run_that_does_not_fit_names_overrides_with_which_it_does(capsys, shor
     code, found = plan(capsys, short, *gpu)
     assert code == 1 and found["fits"] is False and found["peak_bytes"] > 12 * GIB
     assert [r["overrides"].split("=")[0] for r in found["remedies"]] == [
-        "training.gradient_checkpointing",
+        "training.activation_checkpointing",
         "training.token_budget",
         "engine.max_rows",
         "distributed",
@@ -202,7 +204,7 @@ def test_a_run_that_does_not_fit_names_overrides_with_which_it_does(capsys, shor
 def test_more_nodes_are_named_as_they_can_be_typed(capsys, short):
     run = (
         *("--gpu-memory-gb", "7.5", "distributed=fsdp2", "distributed.processes=8"),
-        *("training.gradient_checkpointing=true", "training.logits_budget_mb=64"),
+        *("training.activation_checkpointing=all", "training.logits_budget_mb=64"),
     )
     code, found = plan(capsys, short, *run)
     assert code == 1
@@ -218,7 +220,7 @@ def test_a_rollout_too_long_for_a_gpu_is_computed_by_several(capsys, short):
     """40,024 tokens of a rollout, of which a layer and its gradients keep 3.3 GiB."""
     run = (
         *("--gpu-memory-gb", "5.5", "--devices", "4", "distributed=fsdp2", "eval.questions=0"),
-        *("model.dtype=bfloat16", "training.gradient_checkpointing=true", "engine.max_rows=1"),
+        *("model.dtype=bfloat16", "training.activation_checkpointing=all", "engine.max_rows=1"),
         *("rollout.max_completion_tokens=39000", "training.token_budget=8192"),
         "training.logits_budget_mb=64",
     )
@@ -249,7 +251,7 @@ def test_a_run_that_several_processes_cannot_compute_gets_no_such_remedy(
 ):
     run = (
         *("--gpu-memory-gb", "5.5", "distributed=ddp", "distributed.processes=2"),
-        *("eval.questions=0", "model.dtype=bfloat16", "training.gradient_checkpointing=true"),
+        *("eval.questions=0", "model.dtype=bfloat16", "training.activation_checkpointing=all"),
         *("rollout.max_completion_tokens=39000", "training.token_budget=8192"),
         *("training.logits_budget_mb=64", "engine.max_rows=1"),
     )
@@ -266,7 +268,7 @@ def test_several_settings_together_where_no_one_is_enough(capsys, short):
     assert code == 1
     first = found["remedies"][0]["overrides"]
     keys = [word.split("=")[0] for word in first.split()]
-    assert keys[0] == "training.gradient_checkpointing" and "engine.max_rows" in keys
+    assert keys[0] == "training.activation_checkpointing" and "engine.max_rows" in keys
     code, again = plan(capsys, short, "--gpu-memory-gb", "7.5", *first.split())
     assert code == 0 and again["fits"] is True
 
@@ -324,9 +326,11 @@ def test_without_a_gpu_the_machines_memory_is_what_counts(capsys, short):
 class Untraced(Sizes):
     """Without what a forward pass keeps, which is of no account to an engine."""
 
-    def saved(self, tokens: int, mixed_precision: str) -> int:
+    def activations(
+        self, tokens: int, mixed_precision: str, level: ActivationCheckpointing
+    ) -> Activations:
         """Nothing."""
-        return 0
+        return Activations(kept=0, recomputed=0)
 
 
 # Sizes: Qwen3's config.json. GiB of weights in bfloat16, of vLLM's passes (2048 tokens x (4 hidden
@@ -370,7 +374,7 @@ def engines(tmp_path_factory) -> dict[str, tuple[RunConfig, Sizes]]:
             *("experiment=none", "model=folder", f"model.path={folder}", "model.dtype=bfloat16"),
             *("engine=vllm", "engine.sleep=true", "distributed=fsdp2"),
             *("distributed.processes=8", "distributed.nodes=8", "tasks_per_step=64"),
-            *("distributed.rendezvous=first:29500", "training.gradient_checkpointing=true"),
+            *("distributed.rendezvous=first:29500", "training.activation_checkpointing=all"),
         )
         with hydra_session(Source()):
             config = compose_run(open_keys(run), Source()).config
@@ -433,7 +437,7 @@ def test_32b_on_gpus_of_80_gib_is_refused_with_what_helps(engines, capsys):
 
 def test_the_words_of_a_run_that_does_not_start(capsys, short):
     run = ("--gpu-memory-gb", "8", "--host-memory-gb", "1", "engine=vllm", "model.dtype=bfloat16")
-    share = ("engine.memory_share=0.3", "training.gradient_checkpointing=true")
+    share = ("engine.memory_share=0.3", "training.activation_checkpointing=all")
     few = ("training.token_budget=4096", "training.logits_budget_mb=64", "eval.questions=0")
     sized = ("model=folder", "experiment=none", f"model.path={short}", *few)
     assert cli.main(["plan", *run, *share, *sized]) == 1
