@@ -39,6 +39,7 @@ QWEN3_06B = {
 # vocabulary 151936 x 1024; per layer q and o 2 x 1024 x 2048, k and v 2 x 1024 x 1024,
 # gate, up, down 3 x 1024 x 3072, norms 2 x 1024 + 2 x 128; the last norm 1024
 WEIGHTS = 151936 * 1024 + 28 * (2 * 1024 * (2048 + 1024) + 3 * 1024 * 3072 + 2304) + 1024
+KEEP_ALL = "training.activation_checkpointing=none"
 TOKEN_CACHE = 28 * 2 * 8 * 128
 """Numbers: layers, keys and values, heads, their size."""
 
@@ -185,7 +186,7 @@ def test_float32_on_a_gpu_is_named(capsys, short, settings, named):
 
 
 def test_a_run_that_does_not_fit_names_overrides_with_which_it_does(capsys, short):
-    gpu = ("--gpu-memory-gb", "12", "model.dtype=bfloat16")
+    gpu = ("--gpu-memory-gb", "12", "model.dtype=bfloat16", KEEP_ALL)
     code, found = plan(capsys, short, *gpu)
     assert code == 1 and found["fits"] is False and found["peak_bytes"] > 12 * GIB
     assert [r["overrides"].split("=")[0] for r in found["remedies"]] == [
@@ -198,6 +199,31 @@ def test_a_run_that_does_not_fit_names_overrides_with_which_it_does(capsys, shor
         assert remedy["peak_bytes"] <= 12 * GIB
         code, again = plan(capsys, short, *gpu, *remedy["overrides"].split())
         assert (code, again["peak_bytes"]) == (0, remedy["peak_bytes"]), remedy
+
+
+def test_auto_is_the_first_level_with_which_an_update_fits(capsys, short):
+    key = "training.activation_checkpointing"
+    run = ("model.dtype=bfloat16", "engine.max_rows=1", "training.logits_budget_mb=64")
+    fixed = {}
+    for level in ("none", "blocks", "all"):
+        _, found = plan(capsys, short, "--gpu-memory-gb", "80", *run, f"{key}={level}")
+        assert found["activation_checkpointing"] == level
+        fixed[level] = found["update_bytes"]
+    assert fixed["none"] > fixed["blocks"] > fixed["all"]
+    for level, update_bytes in fixed.items():
+        for spare, expected in ((1, level), (-1, {"none": "blocks"}.get(level, "all"))):
+            gib = (update_bytes + spare) / GIB
+            _, found = plan(capsys, short, "--gpu-memory-gb", repr(gib), *run)
+            assert found["activation_checkpointing"] == expected
+            assert found["update_bytes"] == fixed[expected]
+    # A value that was given is not changed, and the milder of the remedies is named.
+    gib = repr((fixed["blocks"] + 1) / GIB)
+    code, found = plan(capsys, short, "--gpu-memory-gb", gib, *run, f"{key}=none")
+    assert (code, found["activation_checkpointing"]) == (1, "none")
+    assert f"{key}=blocks" in [remedy["overrides"] for remedy in found["remedies"]]
+    # Without a GPU's size nothing is known to be too large.
+    _, found = plan(capsys, short, *run)
+    assert found["activation_checkpointing"] == "none"
 
 
 @pytest.mark.slow
@@ -264,12 +290,13 @@ def test_a_run_that_several_processes_cannot_compute_gets_no_such_remedy(
 
 @pytest.mark.slow
 def test_several_settings_together_where_no_one_is_enough(capsys, short):
-    code, found = plan(capsys, short, "--gpu-memory-gb", "7.5")
+    gpu = ("--gpu-memory-gb", "7.5", KEEP_ALL)
+    code, found = plan(capsys, short, *gpu)
     assert code == 1
     first = found["remedies"][0]["overrides"]
     keys = [word.split("=")[0] for word in first.split()]
     assert keys[0] == "training.activation_checkpointing" and "engine.max_rows" in keys
-    code, again = plan(capsys, short, "--gpu-memory-gb", "7.5", *first.split())
+    code, again = plan(capsys, short, *gpu, *first.split())
     assert code == 0 and again["fits"] is True
 
 
@@ -310,7 +337,10 @@ def test_the_bundled_model_in_words(capsys):
 def test_without_a_gpu_the_machines_memory_is_what_counts(capsys, short):
     here = psutil.virtual_memory().total
     assert 0 < plan_options(DECLARED["plan"].parse(["--cpu"])[0]).machine.memory <= here
-    small = ("--cpu", "--host-memory-gb", "4", "engine.max_rows=1", "model.dtype=bfloat16")
+    small = (
+        *("--cpu", "--host-memory-gb", "4", "engine.max_rows=1", "model.dtype=bfloat16"),
+        KEEP_ALL,
+    )
     code, one = plan(capsys, short, *small)
     moments = one["moments"]
     assert (code, one["gpu_bytes"], one["peak_bytes"]) == (1, 4 * GIB, moments["update"]["gpu"])
@@ -319,7 +349,7 @@ def test_without_a_gpu_the_machines_memory_is_what_counts(capsys, short):
     _, two = plan(capsys, short, *small, "distributed=ddp", "distributed.processes=2")
     for when, bytes_ in two["moments"].items():
         assert bytes_["host_node"] == 2 * bytes_["gpu"], when
-    assert cli.main(["plan", "--cpu", "--host-memory-gb", "0.1"]) == 1
+    assert cli.main(["plan", "--cpu", "--host-memory-gb", "0.1", KEEP_ALL]) == 1
     assert "DOES NOT FIT: 0.7" in capsys.readouterr().out
 
 
