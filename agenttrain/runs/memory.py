@@ -54,7 +54,7 @@ from agenttrain.training.footprint import (
 from agenttrain.training.images import freeze_encoders
 from agenttrain.training.lora import adapted_experts, adapter_parameters
 from agenttrain.training.quantization import layers_to_quantize, nf4_bytes
-from agenttrain.training.recomputation import possible_levels
+from agenttrain.training.recomputation import possible_levels, recomputed_modules
 from agenttrain.types import ConfigError
 from agenttrain.utils.model_path import SIZES, base_folder, model_folder, why_merged
 
@@ -197,6 +197,7 @@ def estimate(
     """
     level = config.training.activation_checkpointing
     if level is not ActivationCheckpointing.auto:
+        recomputed_modules(sizes.model, level)  # raises ConfigError if the model has none
         return _estimate_at(level, config, sizes, machine, prompt_tokens, supervised)
     for level in possible_levels(sizes.model, compiled=config.training.compile):
         memory = _estimate_at(level, config, sizes, machine, prompt_tokens, supervised)
@@ -574,7 +575,7 @@ def _loading_bytes(config: RunConfig, sizes: Sizes) -> tuple[int, str]:
 
 KEPT = {
     ActivationCheckpointing.none: "kept for the backward pass",
-    ActivationCheckpointing.blocks: "kept, but for those inside of feed-forward blocks",
+    ActivationCheckpointing.blocks: "kept, but for those of feed-forward blocks and norms",
     ActivationCheckpointing.all: "inputs of layers",
 }
 """What is kept of activations at each level, as the plan prints it."""

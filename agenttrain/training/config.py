@@ -238,7 +238,7 @@ class ActivationCheckpointing(StrEnum):
     none = "none"
     """None: all of them are kept."""
     blocks = "blocks"
-    """Those of the feed-forward blocks: MLPs and blocks of experts."""
+    """Those of feed-forward blocks, which are MLPs and blocks of experts, and those of norms."""
     all = "all"
     """Those of whole layers, which keep their inputs alone."""
 
@@ -266,9 +266,9 @@ class TrainingConfig:
     """accelerate's `no`, `bf16` or `fp16`."""
     activation_checkpointing: Data[ActivationCheckpointing] = ActivationCheckpointing.auto
     """Activations that are computed again in the backward pass: `none`, those of feed-forward
-    `blocks`, or `all`. `auto` takes the first of them that fits the memory by the estimate of
-    `agenttrain plan`, and a higher one if the first step needs more. What was chosen stands in the
-    run's config.yaml."""
+    `blocks` and norms, or `all`. `auto` takes the first of these that fits the memory by the
+    estimate of `agenttrain plan`, or the next one if the first step needs more. The run's
+    config.yaml has the one that was chosen, and a resumed run keeps it."""
     compile: Data[bool] = False
     """Fuse the elementwise work of layers and head with torch.compile. On a GPU a step takes less
     time and memory; the first takes tens of seconds longer."""

@@ -28,7 +28,6 @@ from transformers.integrations import moe
 from agenttrain.engines.language_model import backbone, language_model, model_class
 from agenttrain.training.attention import PackedTree, packing
 from agenttrain.training.config import (
-    LEVELS,
     ActivationCheckpointing,
     LoraSettings,
     OptimizerConfig,
@@ -37,7 +36,7 @@ from agenttrain.training.equal_layers import equal_layers_run_twice
 from agenttrain.training.head import CPU_TILE, GPU_TILE
 from agenttrain.training.lora import add_lora, add_saved_adapters
 from agenttrain.training.optimizers import MasterWeights, build_optimizer
-from agenttrain.training.recomputation import feed_forward_blocks, outermost_layers
+from agenttrain.training.recomputation import possible_levels, recomputed_modules
 from agenttrain.training.segments import one_after_the_other
 from agenttrain.training.sharding import layers
 
@@ -180,13 +179,12 @@ class Saved:
             ids = torch.zeros(1, tokens, dtype=torch.long)
             positions = torch.arange(tokens)[None]
         decoder_layers = layers(language_model(self._model))
-        recomputed: dict[ActivationCheckpointing, Sequence[nn.Module]] = {
-            ActivationCheckpointing.none: (),
-            ActivationCheckpointing.blocks: feed_forward_blocks(self._model),
-            ActivationCheckpointing.all: outermost_layers(language_model(self._model)),
+        recomputed = {
+            level: recomputed_modules(self._model, level)
+            for level in possible_levels(self._model, compiled=False)
         }
         weights = list(state.values())
-        counts = {level: _LevelCount(weights, recomputed[level]) for level in LEVELS}
+        counts = {level: _LevelCount(weights, modules) for level, modules in recomputed.items()}
 
         def save(tensor: Tensor) -> Tensor:
             """Count a tensor that autograd saves."""

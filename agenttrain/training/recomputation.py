@@ -27,11 +27,12 @@ def recomputed_modules(model: PreTrainedModel, level: ActivationCheckpointing) -
     """Return the modules that `level` recomputes; none of them is in another.
 
     `all`: the layers, those of encoders included. `blocks`: the feed-forward blocks of the decoder
-    layers. `none`, and `auto` before a level is chosen: no modules. Raises ConfigError.
+    layers, and the norms beside them. `none`, and `auto` before a level is chosen: no modules.
+    Raises ConfigError.
     """
     name = type(model).__name__
     if level is ActivationCheckpointing.all:
-        modules = outermost_layers(model) if model.supports_gradient_checkpointing else []
+        modules = _outermost_layers(model) if model.supports_gradient_checkpointing else []
         if not modules:
             raise ConfigError(
                 f"training.activation_checkpointing=all: the layers of {name} cannot be computed "
@@ -46,7 +47,7 @@ def recomputed_modules(model: PreTrainedModel, level: ActivationCheckpointing) -
                 "feed-forward block that is called with hidden states alone; set "
                 "training.activation_checkpointing=all or none"
             )
-        return blocks
+        return [*blocks, *_norms(model, blocks)]
     return []
 
 
@@ -67,14 +68,14 @@ def possible_levels(model: PreTrainedModel, *, compiled: bool) -> list[Activatio
     return levels
 
 
-def outermost_layers(model: nn.Module) -> list[nn.Module]:
+def _outermost_layers(model: nn.Module) -> list[nn.Module]:
     """Return the layers of a model, without the layers that are part of another (Zamba2)."""
     found: list[nn.Module] = []
     for child in model.children():
         if isinstance(child, GradientCheckpointingLayer):
             found.append(child)
         else:
-            found += outermost_layers(child)
+            found += _outermost_layers(child)
     return found
 
 
@@ -91,6 +92,23 @@ def feed_forward_blocks(model: PreTrainedModel) -> list[nn.Module]:
         for child in layer.children()
         if len(inspect.signature(child.forward).parameters) == 1
         and sum(weight.dim() > 1 for weight in child.parameters()) > 1
+    ]
+
+
+def _norms(model: PreTrainedModel, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the norms of the decoder layers, without those inside of feed-forward blocks.
+
+    They take little time, and much memory: a norm in 16 bits computes in float32, and keeps that.
+    """
+    inside = {module for block in blocks for module in block.modules()}
+    modules = (module for layer in layers(language_model(model)) for module in layer.modules())
+    return [
+        module
+        for module in dict.fromkeys(modules)  # layers may be parts of others
+        if module not in inside
+        and not [*module.children()]
+        and {weight.dim() for weight in module.parameters()} == {1}
+        and len(inspect.signature(module.forward).parameters) == 1
     ]
 
 
