@@ -34,6 +34,7 @@ from agenttrain.training.config import (
     ActivationCheckpointing,
     Init,
     LoraSettings,
+    MixedPrecision,
     ModelConfig,
     Transport,
     VisionTower,
@@ -614,14 +615,41 @@ def _microbatch_parts(
     if level is ActivationCheckpointing.none:
         yield head
         return
-    # The head's memory is freed before modules are recomputed: only the larger one counts.
+    # The memory of the head, and that of autocast, is freed before modules are recomputed: only the
+    # larger one counts.
     recomputed = MemoryItem(
         name=RECOMPUTED[level],
         bytes=round(activations.recomputed * LAYER_GRADIENTS),
         why=f"{tokens}, computed again, and gradients",
         when=(When.update,),
     )
-    yield max(head, recomputed, key=lambda part: part.bytes)
+    casts = MemoryItem(
+        name="casts",
+        bytes=_cast_bytes(config, sizes, level),
+        why=f"recomputed weights in {training.mixed_precision}, until the forward pass ends",
+        when=(When.update,),
+    )
+    if recomputed.bytes > head.bytes + casts.bytes:
+        yield recomputed
+        return
+    yield head
+    if casts.bytes:
+        yield casts
+
+
+def _cast_bytes(config: RunConfig, sizes: Sizes, level: ActivationCheckpointing) -> int:
+    """Return the bytes of trained weights that autocast casts for modules of `level`.
+
+    It holds them until the forward pass ends, although the modules do not keep them. FSDP2 gathers
+    weights in the shorter format.
+    """
+    is_cast = config.training.mixed_precision is not MixedPrecision.no
+    sharded = config.distributed.name is DistributedName.fsdp2
+    if not is_cast or sharded or sizes.itemsize <= BFLOAT16:
+        return 0
+    modules = recomputed_modules(sizes.model, level)
+    weights = (weight for module in modules for weight in module.parameters())
+    return BFLOAT16 * sum(w.numel() for w in weights if w.requires_grad and w.dim() > 1)
 
 
 Value = TypeVar("Value")

@@ -519,12 +519,13 @@ class Run:
 
         Every process gets the level that the estimate for the smallest GPU gives.
         """
-        if self.config.training.activation_checkpointing is not ActivationCheckpointing.auto:
+        setting = self.config.training.activation_checkpointing
+        if setting is not ActivationCheckpointing.auto or self.verb == "eval":
             return False
         memory, kind = device_memory()
         memory = min(self.world.gather([memory], "the memory of the devices"))
-        level, note = ActivationCheckpointing.none, None
-        if self.verb != "eval" and self.world.is_main:
+        level, note = ActivationCheckpointing.none, ""
+        if self.world.is_main:
             machine = PlannedHardware(
                 devices=self.world.size,
                 memory=memory,
@@ -535,10 +536,10 @@ class Run:
                 level = level_of(self.config, machine, supervised=self.verb == "sft")
             except ConfigError as error:
                 note = f"all activations are kept, because the memory is not known: {error}"
+            if level is not ActivationCheckpointing.none:
+                note = f"training.activation_checkpointing={level}: by the estimate of the memory"
         self._set_level(self.world.broadcast(level, "the level of activation checkpointing"))
-        if level is not ActivationCheckpointing.none:
-            note = f"training.activation_checkpointing={level}: by the estimate of the memory"
-        if note is not None:
+        if note:
             print(note, flush=True)
         return True
 

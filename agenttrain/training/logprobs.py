@@ -295,12 +295,12 @@ class Scorer(nn.Module):
         """
         layers = compiled_layers(self.model) if self.use_compile else nullcontext()
         # Last: a compiled layer is recomputed by its code.
-        with self._ready(), layers, ExitStack() as self._recomputation:
-            self._recomputation.enter_context(recomputing(self._recomputed))
+        with self._ready(), layers, ExitStack() as recomputation:
+            recomputation.enter_context(recomputing(self._recomputed))
+            self._recomputation = recomputation
             try:
                 yield
             finally:
-                self._recomputation.close()
                 self._recomputation = None
 
     @contextmanager

@@ -449,9 +449,11 @@ class Policy:
     def _check_peak(self) -> None:
         """Raise the level in all processes if the first update left one without its reserve.
 
-        Later steps keep the level.
+        Later updates keep the level.
         """
-        if self.on_level is not None and self.device.type == "cuda":
+        if self.on_level is None or not self._has_computed:
+            return
+        if self.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.device)
             free, total = torch.cuda.mem_get_info(self.device)
             others = total - free - torch.cuda.memory_reserved(self.device)

@@ -226,6 +226,19 @@ def test_auto_is_the_first_level_with_which_an_update_fits(capsys, short):
     assert found["activation_checkpointing"] == "none"
 
 
+def test_weights_that_autocast_holds_are_counted(capsys, short):
+    """Of 2 layers: q and o, k and v, and the MLP with gate, up and down; 2 bytes of a number."""
+    attention, mlp = 2 * 1024 * (2048 + 1024), 3 * 1024 * 3072
+    run = ("engine.max_rows=1", "training.mixed_precision=bf16")
+    casts = {}
+    for level in ("none", "blocks", "all"):
+        words = (*run, f"training.activation_checkpointing={level}")
+        casts[level] = parts(plan(capsys, short, *words)[1]).get("casts")
+    assert casts == {"none": None, "blocks": 2 * 2 * mlp, "all": 2 * 2 * (attention + mlp)}
+    words = (*run, "training.activation_checkpointing=all", "distributed=fsdp2", "--devices", "2")
+    assert "casts" not in parts(plan(capsys, short, *words)[1])
+
+
 @pytest.mark.slow
 def test_more_nodes_are_named_as_they_can_be_typed(capsys, short):
     run = (

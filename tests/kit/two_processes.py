@@ -94,6 +94,9 @@ HOW = {
     "recorded, recomputed layers": Case(
         **RECORDED, training={"token_budget": 100, "activation_checkpointing": "all"}
     ),
+    "recorded, recomputed blocks": Case(
+        **RECORDED, training={"token_budget": 100, "activation_checkpointing": "blocks"}
+    ),
     "synced reference": Case(
         algorithm={"kl": {"beta": 0.1, "reference": {"sync_steps": 1}}}, steps=3
     ),
