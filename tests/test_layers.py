@@ -125,3 +125,15 @@ def test_settings_and_command_line_import_nothing_heavy() -> None:
     light = [m for m in MODULES if unit(m) in ("types", "utils", "config", "cli")]
     heavy = {m: {name.split(".")[0] for name in imports(SOURCES[m])} & HEAVY for m in light}
     assert {module: names for module, names in heavy.items() if names} == {}
+
+
+def test_every_test_file_can_be_run_alone() -> None:
+    """Pytest finds the test files of a folder only once it has collected one of that folder."""
+    files = {file.stem: file for file in Path(__file__).parent.rglob("test_*.py")}
+    foreign = [
+        (file.name, module)
+        for file in files.values()
+        for module in imports(file.read_text())
+        if module in files and files[module].parent != file.parent
+    ]
+    assert foreign == []

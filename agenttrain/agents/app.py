@@ -53,7 +53,11 @@ LOST_S = 10.0
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class OpenRollout:
-    """A rollout in flight, with its address and key."""
+    """A rollout in flight, with its address and key.
+
+    `Agents` makes it. Each request to it calls `on_request`, and one for a completion `on_leave`
+    once its connection is done.
+    """
 
     rollout: EndpointRollout
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
@@ -87,8 +91,9 @@ class OpenRollout:
 class AnswerResponse(Response):
     """Writes an answer once it is sampled. The sampling goes on if the client disconnects.
 
-    It keeps count in its `Delivery`: the readers that wait, and the clients that were sent all of
-    the answer. A request that is sent again can then get the answer that was lost.
+    Each request for a completion has one, which Starlette calls once, in the event loop. It keeps
+    count in its `Delivery`: the readers that wait, and the clients that were sent all of the
+    answer. A request that is sent again can then get the answer that was lost.
     """
 
     def __init__(
@@ -209,6 +214,7 @@ def build_app(find_open: Callable[[str], OpenRollout | None]) -> Starlette:
         return JSONResponse({"object": "list", "data": data, "has_more": False})
 
     async def reward(request: Request) -> Response:
+        """Set the rollout's reward to the one in the body."""
         entry = _authorize(request, find_open)
         body = await read_body(request, entry.rollout.max_context)
         data = await call_in_thread_if_large(len(body), read_object, body)

@@ -301,8 +301,11 @@ class EndpointRollout:
 
     def _trained_trajectories(self) -> list[Trajectory]:
         """Return the trajectories that are trained, as far as it is known."""
+        trajectories = self.rollout.trajectories
+        if len(trajectories) < 2:  # most agents have one, and each turn asks for them
+            return trajectories
         trained = self.trained.trained_conversations(self.settings.train)
-        return [self.rollout.trajectories[index] for index in self.trained.indices_of(trained)]
+        return [trajectories[index] for index in self.trained.indices_of(trained)]
 
     def _admit(self, question: Question, problem: RequestError | None) -> Transcript:
         """Return a request's transcript. Raises RequestError, e.g. the `problem` of its check."""
@@ -404,7 +407,7 @@ class EndpointRollout:
             in_call_order(question.messages), question.schemas
         )
         self._respelled |= respelled
-        tools = tools_digest(question.schemas)
+        tools = tools_digest(question.schemas_json)
         match = transcript.issued.match(messages, tools)
         plan = self._planner.plan(transcript, messages, question.schemas, match)
         return _PlannedRequest(
@@ -526,7 +529,7 @@ class EndpointRollout:
         if plan.extends is not None:
             seed = transcript.seeds[plan.extends.index]
             turns = plan.extends.turns
-        scan = StopScan(chat.text_of, question.stops)
+        scan = StopScan(chat.text_of, question.stops) if question.stops else None
         client_fields: dict[str, Any] = {}  # a request for a frozen model may set some
         if not transcript.trained:
             fields = validate(SamplingFields, question.sampling)
@@ -536,7 +539,7 @@ class EndpointRollout:
         sampling = replace(
             request.sampling,
             **client_fields,
-            ends=scan.push if question.stops else None,
+            ends=None if scan is None else scan.push,
             max_tokens=budget,
             seed=derive_seed(seed, turns),
             stop_token_ids=request.sampling.stop_token_ids or chat.stop_token_ids,
@@ -556,7 +559,7 @@ class EndpointRollout:
                 self.failure = error
             self.end(StopReason.error, str(error))
             raise RequestError(str(error), status=500) from error
-        if not question.stops:
+        if scan is None:
             return completion, None
         # An engine that does not call `ends` has sampled past the stop text: scan its other tokens.
         for token_id in completion.token_ids[scan.count :]:

@@ -31,7 +31,10 @@ def cache_folder() -> Path:
 
 
 class CertifiedTools:
-    """Says whether a chat's template can show tools, from the disk where that is known."""
+    """Says whether a chat's template can show tools, from the disk where that is known.
+
+    `Agents` has one, and calls `problem` in a thread for each new set of tools.
+    """
 
     def __init__(self, chat: Chat) -> None:
         self.chat = chat

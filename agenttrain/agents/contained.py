@@ -15,7 +15,7 @@ UNKILLED_S = 60.0
 
 
 class ContainedAgent:
-    """A process for each rollout, in its container."""
+    """A process for each rollout, in its container: an `OutsideAgent` of `Agents`."""
 
     def __init__(
         self,

@@ -43,7 +43,8 @@ async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 async def wait_for_excess(settings: dict) -> str:
     """Wait until the sandbox exceeds a memory limit. Return the setting and the problem."""
-    disk_mb, memory_mb, disks = settings["disk_mb"], settings["memory_mb"], (settings["home"],)
+    disk_mb, memory_mb = settings["disk_mb"], settings["memory_mb"]
+    disks = (settings["home"],)  # all writable folders are of one file system, in memory
     while True:
         if disk_in_use(disks) > disk_mb << 20:
             return f"agent.disk_mb={disk_mb}: its files are larger"

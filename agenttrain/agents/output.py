@@ -103,7 +103,10 @@ _current: ContextVar[RolloutOutput | None] = ContextVar("output", default=None)
 
 
 class RolloutOutput:
-    """Files of a rollout's output, made when something is printed."""
+    """Files of a rollout's output, made when something is printed.
+
+    `DividedOutput.redirect` makes it for a rollout, and closes it.
+    """
 
     def __init__(self, log: Path) -> None:
         """`log` is their path without a suffix."""
@@ -125,7 +128,10 @@ class RolloutOutput:
 
 
 class _DividedStream:
-    """A standard stream that sends the output of agents to the files of their rollouts."""
+    """A standard stream that sends the output of agents to the files of their rollouts.
+
+    It stands in place of sys.stdout or sys.stderr, which is its `stream`.
+    """
 
     def __init__(self, stream: TextIO, name: str) -> None:
         self.stream, self._name = stream, name

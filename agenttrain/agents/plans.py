@@ -50,7 +50,10 @@ class Plan:
 
 
 class RequestPlanner:
-    """Plans the requests of one rollout: the ids that each is sampled from, and its trajectory."""
+    """Plans the requests of one rollout: the ids that each is sampled from, and its trajectory.
+
+    `EndpointRollout` has one, and calls `plan` for each request before it is sampled.
+    """
 
     def __init__(self, chat: Chat, rollout_id: str, seed: int) -> None:
         self._chat, self._rollout_id, self._seed = chat, rollout_id, seed
@@ -70,7 +73,7 @@ class RequestPlanner:
             with suppress(ChatError):  # a role that the template refuses after an answer
                 return self._continue_turn(transcript, turn, match)
             restart, difference = Restart.edited, "the template refuses them behind a turn"
-        shown, ids = self.render(messages, schemas)
+        shown_messages, ids = self.render(messages, schemas)
         # Branch from the trajectory with the longest common prefix.
         longest, parent = 0, 0
         ids_array = np.array(ids)
@@ -80,8 +83,9 @@ class RequestPlanner:
                 longest, parent = length, trajectory.index
         return Plan(
             ids=ids,
-            messages=shown,
+            messages=shown_messages,
             suffix=[(Origin.prompt, ids[longest:])],
+            # Before the seed: it counts the new trajectory, on whose number the seed depends.
             session=self._name_session(transcript),
             parent=(parent, longest) if longest else None,
             seed=self._opening_seed(transcript, ids),
@@ -113,7 +117,7 @@ class RequestPlanner:
             ids=ids,
             messages=[*trajectory.messages[: turn.message_count], *replies],
             suffix=suffix,
-            session=self._name_session(transcript),
+            session=self._name_session(transcript),  # before the seed, as in `plan`
             parent=(trajectory.index, turn.end),
             seed=self._opening_seed(transcript, ids),
             answers=turn,

@@ -47,7 +47,7 @@ async def start(
 
 
 class CommandAgent:
-    """A process for each rollout."""
+    """A process for each rollout: an `OutsideAgent` of `Agents`."""
 
     def __init__(
         self, command: Callable[[], Sequence[str]], env: dict[str, str], *, exit_code: bool

@@ -59,6 +59,8 @@ KEEP_ALIVE_S = 600
 it again."""
 MOST_FORMS = 256
 """Tools and forms of requests whose check is remembered."""
+_FormKey = tuple[str, str | None, bool]
+"""A request's tools as JSON, the schema that its form demands, and whether grammars are used."""
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Addresses that stand for all of a machine, mapped to one by which it can be reached."""
 
@@ -77,7 +79,7 @@ class OutsideAgent(Protocol):
 
 
 class FunctionAgent:
-    """An async function of the user's, `agent._target_`."""
+    """An async function of the user's, `agent._target_`; it runs in the event loop of the run."""
 
     def __init__(self, function: Callable[[AgentTask], Awaitable[Any]]) -> None:
         self._function = function
@@ -92,8 +94,8 @@ class FunctionAgent:
         with self._output.redirect(log):
             outcome = await attempt_async(call())
         if (error := outcome.error) is not None:
-            if (lost := unavailable_in(error)) is not None:
-                raise lost
+            if (unavailable := unavailable_in(error)) is not None:
+                raise unavailable
             raise AgentFailed(f"raised {type(error).__name__}: {error}") from error
         result = outcome.value
         return agent_reward(result.get("reward") if isinstance(result, dict) else result)
@@ -201,8 +203,8 @@ class Agents:
         self._gate = asyncio.Semaphore(settings.concurrency)
         self._open: dict[str, OpenRollout] = {}
         self._app = build_app(self._open.get)
-        self._form_problems: OrderedDict[str, tuple[str, str] | None] = OrderedDict()
-        """Tools and output format, as JSON -> the parameter at fault and the problem, or None."""
+        self._form_problems: OrderedDict[_FormKey, tuple[str, str] | None] = OrderedDict()
+        """The parameter at fault and the problem of a request's tools or form. None: no problem."""
         self._certified = CertifiedTools(chat)
         self._warned_of: set[Restart] = set()
         self._socket_folder: TemporaryFolder | None = None
@@ -381,6 +383,7 @@ class Agents:
             if failure is not None and rollout.error is None:
                 # A limit ended the rollout, and the agent failed on the error that reports it.
                 rollout.error = f"{text}, and {failure}"
+        # An agent that called /finish (`end` is set) and did not fail got over its error.
         elif attempt.refused is not None and (failure is not None or end is None):
             rollout.stop_reason, text = attempt.refused
             is_error = rollout.stop_reason is StopReason.error or not rollout.turns
@@ -425,6 +428,9 @@ class Agents:
                 ws="none",
                 log_level="warning",
                 access_log=False,
+                proxy_headers=False,  # nothing here asks for the client's address
+                server_header=False,
+                date_header=False,
                 lifespan="off",
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=1,
@@ -459,12 +465,12 @@ class Agents:
 
         Certifying many tools takes tenths of a second, so a thread does it, once for each set.
         """
-        schemas, form = question.schemas, question.form
-        if not schemas and form == ANY_FORM:
+        form = question.form
+        if not question.schemas and form == ANY_FORM:
             return None
         if form != ANY_FORM and not structured and self.settings.on_form is OnForm.refuse:
             return no_grammar_error(form)
-        key = json.dumps([schemas, form.schema, structured])
+        key = (question.schemas_json, form.schema, structured)
         if key not in self._form_problems:
             async with self._certifying:
                 if key not in self._form_problems:  # another request may have done it meanwhile

@@ -81,7 +81,7 @@ def sandbox_command(
         settings=[path for pattern in ETC for path in glob(pattern)],
         terminals=True,
     )
-    inside = {
+    first_process = {  # settings of `inside.main`
         "root": root._asdict(),
         "user": user,
         "work": visible.work,
@@ -95,7 +95,7 @@ def sandbox_command(
     # -I -S: the interpreter takes no code from the environment, the folder or site-packages.
     return [
         *(*bubblewrap(user), "--die-with-parent", "--", base_python(), "-I", "-S", "-c", code),
-        json.dumps(inside),
+        json.dumps(first_process),
     ]
 
 

@@ -88,15 +88,15 @@ class Visible:
 
     def add(self, path: str) -> None:
         """Show a file, or a folder of one project."""
-        real = follow(path, self.links)
+        real = resolve_links(path, self.links)
         if os.path.isdir(real) and self._may_show_whole(real):
             self.shown.add(real)
         elif os.path.isfile(real) and not is_within(real, *PROGRAMS):
             self.programs.add(real)
 
-    def add_beside(self, file: str) -> None:
+    def add_with_folder(self, file: str) -> None:
         """Show a file with its folder, or alone if the folder may not be shown."""
-        real = follow(file, self.links)
+        real = resolve_links(file, self.links)
         folder = os.path.dirname(real)
         self.add(folder if self._may_show_whole(folder) else real)
 
@@ -112,18 +112,18 @@ class Visible:
         elif os.path.basename(folder) in BINARIES:
             self.add_software(os.path.dirname(folder), self.shown)
         else:
-            self.add_beside(path)
+            self.add_with_folder(path)
         self.add(path)
 
     def add_software(self, folder: str, paths: set[str]) -> None:
         """Add an installation to `paths` (`programs` or `shown`), whole or only its `PARTS`."""
-        real = follow(folder, self.links)
+        real = resolve_links(folder, self.links)
         # ~/.local also has the user's data, in share.
         if self._may_show_whole(real) and os.path.basename(real) != ".local":
             paths.add(real)
             return
         for part in PARTS:
-            path = follow(f"{real}/{part}", self.links)
+            path = resolve_links(f"{real}/{part}", self.links)
             if os.path.isdir(path) and self._may_show_whole(path):
                 paths.add(path)
             elif os.path.isfile(path):
@@ -138,7 +138,7 @@ class Visible:
 def visible_files(command: Sequence[str], read: Sequence[str]) -> Visible:
     """Return the files that a command's program can read. Raises ValueError."""
     work, links = os.getcwd(), dict[str, str]()
-    visible = Visible(home=follow(_home_folders()[0], links), work=work, links=links)
+    visible = Visible(home=resolve_links(_home_folders()[0], links), work=work, links=links)
     secrets = _secret_paths()
     for path in read:
         if problem := _read_problem(path, visible, secrets):
@@ -155,7 +155,7 @@ def visible_files(command: Sequence[str], read: Sequence[str]) -> Visible:
             if os.path.isdir(path):
                 visible.add(path)
             else:  # a script may read the files beside it
-                visible.add_beside(path)
+                visible.add_with_folder(path)
     for path in (work, *map(os.path.expanduser, read)):
         visible.add(path)
     visible.shown = {path for path in visible.shown if not is_within(path, *secrets)}
@@ -168,7 +168,7 @@ def visible_files(command: Sequence[str], read: Sequence[str]) -> Visible:
     return visible
 
 
-def follow(path: str, links: dict[str, str]) -> str:
+def resolve_links(path: str, links: dict[str, str]) -> str:
     """Resolve a path's symbolic links, and add each of them to `links`. Return the real path."""
     parts, real, hops = os.path.abspath(path).split("/"), "", 0
     while parts:
@@ -177,7 +177,7 @@ def follow(path: str, links: dict[str, str]) -> str:
             real = os.path.dirname(real)
         elif part not in ("", "."):
             step = f"{real}/{part}"
-            if not os.path.islink(step) or hops == MAX_HOPS:
+            if not os.path.islink(step) or hops == MAX_HOPS:  # MAX_HOPS links are a loop
                 real = step
                 continue
             hops += 1
@@ -228,8 +228,9 @@ def _with_targets(paths: set[str]) -> set[str]:
     existing = [os.path.abspath(path) for path in paths if os.path.lexists(path)]
     # A virtual environment may have the name .env.
     existing = [p for p in existing if not (p.endswith("/.env") and os.path.isdir(p))]
-    links = {f"{os.path.realpath(os.path.dirname(p))}/{os.path.basename(p)}" for p in existing}
-    return links | {os.path.realpath(path) for path in existing}
+    # The links of the folders are resolved, and a link at the end of a path is not.
+    unfollowed = {f"{os.path.realpath(os.path.dirname(p))}/{os.path.basename(p)}" for p in existing}
+    return unfollowed | {os.path.realpath(path) for path in existing}
 
 
 def _software_of_environment() -> Iterator[str]:
@@ -255,7 +256,9 @@ def _named_programs(command: Sequence[str], links: dict[str, str]) -> Iterator[s
         if not queue:
             return
         path = queue.pop()
-        path = f"{follow(os.path.dirname(os.path.abspath(path)), links)}/{os.path.basename(path)}"
+        # Follow only the links of its folder: a path that is a link is yielded before its target.
+        folder = resolve_links(os.path.dirname(os.path.abspath(path)), links)
+        path = f"{folder}/{os.path.basename(path)}"
         yield path
         if os.path.islink(path):
             queue.append(os.path.join(os.path.dirname(path), os.readlink(path)))

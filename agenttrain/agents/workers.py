@@ -59,6 +59,7 @@ class Worker:
             del self.pending[assignment.rollout_id]
 
     async def end(self) -> None:
+        """Wait until the process has started, then kill it with all that it has started."""
         self.retired = True
         await asyncio.wait((self._starting,))
         if self._starting.exception() is None:
@@ -115,7 +116,10 @@ class Worker:
 
 
 class WorkerAgent:
-    """Workers that are used again for further rollouts, unless one was ended in the middle."""
+    """Workers that are used again for further rollouts, unless one was ended in the middle.
+
+    An `OutsideAgent`: `Agents` calls `attempt` for each rollout, and `aclose` at last.
+    """
 
     def __init__(
         self,
@@ -130,13 +134,16 @@ class WorkerAgent:
         self._folder, self._at_once = folder, at_once
         self._workers: list[Worker] = []
         self._count = 0
+        """Workers started so far, which numbers their logs."""
         self._loop: asyncio.AbstractEventLoop | None = None
+        """The event loop of `_workers`."""
 
     async def attempt(self, assignment: AgentTask, log: Path) -> float | None:
         """Attempt a rollout in a running worker that can take it, or in a new one."""
         for retired in [w for w in self._workers if w.retired and not w.pending]:
             await self._end(retired)
         worker = self._worker_with_room()
+        # A worker of one rollout at a time logs into the rollout's file, any other into its own.
         if self._at_once == 1:
             worker.log = BoundedLog(log.with_suffix(".log"))
         try:

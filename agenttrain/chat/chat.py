@@ -27,8 +27,8 @@ from agenttrain.chat.grammar import ANY_FORM, AnswerForm, CallGrammar
 from agenttrain.chat.omissions import (
     ROLES,
     Place,
-    advice,
     find_omitted,
+    omission_remedy,
     places,
     role_of,
     texts_stand_in,
@@ -191,9 +191,9 @@ class Chat:
         of the roles in `may_omit` may be left out.
         """
         messages = self.normal_messages(messages)
-        marked = [self._mark_message(message) for message in messages]
-        rendering = self._render_prompt(messages, schemas, marked)
-        self._check_texts(messages, schemas, rendering, may_omit, marked)
+        marked_messages = [self._mark_message(message) for message in messages]
+        rendering = self._render_prompt(messages, schemas, marked_messages)
+        self._check_texts(messages, schemas, rendering, may_omit, marked_messages)
         return self._encode_prompt(messages, rendering)
 
     def rendered_ids(self, messages: Sequence[Message], schemas: Sequence[dict]) -> list[int]:
@@ -207,12 +207,12 @@ class Chat:
         for message in messages:
             role = message.get("role")
             try:
-                changed = normal_message(message)
+                normal_form = normal_message(message)
             except ValueError as error:
                 raise ChatError(f"a message of the role {role}: {error}") from error
             if isinstance(role, str) and (rendered_role := self._role_to_render(role)) != role:
-                changed["role"] = rendered_role
-            normal.append(changed)
+                normal_form["role"] = rendered_role
+            normal.append(normal_form)
         return normal
 
     def _role_to_render(self, name: str) -> str:
@@ -256,18 +256,18 @@ class Chat:
         schemas: Sequence[dict],
         rendering: str,
         may_omit: Collection[str],
-        marked: Sequence[Message],
+        marked_messages: Sequence[Message],
     ) -> None:
         """Raise ChatError if a rendering of messages lacks the text or the calls of one of them.
 
-        `marked` are the messages as they were rendered, with control tokens marked. Roles in
-        `may_omit` raise nothing. A second rendering, with probe words, is made only if a message
-        stands in a place that is new to this chat, or a text of `marked` is not in `rendering`.
+        `marked_messages` are the messages as they were rendered, with control tokens marked. Roles
+        in `may_omit` raise nothing. A second rendering, with probe words, is made only if a message
+        stands in a place that is new to this chat, or if `rendering` lacks a marked text.
         """
         self._check_calls(messages, may_omit)
-        is_known = self._shown_places.issuperset(places(messages).values())
+        knows_places = self._shown_places.issuperset(places(messages).values())
         close = getattr(self.response, "reasoning_close", "")  # e.g. </think>
-        if not is_known or not texts_stand_in(marked, rendering, close):
+        if not knows_places or not texts_stand_in(marked_messages, rendering, close):
             self._check_with_probe_words(messages, schemas, may_omit)
 
     def _check_calls(self, messages: Sequence[Message], may_omit: Collection[str]) -> None:
@@ -289,7 +289,7 @@ class Chat:
         Places whose message was shown are kept in `_shown_places`. A place is a message's role with
         the roles before and after it (`Place`), by which templates choose what they leave out.
         """
-        omitted = find_omitted(messages, lambda changed: self._render_prompt(changed, schemas))
+        omitted = find_omitted(messages, lambda probes: self._render_prompt(probes, schemas))
         if len(self._shown_places) >= CACHED_SHAPES:
             self._shown_places.clear()
         place_of = places(messages)
@@ -300,7 +300,7 @@ class Chat:
                 rendered_roles = [name for name in ROLES if not self._omits_role(name, name)]
                 raise ChatError(
                     f"messages[{index}]: the chat template leaves out the text of this message of "
-                    f"the role {role}: {advice(messages, index, rendered_roles)}"
+                    f"the role {role}: {omission_remedy(messages, index, rendered_roles)}"
                 )
 
     def check_places(self, messages: Sequence[Message], schemas: Sequence[dict]) -> None:
@@ -323,12 +323,12 @@ class Chat:
         self,
         messages: Sequence[Message],
         schemas: Sequence[dict],
-        marked: Sequence[Message] | None = None,
+        marked_messages: Sequence[Message] | None = None,
     ) -> str:
         """Render messages and the generation prompt to marked text.
 
-        `marked` are the messages with control tokens marked; None: they are marked here. Raises
-        ChatError if the template refuses them, or the model cannot read a part of one.
+        `marked_messages` are the messages with control tokens marked; None: they are marked here.
+        Raises ChatError if the template refuses them, or the model cannot read a part of one.
         """
         for message in messages:
             content = message.get("content")
@@ -342,9 +342,9 @@ class Chat:
                         f"a message of the role {message.get('role')} holds a part of type "
                         f"{kind!r}: {why}; remove it from the data"
                     )
-        if marked is None:
-            marked = [self._mark_message(message) for message in messages]
-        return self.render(marked, self.encoder.mark(schemas), generation_prompt=True)
+        if marked_messages is None:
+            marked_messages = [self._mark_message(message) for message in messages]
+        return self.render(marked_messages, self.encoder.mark(schemas), generation_prompt=True)
 
     def _encode_prompt(self, messages: Sequence[Message], rendering: str) -> list[int]:
         """Encode a rendering of messages; placeholders are repeated for their images."""
@@ -461,11 +461,11 @@ class Chat:
             else:
                 texts.append(self._reply_text(reply))
         spans = fill_suffix(suffix.blocks, texts, self.encoder)
-        missing = list(_missing_end(suffix, completion_ids, finish))
-        if missing and spans and spans[0][0] is Origin.template:
-            spans[0][1][:0] = missing  # neighbours of one origin are one span
-        elif missing:
-            spans.insert(0, (Origin.template, missing))
+        missing_end = list(_missing_end(suffix, completion_ids, finish))
+        if missing_end and spans and spans[0][0] is Origin.template:
+            spans[0][1][:0] = missing_end  # neighbours of one origin are one span
+        elif missing_end:
+            spans.insert(0, (Origin.template, missing_end))
         return self._split_off_images(spans, replies) if has_images else spans
 
     def _split_off_images(

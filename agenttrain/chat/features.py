@@ -97,8 +97,8 @@ def feature_probes(chat: Chat, schemas: Sequence[dict]) -> list[Probe]:
         probes.append(refused_probe(name, str(error)))
     else:
         tools = [schema.get("function", schema)["name"] for schema in schemas]
-        if missing := [tool for tool in tools if tool not in text]:
-            reason = f"the template does not show the tools {', '.join(missing)}"
+        if missing_tools := [tool for tool in tools if tool not in text]:
+            reason = f"the template does not show the tools {', '.join(missing_tools)}"
             probes.append(refused_probe(name, reason))
         else:
             probes.append(Probe(name=name, status=Status.passed))

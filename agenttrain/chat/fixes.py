@@ -44,8 +44,8 @@ class Edit:
         """Return the edited template, also if it was edited before; None if it lacks `find`."""
         if not self.find:  # `put` begins the template
             return template if self.put in template else self.put + template
-        find = pattern(self.find)  # also finds it with other blanks, quotes and dashes
-        is_edited = bool(self.put) and pattern(self.put).search(template) is not None
+        find = template_pattern(self.find)  # also finds it with other blanks, quotes and dashes
+        is_edited = bool(self.put) and template_pattern(self.put).search(template) is not None
         # A replacement that contains `find` would be edited again at each call.
         if is_edited and find.search(self.put):
             return template
@@ -98,7 +98,7 @@ class Family:
     control tokens, which no text of a user or a tool can become."""
 
 
-def pattern(find: str) -> re.Pattern[str]:
+def template_pattern(find: str) -> re.Pattern[str]:
     """Compile a pattern that finds `find` in a template with other blanks, quotes or dashes.
 
     Example: the pattern of ``{{- m['role'] }}`` also finds ``{{ m.role -}}``.
@@ -223,10 +223,12 @@ def apply_fix(name: str, family: Family, stock: str) -> Fix:
                 problem=None if edits else first_problem or None,
             )
         if not first_problem:
-            missing = " ".join(edit.find.split())
-            missing = missing if len(missing) <= MAX_FIND else missing[: MAX_FIND - 1] + "…"
+            missing_text = " ".join(edit.find.split())
+            if len(missing_text) > MAX_FIND:
+                missing_text = missing_text[: MAX_FIND - 1] + "…"
             first_problem = (
-                f"the model's template does not hold {missing!r}, which the fix of {name} replaces"
+                f"the model's template does not hold {missing_text!r}, which the fix of {name} "
+                "replaces"
             )
     raise ChatError(f"chat_template={name}: {first_problem}; {REMEDY}")
 
@@ -244,9 +246,9 @@ def recognise(
     names.sort(key=lambda name: -sum(map(len, all_families[name].marks)))
     for name in names:
         family = all_families[name]
-        if not family.tools or reads_back(family, source):
+        if not family.tools or reads_back(family, source):  # without tools there is no call to read
             return name
-        with suppress(ChatError):
+        with suppress(ChatError):  # its templates may write calls only once they are fixed
             if reads_back(family, apply_fix(name, family, source).template):
                 return name
     for name, family in all_families.items():
@@ -257,6 +259,8 @@ def recognise(
 
 def matches_source(source: str, family: Family) -> bool:
     """Return True if a template contains all marks of a family, and none of its absent texts."""
-    if not family.marks or any(pattern(mark).search(source) is None for mark in family.marks):
+    if not family.marks or any(
+        template_pattern(mark).search(source) is None for mark in family.marks
+    ):
         return False
-    return not any(pattern(text).search(source) for text in family.absent)
+    return not any(template_pattern(text).search(source) for text in family.absent)

@@ -88,7 +88,7 @@ class CallGrammar:
     """Makes the grammars for one response schema and template.
 
     A grammar is built of formats, the nodes of xgrammar's structural tags. `grammar_for` returns
-    the whole as JSON.
+    the whole as JSON. A `Chat` makes one when its first grammar is needed.
 
     Raises ChatError for a schema whose calls are not JSON between two marks.
     """

@@ -58,7 +58,7 @@ def _probe_word(index: int, part: int = 0) -> str:
     return f"zqtext{index}x{part}qz"
 
 
-def _texts(content: Any) -> list[str]:
+def _filled_texts(content: Any) -> list[str]:
     """Return the texts of a message's content that are not blank."""
     parts = content if isinstance(content, list | tuple) else [content]
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
@@ -70,9 +70,11 @@ def _with_probe_words(message: Message, index: int) -> Message:
     content = message.get("content")
     if isinstance(content, list | tuple):
         numbered = enumerate(content)
-        words = [{**p, "text": _probe_word(index, n)} if _texts([p]) else p for n, p in numbered]
+        words = [
+            {**p, "text": _probe_word(index, n)} if _filled_texts([p]) else p for n, p in numbered
+        ]
         return {**message, "content": words}
-    return {**message, "content": _probe_word(index)} if _texts(content) else message
+    return {**message, "content": _probe_word(index)} if _filled_texts(content) else message
 
 
 def places(messages: Sequence[Message]) -> dict[int, Place]:
@@ -89,7 +91,7 @@ def places(messages: Sequence[Message]) -> dict[int, Place]:
             role_after=str(after.get("role")),
         )
         for index, (before, message, after) in enumerate(triples)
-        if _texts(message.get("content"))
+        if _filled_texts(message.get("content"))
     }
 
 
@@ -106,7 +108,9 @@ def find_omitted(messages: Sequence[Message], render: Render) -> list[int]:
     for index in places(messages):  # messages with a text
         content = messages[index].get("content")
         parts = content if isinstance(content, list | tuple) else [content]
-        words = [_probe_word(index, number) for number, part in enumerate(parts) if _texts([part])]
+        words = [
+            _probe_word(index, number) for number, part in enumerate(parts) if _filled_texts([part])
+        ]
         if not all(word in rendering for word in words):
             omitted.append(index)
     return omitted
@@ -120,7 +124,7 @@ def texts_stand_in(messages: Sequence[Message], rendering: str, reasoning_close:
     """
     position = 0
     for message in messages:
-        for text in _texts(message.get("content")):
+        for text in _filled_texts(message.get("content")):
             if reasoning_close and message.get("role") == "assistant":
                 text = text.rpartition(reasoning_close)[2]
             text = text.strip()
@@ -135,13 +139,13 @@ def texts_stand_in(messages: Sequence[Message], rendering: str, reasoning_close:
     return True
 
 
-def advice(messages: Sequence[Message], index: int, roles: Sequence[str]) -> str:
+def omission_remedy(messages: Sequence[Message], index: int, roles: Sequence[str]) -> str:
     """Return a remedy for a message that the template leaves out.
 
     `roles` are the roles whose messages the template renders.
     """
     message = messages[index]
-    role, before = str(message.get("role")), [str(m.get("role")) for m in messages[:index]]
+    role = str(message.get("role"))
     usual = role_of(role)
     if usual is not None:
         return f"write the role {usual}, or set chat_template.roles={{{role}: {usual}}}"
@@ -152,7 +156,7 @@ def advice(messages: Sequence[Message], index: int, roles: Sequence[str]) -> str
             "put the assistant's message with its call before it: tool_calls with the id of its "
             "tool_call_id"
         )
-    if role == "system" and before:
+    if role == "system" and index > 0:
         return "put its text into the first message, or into the user's message behind it"
     if role == "system":
         return "put its text into the first message of the user, or set chat_template"

@@ -114,10 +114,11 @@ def view(args: Namespace) -> int:
         check_writable(folder / "rollouts", f"view {folder}", remedy)
     from agenttrain.runs.report import write_front_page, write_page
 
-    if args.step is None:
-        page = write_front_page(composed.config, folder, args.to)
-    else:
-        page = write_page(composed.config, folder, step, args.to)
+    with refusing():
+        if args.step is None:
+            page = write_front_page(composed.config, folder, args.to)
+        else:
+            page = write_page(composed.config, folder, step, args.to)
     print(page)
     # Only a run with pictures can have a page with images: other pages need not be read.
     pictures = folder / "rollouts" / PICTURES

@@ -142,26 +142,27 @@ def _read_source(name: str, section: object) -> SourceConfig:
         raise InvalidSettings(
             f"{key}={shown(section)}: is a section; set its keys with {key}.<key>=…"
         )
-    known = [part for part in field_names(SourceConfig) if part not in OF_THE_MIXTURE]
+    source_keys = [part for part in field_names(SourceConfig) if part not in OF_THE_MIXTURE]
     problems = []
     for part, value in section.items():
         if part in OF_THE_MIXTURE and value:
             problems.append(
                 f"{key}.{part}={shown(value)}: a source has no sources of its own; leave it out"
             )
-        elif part not in (*known, *OF_THE_MIXTURE):
-            hint = did_you_mean(str(part), known) or f"; its keys are: {', '.join(known)}"
+        elif part not in (*source_keys, *OF_THE_MIXTURE):
+            hint = did_you_mean(str(part), source_keys)
+            hint = hint or f"; its keys are: {', '.join(source_keys)}"
             problems.append(f"{key}.{part}={shown(value)}: unknown key{hint}")
     if not section.get("train"):
         problems.append(
             f"{key}.train: names no rows; set {key}.train._target_=…, or add a group: "
             f"+data@{key}=file"
         )
-        raise_problems(problems)  # the other checks read them
+        raise_problems(problems)  # the other checks read `train`
     own_sections = [part for part in OWN_SECTIONS if section.get(part) is not None]
     try:
         source = TypeAdapter(SourceConfig).validate_python(
-            {part: value for part, value in section.items() if part in known}
+            {part: value for part, value in section.items() if part in source_keys}
         )
     except ValidationError as error:
         problems += [at_source(name, own_sections, line) for line in problem_lines(error, key)]
@@ -169,21 +170,24 @@ def _read_source(name: str, section: object) -> SourceConfig:
     return source
 
 
-def at_source(name: str, own: Collection[str], text: str) -> str:
-    """Return a message about a source's rows, and `own` keys, with the keys that the run has.
+def at_source(name: str, own_keys: Collection[str], text: str) -> str:
+    """Return a message about a source's rows, and its `own_keys`, with the keys that the run has.
 
     Example: ``data.where=a: …`` of the source shop becomes ``data.sources.shop.where=a: …``.
     """
-    whole = ("stop_tools", "eval.group_by", "eval.questions")  # no keys below these
-    sections = "|".join(("data", *(key for key in own if key not in whole)))
-    settings = "|".join(re.escape(key) for key in own if key in whole) or "(?!)"  # matches nothing
+    # Keys with a value of their own. The others are sections, with keys below them.
+    with_value = ("stop_tools", "eval.group_by", "eval.questions")
+    sections = "|".join(("data", *(key for key in own_keys if key not in with_value)))
+    settings = "|".join(re.escape(key) for key in own_keys if key in with_value)
+    settings = settings or "(?!)"  # matches nothing
     keys = rf"(?:{sections})(?=\.[A-Za-z_])|(?:{settings})(?=[=:])"
 
-    def moved(match: re.Match[str]) -> str:
+    def key_in_run(match: re.Match[str]) -> str:
         key = match[0]
         return f"{SOURCES}.{name}" if key == "data" else f"{SOURCES}.{name}.{key}"
 
-    return re.sub(rf"(?<![\w./-])(?!{re.escape(SOURCES)}\b)(?:{keys})", moved, text)
+    # A whole key, and none that names the source already.
+    return re.sub(rf"(?<![\w./-])(?!{re.escape(SOURCES)}\b)(?:{keys})", key_in_run, text)
 
 
 Sources = Annotated[
@@ -247,6 +251,7 @@ class DataConfig:
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
         """Check keys without an effect on these rows, and keys that exclude each other."""
+        # A mixture, perhaps still without sources: data=mix sets `train` to {}.
         if type(self) is DataConfig and (self.sources or self.train == {}):
             raise_problems(_mixture_problems(self))
             return self
@@ -551,7 +556,10 @@ def check_hub(
     revision: object = None,
     limit: object = None,
 ) -> None:
-    """Raise ValueError for arguments of a hub dataset that cannot be right."""
+    """Raise ValueError for arguments of a hub dataset that cannot be right.
+
+    Any `subset` is accepted here: a wrong one is found when the dataset is loaded.
+    """
     if path is None or not str(path):
         raise ValueError(NO_PATH)
     if not isinstance(path, str):

@@ -92,8 +92,8 @@ class Curriculum:
             return
         rows = self._choose(0, cursor - self._start)
         # Rows of closed steps are used, though they have no measure yet.
-        used = {*self._measures, *(row for step in self._ahead for row in step)}
-        self._fresh += len({*rows} - used)  # rows that this step uses for the first time
+        used_rows = {*self._measures, *(row for step in self._ahead for row in step)}
+        self._fresh += len({*rows} - used_rows)  # rows that this step uses for the first time
         self._ahead.append(rows)
         self._start, self._upcoming, self._step_rows = cursor, self._rows(), []
 
@@ -118,7 +118,7 @@ class Curriculum:
             success_counts[task_id] += successes
             reward_counts[task_id] += rewards
         self.close(cursor)
-        rows = dict.fromkeys(self._ahead.pop(0))
+        rows = dict.fromkeys(self._ahead.pop(0))  # each row once
         self._steps += 1
         for row in rows:
             task_id = self._source.row(row).task_id

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from agenttrain.data.config import check_hub, check_row_file, check_row_files
-from agenttrain.data.images import absolute_paths
+from agenttrain.data.images import with_absolute_paths
 from agenttrain.types import ConfigError
 from agenttrain.utils.data_fields import Data
 from agenttrain.utils.hub import DATA, data_commit, explained
@@ -51,7 +51,8 @@ class ArrowRows:
                     f"path={name}: the column {column!r} holds {type(feature).__name__.lower()}s, "
                     "and only texts and images can be trained on; take a dataset without it"
                 )
-        has_transform = table.format["type"] == "custom"  # of the user's
+        # A transform of the user's makes the values. Without one they are to be plain Python.
+        has_transform = table.format["type"] == "custom"
         if not has_transform:
             table = table.with_format(None)
         self._table = table if limit is None else table.select(range(min(limit, len(table))))
@@ -72,7 +73,7 @@ class ArrowRows:
             self._block = (number, self._table[number * BLOCK : (number + 1) * BLOCK])
         features = self._table.features
         return {
-            name: _drop_added_keys(plain(values[position]), features.get(name))
+            name: _drop_added_keys(to_json_types(values[position]), features.get(name))
             for name, values in self._block[1].items()
         }
 
@@ -127,8 +128,12 @@ def as_rows(table: Any, name: str) -> Any:
 
 def _frame_row(record: Mapping[Any, Any]) -> dict[str, Any]:
     """Return a row of a data frame. Pandas' marks for no value (NaN, NaT, NA) become None."""
-    # Checked before `plain`, which would make a text of NaT, and after it, for it may give NaN.
-    row = {str(key): None if _is_missing(value) else plain(value) for key, value in record.items()}
+    # Checked before `to_json_types`, which would make a text of NaT, and after it, because it may
+    # give NaN.
+    row = {
+        str(key): None if _is_missing(value) else to_json_types(value)
+        for key, value in record.items()
+    }
     return {key: _without_none(None if _is_missing(value) else value) for key, value in row.items()}
 
 
@@ -243,11 +248,12 @@ class _File:
         else:
             import datasets
 
-            with reading(lambda error: f"path={path}: cannot be read: {reason(error)}"):
+            with loading_dataset(lambda error: f"path={path}: cannot be read: {cause_line(error)}"):
                 if file.is_dir():
                     dataset = datasets.load_from_disk(str(file))
                     table = dataset if split is None else dataset[split]
                 else:
+                    # "train" is the split that `datasets` makes of files without a split.
                     table = datasets.load_dataset(
                         file.suffix[1:], data_files=str(file), split="train"
                     )
@@ -261,14 +267,14 @@ class _File:
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return a fresh copy of a row, with absolute paths of images. Raises BadRow."""
         if self._table is not None:
-            return absolute_paths(self._table[index], self.folder)
+            return with_absolute_paths(self._table[index], self.folder)
         try:
             row = json.loads(self._lines[index][1])
         except json.JSONDecodeError as error:
             raise BadRow(f"column {error.colno}: is not JSON: {error.msg}") from error
         if not isinstance(row, dict):
             raise BadRow('is no row such as {"prompt": "2+2?", "answer": "4"}')
-        return absolute_paths(row, self.folder)
+        return with_absolute_paths(row, self.folder)
 
     @property
     def folder(self) -> Path:
@@ -362,8 +368,8 @@ class HubRows(ArrowRows):
 
         describe = partial(_hub_problem, path=path, subset=subset, split=split)
         # The hub's errors, such as a dataset that needs a token, are explained first.
-        hub = nullcontext() if is_local else explained(path, revision, "path", DATA)
-        with reading(describe), hub:
+        hub_errors = nullcontext() if is_local else explained(path, revision, "path", DATA)
+        with loading_dataset(describe), hub_errors:
             builder = datasets.load_dataset_builder(path, subset, revision=commit or revision)
             table = datasets.load_dataset(
                 path, subset, split=split, revision=commit or revision, **_cells_as_texts(builder)
@@ -386,13 +392,14 @@ def _hub_problem(error: Exception, *, path: str, subset: str | None, split: str)
             f"path={path}: is not in the cache of datasets (HF_HOME), and the hub cannot "
             "be reached; load it once where there is a network (HF_HUB_OFFLINE unset) and "
             "bring the cache, or save_to_disk it and use data=file "
-            f"({reason(error)})"
+            f"({cause_line(error)})"
         )
+    # The message of `datasets` names the split or the configuration that it lacks.
     if "split" in text.lower() and f'"{split}"' in text:
         return f"split={split}: {text}"
     if "config" in text.lower() and not isinstance(error, OSError):
         return f"subset={subset}: {text}; set data.subset=…"
-    return f"path={path}: {reason(error)}"
+    return f"path={path}: {cause_line(error)}"
 
 
 def _check_cached_commit(table: Any, commit: str, path: str) -> None:
@@ -435,26 +442,26 @@ def _cells_as_texts(builder: Any) -> dict[str, Any]:
     return {"features": features, "keep_default_na": False, "na_values": [""]}
 
 
-def plain(value: Any) -> Any:
+def to_json_types(value: Any) -> Any:
     """Convert a value to JSON's types as far as possible. Containers are copied.
 
-    Example: ``plain({"day": date(2024, 5, 1)}) == {"day": "2024-05-01"}``
+    Example: ``to_json_types({"day": date(2024, 5, 1)}) == {"day": "2024-05-01"}``
     """
     if isinstance(value, dict):
-        return {key: plain(inner) for key, inner in value.items()}
+        return {key: to_json_types(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(inner) for inner in value]
+        return [to_json_types(inner) for inner in value]
     if isinstance(value, date | datetime | time):
         return value.isoformat()
     if isinstance(value, timedelta):
         return value.total_seconds()
     if isinstance(value, Decimal):
         return float(value)
-    return plain(value.tolist()) if hasattr(value, "tolist") else value
+    return to_json_types(value.tolist()) if hasattr(value, "tolist") else value  # numpy's have it
 
 
 @contextmanager
-def reading(describe: Callable[[Exception], str]) -> Iterator[None]:
+def loading_dataset(describe: Callable[[Exception], str]) -> Iterator[None]:
     """Hide progress bars in the block, and turn an error of `datasets` into a ValueError.
 
     `describe(error)` returns the message of the ValueError.
@@ -473,6 +480,6 @@ def reading(describe: Callable[[Exception], str]) -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def reason(error: Exception) -> str:
+def cause_line(error: Exception) -> str:
     """Return the first line of the error's cause."""
     return str(error.__cause__ or error).partition("\n")[0]

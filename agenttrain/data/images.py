@@ -123,7 +123,7 @@ def _read(value: Any, where: str, limits: ImageLimits) -> Image:
         raise ValueError(f"{where}: {error}") from error
 
 
-def absolute_paths(row: dict[str, Any], folder: Path) -> dict[str, Any]:
+def with_absolute_paths(row: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return a row of a file in `folder` whose paths of images are absolute."""
 
     def make_absolute(value: Any) -> Any:

@@ -34,9 +34,10 @@ def shares_of(sources: Mapping[str, SourceConfig], tasks_per_step: int) -> dict[
         for name, source in sources.items()
         if source.count is None
     }
-    rest, total = 1 - Fraction(counted, tasks_per_step), sum(weights.values())
+    uncounted = 1 - Fraction(counted, tasks_per_step)  # share of the sources without a count
+    total_weight = sum(weights.values())
     return {
-        name: rest * weights[name] / total
+        name: uncounted * weights[name] / total_weight
         if source.count is None
         else Fraction(source.count, tasks_per_step)
         for name, source in sources.items()
@@ -62,7 +63,7 @@ class Turns:
         """The shares as whole numbers."""
         common = lcm(*self._weights.values())
         self._distances = {name: common // weight for name, weight in self._weights.items()}
-        """Draws from one of a source to its next, in a unit that makes them whole numbers."""
+        """Distance between two draws of a source, in a unit in which all are whole numbers."""
         self._limits = limits
         self.drawn = dict.fromkeys(shares, 0)
         """Draws of each source so far."""
@@ -74,12 +75,14 @@ class Turns:
         limits = self._limits
         live = [n for n in self._weights if self.drawn[n] < limits.get(n, sys.maxsize)]
         total = sum(self._weights[name] for name in live)
-        draws = sum(self.counted[name] for name in live) + 1
+        draws = sum(self.counted[name] for name in live) + 1  # with this one
+        # Sources that stay less than one draw ahead of their share: counted < share * draws.
         eligible = (n for n in live if self.counted[n] * total < self._weights[n] * draws)
+        # The one whose share reaches its next number of draws first.
         name = min(eligible, key=lambda n: (self.counted[n] + 1) * self._distances[n])
         self.drawn[name] += 1
         self.counted[name] += 1
-        if self.drawn[name] == limits.get(name):
+        if self.drawn[name] == limits.get(name):  # left out from now on: the others begin anew
             self.counted = dict.fromkeys(self.counted, 0)
         return name
 
@@ -138,6 +141,7 @@ class Mixture:
         """
         if start < self._start:
             raise ValueError(f"mixture: task {start} belongs to an earlier step")
+        # A source's curriculum chooses among its tasks, if it has one.
         return [
             (self._sources[name].curriculum or self._sources[name].tasks).tasks(occurrence, 1)[0]
             for name, occurrence in self._picked(start + count)[start - self._start :]
@@ -159,10 +163,10 @@ class Mixture:
 
     def close(self, cursor: int) -> None:
         """Close the step of the tasks up to `cursor`, whose results come later."""
-        for name, own_cursor in self._cursors(cursor).items():
+        for name, source_cursor in self._cursors(cursor).items():
             curriculum = self._sources[name].curriculum
             if curriculum is not None:
-                curriculum.close(own_cursor)
+                curriculum.close(source_cursor)
 
     def results(self, groups: Iterable[Sequence[Rollout]]) -> list[tuple[str, Result]]:
         """Return the source and the outcome of each group whose source has a curriculum."""
@@ -172,9 +176,9 @@ class Mixture:
                 by_source.setdefault(group[0].task.source, []).append(group)
         return [
             (name, result)
-            for name, own_groups in by_source.items()
+            for name, source_groups in by_source.items()
             if (curriculum := self._sources[name].curriculum) is not None
-            for result in curriculum.results(own_groups)
+            for result in curriculum.results(source_groups)
         ]
 
     def learn(self, cursor: int, results: Iterable[tuple[str, Result]]) -> None:
@@ -182,11 +186,12 @@ class Mixture:
         by_source: dict[str, list[Result]] = {}
         for name, result in results:
             by_source.setdefault(name, []).append(result)
-        for name, own_cursor in self._cursors(cursor).items():
+        for name, source_cursor in self._cursors(cursor).items():
             curriculum = self._sources[name].curriculum
             # A step without a task of the source is none of its curriculum's.
-            if curriculum is not None and own_cursor > self._turns.drawn[name]:
-                curriculum.learn(own_cursor, by_source.get(name, []))
+            if curriculum is not None and source_cursor > self._turns.drawn[name]:
+                curriculum.learn(source_cursor, by_source.get(name, []))
+        # Bring `_turns` from the old `_start` to the new one.
         for _ in range(cursor - self._start):
             self._turns.draw()
         del self._picks[: cursor - self._start]
@@ -200,8 +205,8 @@ class Mixture:
                 epoch = self._turns.drawn[name] / len(source.tasks)
                 metrics[f"source/{name}/epoch"] = epoch
             if source.curriculum is not None:
-                of_curriculum = source.curriculum.metrics()
-                metrics |= {f"source/{name}/{key}": value for key, value in of_curriculum.items()}
+                for key, value in source.curriculum.metrics().items():
+                    metrics[f"source/{name}/{key}"] = value
         return metrics
 
     def state_dict(self) -> dict[str, Any]:

@@ -68,8 +68,7 @@ class TaskSource:
         """Without `needs_prompt`, rows may lack a prompt, because an environment makes one.
 
         `source` is the name of a mixture's source, which its tasks get. Raises ValueError for an
-        empty dataset unless it `may_be_empty`, and for shuffling one
-        without end.
+        empty dataset unless it `may_be_empty`, and for shuffling one without end.
         """
         if len(rows) == 0 and not may_be_empty:
             raise ValueError("data: the dataset has no rows: check data.train and data.test")
@@ -214,7 +213,10 @@ def to_task(
 
 
 def _normal_messages(messages: Sequence[Any], index: int) -> list[Message]:
-    """Return a row's messages in `normal_message`'s form. Raises ValueError for what is none."""
+    """Return a row's messages in `normal_message`'s form.
+
+    Raises ValueError for a value that is no chat message.
+    """
     for message in messages:
         if not isinstance(message, Mapping) or "role" not in message:
             raise ValueError(f"data row {index}: {message!r} is no chat message with a `role`")

@@ -113,6 +113,7 @@ class EnvironmentKind:
         self._closed_busy: list[Instance] = []
         """Closed instances in which an abandoned call still runs."""
         self._warned = False
+        """True once a `close` that failed was reported."""
         where = f"environment.{name} ({cls.__module__}.{cls.__qualname__})"
         self._reset_arguments = _reset_arguments(cls, where) if self.has_reset else []
         if self.pooled and not self.has_reset:
@@ -145,8 +146,9 @@ class EnvironmentKind:
         if self.idle:
             instance = self.idle.pop()
         else:
+            # The longest limit of its calls: those of tools and those of hooks.
             longest_s = max(self.settings.timeout_s, self.settings.hook_timeout_s)
-            instance = Instance(f"environment {self.name}", longest_s)
+            instance = Instance(f"environment {self.name}", limit_s=longest_s)
         episode = Episode(self, instance, start.rollout_id)
         self.episodes[start.rollout_id] = episode
         try:
@@ -199,7 +201,7 @@ class EnvironmentKind:
 
     async def close_instance(self, instance: Instance) -> None:
         """Close an instance. The first failure of a class's `close` is printed as a warning."""
-        if instance.threads.stuck:
+        if instance.threads.stuck:  # an abandoned call still runs in it
             self._closed_busy.append(instance)
         try:
             await instance.close(self.settings.hook_timeout_s)
@@ -318,6 +320,7 @@ class Episode:
         limit = self.kind.settings.hook_timeout_s
         try:
             value = await limit_time(self.call("state"), limit)
+            # In the instance's thread: an error quotes the value, whose repr runs user code.
             return await limit_time(self.instance.call(_digest, value), limit)
         except Exception as error:
             raise self.kind.unavailable("its state", error) from error

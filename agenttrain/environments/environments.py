@@ -48,6 +48,7 @@ class Environments:
         for name, kind in self.kinds.items():
             tools: dict[str, Tool] = {}
             try:
+                # All public methods are tools but the hooks, such as `reset` and `reward`.
                 for method in public_methods(kind.cls, HOOKS):
                     spec = describe_method(kind.cls, method)
                     tools[method] = _Method(name=method, schema=spec.schema, kind=kind, spec=spec)
@@ -67,6 +68,7 @@ class Environments:
         self._empty = Toolbox({})
         self._max_stuck = max_stuck
         self._warned = False
+        """True once `warn_uneven_prompts` has warned."""
 
     @property
     def tool_names(self) -> tuple[str, ...]:

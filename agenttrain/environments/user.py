@@ -174,7 +174,7 @@ class LlmUser:
 
     def __call__(self, task: Task, spoken: Sequence[Message], seed: int) -> str | None:
         """Return the model's reply, or None if it has the stop text. Raises ToolUnavailable."""
-        roles = {"user": "assistant", "assistant": "user"}
+        roles = {"user": "assistant", "assistant": "user"}  # the model answers as the user
         persona = self._prompt.fill({**task.columns, "stop": self._stop})
         messages = [{"role": "system", "content": persona}]
         if self._greeting is not None:

@@ -54,6 +54,8 @@ class Evidence:
     """Folder of the run."""
     policy: Policy
     checkpoints: Checkpoints
+    arrays_above: int | None = None
+    """Tokens of a rollout above which its record has a file of arrays; None: none has."""
 
     @contextmanager
     def collect(self, step: int, rollouts: Sequence[Rollout] = ()) -> Iterator[None]:
@@ -116,7 +118,7 @@ class Evidence:
         for name in ("config.yaml", TOOLS):
             if (self.folder / name).exists():
                 shutil.copyfile(self.folder / name, bundle / name)
-        write_step(bundle, step, rollouts)
+        write_step(bundle, step, rollouts, arrays_above=self.arrays_above)
         if isinstance(error, BrokenUpdate):
             # Tensors, because JSON has no NaN.
             records = [

@@ -85,7 +85,11 @@ is no reward."""
 
 
 class FunctionScorer:
-    """Runs one reward function: a sync one in threads, an async one on the event loop."""
+    """Runs one reward function: a sync one in threads, an async one on the event loop.
+
+    A `Rubric` has one for each function. It calls `score` on the event loop, perhaps several times
+    at once.
+    """
 
     def __init__(
         self,
@@ -122,7 +126,7 @@ class FunctionScorer:
         thread, the only one that may set alarms."""
         self.strict = True
         """True if a value that is no number raises RewardError; False if it becomes NoNumber."""
-        # The columns that it gets: those that parameters name, and all others with `**columns`.
+        # The columns that the function gets: those that parameters name; with `**columns`, all.
         parameters = list(inspect.signature(function).parameters.values())
         # The first parameter gets the rollout, or the group. TRL passes all by name.
         rollout_parameters = [] if self._trl else parameters[:1]
@@ -162,7 +166,7 @@ class FunctionScorer:
             while len(outcomes) < len(calls):
                 async with self._slot():
                     outcomes += await self._run_several(calls[len(outcomes) :])
-        elif self._concurrency == 1:
+        elif self._concurrency == 1:  # an async function, one call after the other
             outcomes = [await run(call) for call in calls]
         else:
             outcomes = await asyncio.gather(*map(run, calls))
@@ -254,8 +258,8 @@ class FunctionScorer:
                 if inspect.isawaitable(outcomes[-1].value) and not outcomes[-1].alarm:
                     outcomes[-1] = await attempt_async(outcomes[-1].value)
         except TimeoutError:
-            # The call that took too long has no outcome yet, or an awaitable. There is none if the
-            # last call ended together with the limit.
+            # The call that took too long has no outcome yet, or an awaitable. If the last call
+            # ended together with the limit, no call took too long.
             finished = [outcome for outcome in outcomes if not inspect.isawaitable(outcome.value)]
             is_late = len(finished) < len(started_calls)
             return [*finished, self._timed_out()] if is_late else finished
@@ -358,19 +362,22 @@ class FunctionScorer:
         if outcome.error is not None:
             raise scoring_error(self.name, rollout, outcome.error) from outcome.error
         value: Any = outcome.value
-        if isinstance(value, NoNumber) and self.strict:
+        if isinstance(value, NoNumber) and self.strict:  # from `_read_in_thread`
             raise scoring_error(self.name, rollout, ValueError(str(value)))
         if isinstance(value, RewardUnavailable):
             return value
         try:
-            return as_score(value, rollout)  # the same, if it is a score from the thread
+            return as_score(value, rollout)  # a score that the thread has read stays the same
         except (TypeError, ValueError) as error:
             if not self.strict:
                 return NoNumber(str(error))
             raise scoring_error(self.name, rollout, error.with_traceback(None)) from error
 
     async def _read_in_thread(self, value: object, rollout: Rollout) -> Outcome:
-        """Return the score of an object of a user's class, whose `__float__` may be slow, say."""
+        """Read a score from an object of a user's class, whose `__float__` may be slow, say.
+
+        The value of the outcome is the score, or NoNumber for an object that is none.
+        """
 
         def read() -> Score:
             try:
@@ -556,13 +563,14 @@ def copy_rollout(rollout: Rollout) -> Rollout:
                 trainer_logprobs=copy.copy(trajectory.trainer_logprobs),
                 entropies=copy.copy(trajectory.entropies),
                 advantages=copy.copy(trajectory.advantages),
-                _ids=trajectory.token_ids,
+                _ids=trajectory.token_ids,  # a copy
             )
             for trajectory in rollout.trajectories
         ],
         tool_results=results,
         untrained=tuple(
-            replace(side, messages=copy_value(side.messages)) for side in rollout.untrained
+            replace(conversation, messages=copy_value(conversation.messages))
+            for conversation in rollout.untrained
         ),
         rewards=dict(rollout.rewards),
         grades=dict(rollout.grades),

@@ -44,6 +44,8 @@ class Rubric:
 
     Example with weights ``{"exact": 1.0, "short": 0.5}``: rewards ``{"exact": 1.0, "short": 0.2}``
     make 1.1, and ``{"exact": None, "short": 0.2}`` make 0.1. If both are None, so is the sum.
+
+    The `check` methods are called before a run, `score` for its finished rollouts.
     """
 
     def __init__(
@@ -224,7 +226,7 @@ def _build_scorer(
     if not callable(target):
         raise ValueError(f"{where}: {target!r} is not a function or a class")
     try:
-        inspect.signature(target).bind_partial(**bound)
+        inspect.signature(target).bind_partial(**bound)  # TypeError for an unknown argument
         if inspect.isclass(target):
             target, bound = target(**bound), {}
     except ValueError as error:

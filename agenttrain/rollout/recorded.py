@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from agenttrain.chat.chat import Chat
@@ -18,6 +19,12 @@ from agenttrain.data.config import check_rollout_files
 from agenttrain.data.files import BadRow, FileRows
 from agenttrain.rollout.ledger import schemas_of, verify
 from agenttrain.tracking.pictures import with_pictures
+from agenttrain.tracking.record_arrays import (
+    ARRAYS,
+    ArraysMissing,
+    check_arrays,
+    with_arrays,
+)
 from agenttrain.tracking.rollouts import prompt_messages, read_rollout
 from agenttrain.types import LedgerError, Message, Origin, Rollout, StopReason, Task, Trajectory
 from agenttrain.utils.data_fields import Data
@@ -57,15 +64,21 @@ class RolloutRows:
         self._selected: list[int] = []
         reasons: Counter[str] = Counter()
         rewarded = 0
+        checked: set[tuple[Path, Any]] = set()
+        """Files of arrays, by folder and name."""
         for index in range(len(self._file)):
             record = self._record(index)
             if record["reward"] is not None:
                 rewarded += 1
             reason = _why_left_out(record, min_reward)
-            if reason is None:
-                self._selected.append(index)
-            else:
+            if reason is not None:
                 reasons[reason] += 1
+                continue
+            self._selected.append(index)
+            folder = self._file.folder(index)
+            if (folder, record.get(ARRAYS)) not in checked:
+                checked.add((folder, record.get(ARRAYS)))
+                self._check_arrays(record, index)
         left_out = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
         if min_reward is not None and not rewarded:
             raise ValueError(
@@ -92,7 +105,8 @@ class RolloutRows:
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return a fresh copy of a row."""
         line = self._selected[index]
-        record = RecordedRollout(with_pictures(self._record(line), self._file.folder(line)))
+        folder = self._file.folder(line)
+        record = RecordedRollout(with_pictures(with_arrays(self._record(line), folder), folder))
         row = {
             **record["columns"],
             "task_id": record["task_id"],
@@ -111,6 +125,13 @@ class RolloutRows:
             return prompt_messages(self._record(self._selected[index])["trajectories"][0])
         except LookupError:  # a broken record, which `read_again` refuses
             return ()
+
+    def _check_arrays(self, record: RecordedRollout, index: int) -> None:
+        """Raise ValueError unless the file of arrays of line `index`, if it has one, is there."""
+        try:
+            check_arrays(record, self._file.folder(index))
+        except ArraysMissing as error:
+            raise ValueError(f"path={self._file.where(index)}: {error}") from error
 
     def _record(self, index: int) -> RecordedRollout:
         """Return the recorded rollout of a line; raises ValueError for any other object."""

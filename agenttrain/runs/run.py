@@ -338,7 +338,9 @@ class Run:
     def _check_rewards(self, evaluations: Sequence[Any], scores: dict[str, Any]) -> None:
         """Write the rollouts of the evaluations; raise NoRewards if not one has a reward."""
         rollouts = [rollout for evaluation in evaluations for rollout in evaluation.rollouts]
-        write_step(self.folder, 0, rollouts, rollout_limit(self.config.tracker.rollouts))
+        settings = self.config.tracker
+        limit = rollout_limit(settings.rollouts)
+        write_step(self.folder, 0, rollouts, limit, settings.arrays_above)
         if (reason := why_unrewarded(rollouts)) is not None:
             self.record(steps=0, eval=scores)  # the other scores count all the same
             cause = reason or "all of them failed"  # the reason is empty if no rollout was scored
@@ -687,7 +689,12 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
     await roles.ready()
     run.tracker = stack.enter_context(run.make_tracker(done))
     if not supervised:
-        run.evidence = Evidence(folder=run.folder, policy=policy, checkpoints=checkpoints)
+        run.evidence = Evidence(
+            folder=run.folder,
+            policy=policy,
+            checkpoints=checkpoints,
+            arrays_above=config.tracker.arrays_above,
+        )
 
     source, evaluator = _make_source(run, components, policy, rollouts, collector)
     is_asynchronous = config.async_training.max_staleness > 0

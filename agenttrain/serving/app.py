@@ -69,6 +69,7 @@ class HostCheck:
     """Refuses requests whose `Host` names no server here, before they reach `app`."""
 
     def __init__(self, app: ASGIApp, hosts: Collection[str], any_address: bool) -> None:
+        """`hosts` are names of this server, "*" for all. `any_address` allows IP addresses too."""
         self.app, self.any_address = app, any_address
         self.hosts = frozenset(host.lower().strip("[]") for host in hosts)
 

@@ -7,6 +7,7 @@ it never saw in training, and the engine's cache would be lost.
 
 from __future__ import annotations
 
+import json
 import secrets
 from array import array
 from collections.abc import Sequence
@@ -79,7 +80,7 @@ class Conversations:
         are rendered.
         """
         messages, _ = self._issued.restore_calls(in_call_order(messages), schemas)
-        tools = tools_digest(schemas)
+        tools = tools_digest(json.dumps(schemas))
         match = self._issued.match(messages, tools)
         if (turn := match.turn) is not None:
             # If the template refuses a role after an answer, all messages are rendered below.

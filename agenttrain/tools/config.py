@@ -23,7 +23,12 @@ from pydantic.dataclasses import dataclass
 from agenttrain.utils.data_fields import Data, DataWhere
 from agenttrain.utils.files import PACKAGE
 from agenttrain.utils.names import did_you_mean
-from agenttrain.utils.redaction import hide_in_settings, hide_secrets, names_variable
+from agenttrain.utils.redaction import (
+    hide_in_settings,
+    hide_secrets,
+    is_web_address,
+    names_variable,
+)
 from agenttrain.utils.sections import SETTINGS, Flag, Number, Whole
 
 
@@ -180,12 +185,7 @@ def expand_variables(name: str, values: object) -> dict[str, str]:
 def _check_url(url: Any) -> None:
     """Raise ValueError for an incomplete address, and for one that holds credentials."""
     hidden = hide_secrets(str(url))
-    try:
-        parts = urlsplit(url)
-        complete = parts.scheme in ("http", "https") and bool(parts.hostname)
-    except (ValueError, AttributeError, TypeError):
-        complete = False
-    if not complete:
+    if not is_web_address(url):
         raise ValueError(f"url={hidden}: must be a whole address, e.g. http://127.0.0.1:8000/mcp")
     # Every file and message of the run would repeat credentials in the address.
     credentials, at, _ = urlsplit(str(url)).netloc.rpartition("@")

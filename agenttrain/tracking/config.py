@@ -115,6 +115,9 @@ class TrackerConfig:
 
     rollouts: Data[str] = "all"
     """Rollouts written per step: all, none, or a number."""
+    arrays_above: Data[Whole | None] = Field(default=4096, ge=0)
+    """Rollouts of more tokens have their token ids, log-probabilities and other lists per token in
+    a binary file beside the step's; None: all of it is JSON."""
     timeline: Data[bool] = True
     """Record who sampled, called tools, waited and trained when, for `agenttrain timeline`."""
     console: Data[bool] = True

@@ -7,7 +7,8 @@ trajectories`, and `error`, `untrained` (conversations of an outside agent that 
 and its `source` in a mixture if there are any. A trajectory has the keys `role, parent, messages,
 token_ids, spans, logprobs`; `number`, `turn_rewards` and `states` if there are any; and
 `trainer_logprobs` and `entropies` if the trainer computed them. It does not for rollouts without a
-gradient, such as those of a group whose rewards are equal.
+gradient, such as those of a group whose rewards are equal. A record may have its lists per token in
+a file beside it (`record_arrays.py`); `read_step` yields them in their places.
 
 `read_rollout` makes a Rollout of an object; `completions` and `tool_results` give the outputs of
 the engine and the tools.
@@ -26,6 +27,13 @@ from typing import Any
 import numpy as np
 
 from agenttrain.tracking.pictures import placed_images, recorded_messages, shown_text, write_images
+from agenttrain.tracking.record_arrays import (
+    ARRAYS,
+    remove_former_arrays,
+    take_arrays,
+    with_arrays,
+    write_arrays,
+)
 from agenttrain.tracking.run_folder import write_atomically
 from agenttrain.types import (
     Completion,
@@ -288,16 +296,44 @@ def written_step(run_folder: Path, step: int | None, command: str) -> int:
 
 
 def write_step(
-    run_folder: Path, step: int, rollouts: Sequence[Rollout], most: int | None = None
+    run_folder: Path,
+    step: int,
+    rollouts: Sequence[Rollout],
+    most: int | None = None,
+    arrays_above: int | None = None,
 ) -> None:
-    """Write the first `most` rollouts (None: all) of a step atomically; no file for none."""
+    """Write the first `most` rollouts (None: all) of a step atomically; no file for none.
+
+    Those of more than `arrays_above` tokens have their lists in a file of arrays; None: none have.
+    """
     chosen = in_order(rollouts)[:most]
     if chosen:
-        lines = [dumps(_step_record(rollout, step)) + "\n" for rollout in chosen]
         path = step_path(run_folder, step)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_images(path.parent, chosen)
-        write_atomically(path, "".join(lines))
+        records = (_step_record(rollout, step) for rollout in chosen)
+        write_records(path, records, arrays_above)
+
+
+def write_records(path: Path, records: Iterable[dict[str, Any]], arrays_above: int | None) -> None:
+    """Write the records of a step atomically, each a line; `arrays_above` as in `write_step`.
+
+    Takes the lists out of long records. A process that is killed at any moment leaves the former
+    lines with their arrays, or the new ones with theirs.
+    """
+    arrays: dict[str, np.ndarray] = {}
+    lines: list[str | dict[str, Any]] = []  # records whose arrays are not yet in a file are objects
+    for number, record in enumerate(records):
+        tokens = sum(len(trajectory["token_ids"]) for trajectory in record["trajectories"])
+        is_long = arrays_above is not None and tokens > arrays_above
+        taken = take_arrays(record, number) if is_long else {}
+        arrays |= taken
+        lines.append(record if taken else dumps(record))
+    file = write_arrays(path, arrays) if arrays else None
+    texts = (line if isinstance(line, str) else dumps({**line, ARRAYS: file}) for line in lines)
+    # After the arrays: no line names a file that is not there.
+    write_atomically(path, "".join(f"{text}\n" for text in texts))
+    remove_former_arrays(path, file)
 
 
 def staleness(rollout: Rollout, step: int) -> int | None:
@@ -328,8 +364,13 @@ def _step_record(rollout: Rollout, step: int) -> dict[str, Any]:
 
 
 def read_step(run_folder: Path, step: int) -> Iterator[dict[str, Any]]:
-    """Yield the records of a step; raises FileNotFoundError if the step has no file."""
-    yield from read_rows(step_path(run_folder, step))
+    """Yield the records of a step, their arrays as lists.
+
+    Raises FileNotFoundError if the step has no file, ArraysMissing without a file of arrays.
+    """
+    path = step_path(run_folder, step)
+    for record in read_rows(path):
+        yield with_arrays(record, path.parent)
 
 
 def completions(record: Record) -> list[Completion]:

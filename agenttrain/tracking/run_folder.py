@@ -91,11 +91,11 @@ def update_summary(folder: Path, **changes: Any) -> None:
     write_atomically(folder / "summary.json", json.dumps(finite(summary), indent=2) + "\n")
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file's content; a reader sees the old text or the new, never a part."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replace a file's content; a reader sees the old content or the new, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
         temporary.replace(path)
     except BaseException:
         with suppress(OSError):

@@ -78,6 +78,7 @@ class Tracker:
         trackers get the settings `run_config`.
         """
         self._rollout_limit = rollouts_file.rollout_limit(config.rollouts)
+        self._arrays_above = config.arrays_above
         self._folder = run_folder
         run_folder.mkdir(parents=True, exist_ok=True)
         status = run_folder.stat()
@@ -128,7 +129,9 @@ class Tracker:
         """
         self.check_folder()
         # The line is written last: a step that has one is complete on disk.
-        rollouts_file.write_step(self._folder, step, rollouts, self._rollout_limit)
+        rollouts_file.write_step(
+            self._folder, step, rollouts, self._rollout_limit, self._arrays_above
+        )
         self._metrics.write(step, metrics)
         self._last_step = step
         self._followers.check()

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 import httpx
 
-from agenttrain.utils.redaction import hide_secrets
+from agenttrain.utils.redaction import hide_secrets, is_web_address
 from agenttrain.utils.role_names import role_named
 
 RETRIED_STATUSES = (408, 409, 425, 429)
@@ -90,9 +90,9 @@ class ChatApi:
                     f"{name}={value}: has no effect with url={url}; leave it out, and name "
                     f"the model with roles.{self._role}.model"
                 )
-        elif not url.startswith(("http://", "https://")):
+        elif not is_web_address(url):
             raise ValueError(
-                f"url={hide_secrets(url)}: must begin with http:// or https://, up to /v1; "
+                f"url={hide_secrets(url)}: must be a whole address from http:// on, up to /v1; "
                 "role:judge, say, stands for servers of the run"
             )
         if "@" in urlsplit(url).netloc:

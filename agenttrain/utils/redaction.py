@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 HIDDEN = "***"
 _USER = re.compile(r"(\w://)([^/\s?#]+)@")
@@ -39,6 +40,15 @@ _SECTION_TEXT = re.compile(r"(\b(?:env|headers)[\"']?\s*:\s*)(\{[^{}]*\})")
 _ITEM = re.compile(r"""([{,]\s*[^:,{}]+:\s*)("[^"]*"|'[^']*'|[^,}]*)""")
 _PUNCTUATION = ":.,;!)]}"
 """Characters that may follow an address in a text."""
+
+
+def is_web_address(url: object) -> bool:
+    """Return True for the whole address of a server: ``http`` or ``https``, and a host."""
+    try:
+        parts = urlsplit(str(url))
+    except ValueError:  # such as http://[::1
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
 def hide_secrets(text: str) -> str:

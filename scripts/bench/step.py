@@ -98,7 +98,8 @@ async def one_step(run: Run, trainer: Trainer, step: int) -> dict[str, float]:
     run.tracker.step(step, metrics, rollouts)
     recorded = time.perf_counter()
     # What the tracker and the step did among other things, once more by itself.
-    write_step(run.folder / "again", step, rollouts)
+    arrays_above = run.config.tracker.arrays_above
+    write_step(run.folder / "again", step, rollouts, arrays_above=arrays_above)
     written = time.perf_counter()
     for _ in range(2):  # before the step and after its update
         check_weights(trainer.policy.model, "")

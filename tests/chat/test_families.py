@@ -17,7 +17,7 @@ from agenttrain.chat.chat import Chat
 from agenttrain.chat.config import ChatTemplateConfig, ResponseSchemaConfig
 from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.features import Status
-from agenttrain.chat.fixes import Edit, Family, apply_fix, families, parse_family, pattern
+from agenttrain.chat.fixes import Edit, Family, apply_fix, families, parse_family, template_pattern
 from agenttrain.chat.loading import load_chat
 from agenttrain.cli import main
 from agenttrain.commands.templates import (
@@ -340,7 +340,7 @@ def test_replies_to_several_calls_where_one_is_rendered() -> None:
 
 
 def test_an_edit_finds_what_forks_change() -> None:
-    found = pattern("{%- if message.role == 'user' %}")
+    found = template_pattern("{%- if message.role == 'user' %}")
     assert found.search('{% if  message["role"] == "user" -%}')
     assert not found.search("{% if message.rule == 'user' %}")
 

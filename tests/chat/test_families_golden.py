@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 
+from family_chats import real_qwen
 from parts import LIMITS, add, toolbox
-from test_families_ledger import real_qwen
 
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.rollout.config import RolloutRequest

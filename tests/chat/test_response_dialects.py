@@ -267,6 +267,7 @@ ARGUMENTS = ("properties", "tool_calls", "items", "properties", "function", "pro
         (changed(TEMPLATES["tags"], *CALLS, "close", to=[]), "none of them empty"),
         (changed(TEMPLATES["tags"], *CALLS, "content", to="yaml"), "'yaml' is not one of text"),
         (changed(TEMPLATES["tags"], *CALLS, "transform", to="a {content}"), "mixes a placeholder"),
+        (changed(TEMPLATES["tags"], *CALLS, "transform", to="{name}{content}"), "mixes a placehol"),
         (changed(TEMPLATES["parameters"], *CALLS, "content_args", to={}), "tag_pattern: must be"),
         (changed(SCHEMAS["tags"], "x-regex", to="("), "response_schema.x-regex: .* is no regular"),
         (changed(SCHEMAS["tags"], "type", to="array"), "the root must be an object"),

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from agenttrain.cli import main
+from agenttrain.tracking.rollouts import read_step, step_path, write_records
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "recorded_run"
 
@@ -87,6 +88,38 @@ def test_rescore_by_the_recorded_rewards_with_another_weight():
         assert row["new"]["rewards"] == old["rewards"]
         expected = old["reward"] + old["rewards"]["tool_success"]
         assert row["new"]["reward"] == pytest.approx(expected)
+
+
+VERBS = {
+    "view": ["view", "{}", "to=page.html"],
+    "view step": ["view", "{}", "step=1", "to=page.html"],
+    "replay": ["replay", "{}", "step=2"],
+    "replay live": ["replay", "{}", "step=1", "rollout=train-1-0-0", "tools=live"],
+    "rescore": ["rescore", "{}", "reward.tool_success.weight=2", "to=scores.jsonl"],
+}
+"""Verbs that read rollouts; `{}` is the run folder."""
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_arrays_give_what_lines_give(verb, capsys):
+    shutil.copytree("run", "arrays/run", symlinks=True)
+    for step in (1, 2):
+        records = list(read_step(Path("run"), step))
+        write_records(step_path(Path("arrays/run"), step), records, arrays_above=100)
+    assert len(list(Path("arrays/run/rollouts").glob("*.npz"))) == 2
+    results = []
+    for run in ("run", "arrays/run"):
+        assert main([word.format(run) for word in VERBS[verb]]) == 0
+        pages = [path for path in (Path("page.html"), Path("scores.jsonl")) if path.exists()]
+        printed = capsys.readouterr().out.replace("arrays/run", "run")
+        results.append((printed, [path.read_text() for path in pages]))
+        for path in pages:
+            path.unlink()
+    assert results[0] == results[1]
+    for path in Path("arrays/run/rollouts").glob("*.npz"):
+        path.unlink()
+    assert main([word.format("arrays/run") for word in VERBS[verb]]) == 2
+    assert "is missing, and holds the token ids" in capsys.readouterr().err
 
 
 def test_export_writes_a_model():

@@ -24,7 +24,7 @@ from agenttrain.environments.adapters.gymnasium import (
     brackets_for_colours,
     parameters_of,
 )
-from agenttrain.environments.adapters.observations import readable
+from agenttrain.environments.adapters.observations import observation_text
 from agenttrain.settings.checks import validate
 from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
 from agenttrain.tools.arguments import ArgumentSchema
@@ -291,11 +291,11 @@ def test_actions_in_texts():
 
 
 def test_observations_as_text():
-    assert readable(np.int64(3)) == "3"
-    assert readable("you see a door") == "you see a door"
+    assert observation_text(np.int64(3)) == "3"
+    assert observation_text("you see a door") == "you see a door"
     observation = {"position": np.array([0.123456, -2.0]), "door": np.int64(1), "say": "hm"}
-    assert readable(observation) == "position: [0.1235, -2.0]\ndoor: 1\nsay: hm"
-    assert readable((np.int64(1), True, None)) == "[1, true, null]"
+    assert observation_text(observation) == "position: [0.1235, -2.0]\ndoor: 1\nsay: hm"
+    assert observation_text((np.int64(1), True, None)) == "[1, true, null]"
     taxi = gymnasium.make("Taxi-v4", render_mode="ansi")
     taxi.reset(seed=1)
     assert brackets_for_colours(taxi.render()).splitlines() == [

@@ -199,6 +199,8 @@ URL = "http://127.0.0.1:1"
         ({"url": URL, "ping_s": 0}, "^ping_s=0: must be a number of seconds above 0"),
         ({"url": URL, "prompt": "{{ if"}, "^prompt: is no template"),
         ({"url": URL}, f"^url={URL}: no server answers"),
+        ({"url": "http://[::1"}, r"^url=http://\[::1: must be the address of an OpenEnv server"),
+        ({"url": "http://host:port"}, "^url=http://host:port: no server answers"),
     ],
 )
 def test_mistakes(arguments: dict[str, Any], message: str) -> None:

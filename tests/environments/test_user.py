@@ -275,7 +275,7 @@ def test_a_function_of_ones_own() -> None:
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"url": "localhost:1"}, "^user.url=localhost:1: must begin with http"),
+        ({"url": "localhost:1"}, "^user.url=localhost:1: must be a whole address"),
         ({"url": "http://me:secret@h/v1"}, r"^user.url=http://\*\*\*@h/v1: holds credentials"),
         ({"api_key_env": "NO_SUCH_KEY"}, "^user.api_key_env=NO_SUCH_KEY: that environment"),
         ({"stop": " "}, "^user.stop= : must be a text"),

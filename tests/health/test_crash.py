@@ -107,6 +107,7 @@ def test_a_planted_reward_of_a_rollout_of_several_trajectories(tmp_path, rewards
     # The bundled agent answers the request for a summary with a call, which ends the rollout.
     compaction = ["rollout.compaction=summary", "rollout.compact_at=120", "rollout.max_turns=5"]
     settings = [*SETTINGS, *reward, *compaction, "rollout.summary_tokens=24"]
+    settings += ["tracker.arrays_above=0"]
     assert main([*settings, f"hydra.run.dir={run}"]) == 1
     cause = (
         "rollout train-2-1-0 trajectory 0: its loss is -inf, "
@@ -118,6 +119,8 @@ def test_a_planted_reward_of_a_rollout_of_several_trajectories(tmp_path, rewards
     assert (crash["stage"], crash["culprits"]) == ("update", ["train-2-1-0", "train-2-1-1"])
 
     bundle = run / "crash" / "step-000002"
+    for folder, step in ((run, 1), (bundle, 2)):
+        assert list((folder / "rollouts").glob(f"step-{step:06d}-*.npz"))
     rollouts = [
         read_rollout(record, Task(task_id=record["task_id"], messages=()))
         for record in read_step(bundle, 2)

@@ -11,7 +11,6 @@ engine._target_=scripted_engines.REPLAY      answers as the rollouts of an earli
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import time
@@ -29,6 +28,7 @@ from agenttrain.engines.broadcast import (
 )
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.engines.transformers.config import TransformersSettings
+from agenttrain.tracking.rollouts import read_step, written_steps
 from agenttrain.types import Completion, Finish
 
 KILLED_AT = "AGENTTRAIN_TEST_KILLED_AT"
@@ -219,8 +219,9 @@ REPLAYED = "AGENTTRAIN_TEST_REPLAYED"
 def replay(settings: TransformersSettings, inputs: EngineInputs) -> ScriptedEngine:
     """Answer each turn of a rollout with the ids and log-probabilities that were recorded."""
     turns: dict[str, list[Completion]] = {}
-    for file in Path(os.environ[REPLAYED], "rollouts").glob("step-*.jsonl"):
-        for record in map(json.loads, file.read_text().splitlines()):
+    run = Path(os.environ[REPLAYED])
+    for step in written_steps(run, "replay"):
+        for record in read_step(run, step):
             (one,) = record["trajectories"]
             turns[record["rollout_id"]] = [
                 Completion(

@@ -176,7 +176,8 @@ def test_requests_run_at_once(server):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"url": "localhost:8000"}, "url=localhost:8000: must begin with http:// or https://"),
+        ({"url": "localhost:8000"}, "url=localhost:8000: must be a whole address"),
+        ({"url": "http://[::1"}, r"url=http://\[::1: must be a whole address"),
         ({"pattern": "Score: 1"}, "pattern=Score: 1: needs one group, which is the score"),
         ({"pattern": "("}, r"pattern=\(: .*position"),
         ({"json_path": "score"}, "json_path=score: give either it or a pattern"),

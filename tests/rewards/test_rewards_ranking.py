@@ -325,7 +325,7 @@ def test_the_whole_conversation_is_shown_without_the_prompt(server):
         ({"max_rollout_tokens": 3}, "max_rollout_tokens=3: must be at least 16"),
         ({"max_request_tokens": 100}, "max_request_tokens=100: must be at least max_rollout"),
         ({"prompt": "{{ question }}"}, "prompt: has no {{ answers }}"),
-        ({"url": "localhost"}, "url=localhost: must begin with http"),
+        ({"url": "localhost"}, "url=localhost: must be a whole address"),
     ],
 )
 def test_settings_that_cannot_work(server, settings, said):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import parts
 import pytest
+from family_chats import Conversation, conversations, small, texts
 from hypothesis import given, settings
-from test_families_ledger import Conversation, conversations, families, small, texts
 
 from agenttrain.chat.certificate import as_parsed
 from agenttrain.chat.demonstrations import completion_ids
 from agenttrain.chat.encoding import ChatError
+from agenttrain.chat.fixes import families
 from agenttrain.commands.templates import EXAMPLE_TOOLS
 from agenttrain.rollout.config import RolloutConfig
 from agenttrain.rollout.demonstration import BadDemonstration, Demonstrator

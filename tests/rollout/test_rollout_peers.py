@@ -121,6 +121,7 @@ def test_an_evaluation_has_the_same_figures_on_every_process(
         assert {**mine, "ids": None} == {**whole, "ids": None}
 
 
+@pytest.mark.slow
 def test_an_error_of_one_process_ends_the_step_of_all(of_one: dict, of_two: list[dict]) -> None:
     assert of_one["reward"].startswith("RewardError")
     told = sorted(told["reward"] for told in of_two)

@@ -10,6 +10,7 @@ import pytest
 from same_run import assert_same
 
 from agenttrain.cli import main
+from agenttrain.tracking.rollouts import read_step, step_path, write_records
 
 pytestmark = pytest.mark.timeout(1200)  # whole runs
 
@@ -98,6 +99,45 @@ def test_data_shows_the_rollouts(recorded: Path, capsys: pytest.CaptureFixture[s
     count = sum(record["stop_reason"] == "stop_tool" for record in records(recorded))
     assert f"is true of {count} of 8 rows of data.train" in shown
     assert "rollout (object)" in shown
+
+
+@pytest.fixture
+def arrays(recorded: Path, tmp_path: Path) -> Path:
+    """The recorded run with the lists of its rollouts in a file of arrays."""
+    copy = Path(shutil.copytree(recorded, tmp_path / "arrays" / "run", symlinks=True))
+    write_records(step_path(copy, 1), list(read_step(recorded, 1)), arrays_above=64)
+    assert list((copy / "rollouts").glob("*.npz"))
+    return copy
+
+
+def test_data_shows_rollouts_with_arrays(
+    recorded: Path, arrays: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = 'data.where="length(rollout.trajectories[0].token_ids) > `100`"'
+    shown = []
+    for run in (recorded, arrays):
+        assert main(["data", *chosen(run)[1:], where, "--rows", "8"]) == 0
+        shown.append(capsys.readouterr().out.replace(str(run), "run"))
+    assert shown[0] == shown[1] and "token_ids" in shown[0]
+
+
+def test_a_missing_file_of_arrays_is_named_at_the_start(
+    arrays: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file,) = (arrays / "rollouts").glob("*.npz")
+    file.write_bytes(file.read_bytes()[:-30])
+    assert main([*chosen(arrays), f"hydra.run.dir={tmp_path / 'run'}"]) == 2
+    printed = capsys.readouterr().err
+    assert f"data.train.path={arrays}/rollouts/step-000001.jsonl, line 1: {file}: " in printed
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.slow
+def test_arrays_are_learned_as_lines_are(recorded: Path, arrays: Path, tmp_path: Path) -> None:
+    folders = tmp_path / "of lines", tmp_path / "of arrays"
+    for run, folder in zip((recorded, arrays), folders, strict=True):
+        assert main([*chosen(run), "steps=2", f"hydra.run.dir={folder}"]) == 0
+    assert_same(*folders)
 
 
 REFUSALS = {

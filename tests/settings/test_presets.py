@@ -65,7 +65,8 @@ def compose(*overrides: str) -> Composed:
 @pytest.mark.parametrize(
     ("hardware", "models"),
     [
-        *(("laptop", MODELS[::2]), ("node8x80", MODELS[1::2])),
+        ("laptop", MODELS[::2]),
+        pytest.param("node8x80", MODELS[1::2], marks=pytest.mark.slow),
         *(pytest.param(name, MODELS, marks=pytest.mark.long) for name in LATER),
     ],
     ids=("laptop", "node8x80", *LATER),

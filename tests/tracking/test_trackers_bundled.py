@@ -160,6 +160,7 @@ def wandb_records(file: Path) -> Iterator[Record]:
             parts = b""
 
 
+@pytest.mark.slow
 def test_wandb_has_every_step_once(finished):
     files = sorted((finished.folder / "wandb").glob(f"offline-run-*-{finished.id}/*.wandb"))
     assert len(files) == 3  # the process that was killed, its successor, and the resumed run

@@ -158,12 +158,13 @@ def parse_response(
     calls = []
     for call, call_id in zip(parsed_calls, ids, strict=True):
         label = call.arguments_label
-        arguments, problem, lenient = _decode_arguments(call.arguments, label, spec.lenient)
+        arguments, problem, is_loose = _decode_arguments(call.arguments, label, spec.lenient)
         name = call.name if isinstance(call.name, str) else ""
+        # One problem is reported: of the call's text, else of its name, else of its arguments.
         if call.problem is not None:
             problem = call.problem
         elif not name:
-            problem = f"{call.name_label} {NO_NAME}"
+            problem = f"{call.name_label} {NO_NAME}"  # "name" must be the name of a tool
         # E.g. a lone surrogate: it would raise only later, where rollouts are written.
         if not is_portable([name, arguments], call.text):
             name = name if is_portable(name, call.text) else ""
@@ -175,7 +176,7 @@ def parse_response(
                 arguments=arguments if problem is None else {},
                 malformed=problem,
                 text=call.text,
-                lenient=problem is None and (lenient or call.lenient),
+                lenient=problem is None and (is_loose or call.lenient),
             )
         )
     return AssistantTurn(content=parsed.content, reasoning=parsed.reasoning, calls=tuple(calls))
@@ -187,8 +188,8 @@ def _unique_ids(calls: Sequence[ParsedCall], numbered_id: Callable[[int], str]) 
     An id that the model wrote once stays. Other calls get a numbered id that no call has. Example:
     a call with the id ``call_0_1`` and one without an id get ``call_0_1`` and ``call_0_2``.
     """
-    written = Counter(call.id for call in calls if call.id and is_portable(call.id, call.text))
-    unique_ids = {call_id for call_id, times in written.items() if times == 1}
+    written_ids = Counter(call.id for call in calls if call.id and is_portable(call.id, call.text))
+    unique_ids = {call_id for call_id, times in written_ids.items() if times == 1}
     spare_numbers = count(len(calls))
     ids = []
     for index, call in enumerate(calls):

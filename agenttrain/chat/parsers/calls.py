@@ -54,7 +54,7 @@ class ReadCalls:
     """The `text` of a single call is empty: it is the whole body."""
     end: int = 0
     """Position in the body after the calls."""
-    cut: bool = False
+    is_cut_off: bool = False
     """The body ended inside a string, so that its closing mark may be part of it."""
 
 
@@ -63,9 +63,9 @@ Schemas = Mapping[str, Mapping[str, Sequence[str]]]
 Reader = Callable[[str, Syntax, Schemas], ReadCalls]
 
 
-def _malformed(problem: str, *, name: Any = "", cut: bool = False) -> ReadCalls:
+def _malformed(problem: str, *, name: Any = "", is_cut_off: bool = False) -> ReadCalls:
     """Return one malformed call."""
-    return ReadCalls(calls=[ParsedCall(text="", name=name, problem=problem)], cut=cut)
+    return ReadCalls(calls=[ParsedCall(text="", name=name, problem=problem)], is_cut_off=is_cut_off)
 
 
 def _read_value(body: str, at: int, syntax: Syntax) -> Json:
@@ -80,9 +80,11 @@ def _is_loose(text: str, syntax: Syntax, at: int = 0) -> bool:
 
 def read_object(body: str, syntax: Syntax, schemas: Schemas) -> ReadCalls:
     """Read ``{"name": "f", "arguments": {"x": 1}}``."""
-    value, end, problem, cut = _read_value(body, 0, syntax)
+    value, end, problem, is_cut_off = _read_value(body, 0, syntax)
     if problem is not None:
-        return _malformed(problem, name=written_name(body, syntax.name_key) or None, cut=cut)
+        return _malformed(
+            problem, name=written_name(body, syntax.name_key) or None, is_cut_off=is_cut_off
+        )
     call = _make_object_call(value, syntax, schemas, lenient=_is_loose(body, syntax))
     return ReadCalls(calls=[call], end=end)
 
@@ -158,9 +160,11 @@ def read_list(body: str, syntax: Syntax, schemas: Schemas) -> ReadCalls:
         for item in items
     ]
     # A malformed last call that reaches to the end may go on after the mark that ended the body.
-    cut = bool(calls) and calls[-1].problem is not None and end == len(body)
+    is_cut_off = bool(calls) and calls[-1].problem is not None and end == len(body)
     return ReadCalls(
-        calls=calls or [ParsedCall(text="", problem="the array holds no call")], end=end, cut=cut
+        calls=calls or [ParsedCall(text="", problem="the array holds no call")],
+        end=end,
+        is_cut_off=is_cut_off,
     )
 
 
@@ -176,9 +180,11 @@ def read_named(body: str, syntax: Syntax, schemas: Schemas) -> ReadCalls:
         return _malformed(f"the call must begin with the name of a tool: {excerpt(body)}")
     groups = header.groupdict()
     name = groups["name"]
-    (value, end, problem, cut), footer, is_loose = _read_named_arguments(body, header, syntax)
+    (value, end, problem, is_cut_off), footer, is_loose = _read_named_arguments(
+        body, header, syntax
+    )
     if problem is not None:
-        return _malformed(problem, name=name, cut=cut)
+        return _malformed(problem, name=name, is_cut_off=is_cut_off)
     if footer:
         at = skip_blank(body, end)
         end = at + len(footer) if body.startswith(footer, at) else end
@@ -227,9 +233,9 @@ def read_gemma(body: str, syntax: Syntax, schemas: Schemas) -> ReadCalls:
     header = _GEMMA_NAME.match(body)
     if header is None:
         return _malformed(f"the call must begin with call:NAME: {excerpt(body)}")
-    value, end, problem, cut = read_literal(body, header.end(), GEMMA)
+    value, end, problem, is_cut_off = read_literal(body, header.end(), GEMMA)
     if problem is not None:
-        return _malformed(problem, name=header["name"], cut=cut)
+        return _malformed(problem, name=header["name"], is_cut_off=is_cut_off)
     call = ParsedCall(
         text="",
         name=header["name"],
@@ -277,9 +283,11 @@ def read_xml(body: str, syntax: Syntax, schemas: Schemas) -> ReadCalls:
             start += 1
         end = _PARAMETER_END.search(body, parameter.end())
         if end is None:
-            what = f"the parameter {excerpt(parameter['name'])} is not closed"
-            return _malformed(what, name=name, cut=True)
+            problem = f"the parameter {excerpt(parameter['name'])} is not closed"
+            # The value may hold the mark that ended the body.
+            return _malformed(problem, name=name, is_cut_off=True)
         key, value = parameter["name"].strip(), body[start : max(start, end.start())]
+        # A value that runs into the next call, or into another parameter, was never closed.
         if _NEXT_CALL.search(value) or _runs_over(value, key, schemas.get(name, {})):
             return _malformed(f"the parameter {excerpt(key)} is not closed", name=name)
         parameters.append((key, value))
@@ -305,12 +313,13 @@ def read_pairs(body: str, syntax: Syntax, schemas: Schemas) -> ReadCalls:
     while (key := _KEY.match(body, at)) is not None:
         end = _VALUE_END.search(body, key.end())
         if end is None:
-            what = f"the value of {excerpt(key['name'])} is not closed"
-            return _malformed(what, name=name, cut=True)
+            problem = f"the value of {excerpt(key['name'])} is not closed"
+            # The value may hold the mark that ended the body.
+            return _malformed(problem, name=name, is_cut_off=True)
         parameter, value = key["name"].strip(), body[key.end() : end.start()]
         if _SECOND_VALUE.search(value):  # 1</arg_value><arg_value>2
             return _malformed(f"the parameter {excerpt(parameter)} has two values", name=name)
-        if _runs_over(value, parameter, schemas.get(name, {})):
+        if _runs_over(value, parameter, schemas.get(name, {})):  # into another parameter
             return _malformed(f"the value of {excerpt(parameter)} is not closed", name=name)
         parameters.append((parameter, value))
         at = end.end()
@@ -355,7 +364,7 @@ def typed_value(text: str, types: Sequence[str]) -> Any:
         return text
     stripped = text.strip()
     value, end, problem, _ = read_json(stripped)
-    if stripped in _WORDS:
+    if stripped in _WORDS:  # True, False or None, as in Python
         value = _WORDS[stripped]
     elif problem is not None or end != len(stripped):
         return text
@@ -370,8 +379,9 @@ def read_python(body: str, syntax: Syntax, schemas: Schemas) -> ReadCalls:
     """Read ``[f(x=1, y='a'), g()]``, or an array of JSON calls."""
     start = skip_blank(body)
     if not body.startswith("[", start):  # f(x=1)
-        call, end, cut = _read_python_call(body, start)
-        return ReadCalls(calls=[replace(call, text="")], end=end, cut=cut)
+        call, end, is_cut_off = _read_python_call(body, start)
+        # The text of a single call is left to the caller, which knows its marks.
+        return ReadCalls(calls=[replace(call, text="")], end=end, is_cut_off=is_cut_off)
     at = skip_blank(body, start + 1)
     if body.startswith("{", at):  # [{"name": "f", "arguments": {}}]
         return read_list(body, syntax, schemas)
@@ -380,10 +390,10 @@ def read_python(body: str, syntax: Syntax, schemas: Schemas) -> ReadCalls:
         if len(calls) >= MAX_CALLS:
             beyond = ParsedCall(text=body[at:], problem=TOO_MANY)
             return ReadCalls(calls=[*calls, beyond], end=len(body))
-        call, end, cut = _read_python_call(body, at)
+        call, end, is_cut_off = _read_python_call(body, at)
         calls.append(call)
-        if cut or (end == len(body) and call.problem is not None):  # [f(x='a
-            return ReadCalls(calls=calls, end=end, cut=cut)
+        if is_cut_off or (end == len(body) and call.problem is not None):  # [f(x='a
+            return ReadCalls(calls=calls, end=end, is_cut_off=is_cut_off)
         at = skip_blank(body, end)
         if body.startswith(",", at):
             at = skip_blank(body, at + 1)
@@ -408,9 +418,10 @@ def _read_python_call(body: str, at: int) -> tuple[ParsedCall, int, bool]:
     try:
         arguments, end = _read_python_arguments(body, header.end())
     except LiteralError as error:
-        end = len(body) if error.cut else _end_of_broken_call(body, header.end())
+        end = len(body) if error.is_cut_off else _end_of_broken_call(body, header.end())
         problem = f"invalid arguments: {error}"
-        return ParsedCall(text=body[at:end], name=header["name"], problem=problem), end, error.cut
+        malformed = ParsedCall(text=body[at:end], name=header["name"], problem=problem)
+        return malformed, end, error.is_cut_off
     return ParsedCall(text=body[at:end], name=header["name"], arguments=arguments), end, False
 
 
@@ -422,7 +433,7 @@ def _read_python_arguments(body: str, at: int) -> tuple[dict[str, Any], int]:
         key = _ARGUMENT.match(body, at)
         if key is None:
             problem = f"expected KEY=VALUE, found {excerpt(body[at : at + 60])}"
-            raise LiteralError(problem, cut=at == len(body))
+            raise LiteralError(problem, is_cut_off=at == len(body))
         if key["key"] in arguments:
             raise LiteralError(f"the argument {excerpt(key['key'])} is given twice")
         arguments[key["key"]], at = take_literal(body, key.end(), PYTHON)
@@ -431,7 +442,7 @@ def _read_python_arguments(body: str, at: int) -> tuple[dict[str, Any], int]:
             at = skip_blank(body, at + 1)
         elif not body.startswith(")", at):
             problem = f"expected ',' or ')', found {excerpt(body[at : at + 60])}"
-            raise LiteralError(problem, cut=at == len(body))
+            raise LiteralError(problem, is_cut_off=at == len(body))
     return arguments, at + 1
 
 

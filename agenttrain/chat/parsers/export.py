@@ -258,7 +258,8 @@ def _probe_turns(chat: Chat) -> Iterator[AssistantTurn]:
         ToolCall(id=f"call_0_{index}", name="forecast", arguments=arguments)
         for index, arguments in enumerate((OSLO, BERGEN))
     )
-    for calls in ((first,),) if chat.one_call_per_turn else ((first,), (first, second)):
+    call_lists = [(first,)] if chat.one_call_per_turn else [(first,), (first, second)]
+    for calls in call_lists:
         yield AssistantTurn(content="", reasoning=None, calls=calls)
         yield AssistantTurn(content="", reasoning="It may.", calls=calls)
         yield AssistantTurn(content="Let me see.", reasoning=None, calls=calls)

@@ -167,7 +167,7 @@ class MarkedSpec(Syntax):
                 after = text[mark.start() :]
                 if calls and not between and _may_lack_arguments(calls[-1], after):
                     calls[-1] = replace(calls[-1], problem=_text_after_call(after))
-                position = mark.start()
+                position = mark.start()  # the object becomes content with the text after it
                 continue
             next_mark = marks[index] if index < len(marks) else None
             region_calls, position = self._finish_region(text, mark.start(), end, read, next_mark)
@@ -306,11 +306,11 @@ class MarkedSpec(Syntax):
             read = READERS[self.syntax](body, self, schemas)
             if first is None:
                 first = read
-            elif not read.cut:
+            elif not read.is_cut_off:
                 # The longer text is right only if it completes the call that ran into the mark.
-                cut_call = min(len(first.calls), len(read.calls)) - 1
-                return read if read.calls[cut_call].problem is None else first
-            if not read.cut:
+                cut_index = min(len(first.calls), len(read.calls)) - 1
+                return read if read.calls[cut_index].problem is None else first
+            if not read.is_cut_off:
                 return read
             if last >= len(marks):
                 break

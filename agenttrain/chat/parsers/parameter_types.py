@@ -30,6 +30,7 @@ class ParameterTypes(Mapping[str, list[str]]):
         return {name: resolver.types(schema) for name, schema in properties.items()}
 
     def __getitem__(self, name: str) -> list[str]:
+        """Return the JSON types of a parameter. Raises KeyError for one without a schema."""
         if name in self._types:
             return self._types[name]
         by_pattern, additional = self._unlisted_types
@@ -52,9 +53,10 @@ class ParameterTypes(Mapping[str, list[str]]):
         for source, schema in (root.get("patternProperties") or {}).items():
             with suppress(ValueError):  # an expression of another language
                 by_pattern.append((Pattern(source, "patternProperties"), resolver.types(schema)))
-        extra = root.get("additionalProperties")
-        additional = resolver.types(extra) if isinstance(extra, Mapping) else None
-        return by_pattern, additional
+        additional_schema = root.get("additionalProperties")
+        if not isinstance(additional_schema, Mapping):  # true, false or absent
+            return by_pattern, None
+        return by_pattern, resolver.types(additional_schema)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._types)

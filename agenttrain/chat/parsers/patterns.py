@@ -67,7 +67,7 @@ class Pattern:
         except regex.error as error:
             raise ValueError(f"{key}: {source!r} is no regular expression: {error}") from error
         self._is_lookahead = lookahead is not None
-        self._needs_no_limit = _LITERAL.fullmatch(source) is not None
+        self._needs_no_limit = _LITERAL.fullmatch(source) is not None  # it cannot backtrack
         self.names = tuple(self._compiled.groupindex)
 
     def search(self, text: str, start: int = 0) -> Hit | None:
@@ -121,9 +121,9 @@ class Pattern:
         """Replace every match in a text; return it unchanged if that takes too long."""
         replaced = self._run_limited(
             lambda seconds: self._compiled.sub(replacement, text, timeout=seconds),
+            "substitute",
             replacement,
             text,
-            0,
         )
         return text if replaced is None else cast(str, replaced)
 

@@ -173,7 +173,8 @@ class SchemaSpec:
         is_loose, problem = False, ""
         for root in self._roots:
             try:
-                calls_value, is_loose = root.properties[CALLS].value(value), root is self.loose
+                calls_value = root.properties[CALLS].value(value)
+                is_loose = root is self.loose
                 break
             except ContentError as error:
                 problem = problem or str(error)  # the strict reader's
@@ -191,8 +192,8 @@ class SchemaSpec:
         ]
         # Pair each call with the JSON that the model wrote for it: its arguments must all be there.
         return [
-            replace(with_all_arguments(call, written, schemas), lenient=is_loose)
-            for call, written in pair_with_json(calls, read_json(text).value)
+            replace(with_all_arguments(call, json_value, schemas), lenient=is_loose)
+            for call, json_value in pair_with_json(calls, read_json(text).value)
         ]
 
     def _read_each(self, text: str, schemas: Schemas) -> tuple[list[ParsedCall], str]:
@@ -220,6 +221,7 @@ class SchemaSpec:
         The match of a call that is not closed may run over a good call after it:
         ``<call>{"name": <call>{"name": "f"}</call>``.
         """
+        # Searched from 1 on: the opener at the beginning is the call's own.
         last_opener = call.text.rfind(self._opener, 1) if self._opener else -1
         if last_opener <= 0 or self.iterator is None:
             return [call]
@@ -247,14 +249,12 @@ class SchemaSpec:
 
     def _read_call(self, match: Any, text: str, schemas: Schemas) -> ParsedCall:
         """Read the call that `iterator` has matched; `text` is that of the match."""
-        captured = groups(match)
+        captured = captured_groups(match)
         is_loose, problem = False, ""
         for root in self._roots:
             try:
-                value, is_loose = (
-                    self._value_with_types(captured, schemas, root),
-                    root is self.loose,
-                )
+                value = self._value_with_types(captured, schemas, root)
+                is_loose = root is self.loose
                 break
             except ContentError as error:
                 problem = problem or str(error)  # the strict reader's
@@ -331,6 +331,7 @@ def make_schema_spec(schema: Mapping[str, Any]) -> SchemaSpec:
     if root.type not in ("object", None) or not root.properties:
         raise ValueError("response_schema: the root must be an object with properties")
     sources = list(root.sources())
+    # One may capture the members of an object without its braces: \{(?P<arguments>.*)\}
     lacks_braces = any(CAPTURED_WITHOUT_BRACES.search(source) for source in sources)
     # Without their escapes, to find the marks in them.
     patterns = "\n".join(sources).replace("\\n", "\n").replace("\\", "")
@@ -430,7 +431,7 @@ class Node:
         if self.regex is None:
             return value
         match = self.regex.find_match(value)
-        return None if match is None else groups(match)
+        return None if match is None else captured_groups(match)
 
     def value(self, value: Any, *, raw: bool = False) -> Any:
         """Convert a value as this node says: a text, or a value that its parent has split off.
@@ -452,7 +453,7 @@ class Node:
         if pattern is not None:
             if not isinstance(value, str):
                 raise ContentError(f"expected text, found {kind(value)}")
-            matches = [groups(match) for match in pattern.matches(value)]
+            matches = [captured_groups(match) for match in pattern.matches(value)]
             parts = matches if self.iterator is not None else _key_value_mapping(matches)
             value = parts or None  # a field without a match is left out
         stays_text = raw and self.allow_non_json
@@ -518,7 +519,7 @@ def _key_value_mapping(matches: list[Any]) -> dict[str, Any]:
     return pairs
 
 
-def groups(match: Any) -> Any:
+def captured_groups(match: Any) -> Any:
     """Return the named groups of a match, else its first group, else the whole match."""
     if match.re.groupindex:
         return {key: text for key, text in match.groupdict().items() if text is not None}

@@ -172,9 +172,9 @@ class TemplateSpec:
         types = schemas if field.content in ("xml-inline", "kv-lines") else {}
         # Pair each value with the JSON that the model wrote for it. One call beyond MAX_CALLS is
         # read, so that `parse_response` reports it.
-        for value, written in pair_with_json(values[: MAX_CALLS + 1], region.json):
+        for value, json_value in pair_with_json(values[: MAX_CALLS + 1], region.json):
             call = call_from_item(value, span, types, lacks_braces=self.lacks_braces)
-            call = with_all_arguments(call, written, schemas)
+            call = with_all_arguments(call, json_value, schemas)
             yield replace(call, lenient=True) if region.loose else call
 
     def _split_regions(self, text: str, *, begins_in: _Field | None) -> list[_Region]:
@@ -214,7 +214,7 @@ class TemplateSpec:
 
 @dataclass(slots=True)
 class _Marks:
-    """Finds the marks that open and close fields in a text.
+    """Finds the marks that open and close fields in a text; made for one parse.
 
     The next hit of each mark is kept until the position is past it, so that parsing stays linear.
     """
@@ -280,18 +280,18 @@ def _read_calls(region: _Region, marks: _Marks) -> _Region:
     openings = marks.call_openings(field, region.body, count=max_marks + 1)
     limit = openings[-1] if len(openings) > max_marks else len(marks.text)
     # A region that runs over more is not read at all, so that parsing stays linear.
-    cut = _read_value(region, marks) if region.stop <= limit else True
+    is_cut_off = _read_value(region, marks) if region.stop <= limit else True
     longer = region
     for _ in range(max_marks):
-        if not cut or not longer.closed:  # read to its end, or there is no later closing mark
+        if not is_cut_off or not longer.closed:  # it was read to its end, or no mark closes it
             break
         hit = field.close.search(marks.text, longer.end) if field.close else None
         # A mark of no width at the end of the region would not make it longer.
         if hit is None or hit.end <= longer.end or hit.start > limit:
             break
         longer = replace(longer, stop=hit.start, end=hit.end, problem=None)
-        cut = _read_value(longer, marks)
-    if longer.problem is None and not cut:
+        is_cut_off = _read_value(longer, marks)
+    if longer.problem is None and not is_cut_off:
         return longer
     # No closing mark completes the value: the region ends where the next call opens.
     if openings and openings[0] < region.stop:
@@ -310,7 +310,7 @@ def _read_value(region: _Region, marks: _Marks) -> bool:
     if marks.lenient and field.content == "json":
         tried_args.append({**field.content_args, LOOSE: True})
     problem: str | None = None
-    cut = False
+    is_cut_off = False
     for args in tried_args:
         try:
             content = CONTENT[field.content](text, args)
@@ -320,12 +320,12 @@ def _read_value(region: _Region, marks: _Marks) -> bool:
             region.json = content if field.content == "json" else None
         except ContentError as error:
             if problem is None:  # report the strict reader's problem
-                problem, cut = str(error), error.cut
+                problem, is_cut_off = str(error), error.is_cut_off
         else:
             region.loose = problem is not None
             return False
     region.problem = problem
-    return cut
+    return is_cut_off
 
 
 def _join_bodies(text: str, regions: Sequence[_Region]) -> str:
@@ -369,8 +369,8 @@ def call_from_item(
     )
 
 
-def with_all_arguments(call: ParsedCall, written: Any, schemas: Schemas) -> ParsedCall:
-    """Return a call with no argument lost; a transform made it from the JSON object `written`.
+def with_all_arguments(call: ParsedCall, json_value: Any, schemas: Schemas) -> ParsedCall:
+    """Return a call with no argument lost; a transform made it from the JSON object `json_value`.
 
     The transform may read other keys than the model wrote. If the call has no arguments, they are
     taken from any of ARGUMENT_KEYS: with a transform that reads `arguments`, the object
@@ -380,12 +380,13 @@ def with_all_arguments(call: ParsedCall, written: Any, schemas: Schemas) -> Pars
     be an argument: the call has none, or the object has the usual form {"name": …, "arguments": …}.
     `id` and `type` are unexpected if they are parameters of the tool in `schemas`.
     """
-    function = written.get("function", written) if isinstance(written, dict) else None
-    is_arguments = call.arguments is written  # the object is no call, but its arguments
+    function = json_value.get("function", json_value) if isinstance(json_value, dict) else None
+    is_arguments = call.arguments is json_value  # the object is no call, but its arguments
     if call.problem is not None or not isinstance(function, dict) or is_arguments:
         return call
     present = [key for key in ARGUMENT_KEYS if key in function]
-    # The keys whose values may be arguments: not the name's, and not those without a value.
+    # The keys whose values may be arguments: not the name's, which may stand under any key and is
+    # found by its value, and not those without a value.
     without_name = {k: v for k, v in function.items() if v != call.name or k in ARGUMENT_KEYS}
     filled = {k: v for k, v in without_name.items() if v not in EMPTY or k in present}
     types = schemas.get(call.name, {}) if isinstance(call.name, str) else {}
@@ -399,12 +400,12 @@ def with_all_arguments(call: ParsedCall, written: Any, schemas: Schemas) -> Pars
     return call
 
 
-def pair_with_json(values: Sequence[Any], written: Any) -> list[tuple[Any, Any]]:
+def pair_with_json(values: Sequence[Any], json_value: Any) -> list[tuple[Any, Any]]:
     """Pair each call with the JSON object that it was made of.
 
     With another number of objects than calls, the pairs are not clear: each call gets None.
     """
-    objects = written[: len(values)] if isinstance(written, list) else [written]
+    objects = json_value[: len(values)] if isinstance(json_value, list) else [json_value]
     if len(objects) != len(values):
         objects = [None] * len(values)
     return list(zip(values, objects, strict=True))
@@ -424,6 +425,7 @@ def make_template_spec(template: Mapping[str, Any]) -> TemplateSpec:
     anchor = _compile_mark(template, "start_anchor", "response_template")
     if anchor is None:
         raise ValueError("start_anchor is missing: what does the assistant's turn begin with?")
+    # A mark may capture the members of an object without its braces: \{(?P<arguments>.*)\}
     marks = (mark for field in fields if field.name == CALLS for mark in (field.open, field.close))
     lacks_braces = any(
         mark is not None and CAPTURED_WITHOUT_BRACES.search(mark.source) for mark in marks
@@ -515,9 +517,9 @@ def parse_json(text: str, args: Mapping[str, Any]) -> Any:
     if quotes or args.get("unquoted_keys"):
         words = {"true": True, "false": False, "null": None}
         dialect = Dialect(raw_quotes=quotes, bare_keys=bool(args.get("unquoted_keys")), words=words)
-        value, end, problem, cut = read_literal(text, 0, dialect)
+        value, end, problem, is_cut_off = read_literal(text, 0, dialect)
     else:
-        value, end, problem, cut = read_json(text)
+        value, end, problem, is_cut_off = read_json(text)
     if problem is None and text[end:].strip():
         problem = f"text after the JSON value: {excerpt(text[end:])}"
     if problem is not None and args.get(LACKS_BRACES):  # the text may lack its braces: "x": 1
@@ -533,7 +535,7 @@ def parse_json(text: str, args: Mapping[str, Any]) -> Any:
         return value
     if args.get("allow_non_json"):
         return text.strip()
-    raise ContentError(problem, cut=cut)
+    raise ContentError(problem, is_cut_off=is_cut_off)
 
 
 _tag_pattern = cache(partial(Pattern, key="tag_pattern"))
@@ -605,6 +607,7 @@ def check_content(name: Any, args: Any, transform: Any, scope: str) -> None:
     if name == "json":
         quotes = args.get("string_delims", [])
         for pair in quotes if isinstance(quotes, list) else [quotes]:
+            # Neither of the two may be an empty text.
             if not isinstance(pair, list) or len(pair) != 2 or not all(map(str, pair)):
                 raise ValueError(
                     f"{scope}.content_args.string_delims: must be a list of [opening, closing], "
@@ -623,12 +626,18 @@ def check_content(name: Any, args: Any, transform: Any, scope: str) -> None:
 
 
 def _check_transform(transform: Any, scope: str) -> None:
+    """Raise ValueError for a text with a placeholder and anything else: ``"my {name}"``.
+
+    Two placeholders side by side are such a text too.
+    """
     parts = transform.values() if isinstance(transform, Mapping) else transform
     if isinstance(transform, Mapping | list):
         for part in parts:
             _check_transform(part, scope)
-    elif isinstance(transform, str) and _PLACEHOLDER.sub("", transform) not in ("", transform):
-        raise ValueError(f"{scope}.transform: {transform!r} mixes a placeholder with text")
+    elif isinstance(transform, str):
+        has_placeholder = _PLACEHOLDER.search(transform) is not None
+        if has_placeholder and not _PLACEHOLDER.fullmatch(transform):
+            raise ValueError(f"{scope}.transform: {transform!r} mixes a placeholder with more text")
 
 
 def reshape(transform: Any, value: Any, captures: Mapping[str, Any], *, each: bool) -> Any:

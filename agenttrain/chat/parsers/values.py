@@ -39,7 +39,7 @@ class Json(NamedTuple):
     end: int = 0
     """Position after the value; 0 with a problem."""
     problem: str | None = None
-    cut: bool = False
+    is_cut_off: bool = False
     """The problem is that the text ends inside the value."""
 
 
@@ -63,8 +63,10 @@ def read_json(text: str, start: int = 0) -> Json:
         # A string without its end, or an end of the text where the value goes on: {"x": 1
         has_begun = skip_blank(text, start) < error.pos
         at_end = skip_blank(text, error.pos) == len(text)
-        cut = UNTERMINATED in error.msg or (has_begun and at_end)
-        return Json(problem=f"invalid JSON at line {line} column {column}: {problem}", cut=cut)
+        is_cut_off = UNTERMINATED in error.msg or (has_begun and at_end)
+        return Json(
+            problem=f"invalid JSON at line {line} column {column}: {problem}", is_cut_off=is_cut_off
+        )
     except RecursionError:
         return Json(problem="invalid JSON: nested too deeply")
     except ValueError as error:
@@ -96,7 +98,7 @@ def read_items(
     An item that cannot be read has a problem. It ends before the next comma that is followed by an
     object whose first key is `key`, as in ``{"name": oops}, {"name": "g"}]``. An array that is not
     closed ends with the text. The text after `limit` items is one more item. `read` returns a
-    `Json`, whose `cut` says that the text ended inside of the value: no item follows.
+    `Json`. If it `is_cut_off`, the text ended inside the value: no item follows.
     """
     items: list[Item] = []
     at = skip_blank(text, start)
@@ -104,9 +106,9 @@ def read_items(
     while not text.startswith("]", at):
         if limit is not None and len(items) >= limit:
             return [*items, Item(text[at:], problem="there are too many items")], len(text)
-        value, end, problem, cut = read(text, at)
+        value, end, problem, is_cut_off = read(text, at)
         if problem is not None:
-            next_match = None if cut else next_item.search(text, at)
+            next_match = None if is_cut_off else next_item.search(text, at)
             end = next_match.start() if next_match else len(text)
             items.append(Item(text[at:end], problem=problem, name=written_name(text[at:end], key)))
         else:
@@ -211,7 +213,7 @@ class LiteralError(ValueError):
     """A value that cannot be read. Callers in this folder catch it."""
 
     problem: str
-    cut: bool = field(default=False, kw_only=True)
+    is_cut_off: bool = field(default=False, kw_only=True)
     """The text ends inside the value."""
 
 
@@ -267,7 +269,7 @@ def read_literal(text: str, start: int, dialect: Dialect) -> Json:
     try:
         value, end = take_literal(text, start, dialect)
     except LiteralError as error:
-        return Json(problem=f"invalid arguments: {error}", cut=error.cut)
+        return Json(problem=f"invalid arguments: {error}", is_cut_off=error.is_cut_off)
     return Json(value, end)
 
 
@@ -280,12 +282,12 @@ def read_loose(text: str) -> Json:
     # A text that begins with a key lacks both braces, or only the opening one: a: 3}
     candidates = [f"{{{text}}}", f"{{{text}"] if KEY_AHEAD.match(text) else [text]
     for candidate in candidates:
-        value, end, problem, cut = read_literal(candidate, 0, LENIENT)
+        value, end, problem, is_cut_off = read_literal(candidate, 0, LENIENT)
         if problem is None and candidate[end:].strip():
             problem = f"text after the arguments: {excerpt(candidate[end:])}"
         if problem is None:
             return Json(value, len(text))
-    return Json(problem=problem, cut=cut)
+    return Json(problem=problem, is_cut_off=is_cut_off)
 
 
 def _replace_escapes(text: str, *, python: bool = False) -> str:
@@ -325,8 +327,10 @@ def _convert_python_number(number: re.Match[str]) -> int | float:
             raise LiteralError(f"{number.group()} is not a finite number")
         return sign * value
     try:
+        if number["based"]:  # 0x1f, 0o17 or 0b11
+            return sign * int(number["based"], 0)
         # Zeros before a decimal number are an error in Python, and what a model means is clear.
-        return sign * (int(number["based"], 0) if number["based"] else int(number["whole"]))
+        return sign * int(number["whole"])
     except ValueError as error:  # more digits than Python converts
         raise LiteralError(str(error)) from None
 
@@ -424,7 +428,10 @@ class _Reader:
         return word.group(), word.end()
 
     def _skip_comma(self, at: int, bracket: str, count: int) -> int:
-        """Return the position of the next item or the closing bracket. Raises LiteralError."""
+        """Return the position of the next item, or of the closing `bracket`, after `count` items.
+
+        Raises LiteralError if neither a comma nor the bracket follows.
+        """
         if count > MAX_ITEMS:
             raise LiteralError(f"a list or mapping of over {MAX_ITEMS:,} items")
         at = skip_blank(self.text, at)
@@ -456,7 +463,7 @@ class _Reader:
         prefix, quote = opening["prefix"].lower(), opening["quote"]
         string = _QUOTED[quote].match(self.text, opening.start("quote"))
         if string is None:
-            raise LiteralError("a string is not closed", cut=True)
+            raise LiteralError("a string is not closed", is_cut_off=True)
         text = string.group()[len(quote) : -len(quote)]
         if "b" in prefix:
             raise LiteralError("bytes, which JSON has no value for")
@@ -474,14 +481,14 @@ class _Reader:
                 start = at + len(opening)
                 end = self.text.find(closing, start)
                 if end < 0:
-                    raise LiteralError("a string is not closed", cut=True)
+                    raise LiteralError("a string is not closed", is_cut_off=True)
                 return self.text[start:end], end + len(closing)
         quote = self.text[at : at + 1]
         if quote != '"' and (quote != "'" or not self.dialect.single_quotes):
             return None
         string = _QUOTED[quote].match(self.text, at)
         if string is None:
-            raise LiteralError("a string is not closed", cut=True)
+            raise LiteralError("a string is not closed", is_cut_off=True)
         return _replace_escapes(string.group()[1:-1]), string.end()
 
     def _read_scalar(self, at: int) -> tuple[Any, int]:
@@ -506,9 +513,9 @@ class _Reader:
 
     def _raise_expected(self, what: str, at: int) -> NoReturn:
         """Raise LiteralError that says what stands in place of `what`."""
-        cut = at >= len(self.text)
-        actual = "the end" if cut else excerpt(self.text[at : at + 60])
-        raise LiteralError(f"expected {what}, found {actual}", cut=cut)
+        is_cut_off = at >= len(self.text)
+        actual = "the end" if is_cut_off else excerpt(self.text[at : at + 60])
+        raise LiteralError(f"expected {what}, found {actual}", is_cut_off=is_cut_off)
 
 
 MAX_ITEMS = 65_536

@@ -61,8 +61,8 @@ def read_question(data: Mapping[str, Any]) -> Question:
             )
     sampling |= {name: data[name] for name in SAMPLING if data.get(name) is not None}
     sampling |= _unfollowed_context_edits(request.context_management)
-    form, one_call = _read_form(request)
-    if one_call:  # not followed, so it is listed with the other fields that are not
+    form, forbids_parallel_calls = _read_form(request)
+    if forbids_parallel_calls:  # not followed, so it is listed with the other fields that are not
         sampling["tool_choice.disable_parallel_tool_use"] = True
     messages: list[Message] = []
     if request.system:
@@ -115,7 +115,9 @@ def _read_form(request: MessagesRequest) -> tuple[AnswerForm, bool]:
             param="tool_choice",
             code="unsupported_value",
         )
-    one_call = isinstance(choice, Mapping) and choice.get("disable_parallel_tool_use") is True
+    forbids_parallel_calls = (
+        isinstance(choice, Mapping) and choice.get("disable_parallel_tool_use") is True
+    )
     output_format = (request.output_config or {}).get("format")
     schema = None
     if isinstance(output_format, Mapping) and output_format.get("type") == "json_schema":
@@ -132,7 +134,7 @@ def _read_form(request: MessagesRequest) -> tuple[AnswerForm, bool]:
         tool=tool,
         schema=None if schema is None else json.dumps(schema),
     )
-    return form, one_call
+    return form, forbids_parallel_calls
 
 
 def _unfollowed_context_edits(management: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -257,7 +259,7 @@ def message_body(answer: Answer) -> dict[str, Any]:
 
 
 class MessageWriter:
-    """Writes an answer as the events of a message, once it is complete."""
+    """Writes an answer as the events of a message, once it is complete: a `StreamWriter`."""
 
     def __init__(self, head: AnswerHead, include_usage: bool) -> None:
         """`include_usage` has no effect: a message always ends with its usage."""

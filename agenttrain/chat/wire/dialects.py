@@ -16,7 +16,10 @@ RequestError."""
 
 
 class StreamWriter(Protocol):
-    """Writes an answer as server-sent events, as far as it is known."""
+    """Writes an answer as server-sent events, as far as it is known.
+
+    `begin` comes first, then `add` for new text, then `end`. `fail` may take the place of any.
+    """
 
     def begin(self) -> Iterator[str]:
         """Yield the events before any text."""

@@ -122,5 +122,5 @@ def field_problem(name: str, value: object, names: Collection[str]) -> str:
     """Return the message for a field that is refused; `names` are those of all known fields."""
     if name in names:
         return f"{name}={quote(value)}: is not supported here; leave it out"
-    near = did_you_mean(name, names)
-    return f"{name[:MAX_QUOTED]}={quote(value)}: is no field that is known here{near}; leave it out"
+    hint = did_you_mean(name, names)
+    return f"{name[:MAX_QUOTED]}={quote(value)}: is no field that is known here{hint}; leave it out"

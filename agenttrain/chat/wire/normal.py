@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from agenttrain.chat.grammar import ANY_FORM, AnswerForm
@@ -24,7 +26,7 @@ def find_none(key: str) -> Message | None:
     return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Question:
     """A request for an answer, whichever API it came through.
 
@@ -55,6 +57,11 @@ class Question:
     """Tools that the provider would run, such as a web search: the model is not shown them."""
     size: int = 0
     """Bytes of the request's body."""
+
+    @cached_property
+    def schemas_json(self) -> str:
+        """The tools as JSON, which stands for them in caches."""
+        return json.dumps(self.schemas)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

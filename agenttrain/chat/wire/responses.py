@@ -85,7 +85,7 @@ def read_question(
                 param=name,
                 code="unsupported_value",
             )
-    if "top_logprobs" in sampling:
+    if "top_logprobs" in sampling:  # it asks for another kind of answer, as `fields.SHAPE`
         raise _refused_field("top_logprobs", sampling["top_logprobs"])
     request = validate(ResponsesRequest, data)
     sampling |= {name: data[name] for name in SAMPLING if data.get(name) is not None}
@@ -115,6 +115,7 @@ def read_served(
     for name, value in question.sampling.items():
         if name not in SAMPLING:
             raise _refused_field(name, value)
+    # `serve` samples without a grammar, and only a grammar could force a call or JSON.
     if question.form.call:
         raise forced_call_error("tool_choice", data["tool_choice"])
     if question.form != ANY_FORM:
@@ -384,7 +385,7 @@ def output_items(
         text = {"type": "reasoning_text", "text": message["reasoning_content"]}
         items.append(_reasoning_item(handle, [text], handle))
     calls = message.get("tool_calls", ())
-    if message["content"] or not calls:
+    if message["content"] or not calls:  # an answer has at least one message or call
         items.append(_message_item(handle, [_output_text(message["content"])], status))
     items += [_call_item(call, namespaces) for call in calls]
     return items
@@ -543,8 +544,8 @@ class ResponseWriter:
         if text:
             self._sent[item["id"]] = earlier + text
             kind = "output_text" if is_message else "reasoning_text"
-            more: dict[str, Any] = {"logprobs": []} if is_message else {}
-            yield self._event(f"response.{kind}.delta", **place, delta=text, **more)
+            logprobs: dict[str, Any] = {"logprobs": []} if is_message else {}
+            yield self._event(f"response.{kind}.delta", **place, delta=text, **logprobs)
 
     def _text_end_events(self, item: Mapping[str, Any]) -> Iterator[str]:
         """Yield the events that close the text of an item."""

@@ -59,7 +59,7 @@ def row(
             f"most, and turns * most at most {len(LAST_NAMES)}, the number of last names"
         )
     rng = random.Random(f"alphabet_sort/{split}/{seed}/{index}")
-    by = rng.choice(("first", "last"))
+    sorted_by = rng.choice(("first", "last"))
     counts = [rng.randint(fewest, most) for _ in range(turns)]
     pairs = _draw_pairs(rng, sum(counts), split)
     requests: list[str] = []
@@ -68,8 +68,8 @@ def row(
     for count in counts:
         new_names = pairs[len(names) : len(names) + count]
         names += new_names
-        requests.append(_request(len(requests), by, ["".join(name) for name in new_names]))
-        ordered = sorted(names, key=lambda name: name[0 if by == "first" else 1])
+        requests.append(_request(len(requests), sorted_by, ["".join(name) for name in new_names]))
+        ordered = sorted(names, key=lambda name: name[0 if sorted_by == "first" else 1])
         answers.append(
             "\n".join(
                 "".join(name) + (MARK if name in new_names and len(requests) > 1 else "")
@@ -81,7 +81,7 @@ def row(
         "messages": [{"role": "user", "content": requests[0]}],
         "user_turns": requests[1:],
         "answers": answers,
-        "family": by,
+        "family": sorted_by,
     }
 
 
@@ -112,13 +112,14 @@ def _draw_pairs(rng: random.Random, count: int, split: str) -> list[tuple[str, s
             ]
 
 
-def _request(turn: int, by: str, names: list[str]) -> str:
-    """Return what the user asks in a turn, counted from 0."""
+def _request(turn: int, sorted_by: str, names: list[str]) -> str:
+    """Return what the user asks in a turn, counted from 0: to sort by `first` or `last` name."""
     listed = ", ".join(names)
     if turn == 0:
         example = tagged(0, "NameOne\nNameTwo")
-        return f"Sort these names by {by.upper()} name: {listed}\n\nAnswer like this:\n{example}"
-    request = f"Sort them again by {by.upper()} name, together with these: {listed}"
+        request = f"Sort these names by {sorted_by.upper()} name: {listed}"
+        return f"{request}\n\nAnswer like this:\n{example}"
+    request = f"Sort them again by {sorted_by.upper()} name, together with these: {listed}"
     if turn > 1:
         return f"{request}\n\nAnswer in the same way."
     example = tagged(1, f"NameOne\nNameThree{MARK}\nNameTwo")

@@ -101,10 +101,10 @@ def shop_demonstration(row: Row, rng: random.Random, habits: Habits = SHOP) -> l
                 query = _replace_first(query, CONFUSIONS)
             if rng.random() < habits.misname:
                 wrong_query = _replace_first(query, MISNAMES)
-                messages += _query(connection, wrong_query)
+                messages += _run_query(connection, wrong_query)
                 if rng.random() < 0.5:
                     return [*messages, call("final_answer", answer="unknown")]
-            messages += _query(connection, query)
+            messages += _run_query(connection, query)
             result = messages[-1]["content"]
     if rng.random() < habits.miscopy:
         result = rng.choice((*shop.NAMES, *shop.PRODUCTS, "0"))
@@ -301,7 +301,7 @@ def reply(name: str, text: str) -> Message:
     return {"role": "tool", "name": name, "content": text}
 
 
-def _query(connection: sqlite3.Connection, query: str) -> list[Message]:
+def _run_query(connection: sqlite3.Connection, query: str) -> list[Message]:
     """Return a call of `sql` and its reply in the tool's format ("Oslo", "3, 7; 4, 1")."""
     try:
         rows = connection.execute(query).fetchmany(MAX_ROWS)

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from agenttrain.environments.adapters.observations import readable
+from agenttrain.environments.adapters.observations import observation_text
 from agenttrain.types import Message, Rollout, ToolFailure, ToolUnavailable, TurnReward
 from agenttrain.utils.data_fields import Data, DataWhere, names_no_module
 from agenttrain.utils.text_templates import TextTemplate
@@ -176,7 +176,7 @@ class Gymnasium:
         if self._env.render_mode is not None:
             self._observation = brackets_for_colours(self._env.render())
         else:
-            self._observation = readable(observation)
+            self._observation = observation_text(observation)
 
 
 def _make(env_id: str, kwargs: Mapping[str, Any] | None, render: bool | None) -> Any:

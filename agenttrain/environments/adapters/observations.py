@@ -14,7 +14,7 @@ DIGITS = 4
 """Significant digits of the numbers in an observation."""
 
 
-def readable(observation: Any) -> str:
+def observation_text(observation: Any) -> str:
     """Return an observation as text: each part of a Dict in a line, numbers with DIGITS digits.
 
     Example: ``{"position": array([0.12345]), "door": 1}`` -> ``"position: [0.1235]\\ndoor: 1"``.

@@ -13,15 +13,14 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 
-from agenttrain.environments.adapters.observations import readable
+from agenttrain.environments.adapters.observations import observation_text
 from agenttrain.types import Rollout, ToolFailure, ToolUnavailable, TurnReward
 from agenttrain.utils.chat_api import with_path
 from agenttrain.utils.data_fields import Data
-from agenttrain.utils.redaction import hide_secrets
+from agenttrain.utils.redaction import hide_secrets, is_web_address
 from agenttrain.utils.text_templates import TextTemplate
 
 REWARDS = ("episode", "turns")
@@ -57,7 +56,7 @@ class OpenEnv:
     ) -> None:
         # The settings.
         self._url, self._reset, self._columns = url, dict(reset or {}), columns
-        self._public_url = hide_secrets(url)
+        self._public_url = hide_secrets(url)  # for messages
         self._prompt, self._by_turn = TextTemplate(prompt, "prompt"), rewards == "turns"
         self._session_timeout_s, self._reply_timeout_s = session_timeout_s, reply_timeout_s
         self._ping_s = ping_s
@@ -72,7 +71,7 @@ class OpenEnv:
     def check(cls, **arguments: Any) -> None:
         """Raise ValueError for arguments that cannot work, without reaching a server."""
         url = arguments.get("url")
-        if urlsplit(str(url)).scheme not in ("http", "https"):
+        if not is_web_address(url):
             raise ValueError(
                 f"url={hide_secrets(str(url))}: must be the address of an OpenEnv server, e.g. http://127.0.0.1:8000"
             )
@@ -102,13 +101,14 @@ class OpenEnv:
                 with_path(arguments["url"], "/schema"),
                 timeout=arguments.get("reply_timeout_s", 60.0),
             )
-            action = response.json()["action"]
-            properties = action["properties"]
-        except httpx.TransportError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ValueError(
                 f"url={url}: no server answers ({type(error).__name__}: "
                 f"{hide_secrets(str(error))}); start it first"
             ) from error
+        try:
+            action = response.json()["action"]
+            properties = action["properties"]
         except (ValueError, LookupError, TypeError) as error:
             raise ValueError(
                 f"url={url}: is no OpenEnv server: /schema answers {response.status_code} "
@@ -139,20 +139,20 @@ class OpenEnv:
         reply = self._open({"type": "reset", "data": data})
         self._return = 0.0
         self._read(reply)
-        return self._prompt.fill({**row, "observation": readable(self._observation)})
+        return self._prompt.fill({**row, "observation": observation_text(self._observation)})
 
     def call_tool(self, name: str, arguments: Mapping[str, Any]) -> str | TurnReward:
         """Take the step that a call of `step` asks for."""
         reward = self._read(self._ask({"type": "step", "data": dict(arguments)}))
         self._return += reward
-        text = readable(self._observation)
+        text = observation_text(self._observation)
         if self.done:
             text = f"{text}\nThe episode is over."
         return TurnReward(reward, text) if self._by_turn else text
 
     def state(self) -> str:
         """Return the observation, which is all that the model sees."""
-        return readable(self._observation)
+        return observation_text(self._observation)
 
     def reward(self, rollout: Rollout) -> float | None:
         """Return the sum of the episode's rewards, or None if the turns have them."""

@@ -127,8 +127,8 @@ class PolicyEpisode:
         """Send the prompt, or the user's next messages, to the parent; wait for the answer."""
         new_messages = list(messages or ())
         if not self._conversation:
-            new_messages = [*opening(self._session.data), *new_messages]
-        plain_messages = [plain(message) for message in new_messages]
+            new_messages = [*opening_messages(self._session.data), *new_messages]
+        plain_messages = [from_verifiers(message) for message in new_messages]
         self._conversation += new_messages
         self._prompt_length = self._prompt_length or len(new_messages)
         if await self._stop_condition():
@@ -256,7 +256,7 @@ class PolicyEpisode:
         prepare_turn(trace, messages, self._tools).commit_prompt()  # messages after the last answer
 
 
-def opening(data: vf.TaskData) -> list[Any]:
+def opening_messages(data: vf.TaskData) -> list[Any]:
     """Return the messages with which a task begins."""
     system = [vf.SystemMessage(content=data.system_prompt)] if data.system_prompt else []
     if isinstance(data.prompt, str):
@@ -264,7 +264,7 @@ def opening(data: vf.TaskData) -> list[Any]:
     return [*system, *(data.prompt or ())]
 
 
-def plain(message: Any) -> dict[str, Any]:
+def from_verifiers(message: Any) -> dict[str, Any]:
     """Return a message in the parent's form. Raises TypeError for one that is not text."""
     if message.role not in ("system", "user", "assistant") or not isinstance(message.content, str):
         raise TypeError(f"its {message.role} message is no text, and only text is supported")
@@ -397,8 +397,8 @@ class BridgeServer:
                         "read the trace"
                     )
             try:
-                for message in opening(task.data):
-                    plain(message)
+                for message in opening_messages(task.data):
+                    from_verifiers(message)  # raises TypeError for one that is not text
             except TypeError as error:
                 raise Unsupported(f"id={id}: task {task.data.idx}: {error}") from error
 

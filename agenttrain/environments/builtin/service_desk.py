@@ -103,10 +103,10 @@ class ServiceDesk:
 
     def reward(self, rollout: Rollout) -> float:
         """Return 1 if the database is as after the right actions, else 0."""
-        right = ServiceDesk()
+        right_desk = ServiceDesk()
         for action in self._actions:
-            getattr(right, action["tool"])(**action["arguments"])
-        return float(self.state() == right.state())
+            getattr(right_desk, action["tool"])(**action["arguments"])
+        return float(self.state() == right_desk.state())
 
     def _find(self, order: str) -> dict[str, Any]:
         """Return an order of the database. Raises ToolFailure if there is none."""

@@ -93,10 +93,11 @@ def marks(guess: str, word: str) -> str:
     A letter gets as many marks as the word has it, those in the right place first.
     """
     pairs = zip(word, guess, strict=True)
+    # Letters of the word that the guess has not in their place: each can get one Y.
     unmarked = Counter(letter for letter, guessed in pairs if letter != guessed)
     result = ""
-    for letter, right in zip(guess, word, strict=True):
-        if letter == right:
+    for letter, right_letter in zip(guess, word, strict=True):
+        if letter == right_letter:
             result += "G"
         elif unmarked[letter]:
             unmarked[letter] -= 1

@@ -119,11 +119,11 @@ class Ranking:
         if not low < high:
             raise ValueError(f"low={low}: must be below high={high}")
         if max_rollout_tokens < LEAST_TOKENS:
-            least = f"must be at least {LEAST_TOKENS}"
-            raise ValueError(f"max_rollout_tokens={max_rollout_tokens}: {least}")
+            bound = f"must be at least {LEAST_TOKENS}"
+            raise ValueError(f"max_rollout_tokens={max_rollout_tokens}: {bound}")
         if max_request_tokens < max_rollout_tokens:
-            least = f"must be at least max_rollout_tokens={max_rollout_tokens}"
-            raise ValueError(f"max_request_tokens={max_request_tokens}: {least}")
+            bound = f"must be at least max_rollout_tokens={max_rollout_tokens}"
+            raise ValueError(f"max_request_tokens={max_request_tokens}: {bound}")
         self._prompt, self._system = TextTemplate(prompt, "prompt"), system
         if "answers" not in self._prompt.fields:
             raise ValueError("prompt: has no {{ answers }}, where the rollouts stand; add it")
@@ -144,8 +144,9 @@ class Ranking:
         fields = {**columns, "question": last_question(rollouts[0]), "count": len(distinct)}
         values = self._compare(distinct, fields, rollouts[0].group_id)
         value_of = dict(zip(distinct, values, strict=True))
-        in_group = [value_of[text] for text in texts]
-        return beaten(in_group) if self._reply is ReplyForm.ranking else spread(in_group)
+        group_values = [value_of[text] for text in texts]
+        is_ranking = self._reply is ReplyForm.ranking
+        return shares_beaten(group_values) if is_ranking else scaled_to_unit(group_values)
 
     def _shown_text(self, rollout: Rollout) -> str:
         """Return the part of a rollout that the judge sees, uncut."""
@@ -207,16 +208,18 @@ class Ranking:
         """Cut the texts so that the request fits into its tokens; raise RewardUnavailable."""
         texts = [escape_tags(text) for text in texts]
         frame = self._messages({**fields, "answers": ""})
-        used = sum(tokens_of(message["content"]) for message in frame) + FRAME_TOKENS * len(texts)
+        frame_tokens = sum(tokens_of(message["content"]) for message in frame)
+        frame_tokens += FRAME_TOKENS * len(texts)
         limit = fair_limit(
             [tokens_of(text) for text in texts],
-            self._max_request_tokens - used,
+            self._max_request_tokens - frame_tokens,
             self._max_rollout_tokens,
         )
         if limit < LEAST_TOKENS:
             raise RewardUnavailable(
-                f"max_request_tokens={self._max_request_tokens}: {used} of them are the prompt and "
-                f"the frame of {len(texts)} rollouts, and what is left is too little to compare"
+                f"max_request_tokens={self._max_request_tokens}: {frame_tokens} of them are the "
+                f"prompt and the frame of {len(texts)} rollouts, and what is left is too little to "
+                "compare"
             )
         return [cut_middle(text, limit) for text in texts]
 
@@ -231,7 +234,7 @@ class Ranking:
         return [values[number] for number in range(1, count + 1)]
 
 
-def beaten(values: Sequence[float]) -> list[float]:
+def shares_beaten(values: Sequence[float]) -> list[float]:
     """Return for each value the share of the others that are lower; equal ones count half.
 
     Example: [2, 3, 2] -> [0.25, 1.0, 0.25]. The mean is 0.5.
@@ -243,7 +246,7 @@ def beaten(values: Sequence[float]) -> list[float]:
     ]
 
 
-def spread(values: Sequence[float]) -> list[float]:
+def scaled_to_unit(values: Sequence[float]) -> list[float]:
     """Return the values scaled so that the lowest is 0 and the highest 1; 0.5 if all are equal."""
     low, high = min(values), max(values)
     return [(value - low) / (high - low) if high > low else 0.5 for value in values]
@@ -286,8 +289,8 @@ def _text_after(reply: str, title: str) -> str:
     Each mark around a number and each word "answer" is a blank: of ``Ranking: **Answer [2]** > 1``
     it returns the same as of ``Ranking: 2 > 1``, but for blanks.
     """
-    *_, last = ["", *re.split(rf"(?i){title}[^:\n\d]{{0,60}}:", reply)[1:]]
-    return DECORATION.sub(" ", last)
+    _, *after_titles = re.split(rf"(?i){title}[^:\n\d]{{0,60}}:", reply)
+    return DECORATION.sub(" ", after_titles[-1] if after_titles else "")
 
 
 def tokens_of(text: str) -> int:
@@ -300,13 +303,13 @@ def fair_limit(lengths: Sequence[int], total: int, most: int) -> int:
 
     Short texts leave their room to longer ones: of [10, 50, 90] and a total of 100, 45.
     """
-    remaining, limit = total, most
+    remaining = total
     for place, length in enumerate(sorted(lengths)):  # the shortest text first
         share = remaining // (len(lengths) - place)  # of each text that is left
         if min(length, most) > share:
             return min(share, most)
         remaining -= min(length, most)
-    return limit
+    return most  # all texts fit, or are cut to `most`
 
 
 def cut_middle(text: str, tokens: int) -> str:

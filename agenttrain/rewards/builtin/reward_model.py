@@ -83,7 +83,7 @@ class RewardModel:
         _, model = self._tokenizer_and_model
         longest = max(map(len, ids))
         padding = [longest - len(tokens) for tokens in ids]
-        pad = model.config.pad_token_id
+        pad = model.config.pad_token_id  # None for a batch of one, which has no padding
         ids_BT = [[*tokens, *[pad] * count] for tokens, count in zip(ids, padding, strict=True)]
         mask_BT = [[1] * (longest - count) + [0] * count for count in padding]
         with torch.inference_mode():
