@@ -20,7 +20,7 @@ from agenttrain.engines.memory import When
 from agenttrain.runs.memory import GIB, PlannedHardware, Sizes, estimate
 from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
 from agenttrain.settings.run_config import RunConfig
-from agenttrain.training.config import ActivationCheckpointing
+from agenttrain.training.config import LEVELS, ActivationCheckpointing
 from agenttrain.training.footprint import Activations
 
 QWEN3_06B = {
@@ -201,31 +201,43 @@ def test_a_run_that_does_not_fit_names_overrides_with_which_it_does(capsys, shor
         assert (code, again["peak_bytes"]) == (0, remedy["peak_bytes"]), remedy
 
 
-def test_auto_is_the_first_level_with_which_an_update_fits(capsys, short):
+def test_auto_is_the_first_level_with_which_an_update_fits(short):
+    run = ("experiment=none", "model=folder", f"model.path={short}", "model.dtype=bfloat16")
+    with hydra_session(Source()):
+        settings = (*run, "engine.max_rows=1", "training.logits_budget_mb=64")
+        config = compose_run(open_keys(settings), Source()).config
+    sizes = Sizes(config.model)
+
+    def update(setting: ActivationCheckpointing, memory: int | None) -> tuple[str, int]:
+        """Level and bytes of an update, with a setting and a GPU's memory."""
+        config.training.activation_checkpointing = setting
+        found = estimate(config, sizes, PlannedHardware(memory=memory), 1024)
+        return found.level, found.at(When.update)
+
+    auto = ActivationCheckpointing.auto
+    needed = {level: update(level, None)[1] for level in LEVELS}
+    none, blocks, last = LEVELS
+    assert needed[none] > needed[blocks] > needed[last]
+    assert update(auto, None) == (none, needed[none])  # nothing is known to be too large
+    for level, next_level in ((none, blocks), (blocks, last), (last, last)):
+        assert update(auto, needed[level]) == (level, needed[level])
+        assert update(auto, needed[level] - 1) == (next_level, needed[next_level])
+    # A value that was given is not changed.
+    assert update(none, needed[last]) == (none, needed[none])
+
+
+@pytest.mark.slow
+def test_a_given_level_is_shown_and_the_remedy_names_the_mildest(capsys, short):
     key = "training.activation_checkpointing"
     run = ("model.dtype=bfloat16", "engine.max_rows=1", "training.logits_budget_mb=64")
-    fixed = {}
-    for level in ("none", "blocks", "all"):
-        _, found = plan(capsys, short, "--gpu-memory-gb", "80", *run, f"{key}={level}")
-        assert found["activation_checkpointing"] == level
-        fixed[level] = found["update_bytes"]
-    assert fixed["none"] > fixed["blocks"] > fixed["all"]
-    for level, update_bytes in fixed.items():
-        for spare, expected in ((1, level), (-1, {"none": "blocks"}.get(level, "all"))):
-            gib = (update_bytes + spare) / GIB
-            _, found = plan(capsys, short, "--gpu-memory-gb", repr(gib), *run)
-            assert found["activation_checkpointing"] == expected
-            assert found["update_bytes"] == fixed[expected]
-    # A value that was given is not changed, and the milder of the remedies is named.
-    gib = repr((fixed["blocks"] + 1) / GIB)
+    _, blocks = plan(capsys, short, "--gpu-memory-gb", "80", *run, f"{key}=blocks")
+    gib = repr((blocks["peak_bytes"] + 1) / GIB)
     code, found = plan(capsys, short, "--gpu-memory-gb", gib, *run, f"{key}=none")
     assert (code, found["activation_checkpointing"]) == (1, "none")
     assert f"{key}=blocks" in [remedy["overrides"] for remedy in found["remedies"]]
-    # Without a GPU's size nothing is known to be too large.
-    _, found = plan(capsys, short, *run)
-    assert found["activation_checkpointing"] == "none"
 
 
+@pytest.mark.slow
 def test_weights_that_autocast_holds_are_counted(capsys, short):
     """Of 2 layers: q and o, k and v, and the MLP with gate, up and down; 2 bytes of a number."""
     attention, mlp = 2 * 1024 * (2048 + 1024), 3 * 1024 * 3072
