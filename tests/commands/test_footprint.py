@@ -193,7 +193,9 @@ def real_model(**sizes):
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
-@pytest.mark.parametrize("name", ["tiny", "Qwen3Moe", "Qwen3_5"])
+@pytest.mark.parametrize(
+    "name", ["tiny", "Qwen3Moe", pytest.param("Qwen3_5", marks=pytest.mark.slow)]
+)
 def test_what_a_forward_pass_keeps(name, dtype):
     """At every level: of a dense model, of experts, and of recurrent layers."""
     model = model_to_trace(name).to(dtype)
