@@ -14,10 +14,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from agenttrain.algorithms.loss import Averages, mean_parts, policy_loss
+from torch import Tensor
+
+from agenttrain.algorithms.loss import Averages, LossInputs, MetricParts, mean_parts, policy_loss
 from agenttrain.engines.base import Engine, EngineDead, EngineRestarted, Metered, Separate
 from agenttrain.evaluation import Best, Evaluation, Evaluator, HeldOutLoss
 from agenttrain.health.guards import Guards, GuardTripped
@@ -27,6 +30,7 @@ from agenttrain.settings.run_config import RunConfig
 from agenttrain.tracking.run_folder import FolderGone
 from agenttrain.tracking.tracker import Tracker
 from agenttrain.tracking.usage import Usage
+from agenttrain.training.batch import Microbatch
 from agenttrain.training.checkpoint import Checkpoints, random_states, set_random_states
 from agenttrain.training.credit_assignment import assign_advantages
 from agenttrain.training.minibatch import Minibatch, loss_inputs
@@ -417,13 +421,21 @@ def train_policy(
 def train_minibatch(policy: Policy, minibatch: Minibatch, metrics: Averages) -> None:
     """Make one optimizer update. Raises BrokenUpdate as `train_policy` does."""
     for microbatch in policy.microbatches(minibatch):
-        logprobs_S, entropy_S = policy.forward(microbatch)
-        inputs = loss_inputs(microbatch, logprobs_S, entropy_S, minibatch, policy.algorithm)
-        loss, parts = policy_loss(inputs, policy.algorithm)
-        policy.backward(loss)
+        compute = partial(compute_gradient, policy, minibatch, microbatch)
+        inputs, loss, parts = policy.with_enough_memory(compute)
         minibatch.record(microbatch, inputs, loss)  # for `optimizer_step`, below
-        parts["entropy"] = mean_parts(entropy_S.detach())
         # A process that has no sequences left runs a dummy forward, so that collectives match. It
         # has no token and counts in no mean.
-        metrics.add(parts, counted=entropy_S.numel() > 0)
+        metrics.add(parts, counted=inputs.logprobs_S.numel() > 0)
     metrics.add(policy.optimizer_step(minibatch))
+
+
+def compute_gradient(
+    policy: Policy, minibatch: Minibatch, microbatch: Microbatch
+) -> tuple[LossInputs, Tensor, MetricParts]:
+    """Add the gradient of a microbatch; return the inputs of its loss, the loss, and metrics."""
+    logprobs_S, entropy_S = policy.forward(microbatch)
+    inputs = loss_inputs(microbatch, logprobs_S, entropy_S, minibatch, policy.algorithm)
+    loss, parts = policy_loss(inputs, policy.algorithm)
+    policy.backward(loss)
+    return inputs, loss, {**parts, "entropy": mean_parts(entropy_S.detach())}

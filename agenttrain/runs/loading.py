@@ -39,11 +39,11 @@ from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.checkpoint import random_states, seed_random, set_random_states
 from agenttrain.training.checkpoint_files import auto_class
 from agenttrain.training.config import Init, Transport
-from agenttrain.training.logprobs import checkpoint_layers
 from agenttrain.training.lora import adapted_experts, add_lora, describe_adapters, is_adapted
 from agenttrain.training.optimizers import build_optimizer
 from agenttrain.training.policy import Policy
 from agenttrain.training.quantization import check_quantizable, describe_quantization
+from agenttrain.training.recomputation import recomputed_modules
 from agenttrain.training.sharding import Sharding
 from agenttrain.training.sliced_weights import WrongWeights, stand_ins
 from agenttrain.training.world import World
@@ -89,8 +89,7 @@ def check_model(config: RunConfig, verb: str = "train") -> None:
         if replays_routes(config, verb):
             check_experts(model)
     # Each of these raises for an architecture that it does not support.
-    if config.training.gradient_checkpointing:
-        checkpoint_layers(model)
+    recomputed_modules(model, config.training.activation_checkpointing)
     if config.model.quantization is not None:
         check_quantizable(model, config.model)
     if config.model.lora.rank:

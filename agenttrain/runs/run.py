@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -39,6 +40,7 @@ from agenttrain.rollout.declared import write_declared
 from agenttrain.runs.fingerprints import check_unchanged, fingerprints
 from agenttrain.runs.fingerprints import write as write_fingerprints
 from agenttrain.runs.loading import make_engine, make_policy
+from agenttrain.runs.memory import PlannedHardware, device_memory, level_of, shares_gpu
 from agenttrain.runs.provenance import write_config
 from agenttrain.runs.remote import make_remote_engine, make_remote_source, start_rollouts
 from agenttrain.runs.report import print_losses, print_scores
@@ -67,6 +69,7 @@ from agenttrain.tracking.usage import Usage
 from agenttrain.trainer import BatchSource, Trainer
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.checkpoint_files import CheckpointError, NotWritten, set_stop_tokens
+from agenttrain.training.config import ActivationCheckpointing
 from agenttrain.training.operations import card_name
 from agenttrain.training.policy import Policy
 from agenttrain.training.teacher_scores import Teacher
@@ -513,6 +516,53 @@ class Run:
             started=self.started,
         )
 
+    def choose_level(self) -> bool:
+        """Choose a level for training.activation_checkpointing=auto; return True if it was `auto`.
+
+        Every process gets the level that the estimate for the smallest GPU gives.
+        """
+        setting = self.config.training.activation_checkpointing
+        if setting is not ActivationCheckpointing.auto or self.verb == "eval":
+            return False
+        memory, kind = device_memory()
+        memory = min(self.world.gather([memory], "the memory of the devices"))
+        level, note = ActivationCheckpointing.none, ""
+        if self.world.is_main:
+            machine = PlannedHardware(
+                devices=self.world.size,
+                memory=memory,
+                kind=kind,
+                shared=shares_gpu(self.config),
+            )
+            try:
+                level = level_of(self.config, machine, supervised=self.verb == "sft")
+            except ConfigError as error:
+                note = f"all activations are kept, because the memory is not known: {error}"
+            if level is not ActivationCheckpointing.none:
+                note = f"training.activation_checkpointing={level}: by the estimate of the memory"
+        self._set_level(self.world.broadcast(level, "the level of activation checkpointing"))
+        if note:
+            print(note, flush=True)
+        return True
+
+    def _set_level(self, level: ActivationCheckpointing) -> None:
+        """Set the level of activation checkpointing in the settings."""
+        self.config.training.activation_checkpointing = level
+        self.plain["training"]["activation_checkpointing"] = str(level)
+
+    def record_level(
+        self, components: Components, policy: Policy, level: ActivationCheckpointing
+    ) -> None:
+        """Record in config.yaml the higher level that the first step needs."""
+        self._set_level(level)
+        if self.world.is_main:
+            write_config(self.folder, self.plain, components.certificate.hash, policy.kernel)
+            print(
+                f"training.activation_checkpointing={level}: the first step needs more memory than "
+                "was estimated",
+                flush=True,
+            )
+
     def record_kernel(self, components: Components, policy: Policy) -> None:
         """Record in config.yaml the kernel that computes the attention in training."""
         if not self.world.is_main:
@@ -600,6 +650,7 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
     # Before the servers end: the stack calls the last callback first.
     stack.callback(components.close_roles)
     rollouts = await _start_rollout_process(run, components, stack)
+    may_raise_level = run.choose_level()
     policy = make_policy(
         config,
         _algorithm_of(run),
@@ -615,6 +666,8 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
         stack.push_async_callback(components.aclose)
     teacher = _make_teacher(run, components, policy)
     run.record_kernel(components, policy)
+    if may_raise_level:
+        policy.on_level = partial(run.record_level, components, policy)
 
     collector: Collector | None = None
     if engine is not None and rollouts is None:  # this process makes the rollouts

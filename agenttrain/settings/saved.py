@@ -39,7 +39,7 @@ from agenttrain.settings.untrusted import (
     run_place,
     untrusted_values,
 )
-from agenttrain.training.config import Init
+from agenttrain.training.config import ActivationCheckpointing, Init
 from agenttrain.types import ConfigError
 from agenttrain.utils.moved import in_this_layout
 from agenttrain.utils.names import did_you_mean
@@ -118,6 +118,7 @@ def settings_for_auto_resume(
     complete_objective(composed)
     started = convert(_read(argument, folder, trust=trust)[0])
     adopt_pins(composed, started)
+    _adopt_level(composed, started)
     raise_config_error(
         f"{key}={shown(now)}: the run in {folder} was started with {key}={shown(saved)}; leave it "
         "so, or name another folder"
@@ -125,6 +126,15 @@ def settings_for_auto_resume(
         if key.partition(".")[0] not in (*RESUMABLE, "resume")
     )
     return _prepare_resume(argument, folder, composed)
+
+
+def _adopt_level(composed: Composed, started: Composed) -> None:
+    """Copy the level of activation checkpointing that a run has chosen, in place of `auto`."""
+    training = composed.config.training
+    if training.activation_checkpointing is ActivationCheckpointing.auto:
+        level = started.config.training.activation_checkpointing
+        training.activation_checkpointing = level
+        composed.plain["training"]["activation_checkpointing"] = str(level)
 
 
 def _prepare_resume(argument: str, folder: Path, composed: Composed) -> Composed:

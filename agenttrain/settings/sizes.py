@@ -20,6 +20,9 @@ from agenttrain.settings.mixture import source_views
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.utils.sections import plain, shown
 
+PROMPT_TOKENS = 1024
+"""Tokens of a prompt, for estimates that were given no number."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic:

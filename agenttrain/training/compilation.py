@@ -41,13 +41,8 @@ def compiled_layers(model: PreTrainedModel) -> Iterator[None]:
 def _forward(layer: Any, *states: Any, **keywords: Any) -> Any:
     """Call a layer's forward pass in its compiled form."""
     function = type(layer).forward
-    # Before transformers 5.23, checkpointing is around `forward`.
-    if function.__code__.co_name != "forward_with_checkpointing":
-        return compiled(function)(layer, *states, **keywords)
-    # From 5.23 on it is part of `forward`, and torch compiles nothing inside a checkpoint. Compile
-    # the function inside, then checkpoint it.
-    layer_forward = compiled(function.__wrapped__)
-    if layer.gradient_checkpointing and layer.training:
-        call = partial(layer_forward, layer, **keywords)
-        return layer._gradient_checkpointing_func(call, *states)
-    return layer_forward(layer, *states, **keywords)
+    # From transformers 5.23 on, `forward` may checkpoint, and torch compiles nothing inside of
+    # that. `recomputing` checkpoints the compiled function instead.
+    if function.__code__.co_name == "forward_with_checkpointing":
+        function = function.__wrapped__
+    return compiled(function)(layer, *states, **keywords)

@@ -230,6 +230,27 @@ class MixedPrecision(StrEnum):
     fp16 = "fp16"
 
 
+class ActivationCheckpointing(StrEnum):
+    """Activations that are computed again in the backward pass instead of being kept."""
+
+    auto = "auto"
+    """The first of the others that fits the memory of the device."""
+    none = "none"
+    """None: all of them are kept."""
+    blocks = "blocks"
+    """Those of feed-forward blocks, which are MLPs and blocks of experts, and those of norms."""
+    all = "all"
+    """Those of whole layers, which keep their inputs alone."""
+
+
+LEVELS = (
+    ActivationCheckpointing.none,
+    ActivationCheckpointing.blocks,
+    ActivationCheckpointing.all,
+)
+"""Levels of activation checkpointing, from the fastest to the one with the smallest memory."""
+
+
 @dataclass(config=SETTINGS)
 class TrainingConfig:
     """How a step's rollouts become optimizer updates."""
@@ -243,14 +264,29 @@ class TrainingConfig:
     """Compute a common prefix of rollouts once: the same loss in other time and memory."""
     mixed_precision: Data[MixedPrecision] = MixedPrecision.no
     """accelerate's `no`, `bf16` or `fp16`."""
-    gradient_checkpointing: Data[bool] = False
-    """Recompute each layer in the backward pass instead of keeping its activations."""
+    activation_checkpointing: Data[ActivationCheckpointing] = ActivationCheckpointing.auto
+    """Activations that are computed again in the backward pass: `none`, those of feed-forward
+    `blocks` and norms, or `all`. `auto` takes the first of these that fits the memory by the
+    estimate of `agenttrain plan`, or the next one if the first step needs more. The run's
+    config.yaml has the one that was chosen, and a resumed run keeps it."""
     compile: Data[bool] = False
     """Fuse the elementwise work of layers and head with torch.compile. On a GPU a step takes less
     time and memory; the first takes tens of seconds longer."""
     offload_during_rollouts: Data[bool] = False
     """Keep the optimizer's state and float32 copies in host memory but for the updates, so that an
     engine on the same GPU has their memory."""
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainingConfig:
+        if self.compile and self.activation_checkpointing is ActivationCheckpointing.blocks:
+            raise_problems(
+                [
+                    "training.activation_checkpointing=blocks: a block of a compiled layer is part "
+                    "of the layer's code (training.compile=true); set all or none, or "
+                    "training.compile=false"
+                ]
+            )
+        return self
 
 
 class Dtype(StrEnum):

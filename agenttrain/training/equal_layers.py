@@ -7,7 +7,8 @@ the time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +28,8 @@ class EqualLayers:
 
     twins: dict[int, int] = field(default_factory=dict)
     """Position of a skipped layer -> position of the equal layer that ran."""
-    saved_bytes: int = 0
+    saved_bytes: Counter[Hashable] = field(default_factory=Counter)
+    """By the names that `equal_layers_run_twice` was given."""
 
 
 @dataclass(slots=True)
@@ -37,7 +39,7 @@ class _Kind:
     position: int = -1
     """Position of the last one that ran."""
     runs: int = 0
-    saved_bytes: int = 0
+    saved_bytes: Counter[Hashable] = field(default_factory=Counter)
     """Bytes that the last run saved."""
     keeps_shape: bool = False
     """Its output is one tensor, of the shape and format of its input."""
@@ -45,19 +47,20 @@ class _Kind:
 
 @contextmanager
 def equal_layers_run_twice(
-    layers: Sequence[nn.Module], saved_bytes: Callable[[], int] = int
+    layers: Sequence[nn.Module],
+    saved_bytes: Callable[[], Mapping[Any, int]] = dict,
 ) -> Iterator[EqualLayers]:
     """Skip each layer in the block that is equal to two layers before it.
 
-    `saved_bytes` returns the bytes that autograd holds so far (the default, `int`, returns 0). A
-    skipped layer returns a copy of its input, and counts for as many bytes as the second layer of
-    its kind.
+    `saved_bytes` returns the bytes that autograd holds so far, by any names (the default, `dict`,
+    returns none). A skipped layer returns a copy of its input, and counts for as many bytes as the
+    second layer of its kind.
     """
     skipped, kinds = EqualLayers(), dict[Hashable, _Kind]()
 
-    def total_bytes() -> int:
+    def total_bytes() -> Counter[Hashable]:
         """Return the bytes so far, those of skipped layers included."""
-        return saved_bytes() + skipped.saved_bytes
+        return Counter(saved_bytes()) + skipped.saved_bytes
 
     def forward_of(layer: nn.Module, position: int) -> Callable[..., Any]:
         """Return a forward pass that runs the layer, or skips it after two equal ones.

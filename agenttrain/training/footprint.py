@@ -8,34 +8,42 @@ V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.optim import SGD, Muon, Optimizer
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedModel
 from transformers.integrations import moe
 
 from agenttrain.engines.language_model import backbone, language_model, model_class
 from agenttrain.training.attention import PackedTree, packing
-from agenttrain.training.config import LoraSettings, OptimizerConfig
+from agenttrain.training.config import (
+    ActivationCheckpointing,
+    LoraSettings,
+    OptimizerConfig,
+)
 from agenttrain.training.equal_layers import equal_layers_run_twice
 from agenttrain.training.head import CPU_TILE, GPU_TILE
 from agenttrain.training.lora import add_lora, add_saved_adapters
 from agenttrain.training.optimizers import MasterWeights, build_optimizer
+from agenttrain.training.recomputation import possible_levels, recomputed_modules
 from agenttrain.training.segments import one_after_the_other
 from agenttrain.training.sharding import layers
 
 FLOAT32 = 4
 """Bytes of a number in float32."""
+RESERVE = 3 * 2**29
+"""Bytes of a GPU for its context, workspaces, and gaps that the allocator cannot fill. Assumed."""
 STEP_COUNT = 4
 """Bytes of AdamW's step counter, one per parameter."""
 LAYER_GRADIENTS = 4 / 3
@@ -104,8 +112,27 @@ def _moments(optimizer: Optimizer) -> int:
     return sum(2 * p.nbytes + STEP_COUNT for p in parameters)  # AdamW
 
 
+def lacks_reserve(peak: int, others: int, total: int) -> bool:
+    """Return True if a GPU of `total` bytes has no reserve beside the tensors of an update.
+
+    `peak` are the bytes of tensors that the allocator has measured. `others` are the bytes outside
+    the allocator: the context, and other processes.
+    """
+    return peak + max(others, RESERVE) > total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activations:
+    """Bytes of activations at a level of checkpointing, without the head."""
+
+    kept: int
+    """Held from the forward pass to the backward pass."""
+    recomputed: int
+    """The most that a recomputed module holds while its part of the backward pass runs."""
+
+
 class Saved:
-    """Bytes that a forward pass over a rollout holds for the backward pass, without the head.
+    """Activations of a forward pass over a rollout, by the level of checkpointing.
 
     Call it with a rollout's number of tokens. `autocast` is the format in which layers compute.
     """
@@ -114,19 +141,28 @@ class Saved:
         self._model, self._autocast = model, autocast
         softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
         self._longest = TRACED if softcap is None else TRACED_SCORES
-        self._traced: dict[int, int] = {}
-        """Tokens of a rollout -> bytes that were traced for it."""
+        self._traced: dict[int, dict[ActivationCheckpointing, Activations]] = {}
+        """Tokens of a rollout -> what was traced for it."""
 
-    def __call__(self, tokens: int) -> int:
+    def __call__(
+        self, tokens: int, level: ActivationCheckpointing = ActivationCheckpointing.none
+    ) -> Activations:
         """Return the bytes for a rollout of that many tokens; long ones are extrapolated."""
         longest, half = self._longest, self._longest // 2
         if tokens <= longest:
-            return self._trace(tokens)
-        half_bytes, full_bytes = self._trace(half), self._trace(longest)
-        bytes_per_token = (full_bytes - half_bytes) / (longest - half)
-        return full_bytes + round(bytes_per_token * (tokens - longest))
+            return self._trace(tokens)[level]
+        short, full = self._trace(half)[level], self._trace(longest)[level]
 
-    def _trace(self, tokens: int) -> int:
+        def extrapolate(half_bytes: int, full_bytes: int) -> int:
+            bytes_per_token = (full_bytes - half_bytes) / (longest - half)
+            return full_bytes + round(bytes_per_token * (tokens - longest))
+
+        return Activations(
+            kept=extrapolate(short.kept, full.kept),
+            recomputed=extrapolate(short.recomputed, full.recomputed),
+        )
+
+    def _trace(self, tokens: int) -> dict[ActivationCheckpointing, Activations]:
         """Return the bytes that autograd saves in a forward pass over fake tensors (cached)."""
         if tokens in self._traced:
             return self._traced[tokens]
@@ -142,31 +178,106 @@ class Saved:
             state |= {name: _fake(tensor) for name, tensor in net.named_buffers()}
             ids = torch.zeros(1, tokens, dtype=torch.long)
             positions = torch.arange(tokens)[None]
-        # `_cdata` is the address of a storage, which several tensors may share.
-        weight_ids = {tensor.untyped_storage()._cdata for tensor in state.values()}
-        saved: dict[int, torch.UntypedStorage] = {}  # holds them, so that ids stay unique
-        saved_bytes = 0
+        decoder_layers = layers(language_model(self._model))
+        recomputed = {
+            level: recomputed_modules(self._model, level)
+            for level in possible_levels(self._model, compiled=False)
+        }
+        weights = list(state.values())
+        counts = {level: _LevelCount(weights, modules) for level, modules in recomputed.items()}
 
         def save(tensor: Tensor) -> Tensor:
-            """Count the bytes of a storage that autograd saves, once, and none for weights."""
-            nonlocal saved_bytes
-            storage = tensor.untyped_storage()
-            if storage._cdata not in weight_ids and storage._cdata not in saved:
-                saved[storage._cdata] = storage
-                saved_bytes += storage.nbytes()
+            """Count a tensor that autograd saves."""
+            for count in counts.values():
+                count.add(tensor)
             return tensor
+
+        def kept_bytes() -> dict[ActivationCheckpointing, int]:
+            return {level: count.kept for level, count in counts.items()}
 
         autocast = self._autocast
         cast = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
         keywords = {"position_ids": positions, **tree.keywords(self._model)}
         hooks = saved_tensors_hooks(save, lambda tensor: tensor)
         # Layers that are skipped because equal ones ran are counted in `skipped.saved_bytes`.
-        decoder_layers = layers(language_model(self._model))
-        repeated = equal_layers_run_twice(decoder_layers, lambda: saved_bytes)
-        with packing(self._model), repeated as skipped, mode, _traceable_experts(), cast, hooks:
+        repeated = equal_layers_run_twice(decoder_layers, kept_bytes)
+        with ExitStack() as stack:
+            stack.enter_context(packing(self._model))
+            skipped = stack.enter_context(repeated)
+            for count in counts.values():
+                stack.enter_context(count.watching())
+            for context in (mode, _traceable_experts(), cast, hooks):
+                stack.enter_context(context)
             functional_call(net, state, (ids,), keywords)
-        self._traced[tokens] = saved_bytes + skipped.saved_bytes
+        self._traced[tokens] = {
+            level: Activations(
+                kept=count.kept + skipped.saved_bytes[level], recomputed=count.most_recomputed
+            )
+            for level, count in counts.items()
+        }
         return self._traced[tokens]
+
+
+class _LevelCount:
+    """Bytes of the storages that autograd would hold if some modules were recomputed.
+
+    A storage counts once, and weights do not count.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], recomputed: Sequence[nn.Module]) -> None:
+        """`recomputed` are modules of which none is in another."""
+        self.kept = 0
+        """Bytes held for the backward pass: inputs of recomputed modules, and what others save."""
+        self.most_recomputed = 0
+        """The most bytes that a recomputed module saves beside its inputs."""
+        self._modules = recomputed
+        # `_cdata` is the address of a storage, which several tensors may share.
+        self._weight_ids = {tensor.untyped_storage()._cdata for tensor in weights}
+        self._kept: dict[int, torch.UntypedStorage] = {}
+        """Counted storages by their ids. Holding them keeps the ids unique."""
+        self._module: dict[int, torch.UntypedStorage] | None = None
+        """Storages of the recomputed module that is running. None: no such module is running."""
+
+    def add(self, tensor: Tensor) -> None:
+        """Count a tensor that autograd saves."""
+        self._count(tensor, self._kept if self._module is None else self._module)
+
+    def _count(self, tensor: Tensor, group: dict[int, torch.UntypedStorage]) -> None:
+        """Add the storage of a tensor to the kept ones, or to those of the running module."""
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self._weight_ids or address in self._kept or address in group:
+            return
+        group[address] = storage
+        if group is self._kept:
+            self.kept += storage.nbytes()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Notice in the block when recomputed modules begin and end."""
+        handles = []
+        for module in self._modules:
+            handles.append(module.register_forward_pre_hook(self._begin, with_kwargs=True))
+            handles.append(module.register_forward_hook(self._end))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _begin(self, module: nn.Module, args: Any, keywords: Any) -> None:
+        """Count the inputs of a recomputed module as kept."""
+        for tensor in tree_leaves((args, keywords)):
+            if isinstance(tensor, Tensor):
+                self._count(tensor, self._kept)
+        self._module = {}
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Compare the bytes of a recomputed module with those of the earlier ones."""
+        assert self._module is not None
+        module_bytes = sum(storage.nbytes() for storage in self._module.values())
+        self.most_recomputed = max(self.most_recomputed, module_bytes)
+        self._module = None
 
 
 def _fake(tensor: Tensor) -> Tensor:

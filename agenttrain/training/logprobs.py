@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agenttrain.engines.language_model import backbone
 from agenttrain.engines.mixers import has_mixers
@@ -37,7 +36,7 @@ from agenttrain.training.attention import (
 )
 from agenttrain.training.batch import Microbatch, SequenceKey, TrainingSequence, pack, stand_in
 from agenttrain.training.compilation import compiled_layers
-from agenttrain.training.config import SharePrefix
+from agenttrain.training.config import LEVELS, ActivationCheckpointing, SharePrefix
 from agenttrain.training.context_group import ContextGroup
 from agenttrain.training.context_parallel import pack_together
 from agenttrain.training.context_tree import Split, fill, split_tree
@@ -45,6 +44,7 @@ from agenttrain.training.head import LogitTransform, linear_logprobs
 from agenttrain.training.images import hidden_with_images
 from agenttrain.training.kernels import Kernel, counting_calls
 from agenttrain.training.prefixes import least_prefix
+from agenttrain.training.recomputation import possible_levels, recomputed_modules, recomputing
 from agenttrain.training.recurrent import MixerCall, kernel_gap, recorded_calls, relative_gap
 from agenttrain.training.segments import Segment, one_after_the_other, packed_positions, positions
 from agenttrain.training.sharding import release_gathered
@@ -87,6 +87,8 @@ class Scorer(nn.Module):
     """Attention calls of the trial by kernel."""
     replay: RouteReplay | None = None
     """Replaces the experts of routers by those of the rollouts. None: routers choose."""
+    level: ActivationCheckpointing
+    """Activations that backward passes compute again; change it by `recompute`."""
 
     def __init__(
         self,
@@ -101,10 +103,12 @@ class Scorer(nn.Module):
         key: str = "model.path",
         vision: Vision | None = None,
         replays_routes: bool = False,
+        level: ActivationCheckpointing = ActivationCheckpointing.none,
     ) -> None:
         """`key` is the setting that names the model, for errors. `vision` reads its images.
 
-        With `replays_routes` forward passes use the experts that a microbatch has.
+        With `replays_routes` forward passes use the experts that a microbatch has. `level` says
+        which activations backward passes compute again.
         With `defer` the caller calls `choose_layout`, once the model is on its device and sharded.
         """
         super().__init__()
@@ -118,8 +122,29 @@ class Scorer(nn.Module):
         self.lengths = length_limits(model)
         self._share_prefix, self._key = share_prefix, key
         self._replays_routes = replays_routes
+        self._recomputation: ExitStack | None = None
+        """What `recomputing` has installed, inside `ready`."""
+        self.recompute(level)
         if not defer:
             self.choose_layout(model.device)
+
+    def recompute(self, level: ActivationCheckpointing) -> None:
+        """Compute the activations of `level` again in the backward passes from now on.
+
+        Raises ConfigError if the model has no such modules.
+        """
+        self._recomputed = recomputed_modules(self.model, level)
+        self.level = level
+        if self._recomputation is not None:  # inside `ready`
+            self._recomputation.close()
+            self._recomputation.enter_context(recomputing(self._recomputed))
+
+    def next_level(self) -> ActivationCheckpointing | None:
+        """Return the next level that the model supports. None: there is none."""
+        if self.replay is not None and not self.packed:
+            return None
+        levels = possible_levels(self.model, compiled=self.use_compile)
+        return next((x for x in levels if LEVELS.index(x) > LEVELS.index(self.level)), None)
 
     def inside(self, function: Callable[[PreTrainedModel], Value]) -> Value:
         """Call a function with the model while its weights are gathered.
@@ -182,12 +207,12 @@ class Scorer(nn.Module):
 
     def _check_passes(self, name: str) -> None:
         """Raise UnsupportedModel if layers would be computed again with another pass's experts."""
-        layers = [m for m in self.model.modules() if isinstance(m, GradientCheckpointingLayer)]
-        if not self.packed and any(layer.gradient_checkpointing for layer in layers):
+        if not self.packed and self._recomputed:
             raise UnsupportedModel(
                 f"algorithm.router_replay=rollout: {name} is trained with one forward pass per "
-                "rollout, and training.gradient_checkpointing=true computes them again together. "
-                "Set one of them to its default."
+                f"rollout, and training.activation_checkpointing={self.level} computes them again "
+                "together. Set training.activation_checkpointing=none, or "
+                "algorithm.router_replay=off."
             )
 
     def _choose_packing(
@@ -264,24 +289,26 @@ class Scorer(nn.Module):
     def ready(self) -> Iterator[None]:
         """Prepare the model for calls of `forward` and their backward passes in the block.
 
-        Dropout is off, and packed attention, compiled layers and replayed experts are installed as
-        far as they are used. At the end everything is as before, and gathered weights are dropped.
+        Dropout is off, and packed attention, compiled layers, replayed experts and recomputed
+        modules are installed as far as they are used. At the end everything is as before, and
+        gathered weights are dropped.
         """
         layers = compiled_layers(self.model) if self.use_compile else nullcontext()
-        with self._ready(), layers:
-            yield
+        # Last: a compiled layer is recomputed by its code.
+        with self._ready(), layers, ExitStack() as recomputation:
+            recomputation.enter_context(recomputing(self._recomputed))
+            self._recomputation = recomputation
+            try:
+                yield
+            finally:
+                self._recomputation = None
 
     @contextmanager
     def _ready(self) -> Iterator[None]:
-        """Do what `ready` does, without compiled layers."""
+        """Do what `ready` does, without compiled layers and without recomputation."""
         training = self.model.training
         # With dropout the policy would not be the one that sampled.
         self.model.eval()
-        # Checkpointed layers recompute only in training mode. Their submodules (dropout) stay in
-        # eval mode.
-        for module in self.model.modules():
-            if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
-                module.training = True
         try:
             replaying = nullcontext() if self.replay is None else self.replay.installed(self.model)
             with replaying, packing(self.model) if self.packed else nullcontext():
@@ -460,18 +487,6 @@ def score_microbatches(
                 if sequence.sampled_length:  # not a stand-in
                     scores[sequence.key] = (logprobs_S, entropy_S)
     return scores
-
-
-def checkpoint_layers(model: PreTrainedModel) -> None:
-    """Recompute activations in the backward pass. Raises UnsupportedModel."""
-    if not model.supports_gradient_checkpointing:
-        raise UnsupportedModel(
-            f"training.gradient_checkpointing=true: {type(model).__name__} cannot; set it to false"
-        )
-    # transformers 5.23 renamed the method.
-    former_method = model.gradient_checkpointing_enable
-    enable = getattr(model, "activation_checkpointing_enable", former_method)
-    enable({"use_reentrant": False})
 
 
 def head_logprobs(

@@ -128,6 +128,8 @@ def describe_adapters(model: PreTrainedModel, targets: LoraTargets | None = None
 
 def adapted_experts(model: PreTrainedModel) -> list[str]:
     """Return the names of experts' weights that have adapters, packed or single ones."""
+    if not is_adapted(model):  # `adapted_weights` imports peft, which takes seconds
+        return []
     return [name for name in adapted_weights(model) if EXPERTS in name.split(".")]
 
 

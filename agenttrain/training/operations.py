@@ -1,7 +1,7 @@
 """Floating-point operations of a model, and the work that a process did in a step.
 
 Operations are those that the model needs, as for "model FLOPs utilization" (Chowdhery et al. 2022,
-https://arxiv.org/abs/2204.02311 , appendix B). What gradient checkpointing computes a second time
+https://arxiv.org/abs/2204.02311 , appendix B). What activation checkpointing computes a second time
 does not count. Per token:
 
     forward                        2 N + 4 sum over layers of (heads x head size) x keys attended to

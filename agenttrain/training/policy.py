@@ -10,11 +10,11 @@ import contextlib
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,15 +42,15 @@ from agenttrain.training.batch import (
     stand_in,
 )
 from agenttrain.training.checkpoint_files import CheckpointError
-from agenttrain.training.config import OptimizerConfig, TrainingConfig
+from agenttrain.training.config import ActivationCheckpointing, OptimizerConfig, TrainingConfig
 from agenttrain.training.context_group import ContextGroup
+from agenttrain.training.footprint import lacks_reserve
 from agenttrain.training.gathering import gather_by_layer
 from agenttrain.training.heap import map_large_blocks, return_free_memory
 from agenttrain.training.images import freeze_encoders
 from agenttrain.training.kernels import check_kernels, kernel_names
 from agenttrain.training.logprobs import (
     Scorer,
-    checkpoint_layers,
     pack_evenly,
     score_microbatches,
 )
@@ -83,6 +83,8 @@ from agenttrain.training.world import World
 from agenttrain.training.wrapping import make_accelerator, share_weights, wrap
 from agenttrain.types import Rollout
 from agenttrain.utils.names import list_names
+
+Value = TypeVar("Value")
 
 
 class Policy:
@@ -131,12 +133,19 @@ class Policy:
         self.device: torch.device = self.accelerator.device
         self.step = 0
         """Number of finished steps."""
+        self.on_level: Callable[[ActivationCheckpointing], None] | None = None
+        """Called with a higher level of activation checkpointing that the first step needs. None:
+        the level stays."""
         # Settings.
         self.algorithm = algorithm
         self._config = optimizer
         self._training = training
         self._max_completion_tokens = max_completion_tokens
         self._steps = steps
+        self._has_computed = False
+        """True once the gradient of a microbatch was computed."""
+        self._earlier_peak = 0
+        """Peak of the GPU's allocator before the update, in bytes."""
         self._sharding = sharding
         self._context: ContextGroup | None = None
         """Processes that compute microbatches together with this one."""
@@ -161,6 +170,9 @@ class Policy:
         if sharding and sampled:
             self.sampler = copy.deepcopy(self.model).requires_grad_(False)
         # Scorer and reference, both sharded or wrapped for several processes.
+        level = training.activation_checkpointing
+        if level is ActivationCheckpointing.auto:  # no run has chosen one
+            level = ActivationCheckpointing.none
         self._scorer = Scorer(
             self.model,
             temperature=temperature,
@@ -171,9 +183,8 @@ class Policy:
             defer=True,
             vision=vision,
             replays_routes=algorithm.replays_routes,
+            level=level,
         )
-        if training.gradient_checkpointing:
-            checkpoint_layers(self.model)
         self._reference = make_reference(self._scorer, self.accelerator, algorithm, sharding)
         self._wrapped = wrap(self._scorer, self.accelerator, sharding)
         if weights is not None:
@@ -304,8 +315,15 @@ class Policy:
             kl = kl + mean_parts(kl_S).to(self.device)
         return penalties, {"kl": kl}
 
+    @property
+    def level(self) -> ActivationCheckpointing:
+        """The level of activation checkpointing."""
+        return self._scorer.level
+
     def begin_step(self) -> None:
         """Set the step's learning rate."""
+        if self.device.type == "cuda":
+            self._earlier_peak = torch.cuda.max_memory_allocated(self.device)
         lr = learning_rate(self._config, self.step + 1, self._steps)
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = lr
@@ -385,6 +403,67 @@ class Policy:
         if self._masters is not None:
             self._masters.fold()
 
+    def with_enough_memory(self, compute: Callable[[], Value]) -> Value:
+        """Call the forward and backward pass of a microbatch; repeat it if memory is exhausted.
+
+        Only the first microbatch of a run is repeated, which is its largest one, at the next level
+        of activation checkpointing, and only in a single process that holds all weights. Later the
+        gradients of earlier microbatches would be lost, and other processes wait in a collective.
+        """
+        while True:
+            try:
+                result = compute()
+                self._has_computed = True
+                return result
+            except torch.OutOfMemoryError as error:
+                alone = self.world.size == 1 and self._sharding is None
+                if not alone or self._has_computed or not self._raise_level():
+                    error.add_note(self._remedy())
+                    raise
+            # After the block: until then the error's traceback holds the tensors of the pass.
+            self.optimizer.zero_grad()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _raise_level(self) -> bool:
+        """Go to the next level of activation checkpointing. False: the level stays."""
+        if self.on_level is None:
+            return False
+        level = self._scorer.next_level()
+        if level is None:
+            return False
+        self._scorer.recompute(level)
+        self.on_level(level)
+        return True
+
+    def _remedy(self) -> str:
+        """Return the setting with which the update needs less memory."""
+        level = self._scorer.next_level()
+        if level is None:
+            return (
+                f"Set training.token_budget below {self._training.token_budget}: `agenttrain plan` "
+                "names the settings with which an update fits."
+            )
+        return f"Set training.activation_checkpointing={level}, which is {self.level} now."
+
+    def _check_peak(self) -> None:
+        """Raise the level in all processes if the first update left one without its reserve.
+
+        Later updates keep the level.
+        """
+        if self.on_level is None or not self._has_computed:
+            return
+        if self.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self.device)
+            free, total = torch.cuda.mem_get_info(self.device)
+            others = total - free - torch.cuda.memory_reserved(self.device)
+            # The peak may be that of the rollouts, which no level changes.
+            is_of_update = peak > self._earlier_peak
+            lacks = is_of_update and lacks_reserve(peak, others, total)
+            if self.world.max(float(lacks), "the memory of the first update"):
+                self._raise_level()
+        self.on_level = None
+
     def optimizer_step(self, minibatch: Minibatch) -> MetricParts:
         """Update the weights; return metrics.
 
@@ -460,6 +539,7 @@ class Policy:
         if self._reference is not None:
             self._reference.follow(self.model, self.step)
         return_free_memory()
+        self._check_peak()
         without_updates = {
             **dict.fromkeys(("loss", "grad_norm", "train/tokens"), 0.0),
             **dict.fromkeys((*metric_names(self.algorithm), *MISMATCH_NAMES), math.nan),

@@ -28,6 +28,7 @@ RENAMED = {
     "algorithm.credit": "algorithm.credit.name",
     "algorithm.gamma": "algorithm.credit.gamma",
     "algorithm.step_weight": "algorithm.credit.step_weight",
+    "training.gradient_checkpointing": "training.activation_checkpointing",
 }
 """Key of a setting, or dotted path of a component -> that of today. `algorithm.kl` and some others
 were values, and are sections now."""
@@ -43,6 +44,8 @@ VALUES = {
     "algorithm.reference=frozen": "algorithm.kl.reference=null",
     "algorithm.reference=synced": f"algorithm.kl.reference.sync_steps={SYNC_STEPS}",
     "algorithm.teacher.path=null": "algorithm.teacher=null",
+    "training.gradient_checkpointing=false": "training.activation_checkpointing=none",
+    "training.gradient_checkpointing=true": "training.activation_checkpointing=all",
 }
 """Settings whose values have changed with their keys."""
 
@@ -54,7 +57,7 @@ def moved_key(setting: str) -> str | None:
     ``"algorithm/credit=gigpo"``.
     """
     key, _, value = setting.lstrip("+~").partition(" ")[0].partition("=")
-    return VALUES.get(f"{key}={value}", RENAMED.get(key))
+    return VALUES.get(f"{key}={value}".lower(), RENAMED.get(key))
 
 
 def in_this_layout(settings: Any) -> Any:
@@ -67,6 +70,8 @@ def in_this_layout(settings: Any) -> Any:
         settings = {key: in_this_layout(value) for key, value in settings.items()}
         if isinstance(settings.get("algorithm"), Mapping):
             settings["algorithm"] = _with_sections(settings["algorithm"])
+        if isinstance(settings.get("training"), Mapping):
+            settings["training"] = _with_level(settings["training"])
         return settings
     if isinstance(settings, list):
         return [in_this_layout(value) for value in settings]
@@ -114,6 +119,15 @@ def _with_sections(algorithm: Mapping[str, Any]) -> dict[str, Any]:
     for key in dropped:
         sections.get("credit", {}).pop(key, None)
     return sections
+
+
+def _with_level(training: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace the flag `gradient_checkpointing` by the level that does the same."""
+    names = {"gradient_checkpointing": "activation_checkpointing"}
+    return {
+        names.get(name, name): ("all" if value else "none") if name in names else value
+        for name, value in training.items()
+    }
 
 
 def overrides_in_this_layout(overrides: Iterable[str]) -> list[str]:

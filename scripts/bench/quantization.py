@@ -69,8 +69,7 @@ def measure_part(kind: str, tokens: int) -> dict[str, float]:
     """Make two steps; return bytes and seconds of the second."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from agenttrain.training.config import AdamWSettings, LoraSettings
-    from agenttrain.training.logprobs import checkpoint_layers
+    from agenttrain.training.config import ActivationCheckpointing, AdamWSettings, LoraSettings
     from agenttrain.training.lora import add_lora
     from agenttrain.training.optimizers import build_optimizer
     from agenttrain.training.quantization import (
@@ -79,6 +78,7 @@ def measure_part(kind: str, tokens: int) -> dict[str, float]:
         quantize,
         scales,
     )
+    from agenttrain.training.recomputation import recomputed_modules, recomputing
 
     torch.manual_seed(0)
     model: Any = Qwen3ForCausalLM._from_config(Qwen3Config(**SHAPE), dtype=torch.bfloat16)
@@ -89,13 +89,13 @@ def measure_part(kind: str, tokens: int) -> dict[str, float]:
         quantize(model, double=True)
     weights = _bytes([*model.parameters(), *scales(model)])
     add_lora(model, LoraSettings(rank=16))
-    checkpoint_layers(model.train())
     optimizer: Any = build_optimizer(model, AdamWSettings())
     ids = torch.randint(0, SHAPE["vocab_size"], (1, tokens))
 
     def step() -> None:
-        hidden = model.model(ids, use_cache=False).last_hidden_state
-        hidden.float().square().mean().backward()
+        with recomputing(recomputed_modules(model, ActivationCheckpointing.all)):
+            hidden = model.model(ids, use_cache=False).last_hidden_state
+            hidden.float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 

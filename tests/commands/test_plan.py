@@ -13,13 +13,15 @@ from transformers import AutoConfig
 
 from agenttrain import cli
 from agenttrain.commands.plan.command import announced_if_slow, plan_options
-from agenttrain.commands.plan.estimate import GIB, PlannedHardware, Sizes, estimate
 from agenttrain.commands.plan.remedies import Planner
 from agenttrain.commands.verbs import DECLARED
 from agenttrain.engines.config import EngineDtype
 from agenttrain.engines.memory import When
+from agenttrain.runs.memory import GIB, PlannedHardware, Sizes, estimate
 from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
 from agenttrain.settings.run_config import RunConfig
+from agenttrain.training.config import LEVELS, ActivationCheckpointing
+from agenttrain.training.footprint import Activations
 
 QWEN3_06B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -37,6 +39,7 @@ QWEN3_06B = {
 # vocabulary 151936 x 1024; per layer q and o 2 x 1024 x 2048, k and v 2 x 1024 x 1024,
 # gate, up, down 3 x 1024 x 3072, norms 2 x 1024 + 2 x 128; the last norm 1024
 WEIGHTS = 151936 * 1024 + 28 * (2 * 1024 * (2048 + 1024) + 3 * 1024 * 3072 + 2304) + 1024
+KEEP_ALL = "training.activation_checkpointing=none"
 TOKEN_CACHE = 28 * 2 * 8 * 128
 """Numbers: layers, keys and values, heads, their size."""
 
@@ -183,11 +186,11 @@ def test_float32_on_a_gpu_is_named(capsys, short, settings, named):
 
 
 def test_a_run_that_does_not_fit_names_overrides_with_which_it_does(capsys, short):
-    gpu = ("--gpu-memory-gb", "12", "model.dtype=bfloat16")
+    gpu = ("--gpu-memory-gb", "12", "model.dtype=bfloat16", KEEP_ALL)
     code, found = plan(capsys, short, *gpu)
     assert code == 1 and found["fits"] is False and found["peak_bytes"] > 12 * GIB
     assert [r["overrides"].split("=")[0] for r in found["remedies"]] == [
-        "training.gradient_checkpointing",
+        "training.activation_checkpointing",
         "training.token_budget",
         "engine.max_rows",
         "distributed",
@@ -198,11 +201,61 @@ def test_a_run_that_does_not_fit_names_overrides_with_which_it_does(capsys, shor
         assert (code, again["peak_bytes"]) == (0, remedy["peak_bytes"]), remedy
 
 
+def test_auto_is_the_first_level_with_which_an_update_fits(short):
+    run = ("experiment=none", "model=folder", f"model.path={short}", "model.dtype=bfloat16")
+    with hydra_session(Source()):
+        settings = (*run, "engine.max_rows=1", "training.logits_budget_mb=64")
+        config = compose_run(open_keys(settings), Source()).config
+    sizes = Sizes(config.model)
+
+    def update(setting: ActivationCheckpointing, memory: int | None) -> tuple[str, int]:
+        """Level and bytes of an update, with a setting and a GPU's memory."""
+        config.training.activation_checkpointing = setting
+        found = estimate(config, sizes, PlannedHardware(memory=memory), 1024)
+        return found.level, found.at(When.update)
+
+    auto = ActivationCheckpointing.auto
+    needed = {level: update(level, None)[1] for level in LEVELS}
+    none, blocks, last = LEVELS
+    assert needed[none] > needed[blocks] > needed[last]
+    assert update(auto, None) == (none, needed[none])  # nothing is known to be too large
+    for level, next_level in ((none, blocks), (blocks, last), (last, last)):
+        assert update(auto, needed[level]) == (level, needed[level])
+        assert update(auto, needed[level] - 1) == (next_level, needed[next_level])
+    # A value that was given is not changed.
+    assert update(none, needed[last]) == (none, needed[none])
+
+
+@pytest.mark.slow
+def test_a_given_level_is_shown_and_the_remedy_names_the_mildest(capsys, short):
+    key = "training.activation_checkpointing"
+    run = ("model.dtype=bfloat16", "engine.max_rows=1", "training.logits_budget_mb=64")
+    _, blocks = plan(capsys, short, "--gpu-memory-gb", "80", *run, f"{key}=blocks")
+    gib = repr((blocks["peak_bytes"] + 1) / GIB)
+    code, found = plan(capsys, short, "--gpu-memory-gb", gib, *run, f"{key}=none")
+    assert (code, found["activation_checkpointing"]) == (1, "none")
+    assert f"{key}=blocks" in [remedy["overrides"] for remedy in found["remedies"]]
+
+
+@pytest.mark.slow
+def test_weights_that_autocast_holds_are_counted(capsys, short):
+    """Of 2 layers: q and o, k and v, and the MLP with gate, up and down; 2 bytes of a number."""
+    attention, mlp = 2 * 1024 * (2048 + 1024), 3 * 1024 * 3072
+    run = ("engine.max_rows=1", "training.mixed_precision=bf16")
+    casts = {}
+    for level in ("none", "blocks", "all"):
+        words = (*run, f"training.activation_checkpointing={level}")
+        casts[level] = parts(plan(capsys, short, *words)[1]).get("casts")
+    assert casts == {"none": None, "blocks": 2 * 2 * mlp, "all": 2 * 2 * (attention + mlp)}
+    words = (*run, "training.activation_checkpointing=all", "distributed=fsdp2", "--devices", "2")
+    assert "casts" not in parts(plan(capsys, short, *words)[1])
+
+
 @pytest.mark.slow
 def test_more_nodes_are_named_as_they_can_be_typed(capsys, short):
     run = (
         *("--gpu-memory-gb", "7.5", "distributed=fsdp2", "distributed.processes=8"),
-        *("training.gradient_checkpointing=true", "training.logits_budget_mb=64"),
+        *("training.activation_checkpointing=all", "training.logits_budget_mb=64"),
     )
     code, found = plan(capsys, short, *run)
     assert code == 1
@@ -218,7 +271,7 @@ def test_a_rollout_too_long_for_a_gpu_is_computed_by_several(capsys, short):
     """40,024 tokens of a rollout, of which a layer and its gradients keep 3.3 GiB."""
     run = (
         *("--gpu-memory-gb", "5.5", "--devices", "4", "distributed=fsdp2", "eval.questions=0"),
-        *("model.dtype=bfloat16", "training.gradient_checkpointing=true", "engine.max_rows=1"),
+        *("model.dtype=bfloat16", "training.activation_checkpointing=all", "engine.max_rows=1"),
         *("rollout.max_completion_tokens=39000", "training.token_budget=8192"),
         "training.logits_budget_mb=64",
     )
@@ -249,7 +302,7 @@ def test_a_run_that_several_processes_cannot_compute_gets_no_such_remedy(
 ):
     run = (
         *("--gpu-memory-gb", "5.5", "distributed=ddp", "distributed.processes=2"),
-        *("eval.questions=0", "model.dtype=bfloat16", "training.gradient_checkpointing=true"),
+        *("eval.questions=0", "model.dtype=bfloat16", "training.activation_checkpointing=all"),
         *("rollout.max_completion_tokens=39000", "training.token_budget=8192"),
         *("training.logits_budget_mb=64", "engine.max_rows=1"),
     )
@@ -262,12 +315,13 @@ def test_a_run_that_several_processes_cannot_compute_gets_no_such_remedy(
 
 @pytest.mark.slow
 def test_several_settings_together_where_no_one_is_enough(capsys, short):
-    code, found = plan(capsys, short, "--gpu-memory-gb", "7.5")
+    gpu = ("--gpu-memory-gb", "7.5", KEEP_ALL)
+    code, found = plan(capsys, short, *gpu)
     assert code == 1
     first = found["remedies"][0]["overrides"]
     keys = [word.split("=")[0] for word in first.split()]
-    assert keys[0] == "training.gradient_checkpointing" and "engine.max_rows" in keys
-    code, again = plan(capsys, short, "--gpu-memory-gb", "7.5", *first.split())
+    assert keys[0] == "training.activation_checkpointing" and "engine.max_rows" in keys
+    code, again = plan(capsys, short, *gpu, *first.split())
     assert code == 0 and again["fits"] is True
 
 
@@ -308,7 +362,10 @@ def test_the_bundled_model_in_words(capsys):
 def test_without_a_gpu_the_machines_memory_is_what_counts(capsys, short):
     here = psutil.virtual_memory().total
     assert 0 < plan_options(DECLARED["plan"].parse(["--cpu"])[0]).machine.memory <= here
-    small = ("--cpu", "--host-memory-gb", "4", "engine.max_rows=1", "model.dtype=bfloat16")
+    small = (
+        *("--cpu", "--host-memory-gb", "4", "engine.max_rows=1", "model.dtype=bfloat16"),
+        KEEP_ALL,
+    )
     code, one = plan(capsys, short, *small)
     moments = one["moments"]
     assert (code, one["gpu_bytes"], one["peak_bytes"]) == (1, 4 * GIB, moments["update"]["gpu"])
@@ -317,16 +374,18 @@ def test_without_a_gpu_the_machines_memory_is_what_counts(capsys, short):
     _, two = plan(capsys, short, *small, "distributed=ddp", "distributed.processes=2")
     for when, bytes_ in two["moments"].items():
         assert bytes_["host_node"] == 2 * bytes_["gpu"], when
-    assert cli.main(["plan", "--cpu", "--host-memory-gb", "0.1"]) == 1
+    assert cli.main(["plan", "--cpu", "--host-memory-gb", "0.1", KEEP_ALL]) == 1
     assert "DOES NOT FIT: 0.7" in capsys.readouterr().out
 
 
 class Untraced(Sizes):
     """Without what a forward pass keeps, which is of no account to an engine."""
 
-    def saved(self, tokens: int, mixed_precision: str) -> int:
+    def activations(
+        self, tokens: int, mixed_precision: str, level: ActivationCheckpointing
+    ) -> Activations:
         """Nothing."""
-        return 0
+        return Activations(kept=0, recomputed=0)
 
 
 # Sizes: Qwen3's config.json. GiB of weights in bfloat16, of vLLM's passes (2048 tokens x (4 hidden
@@ -370,7 +429,7 @@ def engines(tmp_path_factory) -> dict[str, tuple[RunConfig, Sizes]]:
             *("experiment=none", "model=folder", f"model.path={folder}", "model.dtype=bfloat16"),
             *("engine=vllm", "engine.sleep=true", "distributed=fsdp2"),
             *("distributed.processes=8", "distributed.nodes=8", "tasks_per_step=64"),
-            *("distributed.rendezvous=first:29500", "training.gradient_checkpointing=true"),
+            *("distributed.rendezvous=first:29500", "training.activation_checkpointing=all"),
         )
         with hydra_session(Source()):
             config = compose_run(open_keys(run), Source()).config
@@ -433,7 +492,7 @@ def test_32b_on_gpus_of_80_gib_is_refused_with_what_helps(engines, capsys):
 
 def test_the_words_of_a_run_that_does_not_start(capsys, short):
     run = ("--gpu-memory-gb", "8", "--host-memory-gb", "1", "engine=vllm", "model.dtype=bfloat16")
-    share = ("engine.memory_share=0.3", "training.gradient_checkpointing=true")
+    share = ("engine.memory_share=0.3", "training.activation_checkpointing=all")
     few = ("training.token_budget=4096", "training.logits_budget_mb=64", "eval.questions=0")
     sized = ("model=folder", "experiment=none", f"model.path={short}", *few)
     assert cli.main(["plan", *run, *share, *sized]) == 1

@@ -9,7 +9,7 @@ import pytest
 from test_plan import MODELS, TOKEN_CACHE, parts, plan
 
 from agenttrain import cli
-from agenttrain.commands.plan.estimate import GIB
+from agenttrain.runs.memory import GIB
 
 SHORT = {**MODELS["0.6B"], "num_hidden_layers": 2}
 LAYER = 2 * 1024 * (2048 + 1024) + 3 * 1024 * 3072 + 2304
@@ -54,7 +54,7 @@ def test_rollouts_ahead_have_a_copy_of_the_policy_on_the_next_gpu(capsys, folder
 
 @pytest.mark.slow
 def test_a_copy_that_does_not_fit_names_fewer_rows(capsys, folder: Path) -> None:
-    few = ("training.gradient_checkpointing=true", "training.token_budget=4096")
+    few = ("training.activation_checkpointing=all", "training.token_budget=4096")
     gpu = ("--devices", "2", "--gpu-memory-gb", "8", "training.logits_budget_mb=64", *few)
     many = [text for text in AHEAD if not text.startswith(("engine.max_rows", "async_training"))]
     many.append("async_training.max_staleness=7")  # 64 rollouts of each of eight steps

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from agenttrain.launch.worker import leave
 from agenttrain.training.attention import packing
 from agenttrain.training.batch import stand_in
+from agenttrain.training.config import ActivationCheckpointing
 from agenttrain.training.context_group import ContextGroup
 from agenttrain.training.context_parallel import pack_together
 from agenttrain.training.context_tree import split_tree
@@ -33,9 +34,9 @@ from agenttrain.training.logprobs import (
     Scorer,
     UnsupportedModel,
     check_context,
-    checkpoint_layers,
     packed_hidden,
 )
+from agenttrain.training.recomputation import recomputed_modules, recomputing
 from agenttrain.training.ring_attention import ring_bytes
 from agenttrain.training.segments import Segment
 from agenttrain.training.world import World
@@ -97,16 +98,13 @@ def gap(tensor: Tensor, expected: Tensor) -> float:
 def family(name: str, group: ContextGroup) -> dict[str, float]:
     """The largest differences of a family over all layouts; of all processes."""
     model = tiny_recurrent(name) if name in RECURRENT else tiny_family(name)
-    if name == "Qwen3":
-        checkpoint_layers(model)
-        for module in model.modules():
-            if hasattr(module, "gradient_checkpointing"):
-                module.training = True
-    results = [
-        compare(model, segments_of(layout), group)
-        for layout in LAYOUTS.values()
-        if layout[0][0] < model.config.max_position_embeddings
-    ]
+    level = ActivationCheckpointing.all if name == "Qwen3" else ActivationCheckpointing.none
+    with recomputing(recomputed_modules(model, level)):
+        results = [
+            compare(model, segments_of(layout), group)
+            for layout in LAYOUTS.values()
+            if layout[0][0] < model.config.max_position_embeddings
+        ]
     worst = torch.tensor([max(one[key] for one in results) for key in ("hidden", "gradient")])
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     return dict(zip(("hidden", "gradient"), worst.tolist(), strict=True))

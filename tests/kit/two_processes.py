@@ -92,7 +92,10 @@ HOW = {
         shares=IN_TURN,
     ),
     "recorded, recomputed layers": Case(
-        **RECORDED, training={"token_budget": 100, "gradient_checkpointing": True}
+        **RECORDED, training={"token_budget": 100, "activation_checkpointing": "all"}
+    ),
+    "recorded, recomputed blocks": Case(
+        **RECORDED, training={"token_budget": 100, "activation_checkpointing": "blocks"}
     ),
     "synced reference": Case(
         algorithm={"kl": {"beta": 0.1, "reference": {"sync_steps": 1}}}, steps=3
@@ -107,7 +110,7 @@ HOW = {
     "weights for pictures": Case(**RECORDED, pictures=True),
     "recurrent layers": Case(
         recurrent=True,
-        training={"token_budget": 100, "share_prefix": "always", "gradient_checkpointing": True},
+        training={"token_budget": 100, "share_prefix": "always", "activation_checkpointing": "all"},
     ),
     "teacher": Case(algorithm={"teacher": TeacherConfig(path="t", gate=Gate.failed)}),
     "teacher, none left": Case(

@@ -13,7 +13,8 @@ from torch._dynamo.utils import counters
 from agenttrain.algorithms.credit import set_advantages
 from agenttrain.training.batch import make_sequences
 from agenttrain.training.compilation import compiled
-from agenttrain.training.logprobs import Scorer, UnsupportedModel, checkpoint_layers
+from agenttrain.training.config import ActivationCheckpointing
+from agenttrain.training.logprobs import Scorer, UnsupportedModel
 from agenttrain.types import Completion, Finish, Origin, Rollout, Task
 
 CPU = torch.device("cpu")
@@ -64,9 +65,8 @@ def results(
         if recurrent
         else tiny.model(initializer_range=0.4)
     )
-    if checkpointed:
-        checkpoint_layers(model)
-    scorer = Scorer(model, temperature=1.0, logits_budget_mb=1, compile=compile)
+    level = ActivationCheckpointing.all if checkpointed else ActivationCheckpointing.none
+    scorer = Scorer(model, temperature=1.0, logits_budget_mb=1, compile=compile, level=level)
     values = []
     for seed in range(3):
         model.zero_grad()

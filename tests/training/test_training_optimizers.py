@@ -168,15 +168,16 @@ def test_a_resumed_bfloat16_run_goes_on_from_the_copies(tmp_path: Path) -> None:
         assert torch.equal(tensor, weights(resumed)[name]), name
 
 
-def test_gradient_checkpointing_changes_memory_and_nothing_else() -> None:
-    plain, recomputing = policy(), policy(training={"gradient_checkpointing": True})
-    kept = [saved_bytes(trained) for trained in (plain, recomputing)]
-    assert kept[1] < kept[0] / 2
+def test_activation_checkpointing_changes_memory_and_nothing_else() -> None:
+    levels = ("none", "blocks", "all")
+    plain, *others = (policy(training={"activation_checkpointing": level}) for level in levels)
+    kept = [saved_bytes(trained) for trained in (plain, *others)]
+    assert kept[2] < kept[0] / 2 and kept[2] < kept[1] < 0.9 * kept[0]
     for seed in range(2):
         expected = train_policy(plain, random_groups(seed))
-        assert train_policy(recomputing, random_groups(seed)) == pytest.approx(
-            expected, rel=1e-6, nan_ok=True
-        )
+        for trained in others:
+            found = train_policy(trained, random_groups(seed))
+            assert found == pytest.approx(expected, rel=1e-6, nan_ok=True)
 
 
 def saved_bytes(trained) -> int:

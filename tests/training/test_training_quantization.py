@@ -16,17 +16,21 @@ from training_cases import policy, random_groups, rollout
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from agenttrain.commands.export import export
-from agenttrain.commands.plan.estimate import Sizes
 from agenttrain.engines.config import Sampling
 from agenttrain.engines.mixers import stays_float32
 from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.engine import TransformersEngine
+from agenttrain.runs.memory import Sizes
 from agenttrain.settings.checks import validate
 from agenttrain.settings.compose import Source, compose_run, hydra_session
 from agenttrain.trainer import train_policy
 from agenttrain.training.checkpoint import Checkpoints
-from agenttrain.training.config import AdamWSettings, LoraSettings, ModelConfig
-from agenttrain.training.logprobs import checkpoint_layers
+from agenttrain.training.config import (
+    ActivationCheckpointing,
+    AdamWSettings,
+    LoraSettings,
+    ModelConfig,
+)
 from agenttrain.training.lora import (
     WEIGHTS_FILE,
     adapted_weights,
@@ -50,6 +54,7 @@ from agenttrain.training.quantization import (
     quantized_layers,
     scales,
 )
+from agenttrain.training.recomputation import recomputed_modules, recomputing
 from agenttrain.training.sliced_weights import load_whole
 from agenttrain.training.weight_sync import named_weights, policy_logprobs
 from agenttrain.types import ConfigError, Origin
@@ -173,9 +178,9 @@ def test_layers_whose_rows_end_within_a_block_stay() -> None:
     }
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_an_update_is_that_of_the_dequantised_model(checkpointing: bool) -> None:
-    training = {"gradient_checkpointing": checkpointing}
+@pytest.mark.parametrize("level", ["none", "blocks", "all"])
+def test_an_update_is_that_of_the_dequantised_model(level: str) -> None:
+    training = {"activation_checkpointing": level}
     moved = []
     for model in (in_4_bits(), as_linear()):
         trained = policy(model, lr=1e-2, training=training)
@@ -212,12 +217,12 @@ def test_adapters_have_the_format_of_the_model(dtype) -> None:
 def test_at_most_one_layer_is_dequantised() -> None:
     """Whatever the number of layers: forward, computed again, and backward."""
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
-    model = in_4_bits(tiny.model(**sizes)).train()
-    checkpoint_layers(model)
+    model = in_4_bits(tiny.model(**sizes))
     ids = torch.tensor([TEXT])
-    model(ids, use_cache=False).logits.sum().backward()  # gradients are allocated, and kept
-    with torch.profiler.profile(profile_memory=True) as profile:
-        model(ids, use_cache=False).logits.sum().backward()
+    with recomputing(recomputed_modules(model, ActivationCheckpointing.all)):
+        model(ids, use_cache=False).logits.sum().backward()  # gradients are allocated, and kept
+        with torch.profiler.profile(profile_memory=True) as profile:
+            model(ids, use_cache=False).logits.sum().backward()
     largest = 256 * 1024 * 4  # bytes of up_proj in float32
     assert largest <= peak_bytes(profile) < 2 * largest
 
@@ -228,12 +233,12 @@ def test_the_peak_of_a_step_is_far_below_that_of_a_base_in_16_bits() -> None:
 
     def peak(model: torch.nn.Module) -> int:
         add_lora(model, LoraSettings(rank=4))
-        checkpoint_layers(model.train())
         optimizer = build_optimizer(model, AdamWSettings())
 
         def step() -> None:
-            hidden = model.model(torch.tensor([TEXT]), use_cache=False).last_hidden_state
-            hidden.float().square().mean().backward()
+            with recomputing(recomputed_modules(model, ActivationCheckpointing.all)):
+                hidden = model.model(torch.tensor([TEXT]), use_cache=False).last_hidden_state
+                hidden.float().square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
 

@@ -21,16 +21,16 @@ from recurrent_families import (
 
 from agenttrain.engines.mixers import ADAPTERS, is_kernel, reference
 from agenttrain.training.attention import packing
-from agenttrain.training.config import LoraSettings
+from agenttrain.training.config import ActivationCheckpointing, LoraSettings
 from agenttrain.training.logprobs import (
     UnsupportedModel,
     check_head,
-    checkpoint_layers,
     packed_hidden,
     separate_hidden,
     why_not_packed,
 )
 from agenttrain.training.lora import add_lora
+from agenttrain.training.recomputation import recomputed_modules, recomputing
 from agenttrain.training.recurrent import RecurrentTree, make_halo, make_waves
 from agenttrain.training.segments import Segment, packed_positions
 
@@ -144,9 +144,8 @@ SHORT = tree((70, None), (66, None), (5, 1), (1, 1), (3, 3))
 def test_checkpointed_layers_change_nothing(name: str) -> None:
     model = tiny_recurrent(name)
     expected = run(model, packed=False, layout=SHORT)
-    checkpoint_layers(model)
-    model.train()
-    assert_same(run(model, packed=True, layout=SHORT), expected)
+    with recomputing(recomputed_modules(model, ActivationCheckpointing.all)):
+        assert_same(run(model, packed=True, layout=SHORT), expected)
 
 
 def draw_adapters(model: torch.nn.Module) -> None:

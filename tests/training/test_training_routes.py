@@ -19,11 +19,10 @@ from agenttrain.runs.rollout_messages import CODEC
 from agenttrain.tracking.rollouts import read_rollout, rollout_record
 from agenttrain.trainer import train_policy
 from agenttrain.training.batch import MissingRoutes, TrainingSequence, make_sequences, pack
-from agenttrain.training.config import SharePrefix
+from agenttrain.training.config import ActivationCheckpointing, SharePrefix
 from agenttrain.training.logprobs import (
     Scorer,
     UnsupportedModel,
-    checkpoint_layers,
     score_microbatches,
 )
 from agenttrain.training.policy import Policy
@@ -307,7 +306,8 @@ def gradients(trained: Policy, group: Sequence[Rollout]) -> dict[str, torch.Tens
     }
 
 
-def test_layers_that_are_computed_again_replay_again() -> None:
+@pytest.mark.parametrize("level", ["blocks", "all"])
+def test_layers_that_are_computed_again_replay_again(level: str) -> None:
     group = []
     for sample in range(2):
         experts_TLK = (plain_routes(model_of("Qwen3Moe"), IDS) + 1 + sample) % 4
@@ -315,7 +315,7 @@ def test_layers_that_are_computed_again_replay_again() -> None:
         group[-1].trajectories[0].advantages = [1.0] * 5
     plain = gradients(policy(model_of("Qwen3Moe"), algorithm=REPLAY), group)
     checkpointed = policy(
-        model_of("Qwen3Moe"), algorithm=REPLAY, training={"gradient_checkpointing": True}
+        model_of("Qwen3Moe"), algorithm=REPLAY, training={"activation_checkpointing": level}
     )
     again = gradients(checkpointed, group)
     assert plain.keys() == again.keys()
@@ -337,10 +337,10 @@ def test_a_model_that_cannot_be_packed_replays_rollout_by_rollout() -> None:
     plain = scores(scorer_of(model, replays=False), make_sequences(one))
     assert found["g-0", 0].equal(plain["g-0", 0])
     assert not found["g-1", 0].allclose(plain["g-0", 0], atol=1e-3)
-    checkpoint_layers(model)
-    with pytest.raises(UnsupportedModel) as refused:
-        scorer_of(model)
-    assert "training.gradient_checkpointing=true" in str(refused.value)
+    for level in (ActivationCheckpointing.blocks, ActivationCheckpointing.all):
+        with pytest.raises(UnsupportedModel) as refused:
+            scorer_of(model, level=level)
+        assert f"training.activation_checkpointing={level}" in str(refused.value)
 
 
 def test_metrics_of_a_step() -> None:

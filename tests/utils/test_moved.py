@@ -106,3 +106,15 @@ def test_the_overrides_of_a_sweep_have_todays_keys() -> None:
     ]
     synced = ["algorithm.ref_sync_steps=4", "algorithm.reference=synced"]
     assert overrides_in_this_layout(synced) == ["algorithm.kl.reference.sync_steps=4"]
+
+
+@pytest.mark.parametrize(("flag", "level"), [(True, "all"), (False, "none")])
+def test_gradient_checkpointing_is_a_level_today(flag: bool, level: str) -> None:
+    saved = {"training": {"token_budget": 8, "gradient_checkpointing": flag}}
+    today = {"training": {"token_budget": 8, "activation_checkpointing": level}}
+    assert in_this_layout(saved) == today == in_this_layout(today)
+    # YAML writes true, and so do people, in capitals too.
+    for text in (str(flag), str(flag).lower()):
+        word = f"training.gradient_checkpointing={text}"
+        assert overrides_in_this_layout([word]) == [f"training.activation_checkpointing={level}"]
+        assert moved_key(word) == f"training.activation_checkpointing={level}"

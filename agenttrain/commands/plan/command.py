@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from agenttrain.commands.plan import other_gpus, servers
-from agenttrain.commands.plan.estimate import GIB, MemoryEstimate, PlannedHardware, has_policy_copy
 from agenttrain.commands.plan.other_gpus import OtherGpus, plan_other_gpus
 from agenttrain.commands.plan.remedies import Planner, Remedy
 from agenttrain.commands.plan.servers import FleetPlan, Speeds, plan_servers, trainers_of
@@ -20,6 +19,13 @@ from agenttrain.commands.verb import write_report
 from agenttrain.engines.memory import MemoryItem, When
 from agenttrain.engines.registry import names_with
 from agenttrain.launch.config import DistributedName
+from agenttrain.runs.memory import (
+    GIB,
+    MemoryEstimate,
+    PlannedHardware,
+    has_policy_copy,
+    host_memory,
+)
 from agenttrain.settings.machine import float32_on_gpu
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.types import ConfigError
@@ -60,11 +66,11 @@ def plan_options(args: argparse.Namespace) -> PlanOptions:
     host = None if args.host_memory_gb is None else int(args.host_memory_gb * GIB)
     devices = args.devices or len(gpu_bytes) or 1
     if args.cpu:
-        machine = PlannedHardware(devices=devices, memory=host or _host_memory(), kind="cpu")
+        machine = PlannedHardware(devices=devices, memory=host or host_memory(), kind="cpu")
     else:
         # With --gpu-memory-gb the run is for another machine: this one's memory says nothing.
         if host is None and gpu_bytes and gpu_memory is None:
-            host = _host_memory()
+            host = host_memory()
         memory = min(gpu_bytes, default=None) if gpu_memory is None else gpu_memory
         machine = PlannedHardware(devices=devices, memory=memory, host=host)
     all_gpus = args.devices
@@ -78,18 +84,6 @@ def plan_options(args: argparse.Namespace) -> PlanOptions:
         json=args.json,
         speeds=Speeds(server=args.server_tokens_per_s, trainer=args.trainer_tokens_per_s),
     )
-
-
-def _host_memory() -> int:
-    """Return the bytes of this machine's memory, or of the container's share of it."""
-    import psutil
-
-    total = int(psutil.virtual_memory().total)
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return total
-    return min(total, int(limit)) if limit.isdecimal() else total
 
 
 @contextmanager
@@ -178,6 +172,7 @@ def _record(
         "parts": [asdict(part) for part in memory.parts],
         "rollouts_bytes": memory.at(When.rollouts),
         "update_bytes": memory.at(When.update),
+        "activation_checkpointing": str(memory.level),
         "peak_bytes": memory.peak,
         "moments": {
             when: {"gpu": memory.at(when), "host_node": memory.host(when)} for when in When
@@ -223,6 +218,7 @@ def _lines(
         "in all"
     )
     yield from load.arithmetic.lines()
+    yield f"recomputed  training.activation_checkpointing={_level(config, memory)}"
     yield ""
     yield f"{'per process' if on_cpu else 'per GPU':<18}{'GiB':>8}"
     for part in memory.parts:
@@ -240,6 +236,12 @@ def _lines(
     yield from _verdict(memory, remedies)
     if not on_cpu and (note := float32_on_gpu(config)):
         yield note
+
+
+def _level(config: RunConfig, memory: MemoryEstimate) -> str:
+    """Return the level of activation checkpointing, and with `auto` the one that is chosen."""
+    setting = config.training.activation_checkpointing
+    return str(setting) if setting is memory.level else f"{setting}: {memory.level}"
 
 
 MOMENTS = {

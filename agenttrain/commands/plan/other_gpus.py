@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from agenttrain.commands.plan.estimate import GIB, MemoryEstimate, has_policy_copy
 from agenttrain.commands.plan.remedies import Planner
 from agenttrain.commands.plan.servers import TENSOR_PARALLEL, fits, peak_bytes, server_load
 from agenttrain.engines.memory import EngineLoad, EngineMemory
 from agenttrain.engines.vllm_server.config import RoleConfig
 from agenttrain.engines.vllm_server.server_memory import role_memory
+from agenttrain.runs.memory import GIB, MemoryEstimate, has_policy_copy
 from agenttrain.settings.engine_checks import run_spec
 from agenttrain.settings.role_checks import used_roles
 from agenttrain.settings.run_config import RunConfig

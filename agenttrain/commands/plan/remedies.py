@@ -8,18 +8,20 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from agenttrain.commands.plan.estimate import MemoryEstimate, PlannedHardware, Sizes, estimate
 from agenttrain.launch.config import DistributedName
+from agenttrain.runs.memory import MemoryEstimate, PlannedHardware, Sizes, estimate
 from agenttrain.settings.checks import shared_problems
 from agenttrain.settings.engine_checks import engine_problems
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.config import (
+    LEVELS,
     Dtype,
     MixedPrecision,
     ModelConfig,
     Quantization,
     VisionTower,
 )
+from agenttrain.training.recomputation import possible_levels
 
 Change = tuple[str, Any]
 """A setting and its new value."""
@@ -181,8 +183,15 @@ class Planner:
         """Yield the values of each setting that may help, from mild to strong."""
         memory = self.estimate()
         config, load, training = self.config, memory.load, self.config.training
-        if not training.gradient_checkpointing:
-            yield [(("training.gradient_checkpointing", True),)]
+        # With `auto` the plan has the level that is needed.
+        if training.activation_checkpointing in LEVELS:
+            stronger = LEVELS[LEVELS.index(training.activation_checkpointing) + 1 :]
+            possible = possible_levels(self.sizes(config.model).model, compiled=training.compile)
+            yield [
+                (("training.activation_checkpointing", level),)
+                for level in stronger
+                if level in possible
+            ]
         values_by_key = [
             # A microbatch holds at least one rollout.
             ("training.token_budget", _halves(training.token_budget, load.context)),

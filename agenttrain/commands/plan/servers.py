@@ -10,14 +10,15 @@ from dataclasses import asdict, dataclass
 from math import ceil
 from typing import Any
 
-from agenttrain.commands.plan.estimate import GIB, RESERVE, MemoryEstimate, Sizes, has_policy_copy
 from agenttrain.engines.memory import EngineLoad, EngineMemory, When
 from agenttrain.engines.registry import spec_of
 from agenttrain.launch.config import DistributedName
+from agenttrain.runs.memory import GIB, MemoryEstimate, Sizes, has_policy_copy
 from agenttrain.settings.engine_checks import sends_adapters
 from agenttrain.settings.role_checks import fleets
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.config import Transport
+from agenttrain.training.footprint import RESERVE
 from agenttrain.types import ConfigError
 
 TENSOR_PARALLEL = (1, 2, 4, 8)

@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import ceil
+from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
@@ -26,12 +28,22 @@ from agenttrain.engines.registry import spec_of, specs
 from agenttrain.launch.config import DistributedName, ShardWithin
 from agenttrain.settings.engine_checks import has_rollout_process, run_spec, sends_adapters
 from agenttrain.settings.run_config import RunConfig
-from agenttrain.settings.sizes import Arithmetic, arithmetic
+from agenttrain.settings.sizes import PROMPT_TOKENS, Arithmetic, arithmetic
 from agenttrain.training import sharding
-from agenttrain.training.config import Init, LoraSettings, ModelConfig, Transport, VisionTower
+from agenttrain.training.config import (
+    ActivationCheckpointing,
+    Init,
+    LoraSettings,
+    MixedPrecision,
+    ModelConfig,
+    Transport,
+    VisionTower,
+)
 from agenttrain.training.footprint import (
     FLOAT32,
     LAYER_GRADIENTS,
+    RESERVE,
+    Activations,
     CachedLayer,
     Saved,
     cached_layers,
@@ -43,14 +55,13 @@ from agenttrain.training.footprint import (
 from agenttrain.training.images import freeze_encoders
 from agenttrain.training.lora import adapted_experts, adapter_parameters
 from agenttrain.training.quantization import layers_to_quantize, nf4_bytes
+from agenttrain.training.recomputation import possible_levels, recomputed_modules
 from agenttrain.types import ConfigError
 from agenttrain.utils.model_path import SIZES, base_folder, model_folder, why_merged
 
 GIB = 2**30
 BFLOAT16 = 2
 """Bytes of a bfloat16 number."""
-RESERVE = 3 * GIB // 2
-"""Bytes of a GPU for its context, workspaces, and gaps that the allocator cannot fill. Assumed."""
 PYTHON_ON_CPU, PYTHON_ON_GPU = GIB // 2, 3 * GIB
 """Bytes of Python and its libraries in the host's memory. On a CPU 0.35 GiB were measured after the
 imports. With a GPU the value is assumed, and includes the libraries of CUDA and vLLM."""
@@ -109,6 +120,8 @@ class MemoryEstimate:
     machine: PlannedHardware
     engine: EngineMemory
     """The engine's own estimate; its items are among the parts."""
+    level: ActivationCheckpointing
+    """Activation checkpointing: that of the settings, or with `auto` the chosen level."""
 
     def at(self, when: When) -> int:
         """Return the bytes of a GPU at a moment, or without GPUs of a process."""
@@ -144,6 +157,13 @@ class MemoryEstimate:
         return max(When, key=self.host)
 
     @property
+    def update_fits(self) -> bool:
+        """True if an update fits a GPU, or without GPUs the node; also if the size is not known."""
+        on_cpu, limit = self.machine.kind == "cpu", self.machine.memory
+        update_bytes = self.host(When.update) if on_cpu else self.at(When.update)
+        return limit is None or update_bytes <= limit
+
+    @property
     def over(self) -> int:
         """Bytes beyond a GPU's memory, or without GPUs beyond the node's."""
         limit = self.machine.memory
@@ -164,12 +184,43 @@ class MemoryEstimate:
 
 
 def estimate(
-    config: RunConfig, sizes: Sizes, machine: PlannedHardware, prompt_tokens: int
+    config: RunConfig,
+    sizes: Sizes,
+    machine: PlannedHardware,
+    prompt_tokens: int,
+    *,
+    supervised: bool = False,
 ) -> MemoryEstimate:
-    """Estimate the memory of each GPU and of its host."""
+    """Estimate the memory of each GPU and of its host.
+
+    With `training.activation_checkpointing=auto` this is the estimate of the first level with which
+    an update fits, or of the last one if none of them does. A `supervised` run samples nothing.
+    """
+    level = config.training.activation_checkpointing
+    if level is not ActivationCheckpointing.auto:
+        recomputed_modules(sizes.model, level)  # raises ConfigError if the model has none
+        return _estimate_at(level, config, sizes, machine, prompt_tokens, supervised)
+    for level in possible_levels(sizes.model, compiled=config.training.compile):
+        memory = _estimate_at(level, config, sizes, machine, prompt_tokens, supervised)
+        if memory.update_fits:
+            break
+    return memory
+
+
+def _estimate_at(
+    level: ActivationCheckpointing,
+    config: RunConfig,
+    sizes: Sizes,
+    machine: PlannedHardware,
+    prompt_tokens: int,
+    supervised: bool,
+) -> MemoryEstimate:
+    """Estimate the memory with the activations of `level` recomputed."""
     load = _count_load(config, sizes, machine, prompt_tokens)
+    if supervised:  # demonstrations fill the microbatches, whatever their lengths
+        load = replace(load, packed=config.training.token_budget)
     parts = [
-        *_training_parts(config, sizes, machine, load),
+        *_training_parts(config, sizes, machine, load, level),
         *_file_parts(config, sizes, machine, load),
     ]
     on_gpu = machine.kind != "cpu"
@@ -185,17 +236,9 @@ def estimate(
         adapters=sends_adapters(config, is_merged=sizes.merges_adapters),
         broadcast=config.weight_sync.transport is Transport.nccl,
     )
-    try:
-        engine = run_spec(config).memory(config.engine, engine_load, sizes)
-    except Exception as error:
-        if config.engine.name in specs():  # an engine of this package: a bug, not a setting
-            raise
-        raise ConfigError(
-            f"engine._target_={config.engine.name}: its memory() raised {type(error).__name__}: "
-            f"{error}"
-        ) from error
+    engine = EngineMemory() if supervised else _engine_memory(config, engine_load, sizes)
     parts += engine.items
-    if has_policy_copy(config) and (not on_gpu or machine.shared):
+    if not supervised and has_policy_copy(config) and (not on_gpu or machine.shared):
         parts += _policy_copy(config, sizes, engine_load)
     if on_gpu:
         parts.append(
@@ -207,7 +250,59 @@ def estimate(
         parts.append(
             MemoryItem(name="reserve", bytes=PYTHON_ON_CPU, why="Python and its libraries")
         )
-    return MemoryEstimate(parts=tuple(parts), load=load, machine=machine, engine=engine)
+    return MemoryEstimate(
+        parts=tuple(parts), load=load, machine=machine, engine=engine, level=level
+    )
+
+
+def _engine_memory(config: RunConfig, load: EngineLoad, sizes: Sizes) -> EngineMemory:
+    """Return the engine's own estimate; raises ConfigError if an engine from outside fails."""
+    try:
+        return run_spec(config).memory(config.engine, load, sizes)
+    except Exception as error:
+        if config.engine.name in specs():  # an engine of this package: a bug, not a setting
+            raise
+        raise ConfigError(
+            f"engine._target_={config.engine.name}: its memory() raised {type(error).__name__}: "
+            f"{error}"
+        ) from error
+
+
+def level_of(
+    config: RunConfig, machine: PlannedHardware, *, supervised: bool
+) -> ActivationCheckpointing:
+    """Return the level of activation checkpointing with which an update of a run fits a machine.
+
+    It is that of `agenttrain plan` for `auto`. A supervised run has no engine in memory.
+    """
+    return estimate(
+        config, Sizes(config.model), machine, PROMPT_TOKENS, supervised=supervised
+    ).level
+
+
+def device_memory() -> tuple[int, str]:
+    """Return the bytes of this process's GPU, or of the host without one, and the device's kind."""
+    if torch.cuda.is_available():
+        return int(
+            torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        ), "cuda"
+    return host_memory(), "cpu"
+
+
+def shares_gpu(config: RunConfig) -> bool:
+    """Return True if the trainer and the rollout process's copy have one GPU of this machine."""
+    is_single = config.distributed.name is DistributedName.single
+    return is_single and torch.cuda.device_count() == 1 and has_policy_copy(config)
+
+
+def host_memory() -> int:
+    """Return the bytes of this machine's memory, or of the container's share of it."""
+    total = int(psutil.virtual_memory().total)
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdecimal() else total
 
 
 def has_policy_copy(config: RunConfig) -> bool:
@@ -287,7 +382,11 @@ def _count_load(
 
 
 def _training_parts(
-    config: RunConfig, sizes: Sizes, machine: PlannedHardware, load: Load
+    config: RunConfig,
+    sizes: Sizes,
+    machine: PlannedHardware,
+    load: Load,
+    level: ActivationCheckpointing,
 ) -> Iterator[MemoryItem]:
     """Yield the parts that training takes: weights, optimizer, gradients, microbatch, …"""
     distributed = config.distributed
@@ -335,7 +434,7 @@ def _training_parts(
         )
     if sharded:
         yield from _gathered_parts(config, sizes)
-    yield from _microbatch_parts(config, sizes, machine, load)
+    yield from _microbatch_parts(config, sizes, machine, load, level)
 
 
 def _frozen_models(
@@ -475,12 +574,26 @@ def _loading_bytes(config: RunConfig, sizes: Sizes) -> tuple[int, str]:
     return max((size, why), (teacher_size, teacher_why))
 
 
+KEPT = {
+    ActivationCheckpointing.none: "kept for the backward pass",
+    ActivationCheckpointing.blocks: "kept, but for those of feed-forward blocks and norms",
+    ActivationCheckpointing.all: "inputs of layers",
+}
+"""What is kept of activations at each level, as the plan prints it."""
+RECOMPUTED = {ActivationCheckpointing.blocks: "a block", ActivationCheckpointing.all: "a layer"}
+"""Name of a recomputed module at each level."""
+
+
 def _microbatch_parts(
-    config: RunConfig, sizes: Sizes, machine: PlannedHardware, load: Load
+    config: RunConfig,
+    sizes: Sizes,
+    machine: PlannedHardware,
+    load: Load,
+    level: ActivationCheckpointing,
 ) -> Iterator[MemoryItem]:
     """Yield the activations and logits of the largest microbatch."""
     training, tokens = config.training, f"{load.packed:,} tokens"
-    saved = sizes.saved(load.packed, training.mixed_precision)
+    activations = sizes.activations(load.packed, training.mixed_precision, level)
     head = MemoryItem(
         name="head",
         bytes=head_bytes(
@@ -493,23 +606,50 @@ def _microbatch_parts(
         why=f"logits up to {training.logits_budget_mb:,} MiB, tiles, the head's gradient",
         when=(When.update,),
     )
-    if training.gradient_checkpointing:
-        inputs = sizes.layers * load.packed * sizes.width * sizes.itemsize
-        yield MemoryItem(
-            name="activations", bytes=inputs, why=f"{tokens}: inputs of layers", when=(When.update,)
-        )
-        # The head's memory is freed before the layers are recomputed: only the larger one counts.
-        recomputed = MemoryItem(
-            name="a layer",
-            bytes=round(saved / sizes.layers * LAYER_GRADIENTS),
-            why=f"{tokens}, computed again, and gradients",
-            when=(When.update,),
-        )
-        yield max(head, recomputed, key=lambda part: part.bytes)
-    else:
-        why = f"{tokens}, kept for the backward pass"
-        yield MemoryItem(name="activations", bytes=saved, why=why, when=(When.update,))
+    yield MemoryItem(
+        name="activations",
+        bytes=activations.kept,
+        why=f"{tokens}, {KEPT[level]}",
+        when=(When.update,),
+    )
+    if level is ActivationCheckpointing.none:
         yield head
+        return
+    # The memory of the head, and that of autocast, is freed before modules are recomputed: only the
+    # larger one counts.
+    recomputed = MemoryItem(
+        name=RECOMPUTED[level],
+        bytes=round(activations.recomputed * LAYER_GRADIENTS),
+        why=f"{tokens}, computed again, and gradients",
+        when=(When.update,),
+    )
+    casts = MemoryItem(
+        name="casts",
+        bytes=_cast_bytes(config, sizes, level),
+        why=f"recomputed weights in {training.mixed_precision}, until the forward pass ends",
+        when=(When.update,),
+    )
+    if recomputed.bytes > head.bytes + casts.bytes:
+        yield recomputed
+        return
+    yield head
+    if casts.bytes:
+        yield casts
+
+
+def _cast_bytes(config: RunConfig, sizes: Sizes, level: ActivationCheckpointing) -> int:
+    """Return the bytes of trained weights that autocast casts for modules of `level`.
+
+    It holds them until the forward pass ends, although the modules do not keep them. FSDP2 gathers
+    weights in the shorter format.
+    """
+    is_cast = config.training.mixed_precision is not MixedPrecision.no
+    sharded = config.distributed.name is DistributedName.fsdp2
+    if not is_cast or sharded or sizes.itemsize <= BFLOAT16:
+        return 0
+    modules = recomputed_modules(sizes.model, level)
+    weights = (weight for module in modules for weight in module.parameters())
+    return BFLOAT16 * sum(w.numel() for w in weights if w.requires_grad and w.dim() > 1)
 
 
 Value = TypeVar("Value")
@@ -644,9 +784,11 @@ class Sizes:
             layer.convolution * self.itemsize + layer.recurrence * FLOAT32 for layer in self._cache
         )
 
-    def saved(self, tokens: int, mixed_precision: str) -> int:
-        """Bytes that a forward pass over `tokens` keeps for its backward pass."""
-        return self._traced(lambda: self._saved[mixed_precision](tokens))
+    def activations(
+        self, tokens: int, mixed_precision: str, level: ActivationCheckpointing
+    ) -> Activations:
+        """Bytes of a forward pass over `tokens`, with the activations of `level` recomputed."""
+        return self._traced(lambda: self._saved[mixed_precision](tokens, level))
 
     def _traced(self, make: Callable[[], Value]) -> Value:
         """Return `make()`; raises its error as a ConfigError about the model's setting."""
