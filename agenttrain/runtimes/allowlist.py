@@ -38,12 +38,21 @@ def is_allowed(host: str, hosts: Sequence[str]) -> bool:
 def common_hosts(first: Sequence[str], second: Sequence[str]) -> tuple[str, ...]:
     """Return the hosts that both lists allow.
 
-    Example: ``["*.org", "a.com"]`` and ``["example.org", "*.a.com"]`` have ``("example.org",)``.
+    Example: ``["*.org", "a.com"]`` and ``["*.b.org", "example.org", "*.a.com"]`` have ``("*.b.org",
+    "example.org")``.
     """
-    # A pattern counts as allowed where its name is: `*.a.com` by `*.com`, which allows `a.com`.
-    common = [host for host in first if host in second or is_allowed(host.lstrip("*."), second)]
-    common += [host for host in second if is_allowed(host.lstrip("*."), first)]
+    common = [host for host in first if _covers(second, host)]
+    common += [host for host in second if _covers(first, host)]
     return tuple(dict.fromkeys(common))
+
+
+def _covers(hosts: Sequence[str], entry: str) -> bool:
+    """Return True if a list allows all that an entry of another list does, a pattern or a host.
+
+    The host ``a.com`` does not cover the pattern ``*.a.com``.
+    """
+    patterns = [host for host in hosts if host.startswith("*.")]
+    return entry in hosts or any(entry.endswith(pattern[1:]) for pattern in patterns)
 
 
 async def serve(listener: socket.socket, hosts: Sequence[str]) -> asyncio.Server:

@@ -172,11 +172,11 @@ class Several:
 
 @pytest.mark.filterwarnings("ignore:tool slow. a call still runs")
 def test_one_section_may_make_several_tools_with_its_limits():
-    section = {"_target_": f"{HERE}.Several", "factor": 4, "timeout_s": 0.05}
+    section = {"_target_": f"{HERE}.Several", "factor": 4, "timeout_s": 0.4}
     toolbox = build_toolbox({"any": section}, ["scaled"])
     assert toolbox.names == ("scaled", "slow")
     assert run(toolbox, "scaled", value=2) == "8"
-    assert run(toolbox, "slow") == "Error: timed out after 0.05 s"
+    assert run(toolbox, "slow") == "Error: timed out after 0.4 s"
     with pytest.raises(ValueError, match="its tool 'slow' is the second of that name"):
         build_toolbox({"slow": {"_target_": f"{HERE}.slow"}, "any": section})
 
