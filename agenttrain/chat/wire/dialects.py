@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from agenttrain.chat.wire import anthropic, openai, responses
@@ -54,7 +54,9 @@ class WireDialect:
 
     def question(self, body: bytes, roles: Mapping[str, str], find_issued: FindIssued) -> Question:
         """Read the body of a request to the endpoint. Raises RequestError."""
-        return replace(self.read(read_object(body), roles, find_issued), size=len(body))
+        question = self.read(read_object(body), roles, find_issued)
+        question.size = len(body)
+        return question
 
     def events(self, answer: Answer, include_usage: bool) -> Iterator[str]:
         """Yield a complete answer as server-sent events."""

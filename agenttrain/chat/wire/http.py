@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -154,7 +154,11 @@ class BoundedHead(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Count a header or a trailer, as `on_url`."""
-        self._count(len(name) + len(value))
+        # Without a call of `_count`: there are a dozen headers a request.
+        self._callbacks += 1
+        self._head += len(name) + len(value)
+        if self._head > MAX_HEAD:
+            self._refuse_head()
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -181,4 +185,7 @@ class BoundedHead(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         self._callbacks += 1
         self._head += size
         if self._head > MAX_HEAD:
-            raise ValueError(f"more than {MAX_HEAD} bytes of headers")
+            self._refuse_head()
+
+    def _refuse_head(self) -> NoReturn:
+        raise ValueError(f"more than {MAX_HEAD} bytes of headers")

@@ -26,7 +26,7 @@ def find_none(key: str) -> Message | None:
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Question:
     """A request for an answer, whichever API it came through.
 
@@ -56,7 +56,7 @@ class Question:
     left_out: int = 0
     """Tools that the provider would run, such as a web search: the model is not shown them."""
     size: int = 0
-    """Bytes of the request's body."""
+    """Bytes of the request's body, which its reader sets."""
 
     @cached_property
     def schemas_json(self) -> str:
