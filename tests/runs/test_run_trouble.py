@@ -152,15 +152,15 @@ def test_a_folder_that_cannot_be_made_is_told_in_a_line(tmp_path, capsys):
 
 
 def test_a_disk_that_is_full_is_told_in_a_line(tmp_path, monkeypatch, capsys):
-    write = Path.write_text
+    write = Path.write_bytes
 
-    def full(path: Path, text: str, **options: object) -> int:
+    def full(path: Path, content: bytes) -> int:
         if "config.yaml" in path.name:
-            write(path, text[:10])
+            write(path, content[:10])
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(path, text, **options)
+        return write(path, content)
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     assert start(tmp_path / "run") == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith(f"No space left on device (run folder {tmp_path / 'run'})")
