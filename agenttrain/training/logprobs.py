@@ -123,7 +123,7 @@ class Scorer(nn.Module):
         self._share_prefix, self._key = share_prefix, key
         self._replays_routes = replays_routes
         self._recomputation: ExitStack | None = None
-        """Holds `recomputing` open inside `ready`, so that `recompute` can change it. None outside."""
+        """Keeps `recomputing` open inside `ready`, where `recompute` may change it; else None."""
         self.recompute(level)
         if not defer:
             self.choose_layout(model.device)
