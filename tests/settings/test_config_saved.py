@@ -18,6 +18,7 @@ from agenttrain.settings.saved import (
     finished_steps,
     run_of,
     saved_settings,
+    settings_for_auto_resume,
     settings_for_eval,
     settings_for_resume,
 )
@@ -73,6 +74,16 @@ def test_a_resumed_run_may_recompute_more_activations(run: Path) -> None:
     composed = resume(run, "training.activation_checkpointing=all")
     assert composed.config.training.activation_checkpointing == "all"
     assert composed.plain["training"]["activation_checkpointing"] == "all"
+
+
+def test_resume_auto_keeps_the_chosen_level_unless_another_is_typed(run: Path) -> None:
+    key, words = "training.activation_checkpointing", ["algorithm=rloo", "tracker.rollouts=5"]
+    rewrite(run, training={"activation_checkpointing": "blocks"})  # in place of `auto`
+    for typed, level in ([], "blocks"), ([f"{key}=all"], "all"), ([f"{key}=none"], "none"):
+        with hydra_session(SOURCE):
+            composed = settings_for_auto_resume(run, [*words, *typed], SOURCE)
+        assert composed.config.training.activation_checkpointing == level
+        assert composed.plain["training"]["activation_checkpointing"] == level
 
 
 @pytest.mark.slow
