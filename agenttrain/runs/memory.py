@@ -12,10 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import ceil
-from pathlib import Path
 from typing import Any, TypeVar
 
-import psutil
 import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
@@ -57,6 +55,7 @@ from agenttrain.training.lora import adapted_experts, adapter_parameters
 from agenttrain.training.quantization import layers_to_quantize, nf4_bytes
 from agenttrain.training.recomputation import possible_levels, recomputed_modules
 from agenttrain.types import ConfigError
+from agenttrain.utils.host_memory import host_memory
 from agenttrain.utils.model_path import SIZES, base_folder, model_folder, why_merged
 
 GIB = 2**30
@@ -280,29 +279,20 @@ def level_of(
     ).level
 
 
-def device_memory() -> tuple[int, str]:
-    """Return the bytes of this process's GPU, or of the host without one, and the device's kind."""
-    if torch.cuda.is_available():
-        return int(
-            torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        ), "cuda"
-    return host_memory(), "cpu"
+def device_memory() -> tuple[int | None, str]:
+    """Return the bytes of this process's GPU, or of the host without one, and the device's kind.
+
+    The bytes are None if they are not known.
+    """
+    if not torch.cuda.is_available():
+        return host_memory(), "cpu"
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory), "cuda"
 
 
 def shares_gpu(config: RunConfig) -> bool:
     """Return True if the trainer and the rollout process's copy have one GPU of this machine."""
     is_single = config.distributed.name is DistributedName.single
     return is_single and torch.cuda.device_count() == 1 and has_policy_copy(config)
-
-
-def host_memory() -> int:
-    """Return the bytes of this machine's memory, or of the container's share of it."""
-    total = int(psutil.virtual_memory().total)
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return total
-    return min(total, int(limit)) if limit.isdecimal() else total
 
 
 def has_policy_copy(config: RunConfig) -> bool:

@@ -525,25 +525,34 @@ class Run:
         if setting is not ActivationCheckpointing.auto or self.verb == "eval":
             return False
         memory, kind = device_memory()
-        memory = min(self.world.gather([memory], "the memory of the devices"))
+        memories = self.world.gather([memory], "the memory of the devices")
         level, note = ActivationCheckpointing.none, ""
         if self.world.is_main:
             machine = PlannedHardware(
                 devices=self.world.size,
-                memory=memory,
+                memory=min((size for size in memories if size is not None), default=None),
                 kind=kind,
                 shared=shares_gpu(self.config),
             )
             try:
-                level = level_of(self.config, machine, supervised=self.verb == "sft")
+                level = self._level_for(machine)
             except ConfigError as error:
-                note = f"all activations are kept, because the memory is not known: {error}"
+                note = f"all activations are kept, because no level could be chosen: {error}"
             if level is not ActivationCheckpointing.none:
                 note = f"training.activation_checkpointing={level}: by the estimate of the memory"
         self._set_level(self.world.broadcast(level, "the level of activation checkpointing"))
         if note:
             print(note, flush=True)
         return True
+
+    def _level_for(self, machine: PlannedHardware) -> ActivationCheckpointing:
+        """Return the level with which an update fits; raises ConfigError if it is not known."""
+        if machine.memory is None:
+            raise ConfigError(
+                "the system does not say how much memory it has. If memory runs out, set "
+                "training.activation_checkpointing=blocks or all"
+            )
+        return level_of(self.config, machine, supervised=self.verb == "sft")
 
     def _set_level(self, level: ActivationCheckpointing) -> None:
         """Set the level of activation checkpointing in the settings."""

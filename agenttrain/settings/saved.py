@@ -29,7 +29,7 @@ from agenttrain.settings.compose import (
 from agenttrain.settings.messages import check_values, explained
 from agenttrain.settings.overrides import as_typed, key_of
 from agenttrain.settings.pinning import adopt_pins
-from agenttrain.settings.resumable import RESUMABLE
+from agenttrain.settings.resumable import RESUMABLE, may_change
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.trust import check_trusted, own_sections
 from agenttrain.settings.untrusted import (
@@ -123,7 +123,7 @@ def settings_for_auto_resume(
         f"{key}={shown(now)}: the run in {folder} was started with {key}={shown(saved)}; leave it "
         "so, or name another folder"
         for key, saved, now in differences(started.plain, composed.plain)
-        if key.partition(".")[0] not in (*RESUMABLE, "resume")
+        if not may_change(key, (*RESUMABLE, "resume"))
     )
     return _prepare_resume(argument, folder, composed)
 
@@ -305,7 +305,7 @@ def saved_settings(
     runs: Sequence[str] = (),
     trust: bool = False,
 ) -> Composed:
-    """Return the settings of the run in `folder`, changed by overrides of `allowed` sections.
+    """Return the settings of the run in `folder`, changed by overrides of `allowed` settings.
 
     `argument` is the typed argument with the folder, e.g. ``resume=outputs/a``. Code that
     config.yaml names in the sections `runs` is checked by `check_trusted`, unless an override
@@ -319,11 +319,12 @@ def saved_settings(
         if parsed[-1].is_sweep_override():
             raise ConfigError(f"{as_typed(text)}: a saved run takes one value, not several")
     for override in parsed:
-        section = override.key_or_group.partition(".")[0]
-        if section not in allowed or override.type is OverrideType.DEL:
+        key = override.key_or_group
+        if not may_change(key, allowed) or override.type is OverrideType.DEL:
+            hint = did_you_mean(key.partition(".")[0], allowed) or did_you_mean(key, allowed)
             raise ConfigError(
                 f"{as_typed(override.input_line)}: cannot be combined with {argument}"
-                f"{did_you_mean(section, allowed)}; what may change is: {', '.join(allowed)}"
+                f"{hint}; what may change is: {', '.join(allowed)}"
             )
     node, signed = _read(argument, folder, trust=trust)
     plain = cast(dict[str, Any], OmegaConf.to_container(node, enum_to_str=True))

@@ -236,7 +236,7 @@ class ActivationCheckpointing(StrEnum):
     auto = "auto"
     """The first of the others that fits the memory of the device."""
     none = "none"
-    """None: all of them are kept."""
+    """All activations are kept."""
     blocks = "blocks"
     """Those of feed-forward blocks, which are MLPs and blocks of experts, and those of norms."""
     all = "all"
@@ -268,7 +268,8 @@ class TrainingConfig:
     """Activations that are computed again in the backward pass: `none`, those of feed-forward
     `blocks` and norms, or `all`. `auto` takes the first of these that fits the memory by the
     estimate of `agenttrain plan`, or the next one if the first step needs more. The run's
-    config.yaml has the one that was chosen, and a resumed run keeps it."""
+    config.yaml has the one that was chosen. A resumed run keeps it, or takes another one that it is
+    given."""
     compile: Data[bool] = False
     """Fuse the elementwise work of layers and head with torch.compile. On a GPU a step takes less
     time and memory; the first takes tens of seconds longer."""

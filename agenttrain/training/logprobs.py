@@ -123,7 +123,7 @@ class Scorer(nn.Module):
         self._share_prefix, self._key = share_prefix, key
         self._replays_routes = replays_routes
         self._recomputation: ExitStack | None = None
-        """What `recomputing` has installed, inside `ready`."""
+        """Keeps `recomputing` open inside `ready`, where `recompute` may change it; else None."""
         self.recompute(level)
         if not defer:
             self.choose_layout(model.device)
@@ -294,7 +294,7 @@ class Scorer(nn.Module):
         gathered weights are dropped.
         """
         layers = compiled_layers(self.model) if self.use_compile else nullcontext()
-        # Last: a compiled layer is recomputed by its code.
+        # Last, so that a compiled layer is recomputed in its compiled form.
         with self._ready(), layers, ExitStack() as recomputation:
             recomputation.enter_context(recomputing(self._recomputed))
             self._recomputation = recomputation

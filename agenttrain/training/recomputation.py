@@ -70,13 +70,13 @@ def possible_levels(model: PreTrainedModel, *, compiled: bool) -> list[Activatio
 
 def _outermost_layers(model: nn.Module) -> list[nn.Module]:
     """Return the layers of a model, without the layers that are part of another (Zamba2)."""
-    found: list[nn.Module] = []
+    outermost: list[nn.Module] = []
     for child in model.children():
         if isinstance(child, GradientCheckpointingLayer):
-            found.append(child)
+            outermost.append(child)
         else:
-            found += _outermost_layers(child)
-    return found
+            outermost += _outermost_layers(child)
+    return outermost
 
 
 def feed_forward_blocks(model: PreTrainedModel) -> list[nn.Module]:

@@ -10,6 +10,8 @@ import pytest
 import yaml
 
 from agenttrain import cli
+from agenttrain.runs.run import Run
+from agenttrain.settings.compose import Source, compose_run, hydra_session
 
 KEY = "training.activation_checkpointing"
 RUN = ("debug=tiny", "tracker=none", "eval.questions=0", "steps=1")
@@ -67,3 +69,15 @@ def test_a_run_of_the_bundled_model_keeps_all_activations(
     for name, words in {"train": (), "sft": ("sft", "experiment=shop_warmstart")}.items():
         assert cli.main([*words, *RUN, f"hydra.run.dir={name}"]) == 0
         assert level_in(tmp_path / name) == "none"
+
+
+def test_a_machine_that_does_not_say_its_memory_keeps_all_activations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with hydra_session(Source()):
+        composed = compose_run([], Source())
+    run = Run(verb="train", config=composed.config, plain=composed.plain, folder=tmp_path)
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))  # without meminfo
+    assert run.choose_level()
+    assert run.plain["training"]["activation_checkpointing"] == "none"
+    assert "memory" in capsys.readouterr().out

@@ -18,6 +18,7 @@ from agenttrain.settings.saved import (
     finished_steps,
     run_of,
     saved_settings,
+    settings_for_auto_resume,
     settings_for_eval,
     settings_for_resume,
 )
@@ -68,6 +69,23 @@ def test_a_resumed_run_may_change_some_settings(run: Path) -> None:
     assert composed.plain["steps"] == 20
 
 
+def test_a_resumed_run_may_recompute_more_activations(run: Path) -> None:
+    """The error of a run whose memory is exhausted names this setting."""
+    composed = resume(run, "training.activation_checkpointing=all")
+    assert composed.config.training.activation_checkpointing == "all"
+    assert composed.plain["training"]["activation_checkpointing"] == "all"
+
+
+def test_resume_auto_keeps_the_chosen_level_unless_another_is_typed(run: Path) -> None:
+    key, words = "training.activation_checkpointing", ["algorithm=rloo", "tracker.rollouts=5"]
+    rewrite(run, training={"activation_checkpointing": "blocks"})  # in place of `auto`
+    for typed, level in ([], "blocks"), ([f"{key}=all"], "all"), ([f"{key}=none"], "none"):
+        with hydra_session(SOURCE):
+            composed = settings_for_auto_resume(run, [*words, *typed], SOURCE)
+        assert composed.config.training.activation_checkpointing == level
+        assert composed.plain["training"]["activation_checkpointing"] == level
+
+
 @pytest.mark.slow
 def test_another_engine_has_no_use_for_the_servers_of_the_one_before(run: Path) -> None:
     servers = ("engine=vllm_server", "servers.count=2", "servers.dead_s=60.0")
@@ -101,6 +119,8 @@ def test_a_value_stands_on_top_of_a_group_chosen_anew(run: Path) -> None:
         ("hydra.run.dir=x", "hydra.run.dir=x: cannot be combined with resume="),
         ("~tracker", "~tracker: cannot be combined with resume="),
         ("stps=4", "(did you mean 'steps'?)"),
+        ("training.token_budget=64", "training.token_budget=64: cannot be combined with resume="),
+        ("training.gradient_checkpointing=true", "mean 'training.activation_checkpointing'?)"),
         ("steps=many", "steps=many: expected a whole number"),
         ("engine={}", "engine={}: leaves its keys as they are; it is a section; set its keys with"),
         ("engine=[vllm]", "engine=[vllm]: takes one option"),

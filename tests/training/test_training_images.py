@@ -17,7 +17,7 @@ from agenttrain.engines.config import Sampling
 from agenttrain.engines.transformers.engine import TransformersEngine
 from agenttrain.engines.vision import Vision
 from agenttrain.training.batch import TrainingSequence, make_sequences
-from agenttrain.training.config import LoraSettings, SharePrefix
+from agenttrain.training.config import ActivationCheckpointing, LoraSettings, SharePrefix
 from agenttrain.training.logprobs import Scorer
 from agenttrain.training.lora import add_lora
 from agenttrain.types import Completion, Finish, Origin, PlacedImage, Rollout
@@ -176,6 +176,19 @@ def test_one_pass_per_segment_is_the_same(kind: str) -> None:
     scorer = scorer_of(SharePrefix.always, kind=kind)
     scorer.packed = False
     assert_same(scores(scorer, sequences, 10_000), alone, kind)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize(
+    "kind", [*vision_kit.KINDS[:2], pytest.param("qwen3_5", marks=pytest.mark.slow)]
+)
+def test_recomputed_activations_change_nothing(kind: str, frozen: bool) -> None:
+    sequences = sequences_of(1)[:4]
+    scorer = scorer_of(SharePrefix.always, frozen=frozen, kind=kind)
+    kept = scores(scorer, sequences, 10_000)
+    for level in (ActivationCheckpointing.blocks, ActivationCheckpointing.all):
+        scorer.recompute(level)
+        assert_same(scores(scorer, sequences, 10_000), kept, kind)
 
 
 def test_features_are_computed_once_per_image() -> None:

@@ -24,11 +24,11 @@ from agenttrain.runs.memory import (
     MemoryEstimate,
     PlannedHardware,
     has_policy_copy,
-    host_memory,
 )
 from agenttrain.settings.machine import float32_on_gpu
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.types import ConfigError
+from agenttrain.utils.host_memory import host_memory
 
 SLOW_S = 3.0
 """Seconds after which a plan says that it goes on."""

@@ -31,7 +31,8 @@ from agenttrain.settings.compose import Composed, Source, check_writable, compos
 from agenttrain.settings.messages import explained
 from agenttrain.settings.overrides import key_of
 from agenttrain.settings.pinning import pins
-from agenttrain.settings.saved import RESUMABLE, settings_for_resume
+from agenttrain.settings.resumable import RESUMABLE, may_change
+from agenttrain.settings.saved import settings_for_resume
 from agenttrain.settings.trust import check_trusted
 from agenttrain.types import ConfigError
 from agenttrain.utils.moved import overrides_in_this_layout
@@ -131,7 +132,7 @@ def _resume_held(
     sweep_changes = [text for text in command.overrides if key_of(text) in CHANGEABLE]
     changes = [text for text in command.overrides if text not in sweep_changes]
     for text in changes:
-        if key_of(text).partition(".")[0] not in RESUMABLE:
+        if not may_change(key_of(text), RESUMABLE):
             raise ConfigError(
                 f"{text}: cannot be combined with resume={folder}; what may change is: "
                 f"{', '.join([*RESUMABLE, *CHANGEABLE])}"

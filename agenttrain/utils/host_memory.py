@@ -1,0 +1,55 @@
+"""Memory of the host that this process may use: of the machine, its container or its job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import psutil
+
+ROOT = Path("/")
+LIMITS = {
+    "": ("sys/fs/cgroup", "memory.max"),
+    "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes"),
+}
+"""Controller of a cgroup -> the folder of its groups, and the file with a group's limit in bytes.
+Version 2 of cgroups has one hierarchy for all controllers, whose name is empty."""
+
+
+def host_memory(root: Path = ROOT) -> int | None:
+    """Return the bytes of the machine's memory, or of the share that a cgroup leaves this process.
+
+    None: not known, as in a sandbox without /proc. `root` is the folder of /proc and /sys.
+    """
+    try:
+        total = int(psutil.virtual_memory().total)
+    except (OSError, psutil.Error):
+        return None
+    return min([total, *_limits(root)])
+
+
+def _limits(root: Path) -> Iterator[int]:
+    """Yield the limits of the cgroups of this process, in bytes.
+
+    The limit of a group holds for the groups in it too. A container may see the path that its group
+    has on the host, whose folders are missing: the group is mounted as the topmost one there.
+    """
+    paths = dict.fromkeys(LIMITS, "/")
+    for line in _read(root / "proc/self/cgroup").splitlines():  # 0::/user.slice/job_7
+        _, controllers, path = line.split(":", 2)
+        paths |= {name: path for name in controllers.split(",") if name in LIMITS}
+    for controller, path in paths.items():
+        folder, file = LIMITS[controller]
+        group = PurePosixPath(path.strip("/"))
+        for ancestor in (group, *group.parents):
+            limit = _read(root / folder / ancestor / file).strip()
+            if limit.isdecimal():  # a group without a limit says "max"
+                yield int(limit)
+
+
+def _read(path: Path) -> str:
+    """Return the text of a file; empty if there is none, or it cannot be read."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
