@@ -65,14 +65,15 @@ def pack_together(
 ) -> list[Microbatch]:
     """Return this process's parts of the microbatches of all sequences of its group.
 
-    Every member gets equally many, of `token_budget` tokens for each member. Empty if no member has
-    a sequence.
+    Every member gets a part of each microbatch. A microbatch has at most `token_budget` tokens for
+    each member. Empty if no member has a sequence.
     """
     tokens = [
         _Tokens(token_ids_T=s.token_ids_T, targets_S=s.targets_S, routes=s.routes)
         for s in sequences
     ]
     members = group.gather((token_budget, tokens))
+    # In the same order in every process, so that all pack the same microbatches.
     all_sequences: list[TrainingSequence] = []
     for rank, (_, member_tokens) in enumerate(members):
         if rank == group.rank:

@@ -126,7 +126,10 @@ class ContextTree:
         return self._calls[source, window]
 
     def _make_calls(self, source: int, window: int | None) -> Iterator[Call]:
-        """Yield the calls of `calls`: siblings together, in a window each tile of a piece."""
+        """Yield the calls of `calls`.
+
+        Siblings attend to their prefix in one call. With a window each piece has calls of its own.
+        """
         held = self.held[self.rank]
         if window is not None:
             for piece in held:

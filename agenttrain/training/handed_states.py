@@ -44,8 +44,12 @@ class HandedTree:
     # Left out of torch.compile, as `RecurrentTree` is.
     @torch.compiler.disable
     def convolve(self, convolution: Convolution) -> Tensor:
-        """Return the convolved states of this process's tokens, [1, C, t]."""
-        before = convolution.weight.shape[-1] - 1
+        """Return the convolved states of this process's tokens, [1, C, t].
+
+        Tokens of other processes that it reaches are fetched and put behind this process's own.
+        Their outputs are dropped.
+        """
+        before = convolution.weight.shape[-1] - 1  # tokens that a convolution reaches back
         if before not in self._tails:
             self._tails[before] = make_tails(self.tree, before, self.device)
         tails = self._tails[before]
@@ -139,11 +143,12 @@ class _HandedScan(torch.autograd.Function):
     def forward(ctx: Any, handed: HandedTree, scan: Scan, count: int, *tensors: Tensor) -> Tensor:
         """Return the output of this process's tokens.
 
-        `tensors` are `count` inputs, and then the weights.
+        `tensors` are `count` inputs, and then the weights. For each of its chunks a process receives
+        the states that the chunk starts from, scans it, and sends last states on.
         """
         inputs, group = tensors[:count], handed.group
         like = handed.state_like(scan)
-        states: dict[Segment, Tensor] = {}
+        states: dict[Segment, Tensor] = {}  # last states of pieces, received or computed here
         sending = []  # works with the tensors that they read
         outputs: list[Tensor] = []
         starts: list[Tensor] = []  # initial states of this process's chunks
@@ -167,7 +172,7 @@ class _HandedScan(torch.autograd.Function):
         for work, _ in sending:
             work.wait()
         ctx.save_for_backward(*tensors, *starts)
-        ctx.handed, ctx.scan, ctx.count, ctx.starts = handed, scan, count, len(starts)
+        ctx.handed, ctx.scan, ctx.count, ctx.start_count = handed, scan, count, len(starts)
         device = inputs[0].device.type
         # The backward pass computes in the formats of this one.
         ctx.autocast = {
@@ -182,15 +187,17 @@ class _HandedScan(torch.autograd.Function):
         """Go through the chunks from the last to the first; hand gradients of states back."""
         handed, scan, count, group = ctx.handed, ctx.scan, ctx.count, ctx.handed.group
         saved = ctx.saved_tensors
-        tensors, starts = saved[: len(saved) - ctx.starts], saved[len(saved) - ctx.starts :]
+        end = len(saved) - ctx.start_count
+        tensors, starts = saved[:end], saved[end:]
         inputs, weights = tensors[:count], tensors[count:]
         like = handed.state_like(scan)
         total_gradients = [torch.zeros_like(tensor) for tensor in tensors]
         state_gradients: dict[Segment, Tensor] = {}  # gradient of each segment's last state
-        sending = []
+        sending = []  # works with the tensors that they read
         remaining = len(starts)  # initial states of chunks that are still to be computed
 
         def add(segments: Sequence[Segment], rows: Sequence[Tensor]) -> None:
+            """Add rows to the gradients of these segments' last states."""
             for segment, row in zip(segments, rows, strict=True):
                 state_gradients[segment] = (
                     state_gradients[segment] + row if segment in state_gradients else row
@@ -267,7 +274,10 @@ class Tails:
 
 
 def make_tails(tree: ContextTree, before: int, device: torch.device) -> Tails:
-    """Return what a convolution that reaches `before` tokens back has to fetch."""
+    """Return what a convolution that reaches `before` tokens back has to fetch.
+
+    These are tails: the last tokens of other processes' pieces.
+    """
     reached = [_reached(tree, rank, before) for rank in range(tree.processes)]
     # (first index, length) of this process's pieces, and of the tails behind them.
     places = {piece: (piece.offset, piece.length) for piece in tree.held[tree.rank]}
@@ -298,7 +308,10 @@ def make_tails(tree: ContextTree, before: int, device: torch.device) -> Tails:
 
 
 def _reached(tree: ContextTree, rank: int, before: int) -> list[dict[TreePiece, int]]:
-    """Return how many last tokens of which pieces process `rank` reaches, by the pieces' owner."""
+    """Return the tails that process `rank` fetches, by their owner: piece -> number of last tokens.
+
+    Its convolutions reach `before` tokens back from each of its pieces.
+    """
     tails: list[dict[TreePiece, int]] = [{} for _ in range(tree.processes)]
     for piece in tree.held[rank]:
         missing = before
@@ -315,7 +328,10 @@ def _reached(tree: ContextTree, rank: int, before: int) -> list[dict[TreePiece, 
 
 
 class _FetchTails(torch.autograd.Function):
-    """Fetch the tokens [f, C] of other processes; the backward pass sends their gradients back."""
+    """Fetch tokens [f, C] of other processes; the backward pass sends their gradients back.
+
+    `tails` says which of this process's tokens [t, C] the others fetch, and how many it fetches.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows_tC: Tensor, tails: Tails, group: ContextGroup) -> Tensor:
@@ -327,7 +343,8 @@ class _FetchTails(torch.autograd.Function):
             for rank, count in tails.fetched.items()
         }
         with group.exchanging(sends, receives):
-            pass
+            pass  # there is nothing to compute meanwhile
+        # `cat` needs a tensor even if nothing was fetched.
         return torch.cat((rows_tC[:0], *receives.values()))
 
     @staticmethod

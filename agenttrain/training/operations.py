@@ -104,7 +104,7 @@ def count_operations(model: PreTrainedModel) -> Operations:
     uncounted = {id(w) for w in (*embeddings, *encoder_weights(model).values())}
     uncounted -= {id(weight) for weight in (head.parameters() if head is not None else ())}
     used_share = _share_of_experts(config)
-    in_4_bits = numbers_of(model)
+    in_4_bits = numbers_of(model)  # numbers of each weight that is stored in 4 bits, by name
     totals = {True: 0.0, False: 0.0}  # numbers of weights, by whether they have a gradient
     for name, weight in model.named_parameters():  # a tied weight comes once
         if id(weight) in uncounted:

@@ -177,7 +177,11 @@ def _for_kernel(*states: Tensor) -> list[Tensor]:
 def _fused_gradients(
     states: list[Tensor], saved: list[Tensor], log: Tensor, scoring: Scoring, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value by torch's FlashAttention."""
+    """Return the gradients of query, key and value by torch's FlashAttention.
+
+    `states` are these three, `saved` are the output's gradient and the output, all [1, heads,
+    tokens, d].
+    """
     query, key, value = states
     gradient, output = (tensor.to(query.dtype) for tensor in saved)
     log_by_head = log.T[None].contiguous()

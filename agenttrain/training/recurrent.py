@@ -127,7 +127,8 @@ class RecurrentTree:
         _record(scan)
         call: Any = scan
         if torch.is_grad_enabled() and not is_kernel(scan.function):
-            # transformers' torch code keeps about ten times its inputs for the backward pass.
+            # transformers' torch code keeps about ten times its inputs for the backward pass, which
+            # computes the scan again instead.
             call = partial(checkpoint, scan, use_reentrant=False, preserve_rng_state=False)
         packed, _ = self.scan_waves(call, [tensor[0] for tensor in scan.inputs], ())
         return packed[None], None
