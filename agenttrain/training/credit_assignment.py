@@ -72,7 +72,8 @@ def assign_advantages(
         weights = [reward_weights.get(name, 1.0) for name in names]
         advantages_PG = normalized_advantages(rewards_FPG, weights, scale=config.scale)
     else:
-        advantages_PG = advantages(rewards_FPG[0], baseline=config.advantage, scale=config.scale)
+        rewards_PG = rewards_FPG[0]  # the only function, which is their sum
+        advantages_PG = advantages(rewards_PG, baseline=config.advantage, scale=config.scale)
     local_PG = advantages_PG[first : first + len(groups)].tolist()
     for group, advantages_G in zip(groups, local_PG, strict=True):
         for rollout, advantage in zip(group, advantages_G, strict=False):  # short groups are padded
@@ -135,6 +136,7 @@ def _assign_by_turn(
     ]
     metrics = {"credit/turn_reward": mean_parts(torch.tensor(turn_rewards))}
     if config.credit.name is Credit.gigpo:
+        # True for turns whose state another rollout of the group was in too.
         compared = [flag for group in result.compared[local] for turns in group for flag in turns]
         metrics["credit/step_groups"] = mean_parts(torch.tensor(compared))
     for turn, values in enumerate(by_turn, start=1):

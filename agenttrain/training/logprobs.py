@@ -196,7 +196,7 @@ class Scorer(nn.Module):
         segments = TRIAL if context is None else fill(TRIAL, context.size)
         ids_T = trial_ids(model, device, segments)
         split = None if context is None else split_tree(segments, context)
-        if split is not None:
+        if split is not None:  # this process's tokens only
             ids_T = ids_T[split.tree.packed_positions().to(device)]
         with self._ready(), autocast or nullcontext():
             with torch.no_grad(), counting_calls() as self.kernels:
@@ -296,7 +296,7 @@ class Scorer(nn.Module):
         gathered weights are dropped.
         """
         layers = compiled_layers(self.model) if self.use_compile else nullcontext()
-        # Last: a compiled layer is recomputed by its code.
+        # Recomputation last: it wraps the `forward` of a layer, which is the compiled one by then.
         with self._ready(), layers, ExitStack() as recomputation:
             recomputation.enter_context(recomputing(self._recomputed))
             self._recomputation = recomputation
@@ -761,8 +761,9 @@ def why_not_packed(
                     gradients.append(
                         inside(partial(_input_gradient, in_one_pass, tree_ids_T, tree))
                     )
-                # Nothing after a rollout may depend on it, and no branch on its sibling. One
-                # `inside` for each, because a backward pass frees the weights that FSDP2 gathered.
+                # `tree` begins with a rollout, and a prompt with two branches after it. Nothing
+                # after the rollout may depend on it, and no branch on its sibling. One `inside` for
+                # each, because a backward pass frees the weights that FSDP2 gathered.
                 rollout, _, branch, sibling, *_ = tree
                 leaks = any(
                     inside(partial(_depends_on, in_one_pass, tree_ids_T, tree, start, earlier))

@@ -117,7 +117,7 @@ def describe_adapters(model: PreTrainedModel, targets: LoraTargets | None = None
     Example: ``adapters of rank 16: q_proj, o_proj, experts.down_proj; none: gate (a router)``.
     """
     modules = (name.removesuffix(".weight").split(".") for name in adapted_weights(model))
-    # An expert's weight has the name of a dense layer's.
+    # An expert's weight has the name of a dense layer's: tell them apart by the module's name.
     ends = (".".join(parts[-2:] if EXPERTS in parts[-2:] else parts[-1:]) for parts in modules)
     line = f"adapters of rank {model.peft_config[ADAPTER].r}: {', '.join(dict.fromkeys(ends))}"
     if targets is not None and targets.left_out:

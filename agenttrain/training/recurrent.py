@@ -138,11 +138,12 @@ class RecurrentTree:
     ) -> tuple[Tensor, dict[Segment, Tensor]]:
         """Return the output of inputs [T, …], and the last states of the `wanted` segments.
 
-        `call` is a scan. `states` are the last states of the `given` segments, which come before
+        `call` maps (inputs, first states, keeps) of a wave's rows to their output and, if `keeps`,
+        their last states. `states` are the last states of the `given` segments, which come before
         these and are parents of some.
         """
         order = self._order
-        sizes = [wave.rows.scatter.numel() for wave in self.waves]
+        sizes = [wave.rows.scatter.numel() for wave in self.waves]  # tokens of each wave
         inputs = []
         for tensor in tensors:
             # None: every token is selected.
@@ -174,6 +175,7 @@ def _pad(wave: Wave, tokens: Tensor) -> Tensor:
     """Lay out a wave's tokens [tokens, …] as rows [B, L, …], with zeros behind them."""
     rows = wave.rows
     if rows.padding.numel():
+        # `gather` has the token of each padded position, `scatter` the position of each token.
         tokens = Select.apply(tokens, rows.gather, rows.scatter, None, rows.padding)
     return tokens.unflatten(0, (len(wave.segments), wave.length))
 

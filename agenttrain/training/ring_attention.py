@@ -59,7 +59,10 @@ class _RingAttention(torch.autograd.Function):
         group: ContextGroup,
         scoring: Scoring,
     ) -> Tensor:
-        """Merge the attention to the keys of each process as they come round."""
+        """Merge the attention to the keys of each process as they come round.
+
+        `tree.calls` says which of this process's queries attend to which of those keys.
+        """
         size = key.shape[-1]
         with torch.autocast(query.device.type, enabled=False):
             output, log = nothing_yet(query, value)
