@@ -175,7 +175,7 @@ def make_sequences(rollout: Rollout, *, replays_routes: bool = False) -> list[Tr
                 "is nothing before it that it was sampled from. Append the prompt first."
             )
         ids, layout = torch.tensor(trajectory.token_ids), None
-        if trajectory.images:
+        if trajectory.images:  # placeholders become the key of their image
             layout = Layout(trajectory.images)
             ids = torch.from_numpy(layout.keyed(ids.numpy()))
         sequences.append(
@@ -317,7 +317,7 @@ def _pack_trees(
     """
     segments: list[Segment] = []
     pieces: list[Tensor] = []
-    sources: list[tuple[TrainingSequence, Branch]] = []
+    sources: list[tuple[TrainingSequence, Branch]] = []  # each branch with a sequence that has it
     leaves: list[tuple[TrainingSequence, Segment]] = []  # each sequence with its last segment
     # A level of the trees: each parent's segment with the branches that follow it.
     level: list[tuple[Segment | None, Sequence[Branch]]] = [(None, trees)]

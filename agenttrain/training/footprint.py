@@ -371,7 +371,8 @@ def head_bytes(
     rows = max(1, min(tile_tokens, tokens))
     tile_bytes = rows * min(entries, max(1, tile_logits // rows)) * FLOAT32
     logits_bytes, budget = tokens * entries * FLOAT32, budget_mb * 2**20
-    # Within the budget the product of a tile is kept, and counts as part of the logits.
+    # Each tile has a product and two tensors computed from it (`TILES`). Within the budget the
+    # product is kept, and counts as part of the logits.
     tiles_bytes = (TILES if logits_bytes > budget else TILES - 1) * tile_bytes
     trained_numbers = head.weight.numel() if head.weight.requires_grad else 0
     # The weight's gradient is summed in float32 and cast to the weight's format at the end.

@@ -143,8 +143,8 @@ class _HandedScan(torch.autograd.Function):
     def forward(ctx: Any, handed: HandedTree, scan: Scan, count: int, *tensors: Tensor) -> Tensor:
         """Return the output of this process's tokens.
 
-        `tensors` are `count` inputs, and then the weights. For each of its chunks a process receives
-        the states that the chunk starts from, scans it, and sends last states on.
+        `tensors` are `count` inputs, and then the weights. For each of its chunks a process
+        receives the states that the chunk starts from, scans it, and sends last states on.
         """
         inputs, group = tensors[:count], handed.group
         like = handed.state_like(scan)

@@ -76,7 +76,11 @@ def check_merging(model: PreTrainedModel, score: Callable[[], list[float]]) -> N
 
 @contextmanager
 def _random_adapter(layer: Any, weight: Tensor) -> Iterator[None]:
-    """Give an adapter random values within the block, of a change as large as its weight."""
+    """Give an adapter random values within the block, of a change as large as its weight.
+
+    They go into the matrix that is zero in a new adapter (`zero_matrix`). `delta` is the adapter's
+    change of its weight.
+    """
     matrix = zero_matrix(layer)
     former = matrix.detach().clone()
     values = torch.randn(matrix.shape, generator=torch.Generator().manual_seed(0))

@@ -109,10 +109,11 @@ def top_entropy(
     )
     kept_N = top_entropy_mask(entropy_N, place_N, share)
     masks = kept_N.split([len(entropy_S) for _, entropy_S in entropies])
-    # This process's masks begin at `first`. Those of later processes follow: not strict.
+    # This process's masks follow those of earlier processes.
     first = sum(len(entries) for entries in by_rank[: world.rank])
-    own_masks = zip(local, masks[first:], strict=False)
-    return {sequence_key: mask_S for ((*_, sequence_key), _), mask_S in own_masks}
+    own_masks = masks[first : first + len(local)]
+    local_keys = [order[-1] for order, _ in local]
+    return dict(zip(local_keys, own_masks, strict=True))
 
 
 def loss_inputs(

@@ -148,7 +148,7 @@ class ServedTeacher:
                 values = self._servers.score([s.token_ids_T.tolist() for s in fitting])
             except EngineError as error:
                 raise TeacherFailed(f"{error}") from error
-        # The first id has no logprob, so that the one at an index is of the id after this position.
+        # The first id has no logprob: index p has that of the id at p + 1, as in `targets_S`.
         return {
             sequence.key: torch.tensor(logprobs)[sequence.targets_S]
             for sequence, logprobs in zip(fitting, values, strict=True)

@@ -198,7 +198,7 @@ class World:
             yield
         except RuntimeError as error:
             if not any(late in str(error) for late in LATE):
-                raise
+                raise  # not a timeout
             stopped = self._pulse.find_stopped(peers)
             finding = f"{_ranks(stopped)} stood still" if stopped else "no rank stands still now"
             raise WorldTimeout(
