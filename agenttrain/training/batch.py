@@ -312,8 +312,8 @@ def _pack_trees(
 ) -> Microbatch:
     """Pack the sequences of some prefix trees. A tree's indices are those of `candidates`.
 
-    Each branch becomes a segment, level by level from the roots, so that a prefix comes before all
-    segments that attend to it.
+    Each branch, tokens that several sequences may share, becomes a segment, level by level from the
+    roots. So a prefix comes before all segments that attend to it.
     """
     segments: list[Segment] = []
     pieces: list[Tensor] = []

@@ -174,6 +174,7 @@ class Checkpoints:
         self._writing = None
         part, path = writing.part, writing.path
         try:
+            # Raises this process's failure, and PeerFailed in the other processes.
             shares = world.exchange(
                 [(writing.digests, writing.snapshot.weights)],
                 f"{name}: each process's part",

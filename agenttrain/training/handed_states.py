@@ -28,6 +28,9 @@ from agenttrain.training.segments import Segment
 class HandedTree:
     """Layout of this process's pieces as recurrent mixers need it (a `MixerLayout`).
 
+    A convolution fetches the last tokens before each piece from the processes that hold them. The
+    states of a scan go from chunk to chunk, and so from process to process.
+
     Each layer calls `convolve` or `scan` in its forward pass. All members of the group call them
     together.
     """
@@ -184,7 +187,11 @@ class _HandedScan(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Go through the chunks from the last to the first; hand gradients of states back."""
+        """Return the gradients of inputs and weights, chunk by chunk from the last to the first.
+
+        For each of its chunks a process receives the gradients of the last states that it sent, and
+        computes the chunk again for its gradients. Those of states that it received it sends back.
+        """
         handed, scan, count, group = ctx.handed, ctx.scan, ctx.count, ctx.handed.group
         saved = ctx.saved_tensors
         end = len(saved) - ctx.start_count
@@ -219,6 +226,7 @@ class _HandedScan(torch.autograd.Function):
                     output, last = layout.scan_waves(
                         _with_weights(scan, chunk_weights), chunk_inputs, initial_states
                     )
+                # `parts` below are the gradients of these leaves, in the same order.
                 leaves = [*chunk_inputs, *chunk_weights, *initial_states]
                 with_gradient = [segment for segment in last if segment in state_gradients]
                 gradients = torch.autograd.grad(
@@ -293,12 +301,12 @@ def make_tails(tree: ContextTree, before: int, device: torch.device) -> Tails:
     for piece in tree.pieces:  # parents before their children
         if piece in places:
             first, length = places[piece]
-            # Nothing reaches further back than a tail that is a part of its piece.
-            is_whole = length == piece.length and piece.parent is not None
+            # Nothing reaches further back than a tail that is a part of its piece: no parent then.
+            is_whole = length == piece.length
             parent = segment_of.get(piece.parent) if is_whole and piece.parent else None
             segment_of[piece] = Segment(first, length, parent)
     layout = sorted(segment_of.values(), key=lambda segment: segment.start)
-    sent = {}
+    sent = {}  # the tails of this process's pieces that each other process fetches
     for rank in range(tree.processes):
         tails = reached[rank][tree.rank] if rank != tree.rank else {}
         if tails:
@@ -350,7 +358,10 @@ class _FetchTails(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_fC: Tensor) -> tuple[Tensor, None, None]:
-        """Return the gradient of the tokens that others fetched, [t, C]."""
+        """Return the gradient of this process's tokens, [t, C], which is that of fetched ones.
+
+        The gradients of the tokens that this process fetched go to their owners.
+        """
         tails: Tails = ctx.tails
         parts = gradient_fC.split(list(tails.fetched.values())) if tails.fetched else ()
         sends = {rank: part.contiguous() for rank, part in zip(tails.fetched, parts, strict=True)}

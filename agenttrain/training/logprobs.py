@@ -108,11 +108,11 @@ class Scorer(nn.Module):
         """`key` is the setting that names the model, for errors. `vision` reads its images.
 
         With `replays_routes` forward passes use the experts that a microbatch has. `level` says
-        which activations backward passes compute again.
-        With `defer` the caller calls `choose_layout`, once the model is on its device and sharded.
+        which activations backward passes compute again. With `defer` the caller calls
+        `choose_layout`, once the model is on its device and sharded.
         """
         super().__init__()
-        keep_soft_cap(model)
+        keep_soft_cap(model)  # which some versions of transformers would drop
         self.model = model
         self.vision = vision
         self.transform = replace(logit_transform(model), temperature=temperature)
@@ -731,8 +731,9 @@ def why_not_packed(
 
     Hidden states of one packed pass are compared with those of a pass per segment. A recurrent
     model could carry its state from one rollout into the next, so its gradients are compared too.
-    `varlen` is that of `packed_hidden`, `inside` calls a function of the model while its weights
-    are gathered. Raises UnsupportedModel if a package's kernel for recurrent layers is wrong.
+    With `varlen` the packed pass uses torch's varlen kernel. `inside` calls a function of the model
+    while its weights are gathered. Raises UnsupportedModel if a package's kernel for recurrent
+    layers is wrong.
     """
     device = device or model.device
     inside = inside or (lambda function: function(model))

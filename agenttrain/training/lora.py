@@ -305,8 +305,9 @@ def merged(
     end-of-sequence tokens are those of the folder. Returns the model, and how far the cast moves
     the adapted weights, as a share of what the adapters change (`_rounding`).
 
-    `double`: the adapters were trained on a base in 4 bits (`quantize`), and are merged into the
-    numbers that it stands for; None: into the weights as they are in the base's files.
+    `double` is not None for adapters that were trained on a base in 4 bits, and says whether its
+    scales are in 8 bits (`quantize`). The adapters are then merged into the numbers that the 4 bits
+    stand for. None: into the weights as they are in the base's files.
     """
     from peft import PeftModel
 

@@ -98,7 +98,7 @@ def _all_linear(model: PreTrainedModel, encoders: str | None) -> list[str]:
 def _linear_modules(
     model: PreTrainedModel, encoders: str | None
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the linear layers that can have adapters, and the last names of the others.
+    """Return the linear layers that can have adapters, and the others' last names -> reasons.
 
     Head and encoders are in neither: nobody expects adapters of them.
     """

@@ -41,8 +41,8 @@ class WrongMerge(AgenttrainError):
 def check_merging(model: PreTrainedModel, score: Callable[[], list[float]]) -> None:
     """Raise WrongMerge if a merged adapter does not compute what the adapter computes.
 
-    `score` returns the policy's log-probabilities of a text. All processes call this together. The
-    policy is as it was at the end.
+    `score` returns the policy's log-probabilities of a text. All processes call this together. At
+    the end the policy is as before.
     """
     weights = {base_name(name): w for name, w in model.named_parameters(remove_duplicate=False)}
     layers = adapted_weights(model)

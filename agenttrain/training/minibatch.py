@@ -127,7 +127,8 @@ def loss_inputs(
 
     `engine_S` are the logprobs of the engine that sampled the tokens. `behaviour_S` are those in
     the denominator of the ratio: the engine's, or, if `algorithm.behaviour` is `recomputed`, the
-    policy's own from before the step's first update (`old_logprobs_S`).
+    policy's own from before the step's first update (`old_logprobs_S`). `kept_S` is the mask of the
+    tokens of top entropy.
     """
     kept_S = None
     if minibatch.kept is not None:

@@ -193,7 +193,8 @@ class WorkCounter:
         count = self.operations.training if backward else self.operations.forward
         share = microbatch.context
         processes = 1 if share is None else share.split.group.size
-        # Each process of a group computes its share of the attention over all tokens.
+        # In a group the tokens are this process's, and the segments those of all processes. Each
+        # has an equal share of the work.
         self._operations_done += count(tokens * processes, microbatch.segments) / processes
         self._computed += tokens
         self._trained += microbatch.targets_S.numel() if backward else 0

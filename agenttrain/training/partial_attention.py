@@ -147,7 +147,8 @@ def _is_fused(query: Tensor, value: Tensor, scoring: Scoring, shift: int | None)
 
     It knows no soft cap. `shift` must be None (all keys), or 0 (causal) without a window.
     """
-    plain = scoring.softcap is None and shift in (None, 0) and (shift is None or not scoring.window)
+    is_causal = shift == 0 and not scoring.window
+    plain = scoring.softcap is None and (shift is None or is_causal)
     size = query.shape[-1]
     if not plain or size != value.shape[-1]:
         return False

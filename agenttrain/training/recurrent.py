@@ -288,6 +288,7 @@ def make_halo(segments: Sequence[Segment], taps: int, device: torch.device) -> H
             tokens.append(token)
         own += range(len(tokens), len(tokens) + segment.length)
         tokens += range(segment.start, segment.end)
+    # Rows of one length, filled up with the index behind the last of `copied`.
     most_copies = max(map(len, copies.values()), default=0)
     table = [
         [*indices, *[len(copied)] * (most_copies - len(indices))] for indices in copies.values()

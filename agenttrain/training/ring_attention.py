@@ -143,7 +143,9 @@ def _circulate(
     """
     source = group.rank if source is None else source
     following, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-    for _ in range(group.size - 1 if hops is None or group.size == 1 else hops):
+    if hops is None or group.size == 1:  # a process alone sends nothing
+        hops = group.size - 1
+    for _ in range(hops):
         previous = (source - 1) % group.size
         shape = (tree.counts[previous], *states.shape[1:])
         buffer = torch.empty(shape, dtype=states.dtype, device=states.device)
