@@ -200,9 +200,11 @@ def _recorded_routes(rollout: Rollout, trajectory: Trajectory) -> SequenceRoutes
     if trajectory.parent is not None:
         parent, length = trajectory.parent
         inherited = _recorded_routes(rollout, rollout.trajectories[parent])
-        # A token sampled at the branch comes from the last position of the context.
+        # A token sampled at the branch comes from the last position of the context, whose experts
+        # are then in this trajectory's own record.
         is_sampled = bool(trajectory.spans) and trajectory.spans[0].origin is Origin.sampled
-        is_kept_R = inherited.positions_R < length - is_sampled
+        end = length - 1 if is_sampled else length
+        is_kept_R = inherited.positions_R < end
         positions.append(inherited.positions_R[is_kept_R])
         experts.append(inherited.experts_RLK[is_kept_R])
     start = trajectory.context_length

@@ -31,7 +31,7 @@ QUERIES = 256
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class TreePiece:
-    """Neighbouring tokens of a segment in one chunk."""
+    """Neighbouring tokens of a segment in one chunk, a part of the packed row with one owner."""
 
     segment: Segment
     """The piece by its packed positions, with the piece before it as parent."""

@@ -57,7 +57,7 @@ def assign_advantages(
     # Rewards of each rollout by function; under the name "" if the algorithm uses their sum.
     rewards: list[list[dict[str, float | None]]] = []
     for group in groups:
-        if config.rewards is Rewards.normalize_each:
+        if config.rewards is Rewards.normalize_each:  # settings refuse a KL penalty beside it
             rewards.append([dict(rollout.rewards) for rollout in group])
         else:
             rewards.append(
@@ -120,7 +120,10 @@ def _assign_by_turn(
     config: AlgorithmConfig,
     world: World,
 ) -> MetricParts:
-    """Set an advantage for each turn, from the turns' `rewards`; return the metrics."""
+    """Set an advantage for each turn, from the `rewards` of each rollout's turns.
+
+    Returns the metrics.
+    """
     first, all_rewards = gather_if_batchwise(rewards, config, world)
     result = turn_advantages(all_rewards, config)
     local = slice(first, first + len(groups))  # the groups of this process
@@ -132,7 +135,7 @@ def _assign_by_turn(
             for values, advantage in zip(by_turn, advantages_K or (), strict=False):
                 values.append(advantage)
     turn_rewards = [
-        reward for group in rewards for rollout in group for reward in rollout.rewards or ()
+        reward for group in rewards for turns in group for reward in turns.rewards or ()
     ]
     metrics = {"credit/turn_reward": mean_parts(torch.tensor(turn_rewards))}
     if config.credit.name is Credit.gigpo:

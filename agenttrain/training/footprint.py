@@ -378,6 +378,7 @@ def head_bytes(
     # The weight's gradient is summed in float32 and cast to the weight's format at the end.
     cast_bytes = trained_numbers * number_bytes if number_bytes != FLOAT32 else 0
     gradient_bytes = trained_numbers * FLOAT32
+    # Hidden states in the format of the products, and their gradient in float32.
     states_bytes = tokens * hidden * (number_bytes + FLOAT32)
     kept_bytes = min(logits_bytes, budget)
     return kept_bytes + gradient_bytes + max(tiles_bytes, cast_bytes) + states_bytes

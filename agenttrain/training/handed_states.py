@@ -91,7 +91,7 @@ class HandedTree:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """One chunk of the tree in the order of scans."""
+    """One chunk of the tree, a part of the packed row that one process scans."""
 
     owner: int
     tokens: slice
@@ -140,7 +140,10 @@ def _make_chunks(tree: ContextTree, device: torch.device) -> list[Chunk]:
 
 
 class _HandedScan(torch.autograd.Function):
-    """Scan of one chunk after the other; the backward pass computes each chunk again."""
+    """Scan of one chunk after the other; the backward pass computes each chunk again.
+
+    A chunk's owner starts from the last states that it received from the owners of earlier chunks.
+    """
 
     @staticmethod
     def forward(ctx: Any, handed: HandedTree, scan: Scan, count: int, *tensors: Tensor) -> Tensor:

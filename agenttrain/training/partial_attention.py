@@ -62,7 +62,7 @@ def merge(output: Tensor, log: Tensor, part: Tensor, part_log: Tensor) -> None:
 def attend_partially(
     query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, shift: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [m, h, e] over these keys, and the logarithm of their sum [m, h].
+    """Return the output [m, h, e] over these keys, and log sum exp of their scores, [m, h].
 
     Query a attends to key b if b <= a + shift, within the window of `scoring`; to all keys if
     `shift` is None. Sinks do not count here: see `add_sinks`.

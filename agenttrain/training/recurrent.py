@@ -62,7 +62,9 @@ class Wave:
 class RecurrentTree:
     """Layout of packed segments as recurrent mixers need it (a `MixerLayout`).
 
-    Each recurrent layer of a forward pass calls `convolve` or `scan`.
+    Each recurrent layer of a forward pass calls `convolve` or `scan`. A convolution runs over an
+    extended row, in which the last tokens of its prefix stand before each segment. A scan runs in
+    waves of segments, which start from the last states of their parents.
     """
 
     def __init__(

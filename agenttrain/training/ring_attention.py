@@ -46,7 +46,10 @@ def ring_attention(
 
 
 class _RingAttention(torch.autograd.Function):
-    """`ring_attention` with a backward pass of its own: only this process's states are saved."""
+    """`ring_attention` with a backward pass of its own: only this process's states are saved.
+
+    Keys and values go from process to process in a ring, in both passes.
+    """
 
     @staticmethod
     def forward(

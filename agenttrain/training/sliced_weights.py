@@ -193,7 +193,8 @@ def _check_format(where: str, weight: Tensor, stored: StoredTensor) -> None:
 class SlicedWeights:
     """Where each weight of a model is in the files of a folder.
 
-    With it, each process of a sharded policy or teacher reads only the rows that it holds.
+    With it, each process of a sharded policy or teacher reads only the rows that it holds: `fill`
+    reads them, and `check_copies` then compares the files of several machines.
     """
 
     def __init__(self, model: PreTrainedModel, folder: Path, rank: int = 0) -> None:
