@@ -324,6 +324,11 @@ class _Extend(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_UC: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of the tokens, [T, C].
+
+        `own_T` is each token's own column. `copied` are the columns of copies, and a row of
+        `copies` the indices in it of all copies of the token at one of the positions `sources`.
+        """
         halo: Halo = ctx.halo
         rows_TC = gradient_UC.index_select(0, halo.own_T)
         if halo.copied.numel():

@@ -65,6 +65,7 @@ class Conversion:
     @property
     def by_expert(self) -> bool:
         """True if row i of the weight (expert i) is made of the i-th tensor of each pattern."""
+        # The first operation stacks tensors, the later ones join patterns within an expert's row.
         stack, *later = self.converter.operations
         is_stack = isinstance(stack, MergeModulelist) and stack.dim == 0
         return is_stack and all(isinstance(op, Concatenate) and op.dim != 0 for op in later)
@@ -332,6 +333,7 @@ class SlicedWeights:
                 read_rows(stored, 0, stored.shape[0] if stored.shape else 1, tensor)
             converter.add_tensor(conversion.first, stored.name, pattern, tensor)
         weights = converter.convert(conversion.first, model=self._model, config=self._model.config)
+        # As transformers does: some operations return a tensor in a list.
         return {name: t[0] if isinstance(t, list) else t for name, t in weights.items()}
 
     def check_copies(self, model: nn.Module, world: World) -> None:
