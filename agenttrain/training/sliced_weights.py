@@ -65,7 +65,7 @@ class Conversion:
     @property
     def by_expert(self) -> bool:
         """True if row i of the weight (expert i) is made of the i-th tensor of each pattern."""
-        # The first operation stacks tensors, the later ones join patterns within an expert's row.
+        # If so, the first operation stacks tensors, and later ones join patterns within a row.
         stack, *later = self.converter.operations
         is_stack = isinstance(stack, MergeModulelist) and stack.dim == 0
         return is_stack and all(isinstance(op, Concatenate) and op.dim != 0 for op in later)
