@@ -296,7 +296,7 @@ class Scorer(nn.Module):
         gathered weights are dropped.
         """
         layers = compiled_layers(self.model) if self.use_compile else nullcontext()
-        # Recomputation last: it wraps the `forward` of a layer, which is the compiled one by then.
+        # Last: a compiled layer is recomputed by its code.
         with self._ready(), layers, ExitStack() as recomputation:
             recomputation.enter_context(recomputing(self._recomputed))
             self._recomputation = recomputation
