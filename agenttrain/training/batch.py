@@ -175,7 +175,7 @@ def make_sequences(rollout: Rollout, *, replays_routes: bool = False) -> list[Tr
                 "is nothing before it that it was sampled from. Append the prompt first."
             )
         ids, layout = torch.tensor(trajectory.token_ids), None
-        if trajectory.images:
+        if trajectory.images:  # placeholders become the key of their image
             layout = Layout(trajectory.images)
             ids = torch.from_numpy(layout.keyed(ids.numpy()))
         sequences.append(
@@ -200,9 +200,11 @@ def _recorded_routes(rollout: Rollout, trajectory: Trajectory) -> SequenceRoutes
     if trajectory.parent is not None:
         parent, length = trajectory.parent
         inherited = _recorded_routes(rollout, rollout.trajectories[parent])
-        # A token sampled at the branch comes from the last position of the context.
+        # A token sampled at the branch comes from the last position of the context, whose experts
+        # are then in this trajectory's own record.
         is_sampled = bool(trajectory.spans) and trajectory.spans[0].origin is Origin.sampled
-        is_kept_R = inherited.positions_R < length - is_sampled
+        end = length - 1 if is_sampled else length
+        is_kept_R = inherited.positions_R < end
         positions.append(inherited.positions_R[is_kept_R])
         experts.append(inherited.experts_RLK[is_kept_R])
     start = trajectory.context_length
@@ -312,12 +314,12 @@ def _pack_trees(
 ) -> Microbatch:
     """Pack the sequences of some prefix trees. A tree's indices are those of `candidates`.
 
-    Each branch becomes a segment, level by level from the roots, so that a prefix comes before all
-    segments that attend to it.
+    Each branch, tokens that several sequences may share, becomes a segment, level by level from the
+    roots. So a prefix comes before all segments that attend to it.
     """
     segments: list[Segment] = []
     pieces: list[Tensor] = []
-    sources: list[tuple[TrainingSequence, Branch]] = []
+    sources: list[tuple[TrainingSequence, Branch]] = []  # each branch with a sequence that has it
     leaves: list[tuple[TrainingSequence, Segment]] = []  # each sequence with its last segment
     # A level of the trees: each parent's segment with the branches that follow it.
     level: list[tuple[Segment | None, Sequence[Branch]]] = [(None, trees)]

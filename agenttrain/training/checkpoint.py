@@ -120,7 +120,7 @@ class Checkpoints:
         writing = self._begin(policy, step, state, rng, copies=False)
         writing.start()  # the disk has work while the weights are gathered
         self._take_weights(writing, policy, copies=False)
-        writing.write()
+        writing.write()  # the weights, in this thread
         path = self.finish(policy.world)
         assert path is not None  # it was begun above
         return path
@@ -174,6 +174,7 @@ class Checkpoints:
         self._writing = None
         part, path = writing.part, writing.path
         try:
+            # Raises this process's failure, and PeerFailed in the other processes.
             shares = world.exchange(
                 [(writing.digests, writing.snapshot.weights)],
                 f"{name}: each process's part",

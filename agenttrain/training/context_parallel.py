@@ -65,14 +65,15 @@ def pack_together(
 ) -> list[Microbatch]:
     """Return this process's parts of the microbatches of all sequences of its group.
 
-    Every member gets equally many, of `token_budget` tokens for each member. Empty if no member has
-    a sequence.
+    Every member gets a part of each microbatch. A microbatch has at most `token_budget` tokens for
+    each member. Empty if no member has a sequence.
     """
     tokens = [
         _Tokens(token_ids_T=s.token_ids_T, targets_S=s.targets_S, routes=s.routes)
         for s in sequences
     ]
     members = group.gather((token_budget, tokens))
+    # In the same order in every process, so that all pack the same microbatches.
     all_sequences: list[TrainingSequence] = []
     for rank, (_, member_tokens) in enumerate(members):
         if rank == group.rank:
@@ -101,6 +102,7 @@ def _own_share(whole: Microbatch, own_ids: set[int], group: ContextGroup) -> Mic
     index_T = torch.full((len(whole.token_ids_T),), -1)
     index_T[positions_t] = torch.arange(len(positions_t))
     targets_S = index_T[whole.targets_S.cpu()]
+    # Of the group's sampled tokens: those that this process computes, and those of its sequences.
     places_s = (targets_S >= 0).nonzero()[:, 0]
     is_own_B = torch.tensor([id(sequence) in own_ids for sequence in whole.sequences])
     sequence_S = whole.sequence_S.cpu()
@@ -120,7 +122,7 @@ def _own_share(whole: Microbatch, own_ids: set[int], group: ContextGroup) -> Mic
     if not sequences:
         sequences, weights_B = (stand_in(),), whole.weights_B.new_zeros(1)
         ref_logprobs_S = whole.behaviour_S.new_zeros(0)
-    # Index of each of its own sequences among them.
+    # Index of each sequence of this process among them.
     own_index_B = (is_own_B.cumsum(0) - 1).to(device)
     routes_TLK = whole.routes_TLK
     return replace(

@@ -40,7 +40,9 @@ class ContextShare:
 class _ToOwners(torch.autograd.Function):
     """Send values of tokens from the processes that computed them to those with the rollouts.
 
-    `values_2s` are the logprobs and entropies of the tokens that this process computed.
+    `values_2s` are the logprobs and entropies of the tokens that this process computed. Among the
+    `sampled` tokens of the group, `places_s` are the indices of these tokens, and `own` those of
+    the tokens of this process's rollouts.
     """
 
     @staticmethod

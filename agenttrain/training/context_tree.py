@@ -31,7 +31,7 @@ QUERIES = 256
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class TreePiece:
-    """Neighbouring tokens of a segment in one chunk."""
+    """Neighbouring tokens of a segment in one chunk, a part of the packed row with one owner."""
 
     segment: Segment
     """The piece by its packed positions, with the piece before it as parent."""
@@ -68,7 +68,11 @@ class Call(NamedTuple):
 
 
 class ContextTree:
-    """The pieces of a packed tree, as process `rank` of `processes` computes them."""
+    """The pieces of a packed tree, as process `rank` of `processes` computes them.
+
+    The packed row is cut into two chunks for each process, an early and a late one, because late
+    tokens attend to more keys. Segments are cut into pieces at the ends of chunks.
+    """
 
     def __init__(self, segments: Sequence[Segment], *, rank: int, processes: int) -> None:
         """Cut segments of at least two tokens for each process, as `fill` makes them."""
@@ -126,7 +130,10 @@ class ContextTree:
         return self._calls[source, window]
 
     def _make_calls(self, source: int, window: int | None) -> Iterator[Call]:
-        """Yield the calls of `calls`: siblings together, in a window each tile of a piece."""
+        """Yield the calls of this process's queries over the keys of process `source`.
+
+        Siblings attend to their prefix in one call. With a window each piece has calls of its own.
+        """
         held = self.held[self.rank]
         if window is not None:
             for piece in held:

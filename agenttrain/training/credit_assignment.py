@@ -57,7 +57,7 @@ def assign_advantages(
     # Rewards of each rollout by function; under the name "" if the algorithm uses their sum.
     rewards: list[list[dict[str, float | None]]] = []
     for group in groups:
-        if config.rewards is Rewards.normalize_each:
+        if config.rewards is Rewards.normalize_each:  # settings refuse a KL penalty beside it
             rewards.append([dict(rollout.rewards) for rollout in group])
         else:
             rewards.append(
@@ -72,7 +72,8 @@ def assign_advantages(
         weights = [reward_weights.get(name, 1.0) for name in names]
         advantages_PG = normalized_advantages(rewards_FPG, weights, scale=config.scale)
     else:
-        advantages_PG = advantages(rewards_FPG[0], baseline=config.advantage, scale=config.scale)
+        rewards_PG = rewards_FPG[0]  # the only function, which is their sum
+        advantages_PG = advantages(rewards_PG, baseline=config.advantage, scale=config.scale)
     local_PG = advantages_PG[first : first + len(groups)].tolist()
     for group, advantages_G in zip(groups, local_PG, strict=True):
         for rollout, advantage in zip(group, advantages_G, strict=False):  # short groups are padded
@@ -119,7 +120,10 @@ def _assign_by_turn(
     config: AlgorithmConfig,
     world: World,
 ) -> MetricParts:
-    """Set an advantage for each turn, from the turns' `rewards`; return the metrics."""
+    """Set an advantage for each turn, from the `rewards` of each rollout's turns.
+
+    Returns the metrics.
+    """
     first, all_rewards = gather_if_batchwise(rewards, config, world)
     result = turn_advantages(all_rewards, config)
     local = slice(first, first + len(groups))  # the groups of this process
@@ -131,10 +135,11 @@ def _assign_by_turn(
             for values, advantage in zip(by_turn, advantages_K or (), strict=False):
                 values.append(advantage)
     turn_rewards = [
-        reward for group in rewards for rollout in group for reward in rollout.rewards or ()
+        reward for group in rewards for turns in group for reward in turns.rewards or ()
     ]
     metrics = {"credit/turn_reward": mean_parts(torch.tensor(turn_rewards))}
     if config.credit.name is Credit.gigpo:
+        # True for turns whose state another rollout of the group was in too.
         compared = [flag for group in result.compared[local] for turns in group for flag in turns]
         metrics["credit/step_groups"] = mean_parts(torch.tensor(compared))
     for turn, values in enumerate(by_turn, start=1):

@@ -50,7 +50,7 @@ def equal_layers_run_twice(
     layers: Sequence[nn.Module],
     saved_bytes: Callable[[], Mapping[Any, int]] = dict,
 ) -> Iterator[EqualLayers]:
-    """Skip each layer in the block that is equal to two layers before it.
+    """Run two layers of each kind of equal layers in the block, and skip the others of the kind.
 
     `saved_bytes` returns the bytes that autograd holds so far, by any names (the default, `dict`,
     returns none). A skipped layer returns a copy of its input, and counts for as many bytes as the
@@ -63,9 +63,9 @@ def equal_layers_run_twice(
         return Counter(saved_bytes()) + skipped.saved_bytes
 
     def forward_of(layer: nn.Module, position: int) -> Callable[..., Any]:
-        """Return a forward pass that runs the layer, or skips it after two equal ones.
+        """Return a forward pass that runs the layer, or skips it after `RUNS` equal ones.
 
-        Layers of one `_signature` share a `_Kind`.
+        Layers of one `_signature` are equal, and share a `_Kind`, which counts those that ran.
         """
         kind = kinds.setdefault(_signature(layer), _Kind())
         forward = layer.forward

@@ -320,8 +320,10 @@ def cached_layers(model: PreTrainedModel) -> list[CachedLayer]:
     Example: 2 heads of size 64 in 3 layers: ``[CachedLayer(token=256)] * 3``.
     """
     net = backbone(model)
-    repeated = equal_layers_run_twice(layers(language_model(model)))
-    with repeated as skipped, FakeTensorMode(), _traceable_experts(), torch.no_grad():
+    # To save time only two layers of each kind run. The others are skipped and their caches stay
+    # empty. `twins` maps each of them to a layer of its kind that ran, whose cache is as large.
+    limited = equal_layers_run_twice(layers(language_model(model)))
+    with limited as equal_layers, FakeTensorMode(), _traceable_experts(), torch.no_grad():
         state: Mapping[str, Tensor] = {
             name: _fake(t) for name, t in (*net.named_parameters(), *net.named_buffers())
         }
@@ -330,7 +332,7 @@ def cached_layers(model: PreTrainedModel) -> list[CachedLayer]:
         keywords = {"past_key_values": cache, "use_cache": True}
         functional_call(net, dict(state), (ids,), keywords)
         return [
-            _measure_cache(layer, cache.layers[skipped.twins.get(n, n)])
+            _measure_cache(layer, cache.layers[equal_layers.twins.get(n, n)])
             for n, layer in enumerate(cache.layers)
         ]
 
@@ -338,8 +340,8 @@ def cached_layers(model: PreTrainedModel) -> list[CachedLayer]:
 def _measure_cache(layer_cache: Any, filled_cache: Any) -> CachedLayer:
     """Return what a layer's cache holds.
 
-    A layer that was skipped has an empty cache. `filled_cache` is then that of an equal layer that
-    ran.
+    `filled_cache` is `layer_cache` itself, or that of an equal layer if this layer was skipped and
+    its cache is empty.
     """
     keys, values = (getattr(filled_cache, name, None) for name in ("keys", "values"))
     states: list[list[Tensor | None]] = [
@@ -369,12 +371,14 @@ def head_bytes(
     rows = max(1, min(tile_tokens, tokens))
     tile_bytes = rows * min(entries, max(1, tile_logits // rows)) * FLOAT32
     logits_bytes, budget = tokens * entries * FLOAT32, budget_mb * 2**20
-    # Within the budget the product of a tile is kept, and counts as part of the logits.
+    # Each tile has a product and two tensors computed from it (`TILES`). Within the budget the
+    # product is kept, and counts as part of the logits.
     tiles_bytes = (TILES if logits_bytes > budget else TILES - 1) * tile_bytes
     trained_numbers = head.weight.numel() if head.weight.requires_grad else 0
     # The weight's gradient is summed in float32 and cast to the weight's format at the end.
     cast_bytes = trained_numbers * number_bytes if number_bytes != FLOAT32 else 0
     gradient_bytes = trained_numbers * FLOAT32
+    # Hidden states in the format of the products, and their gradient in float32.
     states_bytes = tokens * hidden * (number_bytes + FLOAT32)
     kept_bytes = min(logits_bytes, budget)
     return kept_bytes + gradient_bytes + max(tiles_bytes, cast_bytes) + states_bytes

@@ -28,6 +28,9 @@ from agenttrain.training.segments import Segment
 class HandedTree:
     """Layout of this process's pieces as recurrent mixers need it (a `MixerLayout`).
 
+    A convolution fetches the last tokens before each piece from the processes that hold them. The
+    states of a scan go from chunk to chunk, and so from process to process.
+
     Each layer calls `convolve` or `scan` in its forward pass. All members of the group call them
     together.
     """
@@ -44,8 +47,12 @@ class HandedTree:
     # Left out of torch.compile, as `RecurrentTree` is.
     @torch.compiler.disable
     def convolve(self, convolution: Convolution) -> Tensor:
-        """Return the convolved states of this process's tokens, [1, C, t]."""
-        before = convolution.weight.shape[-1] - 1
+        """Return the convolved states of this process's tokens, [1, C, t].
+
+        Tokens of other processes that it reaches are fetched and put behind this process's own.
+        Their outputs are dropped.
+        """
+        before = convolution.weight.shape[-1] - 1  # tokens that a convolution reaches back
         if before not in self._tails:
             self._tails[before] = make_tails(self.tree, before, self.device)
         tails = self._tails[before]
@@ -84,7 +91,7 @@ class HandedTree:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """One chunk of the tree in the order of scans."""
+    """One chunk of the tree, a part of the packed row that one process scans."""
 
     owner: int
     tokens: slice
@@ -133,17 +140,21 @@ def _make_chunks(tree: ContextTree, device: torch.device) -> list[Chunk]:
 
 
 class _HandedScan(torch.autograd.Function):
-    """Scan of one chunk after the other; the backward pass computes each chunk again."""
+    """Scan of one chunk after the other; the backward pass computes each chunk again.
+
+    A chunk's owner starts from the last states that it received from the owners of earlier chunks.
+    """
 
     @staticmethod
     def forward(ctx: Any, handed: HandedTree, scan: Scan, count: int, *tensors: Tensor) -> Tensor:
         """Return the output of this process's tokens.
 
-        `tensors` are `count` inputs, and then the weights.
+        `tensors` are `count` inputs, and then the weights. For each of its chunks a process
+        receives the states that the chunk starts from, scans it, and sends last states on.
         """
         inputs, group = tensors[:count], handed.group
         like = handed.state_like(scan)
-        states: dict[Segment, Tensor] = {}
+        states: dict[Segment, Tensor] = {}  # last states of pieces, received or computed here
         sending = []  # works with the tensors that they read
         outputs: list[Tensor] = []
         starts: list[Tensor] = []  # initial states of this process's chunks
@@ -167,7 +178,7 @@ class _HandedScan(torch.autograd.Function):
         for work, _ in sending:
             work.wait()
         ctx.save_for_backward(*tensors, *starts)
-        ctx.handed, ctx.scan, ctx.count, ctx.starts = handed, scan, count, len(starts)
+        ctx.handed, ctx.scan, ctx.count, ctx.start_count = handed, scan, count, len(starts)
         device = inputs[0].device.type
         # The backward pass computes in the formats of this one.
         ctx.autocast = {
@@ -179,18 +190,24 @@ class _HandedScan(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Go through the chunks from the last to the first; hand gradients of states back."""
+        """Return the gradients of inputs and weights, chunk by chunk from the last to the first.
+
+        For each of its chunks a process receives the gradients of the last states that it sent, and
+        computes the chunk again for its gradients. Those of states that it received it sends back.
+        """
         handed, scan, count, group = ctx.handed, ctx.scan, ctx.count, ctx.handed.group
         saved = ctx.saved_tensors
-        tensors, starts = saved[: len(saved) - ctx.starts], saved[len(saved) - ctx.starts :]
+        end = len(saved) - ctx.start_count
+        tensors, starts = saved[:end], saved[end:]
         inputs, weights = tensors[:count], tensors[count:]
         like = handed.state_like(scan)
         total_gradients = [torch.zeros_like(tensor) for tensor in tensors]
         state_gradients: dict[Segment, Tensor] = {}  # gradient of each segment's last state
-        sending = []
+        sending = []  # works with the tensors that they read
         remaining = len(starts)  # initial states of chunks that are still to be computed
 
         def add(segments: Sequence[Segment], rows: Sequence[Tensor]) -> None:
+            """Add rows to the gradients of these segments' last states."""
             for segment, row in zip(segments, rows, strict=True):
                 state_gradients[segment] = (
                     state_gradients[segment] + row if segment in state_gradients else row
@@ -212,6 +229,7 @@ class _HandedScan(torch.autograd.Function):
                     output, last = layout.scan_waves(
                         _with_weights(scan, chunk_weights), chunk_inputs, initial_states
                     )
+                # `parts` below are the gradients of these leaves, in the same order.
                 leaves = [*chunk_inputs, *chunk_weights, *initial_states]
                 with_gradient = [segment for segment in last if segment in state_gradients]
                 gradients = torch.autograd.grad(
@@ -267,7 +285,10 @@ class Tails:
 
 
 def make_tails(tree: ContextTree, before: int, device: torch.device) -> Tails:
-    """Return what a convolution that reaches `before` tokens back has to fetch."""
+    """Return what a convolution that reaches `before` tokens back has to fetch.
+
+    These are tails: the last tokens of other processes' pieces.
+    """
     reached = [_reached(tree, rank, before) for rank in range(tree.processes)]
     # (first index, length) of this process's pieces, and of the tails behind them.
     places = {piece: (piece.offset, piece.length) for piece in tree.held[tree.rank]}
@@ -283,12 +304,12 @@ def make_tails(tree: ContextTree, before: int, device: torch.device) -> Tails:
     for piece in tree.pieces:  # parents before their children
         if piece in places:
             first, length = places[piece]
-            # Nothing reaches further back than a tail that is a part of its piece.
-            is_whole = length == piece.length and piece.parent is not None
+            # Nothing reaches further back than a tail that is a part of its piece: no parent then.
+            is_whole = length == piece.length
             parent = segment_of.get(piece.parent) if is_whole and piece.parent else None
             segment_of[piece] = Segment(first, length, parent)
     layout = sorted(segment_of.values(), key=lambda segment: segment.start)
-    sent = {}
+    sent = {}  # the tails of this process's pieces that each other process fetches
     for rank in range(tree.processes):
         tails = reached[rank][tree.rank] if rank != tree.rank else {}
         if tails:
@@ -298,7 +319,10 @@ def make_tails(tree: ContextTree, before: int, device: torch.device) -> Tails:
 
 
 def _reached(tree: ContextTree, rank: int, before: int) -> list[dict[TreePiece, int]]:
-    """Return how many last tokens of which pieces process `rank` reaches, by the pieces' owner."""
+    """Return the tails that process `rank` fetches, by their owner: piece -> number of last tokens.
+
+    Its convolutions reach `before` tokens back from each of its pieces.
+    """
     tails: list[dict[TreePiece, int]] = [{} for _ in range(tree.processes)]
     for piece in tree.held[rank]:
         missing = before
@@ -315,7 +339,10 @@ def _reached(tree: ContextTree, rank: int, before: int) -> list[dict[TreePiece, 
 
 
 class _FetchTails(torch.autograd.Function):
-    """Fetch the tokens [f, C] of other processes; the backward pass sends their gradients back."""
+    """Fetch tokens [f, C] of other processes; the backward pass sends their gradients back.
+
+    `tails` says which of this process's tokens [t, C] the others fetch, and how many it fetches.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows_tC: Tensor, tails: Tails, group: ContextGroup) -> Tensor:
@@ -327,13 +354,17 @@ class _FetchTails(torch.autograd.Function):
             for rank, count in tails.fetched.items()
         }
         with group.exchanging(sends, receives):
-            pass
+            pass  # there is nothing to compute meanwhile
+        # `cat` needs a tensor even if nothing was fetched.
         return torch.cat((rows_tC[:0], *receives.values()))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_fC: Tensor) -> tuple[Tensor, None, None]:
-        """Return the gradient of the tokens that others fetched, [t, C]."""
+        """Return the gradient of this process's tokens, [t, C], which is that of fetched ones.
+
+        The gradients of the tokens that this process fetched go to their owners.
+        """
         tails: Tails = ctx.tails
         parts = gradient_fC.split(list(tails.fetched.values())) if tails.fetched else ()
         sends = {rank: part.contiguous() for rank, part in zip(tails.fetched, parts, strict=True)}

@@ -125,7 +125,8 @@ class _LinearLogprobs(torch.autograd.Function):
             if keep:
                 logits_of_tiles.append(logits)
         # With d = logit - highest: log sum exp(logit) = highest + log sum exp(d), and the entropy
-        # is -sum p log p = log sum exp(d) - sum p d.
+        # is -sum p log p = log sum exp(d) - sum p d. `exp_S` is sum exp(d), `product_S` is
+        # sum exp(d) d.
         log_S = statistics.exp_S.log()
         normaliser_S = statistics.highest_S + log_S
         entropy_S = log_S - statistics.product_S / statistics.exp_S
@@ -170,7 +171,7 @@ class _LinearLogprobs(torch.autograd.Function):
             index, is_inside = _in_tile(labels_S[tokens], vocabulary)
             at_label = torch.where(is_inside, grad_logprobs_S[tokens], 0.0)
             gradient.scatter_add_(-1, index[:, None], at_label[:, None])
-            # From here on the gradient by the head's output instead of the logits.
+            # From the gradient by the logits to that by the head's output, before `transform`.
             gradient.mul_(ctx.transform.slope(logits))
             product_gradient = gradient.to(product.type)
             if sum_hidden_SH is not None:

@@ -32,8 +32,8 @@ def hidden_with_images(
     """Return the last hidden states of a microbatch with images, [T, H].
 
     With `packed` one forward pass of the language model computes all segments, else one for each.
-    `varlen` is that of `PackedTree`. `begin` is called before the pass of a segment, with the
-    packed positions of its tokens.
+    With `varlen` a packed pass uses torch's varlen kernel. `begin` is called before the pass of a
+    segment, with the packed positions of its tokens.
     """
     # Each image's features are computed once, however many pieces of the tokens show it.
     by_digest = {piece.image.sha256: piece.image for piece in images.pieces}

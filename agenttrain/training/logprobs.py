@@ -108,11 +108,11 @@ class Scorer(nn.Module):
         """`key` is the setting that names the model, for errors. `vision` reads its images.
 
         With `replays_routes` forward passes use the experts that a microbatch has. `level` says
-        which activations backward passes compute again.
-        With `defer` the caller calls `choose_layout`, once the model is on its device and sharded.
+        which activations backward passes compute again. With `defer` the caller calls
+        `choose_layout`, once the model is on its device and sharded.
         """
         super().__init__()
-        keep_soft_cap(model)
+        keep_soft_cap(model)  # which some versions of transformers would drop
         self.model = model
         self.vision = vision
         self.transform = replace(logit_transform(model), temperature=temperature)
@@ -141,6 +141,7 @@ class Scorer(nn.Module):
 
     def next_level(self) -> ActivationCheckpointing | None:
         """Return the next level that the model supports. None: there is none."""
+        # No recomputation then, as `_check_passes` says.
         if self.replay is not None and not self.packed:
             return None
         levels = possible_levels(self.model, compiled=self.use_compile)
@@ -191,10 +192,11 @@ class Scorer(nn.Module):
         if self._replays_routes:
             self._check_passes(name)
             self.replay = RouteReplay(inside(find_routers))
+        # The trial's pass: it counts attention kernels, and compiled layers are compared with it.
         segments = TRIAL if context is None else fill(TRIAL, context.size)
         ids_T = trial_ids(model, device, segments)
         split = None if context is None else split_tree(segments, context)
-        if split is not None:
+        if split is not None:  # this process's tokens only
             ids_T = ids_T[split.tree.packed_positions().to(device)]
         with self._ready(), autocast or nullcontext():
             with torch.no_grad(), counting_calls() as self.kernels:
@@ -346,7 +348,10 @@ class Scorer(nn.Module):
     def _score(
         self, hidden_TH: Tensor, targets_S: Tensor, labels_S: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return logprobs and entropies of the labels after the targets, [S] each."""
+        """Return logprobs and entropies of the labels, [S] each.
+
+        `targets_S` are the positions of the states that predict the sampled tokens `labels_S`.
+        """
         return head_logprobs(
             # Not `hidden_TH[...]`: on CPU threads its gradient adds up the sequences that share a
             # position in any order, so that two runs differ in their last bits.
@@ -410,34 +415,44 @@ def check_context(
 
 
 def _why_not_split(scorer: Scorer, device: torch.device, context: ContextGroup) -> str | None:
-    """Return why hidden states or gradients of a trial differ from those of one process."""
+    """Return why hidden states or gradients of a trial differ from those of one process.
+
+    Each process computes the whole trial alone, and its part of it together with the others. The
+    part must agree with the same tokens of the whole.
+    """
     model = scorer.model
     segments = fill(trial_segments(model), context.size)
     ids_T = trial_ids(model, device, segments)
     split = split_tree(segments, context)
-    places_t = split.tree.packed_positions().to(device)
+    places_t = split.tree.packed_positions().to(device)  # of this process's tokens
+    compute_part = partial(packed_hidden, split=split)
 
     def hidden(function: HiddenFunction, ids: Tensor) -> Tensor:
+        """Return the hidden states that `function` computes from token ids."""
         with torch.no_grad():
             states: Tensor = scorer.inside(lambda model: function(model, ids, segments))
         return states
 
     def gradient(function: HiddenFunction, ids: Tensor) -> Tensor:
-        # The other processes take the gradients of their own states.
+        """Return the gradient of these states by the tokens' embeddings.
+
+        Each process begins with its own states. The backward pass adds the other processes' parts.
+        """
         by_embedding: Tensor = scorer.inside(partial(_input_gradient, function, ids, segments))
         return by_embedding
 
-    exact, reason = True, None
+    is_exact, reason = True, None
     # (what is compared, how it is computed, tolerances in `EXACT` formats and in others)
     for name, function, tolerances in (
         ("hidden states", hidden, (1e-4, 5e-2)),
         ("gradients", gradient, (EXACT_GRADIENT_GAP, GRADIENT_GAP)),
     ):
         whole = function(packed_hidden, ids_T)
-        part = function(partial(packed_hidden, split=split), ids_T[places_t])
-        # Gradients may be in float32 where states are not: FSDP2 computes in a shorter format.
-        exact = exact and whole.dtype in EXACT
-        tolerance = tolerances[0] if exact else tolerances[1]
+        part = function(compute_part, ids_T[places_t])
+        # Once False it stays so: gradients may be in float32 although FSDP2 computed the states in
+        # a shorter format.
+        is_exact = is_exact and whole.dtype in EXACT
+        tolerance = tolerances[0] if is_exact else tolerances[1]
         # Relative to all tokens: this process may have two of them, whose gradients are small.
         gap = ((part - whole[places_t]).abs().max() / whole.abs().max()).item()
         # The passes with gradients follow in any case: the other processes wait for their parts.
@@ -716,8 +731,9 @@ def why_not_packed(
 
     Hidden states of one packed pass are compared with those of a pass per segment. A recurrent
     model could carry its state from one rollout into the next, so its gradients are compared too.
-    `varlen` is that of `packed_hidden`, `inside` calls a function of the model while its weights
-    are gathered. Raises UnsupportedModel if a package's kernel for recurrent layers is wrong.
+    With `varlen` the packed pass uses torch's varlen kernel. `inside` calls a function of the model
+    while its weights are gathered. Raises UnsupportedModel if a package's kernel for recurrent
+    layers is wrong.
     """
     device = device or model.device
     inside = inside or (lambda function: function(model))
@@ -746,8 +762,9 @@ def why_not_packed(
                     gradients.append(
                         inside(partial(_input_gradient, in_one_pass, tree_ids_T, tree))
                     )
-                # Nothing after a rollout may depend on it, and no branch on its sibling. One
-                # `inside` for each, because a backward pass frees the weights that FSDP2 gathered.
+                # `tree` begins with a rollout, and a prompt with two branches after it. Nothing
+                # after the rollout may depend on it, and no branch on its sibling. One `inside` for
+                # each, because a backward pass frees the weights that FSDP2 gathered.
                 rollout, _, branch, sibling, *_ = tree
                 leaks = any(
                     inside(partial(_depends_on, in_one_pass, tree_ids_T, tree, start, earlier))

@@ -117,7 +117,7 @@ def describe_adapters(model: PreTrainedModel, targets: LoraTargets | None = None
     Example: ``adapters of rank 16: q_proj, o_proj, experts.down_proj; none: gate (a router)``.
     """
     modules = (name.removesuffix(".weight").split(".") for name in adapted_weights(model))
-    # An expert's weight has the name of a dense layer's.
+    # An expert's weight has the name of a dense layer's: tell them apart by the module's name.
     ends = (".".join(parts[-2:] if EXPERTS in parts[-2:] else parts[-1:]) for parts in modules)
     line = f"adapters of rank {model.peft_config[ADAPTER].r}: {', '.join(dict.fromkeys(ends))}"
     if targets is not None and targets.left_out:
@@ -305,8 +305,9 @@ def merged(
     end-of-sequence tokens are those of the folder. Returns the model, and how far the cast moves
     the adapted weights, as a share of what the adapters change (`_rounding`).
 
-    `double`: the adapters were trained on a base in 4 bits (`quantize`), and are merged into the
-    numbers that it stands for; None: into the weights as they are in the base's files.
+    `double` is not None for adapters that were trained on a base in 4 bits, and says whether its
+    scales are in 8 bits (`quantize`). The adapters are then merged into the numbers that the 4 bits
+    stand for. None: into the weights as they are in the base's files.
     """
     from peft import PeftModel
 

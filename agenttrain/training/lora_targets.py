@@ -48,6 +48,7 @@ def choose_targets(
     `encoders` is a pattern of modules beside the language model, which get none. Raises ConfigError
     for names that the model does not have, or that peft would take for others.
     """
+    # Without the layer's number, such as ``experts.down_proj``, each once.
     packed = list(dict.fromkeys(".".join(n.split(".")[-2:]) for n in packed_experts(model)))
     parameters = settings.target_parameters
     if settings.targets == [ALL_LINEAR]:
@@ -76,14 +77,14 @@ def packed_experts(model: PreTrainedModel) -> list[str]:
 def linear_modules(model: PreTrainedModel, encoders: str | None) -> list[str]:
     """Return the names of the linear layers besides head, encoders and routers.
 
-    The model has no adapters yet.
+    `encoders` is a pattern of the encoders' names. The model has no adapters yet.
     """
     routers = set(_routers(model))
     return [name for name in _all_linear(model, encoders) if name not in routers]
 
 
 def _all_linear(model: PreTrainedModel, encoders: str | None) -> list[str]:
-    """Return the names of the linear layers besides head and encoders."""
+    """Return the names of the linear layers besides the head and those that match `encoders`."""
     head = model.get_output_embeddings()
     return [
         name
@@ -97,7 +98,7 @@ def _all_linear(model: PreTrainedModel, encoders: str | None) -> list[str]:
 def _linear_modules(
     model: PreTrainedModel, encoders: str | None
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the linear layers that can have adapters, and the last names of the others.
+    """Return the linear layers that can have adapters, and the others' last names -> reasons.
 
     Head and encoders are in neither: nobody expects adapters of them.
     """

@@ -41,8 +41,8 @@ class WrongMerge(AgenttrainError):
 def check_merging(model: PreTrainedModel, score: Callable[[], list[float]]) -> None:
     """Raise WrongMerge if a merged adapter does not compute what the adapter computes.
 
-    `score` returns the policy's log-probabilities of a text. All processes call this together. The
-    policy is as it was at the end.
+    `score` returns the policy's log-probabilities of a text. All processes call this together. At
+    the end the policy is as before.
     """
     weights = {base_name(name): w for name, w in model.named_parameters(remove_duplicate=False)}
     layers = adapted_weights(model)
@@ -76,7 +76,11 @@ def check_merging(model: PreTrainedModel, score: Callable[[], list[float]]) -> N
 
 @contextmanager
 def _random_adapter(layer: Any, weight: Tensor) -> Iterator[None]:
-    """Give an adapter random values within the block, of a change as large as its weight."""
+    """Give an adapter random values within the block, of a change as large as its weight.
+
+    They go into the matrix that is zero in a new adapter (`zero_matrix`). `delta` is the adapter's
+    change of its weight.
+    """
     matrix = zero_matrix(layer)
     former = matrix.detach().clone()
     values = torch.randn(matrix.shape, generator=torch.Generator().manual_seed(0))

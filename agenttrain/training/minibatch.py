@@ -109,10 +109,11 @@ def top_entropy(
     )
     kept_N = top_entropy_mask(entropy_N, place_N, share)
     masks = kept_N.split([len(entropy_S) for _, entropy_S in entropies])
-    # This process's masks begin at `first`. Those of later processes follow: not strict.
+    # This process's masks follow those of earlier processes.
     first = sum(len(entries) for entries in by_rank[: world.rank])
-    own_masks = zip(local, masks[first:], strict=False)
-    return {sequence_key: mask_S for ((*_, sequence_key), _), mask_S in own_masks}
+    own_masks = masks[first : first + len(local)]
+    local_keys = [order[-1] for order, _ in local]
+    return dict(zip(local_keys, own_masks, strict=True))
 
 
 def loss_inputs(
@@ -126,7 +127,8 @@ def loss_inputs(
 
     `engine_S` are the logprobs of the engine that sampled the tokens. `behaviour_S` are those in
     the denominator of the ratio: the engine's, or, if `algorithm.behaviour` is `recomputed`, the
-    policy's own from before the step's first update (`old_logprobs_S`).
+    policy's own from before the step's first update (`old_logprobs_S`). `kept_S` is the mask of the
+    tokens of top entropy.
     """
     kept_S = None
     if minibatch.kept is not None:

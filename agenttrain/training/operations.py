@@ -104,7 +104,7 @@ def count_operations(model: PreTrainedModel) -> Operations:
     uncounted = {id(w) for w in (*embeddings, *encoder_weights(model).values())}
     uncounted -= {id(weight) for weight in (head.parameters() if head is not None else ())}
     used_share = _share_of_experts(config)
-    in_4_bits = numbers_of(model)
+    in_4_bits = numbers_of(model)  # numbers of each weight that is stored in 4 bits, by name
     totals = {True: 0.0, False: 0.0}  # numbers of weights, by whether they have a gradient
     for name, weight in model.named_parameters():  # a tied weight comes once
         if id(weight) in uncounted:
@@ -193,7 +193,8 @@ class WorkCounter:
         count = self.operations.training if backward else self.operations.forward
         share = microbatch.context
         processes = 1 if share is None else share.split.group.size
-        # Each process of a group computes its share of the attention over all tokens.
+        # In a group the tokens are this process's, and the segments those of all processes. Each
+        # has an equal share of the work.
         self._operations_done += count(tokens * processes, microbatch.segments) / processes
         self._computed += tokens
         self._trained += microbatch.targets_S.numel() if backward else 0

@@ -62,7 +62,7 @@ def merge(output: Tensor, log: Tensor, part: Tensor, part_log: Tensor) -> None:
 def attend_partially(
     query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, shift: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [m, h, e] over these keys, and the logarithm of their sum [m, h].
+    """Return the output [m, h, e] over these keys, and log sum exp of their scores, [m, h].
 
     Query a attends to key b if b <= a + shift, within the window of `scoring`; to all keys if
     `shift` is None. Sinks do not count here: see `add_sinks`.
@@ -147,7 +147,8 @@ def _is_fused(query: Tensor, value: Tensor, scoring: Scoring, shift: int | None)
 
     It knows no soft cap. `shift` must be None (all keys), or 0 (causal) without a window.
     """
-    plain = scoring.softcap is None and shift in (None, 0) and (shift is None or not scoring.window)
+    is_causal = shift == 0 and not scoring.window
+    plain = scoring.softcap is None and (shift is None or is_causal)
     size = query.shape[-1]
     if not plain or size != value.shape[-1]:
         return False
@@ -177,7 +178,11 @@ def _for_kernel(*states: Tensor) -> list[Tensor]:
 def _fused_gradients(
     states: list[Tensor], saved: list[Tensor], log: Tensor, scoring: Scoring, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value by torch's FlashAttention."""
+    """Return the gradients of query, key and value by torch's FlashAttention.
+
+    `states` are these three, `saved` are the output's gradient and the output, all [1, heads,
+    tokens, d].
+    """
     query, key, value = states
     gradient, output = (tensor.to(query.dtype) for tensor in saved)
     log_by_head = log.T[None].contiguous()

@@ -62,7 +62,9 @@ class Wave:
 class RecurrentTree:
     """Layout of packed segments as recurrent mixers need it (a `MixerLayout`).
 
-    Each recurrent layer of a forward pass calls `convolve` or `scan`.
+    Each recurrent layer of a forward pass calls `convolve` or `scan`. A convolution runs over an
+    extended row, in which the last tokens of its prefix stand before each segment. A scan runs in
+    waves of segments, which start from the last states of their parents.
     """
 
     def __init__(
@@ -127,7 +129,8 @@ class RecurrentTree:
         _record(scan)
         call: Any = scan
         if torch.is_grad_enabled() and not is_kernel(scan.function):
-            # transformers' torch code keeps about ten times its inputs for the backward pass.
+            # transformers' torch code keeps about ten times its inputs for the backward pass, which
+            # computes the scan again instead.
             call = partial(checkpoint, scan, use_reentrant=False, preserve_rng_state=False)
         packed, _ = self.scan_waves(call, [tensor[0] for tensor in scan.inputs], ())
         return packed[None], None
@@ -137,11 +140,12 @@ class RecurrentTree:
     ) -> tuple[Tensor, dict[Segment, Tensor]]:
         """Return the output of inputs [T, …], and the last states of the `wanted` segments.
 
-        `call` is a scan. `states` are the last states of the `given` segments, which come before
+        `call` maps (inputs, first states, keeps) of a wave's rows to their output and, if `keeps`,
+        their last states. `states` are the last states of the `given` segments, which come before
         these and are parents of some.
         """
         order = self._order
-        sizes = [wave.rows.scatter.numel() for wave in self.waves]
+        sizes = [wave.rows.scatter.numel() for wave in self.waves]  # tokens of each wave
         inputs = []
         for tensor in tensors:
             # None: every token is selected.
@@ -173,6 +177,7 @@ def _pad(wave: Wave, tokens: Tensor) -> Tensor:
     """Lay out a wave's tokens [tokens, …] as rows [B, L, …], with zeros behind them."""
     rows = wave.rows
     if rows.padding.numel():
+        # `gather` has the token of each padded position, `scatter` the position of each token.
         tokens = Select.apply(tokens, rows.gather, rows.scatter, None, rows.padding)
     return tokens.unflatten(0, (len(wave.segments), wave.length))
 
@@ -285,6 +290,7 @@ def make_halo(segments: Sequence[Segment], taps: int, device: torch.device) -> H
             tokens.append(token)
         own += range(len(tokens), len(tokens) + segment.length)
         tokens += range(segment.start, segment.end)
+    # Rows of one length, filled up with the index behind the last of `copied`.
     most_copies = max(map(len, copies.values()), default=0)
     table = [
         [*indices, *[len(copied)] * (most_copies - len(indices))] for indices in copies.values()
@@ -318,6 +324,11 @@ class _Extend(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_UC: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of the tokens, [T, C].
+
+        `own_T` is each token's own column. `copied` are the columns of copies, and a row of
+        `copies` the indices in it of all copies of the token at one of the positions `sources`.
+        """
         halo: Halo = ctx.halo
         rows_TC = gradient_UC.index_select(0, halo.own_T)
         if halo.copied.numel():

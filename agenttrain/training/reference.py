@@ -101,7 +101,10 @@ class LoadedAdapters(ReferencePolicy):
 
 @dataclass(slots=True, eq=False)
 class SyncedCopy(ReferencePolicy):
-    """reference = mixup * policy + (1 - mixup) * reference (https://arxiv.org/abs/2404.09656)."""
+    """Copy of the policy that follows it (https://arxiv.org/abs/2404.09656).
+
+    Every `every` steps: reference = mixup * policy + (1 - mixup) * reference.
+    """
 
     every: int
     """Steps from one mix to the next."""

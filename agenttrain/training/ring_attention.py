@@ -46,7 +46,10 @@ def ring_attention(
 
 
 class _RingAttention(torch.autograd.Function):
-    """`ring_attention` with a backward pass of its own: only this process's states are saved."""
+    """`ring_attention` with a backward pass of its own: only this process's states are saved.
+
+    Keys and values go from process to process in a ring, in both passes.
+    """
 
     @staticmethod
     def forward(
@@ -59,7 +62,10 @@ class _RingAttention(torch.autograd.Function):
         group: ContextGroup,
         scoring: Scoring,
     ) -> Tensor:
-        """Merge the attention to the keys of each process as they come round."""
+        """Merge the attention to the keys of each process as they come round.
+
+        `tree.calls` says which of this process's queries attend to which of those keys.
+        """
         size = key.shape[-1]
         with torch.autocast(query.device.type, enabled=False):
             output, log = nothing_yet(query, value)
@@ -140,7 +146,9 @@ def _circulate(
     """
     source = group.rank if source is None else source
     following, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-    for _ in range(group.size - 1 if hops is None or group.size == 1 else hops):
+    if hops is None or group.size == 1:  # a process alone sends nothing
+        hops = group.size - 1
+    for _ in range(hops):
         previous = (source - 1) % group.size
         shape = (tree.counts[previous], *states.shape[1:])
         buffer = torch.empty(shape, dtype=states.dtype, device=states.device)

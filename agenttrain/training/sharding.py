@@ -152,6 +152,8 @@ def shard_of(model: nn.Module) -> Shard | None:
     """Return this process's place among the parts of a sharded model. None: it is not sharded."""
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
+            # Processes along the mesh's last dimension hold the parts of one model. A first of two
+            # dimensions is that of replicas (`make_mesh`).
             mesh = parameter.device_mesh
             replica = mesh.get_local_rank(0) if mesh.ndim > 1 else 0
             return Shard(mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1), replica)
@@ -178,7 +180,7 @@ def gather_to(tensor: Tensor, owner: int, *, is_owner: bool) -> Callable[[], Ten
     """
     if not isinstance(tensor, DTensor):
         return lambda: tensor if is_owner else None
-    dimension = tensor.device_mesh.ndim - 1
+    dimension = tensor.device_mesh.ndim - 1  # the last one: processes with the parts of one model
     group = tensor.device_mesh.get_group(dimension)
     count = dist.get_world_size(group)
     rows, local = tensor.shape[0], tensor.to_local()
@@ -304,7 +306,7 @@ def _join(parts: Sequence[Any], indices: Sequence[int], count: int, source: str)
 
 def shard_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return an optimizer's full state, sharded as the optimizer's parameters are."""
-    if "parts" in state:
+    if "parts" in state:  # several optimizers in one
         pairs = zip(optimizer.parts, state["parts"], strict=True)  # type: ignore[attr-defined]
         return {**state, "parts": [shard_optimizer_state(*pair) for pair in pairs]}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

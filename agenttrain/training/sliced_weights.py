@@ -65,6 +65,7 @@ class Conversion:
     @property
     def by_expert(self) -> bool:
         """True if row i of the weight (expert i) is made of the i-th tensor of each pattern."""
+        # If so, the first operation stacks tensors, and later ones join patterns within a row.
         stack, *later = self.converter.operations
         is_stack = isinstance(stack, MergeModulelist) and stack.dim == 0
         return is_stack and all(isinstance(op, Concatenate) and op.dim != 0 for op in later)
@@ -95,7 +96,8 @@ def why_not_sliced(folder: Path) -> str | None:
 def empty_model(folder: Path, dtype: torch.dtype, *, uniform: bool = False) -> PreTrainedModel:
     """Return the model in `folder` on the meta device, with its buffers on the CPU.
 
-    `uniform`: as in `load_whole`.
+    `uniform`: all weights in one format, also those that `keep_float32` casts to float32. FSDP2
+    trains only such a model.
     """
     config = AutoConfig.from_pretrained(folder)
     config.name_or_path = str(folder)
@@ -136,7 +138,8 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 def load_whole(folder: Path, dtype: torch.dtype | str, *, uniform: bool = False) -> Any:
     """Load the model in a folder with all of its weights.
 
-    `uniform`: all in one format, so also those in `IN_FLOAT32`. FSDP2 trains no others.
+    `uniform`: all weights in one format, also those that `keeping_float32` keeps in float32. FSDP2
+    trains only such a model.
 
     Raises WrongWeights for weights that the files lack (transformers would draw them at random) or
     hold as integers (it would cast them), for other shapes and for truncated files.
@@ -191,7 +194,8 @@ def _check_format(where: str, weight: Tensor, stored: StoredTensor) -> None:
 class SlicedWeights:
     """Where each weight of a model is in the files of a folder.
 
-    With it, each process of a sharded policy or teacher reads only the rows that it holds.
+    With it, each process of a sharded policy or teacher reads only the rows that it holds: `fill`
+    reads them, and `check_copies` then compares the files of several machines.
     """
 
     def __init__(self, model: PreTrainedModel, folder: Path, rank: int = 0) -> None:
@@ -283,6 +287,7 @@ class SlicedWeights:
     def _weights_of(self, model: nn.Module) -> Iterator[tuple[str, Tensor, WeightSource]]:
         """Yield each weight once: its name without adapters, the weight, and its source."""
         yielded_ids: set[int] = set()
+        # `keep_vars`: otherwise tied weights would be tensors with different ids.
         for full_name, tensor in model.state_dict(keep_vars=True).items():
             name = base_name(full_name)
             source = self._sources.get(name) or self._tied_source(name)
@@ -328,12 +333,13 @@ class SlicedWeights:
                 read_rows(stored, 0, stored.shape[0] if stored.shape else 1, tensor)
             converter.add_tensor(conversion.first, stored.name, pattern, tensor)
         weights = converter.convert(conversion.first, model=self._model, config=self._model.config)
+        # As transformers does: some operations return a tensor in a list.
         return {name: t[0] if isinstance(t, list) else t for name, t in weights.items()}
 
     def check_copies(self, model: nn.Module, world: World) -> None:
-        """Raise WrongWeights in all processes if ranks read a copy that differs from the main one.
+        """Raise WrongWeights in all processes if a rank's files differ from those of rank 0.
 
-        Ranks that read the main files compare them with checksums of the others' rows.
+        Ranks that share rank 0's files compare them with checksums of the other ranks' rows.
         """
         identities = world.gather([self._identity()], "the files of the weights")
         main_files = identities[0]
@@ -341,7 +347,7 @@ class SlicedWeights:
         copy_readers = [rank for rank, files in enumerate(identities) if files != main_files]
         if not copy_readers:
             return
-        digests = {} if self.rank in main_readers else self._digests(model, None)
+        digests = {} if self.rank in main_readers else self._digests(model, rows=None)
         share = (str(self.folder), rows_of(model), digests)
         shares = world.exchange([share], "the checksums of shards", patient=True)
         ranks_to_check: list[int] = []
@@ -373,15 +379,17 @@ class SlicedWeights:
         return [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
     def _digests(self, model: nn.Module, rows: dict[str, RowRange] | None) -> dict[str, str]:
-        """Return checksums of some rows of each weight, by the weight's name.
+        """Return the checksum of some rows of each weight, by the weight's name.
 
-        The `rows` are read from the files. None stands for this process's rows, as they are in
-        memory.
+        Without `rows` they are the rows that this process holds in memory. With `rows`, those that
+        another process holds, they are read from this process's files. `check_copies` compares the
+        two, to see that both processes have the same files.
         """
         checksums = {}
         for name, tensor, source in self._weights_of(model):
-            part = local_part(tensor)
-            if rows is not None:
+            if rows is None:
+                part = local_part(tensor)
+            else:
                 is_scalar = not source.shape
                 shape = (rows[name].stop - rows[name].start, *source.shape[1:])
                 part = torch.empty(() if is_scalar else shape, dtype=source.dtype)

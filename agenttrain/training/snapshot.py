@@ -76,7 +76,10 @@ class Snapshot:
 
 
 def take_snapshot(policy: Policy, rng: Mapping[str, Any], *, copies: bool) -> Snapshot:
-    """Return a snapshot without weights. With `copies` it shares no memory with the policy."""
+    """Return a snapshot without weights. With `copies` it shares no memory with the policy.
+
+    The policy's state is in the file `WHOLE`, or in a `PART` by each process of a sharded policy.
+    """
     world, shard = policy.world, shard_of(policy.model)
     snapshot = Snapshot()
     snapshot.writers[f"rng-{world.rank}.pt"] = partial(save_hashed, rng)
@@ -84,7 +87,7 @@ def take_snapshot(policy: Policy, rng: Mapping[str, Any], *, copies: bool) -> Sn
         state = policy.state_dict()
         state = own_part(state, copies=True) if copies else state
         snapshot.writers[WHOLE] = partial(save_hashed, state)
-    elif shard is not None and not shard.replica:
+    elif shard is not None and not shard.replica:  # other replicas hold the same parts
         state = own_part(policy.state_dict(), copies=copies)
         snapshot.writers[PART.format(shard.index)] = partial(save_hashed, state)
     return snapshot

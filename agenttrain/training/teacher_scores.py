@@ -88,7 +88,7 @@ class ModelTeacher:
             temperature=temperature,
             logits_budget_mb=training.logits_budget_mb,
             share_prefix=training.share_prefix,
-            defer=True,
+            defer=True,  # `choose_layout` follows, once the model is on its device or sharded
             key="algorithm.teacher.path",
         )
         if sharding is None:
@@ -135,7 +135,10 @@ class ServedTeacher:
         self._prompt_ids = prompt_ids
 
     def score(self, sequences: Sequence[TrainingSequence]) -> dict[SequenceKey, Tensor]:
-        """Implement `Teacher.score`. Raises TeacherFailed, in all processes."""
+        """Return the logprobs [S] of the sampled tokens of each sequence that fits the servers.
+
+        Raises TeacherFailed in all processes.
+        """
         sequences = [with_teacher_prompt(sequence, self._prompt_ids) for sequence in sequences]
         # A server also samples a token, which is thrown away but has to fit into the context.
         fitting = [sequence for sequence in sequences if sequence.length < self._max_context]
@@ -145,6 +148,7 @@ class ServedTeacher:
                 values = self._servers.score([s.token_ids_T.tolist() for s in fitting])
             except EngineError as error:
                 raise TeacherFailed(f"{error}") from error
+        # The first id has no logprob: index p has that of the id at p + 1, as in `targets_S`.
         return {
             sequence.key: torch.tensor(logprobs)[sequence.targets_S]
             for sequence, logprobs in zip(fitting, values, strict=True)

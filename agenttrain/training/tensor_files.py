@@ -115,7 +115,10 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def read_rows(stored: StoredTensor, start: int, stop: int, into: Tensor) -> None:
-    """Read rows `start` to `stop` of the first dimension into `into`, converted to its format."""
+    """Read rows `start` to `stop` of the first dimension into `into`, converted to its format.
+
+    `into` has as many rows: its size says how much is read.
+    """
     rows = stored.shape[0] if stored.shape else 1
     row_bytes = stored.size // max(rows, 1)
     target = into.detach().reshape(-1)

@@ -424,7 +424,10 @@ def _checkpoint_pieces(
 def _own_parts(
     model: PreTrainedModel, dtype: torch.dtype | None, merged: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield what `named_weights` does, but of a sharded weight only this process's part."""
+    """Yield what `named_weights` does, but of a sharded weight only this process's part.
+
+    `delta` is the change that a layer's adapters make to its weight.
+    """
     in_fp32: set[str] = set()  # names of modules whose weights the model keeps in float32
     for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
         in_fp32.update(getattr(model, attribute, None) or ())

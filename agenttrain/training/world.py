@@ -65,6 +65,8 @@ class PeerFailed(AgenttrainError):
 class World:
     """The processes of this run, as this one sees them. A world of one communicates nothing.
 
+    All processes call its methods together, in the same order.
+
     Example, on rank 1 of 2: ``world.gather(["b"])`` is ``["a", "b"]`` on both when rank 0 called
     ``world.gather(["a"])``.
     """
@@ -198,7 +200,7 @@ class World:
             yield
         except RuntimeError as error:
             if not any(late in str(error) for late in LATE):
-                raise
+                raise  # not a timeout
             stopped = self._pulse.find_stopped(peers)
             finding = f"{_ranks(stopped)} stood still" if stopped else "no rank stands still now"
             raise WorldTimeout(
@@ -354,7 +356,8 @@ class Pulse:
     """Heartbeats: a process that waits without a deadline notices when another one has died.
 
     Each process counts up in the store from a thread of its own. The counter stops when the process
-    is stopped, when its machine hangs, or when C code never releases the interpreter.
+    is stopped, when its machine hangs, or when C code never releases the interpreter. A waiting
+    `World` calls `silent` again and again, and `find_stopped` once after a timeout.
     """
 
     def __init__(self, store: Any, rank: int, limit_s: float) -> None:

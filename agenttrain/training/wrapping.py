@@ -50,7 +50,7 @@ def share_weights(model: nn.Module, world: World) -> None:
     """Copy the main process's weights into every process, in place.
 
     It is called before the model is copied for the reference and the sampler. Weights on the meta
-    device are read later, by each process.
+    device are read later, by each process. `scales` are those of quantized weights.
     """
     if world.size > 1:
         with torch.no_grad():
