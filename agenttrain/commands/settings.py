@@ -263,16 +263,42 @@ def _type(hint: Any) -> str:
 def json_schema() -> dict[str, Any]:
     """Return the JSON schema of files that begin with ``# @package _global_``, and of train.yaml.
 
-    Any setting may be left out, and may be an interpolation.
+    Any setting may be left out, and may be an interpolation. pydantic makes a definition of each
+    settings class. The functions below then change the definitions in place.
     """
+    # "" is the whole file; the others are sections: "tools", "user", "optimizer=muon".
     classes: dict[str, type] = {"": RunConfig, **SETTINGS_BESIDE, **ONE_BESIDE}
     for section, named in choices().items():
         classes |= {f"{section}={name}": cls for name, cls in named.items()}
-    # `references` maps (key of `classes`, "validation") to {"$ref": "#/$defs/<class name>"}.
-    references, schemas = TypeAdapter.json_schemas(
-        [(name, "validation", TypeAdapter[Any](cls)) for name, cls in classes.items()]
+    mode = "validation"
+    references_by_mode, schemas = TypeAdapter.json_schemas(
+        [(name, mode, TypeAdapter[Any](cls)) for name, cls in classes.items()]
     )
     definitions = schemas["$defs"]
+    # Key of `classes` -> {"$ref": "#/$defs/<class name>"}.
+    references = {name: references_by_mode[name, mode] for name in classes}
+    _allow_interpolations(definitions)
+    for cls in {*classes.values(), *_classes_below(RunConfig)}:
+        for key, part in definitions.get(cls.__name__, {}).get("properties", {}).items():
+            part["description"] = _description(cls, key)
+    root = _definition(references[""], definitions)
+    root["properties"] |= {
+        "defaults": {"type": "array", "description": "Options of groups: see Hydra."},
+        "hydra": {"type": "object"},
+    }
+    _add_choices(root, definitions, references)
+    _add_components(root, definitions, references)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **root, "$defs": definitions}
+
+
+def _definition(reference: Mapping[str, str], definitions: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the definition that a reference names: ``{"$ref": "#/$defs/RunConfig"}``."""
+    definition: dict[str, Any] = definitions[reference["$ref"].rpartition("/")[2]]
+    return definition
+
+
+def _allow_interpolations(definitions: Mapping[str, Any]) -> None:
+    """Let each setting be left out, and be an interpolation: ``{"anyOf": [<setting>, …]}``."""
     for definition in definitions.values():
         definition.pop("required", None)
         for name, part in definition.get("properties", {}).items():
@@ -281,21 +307,25 @@ def json_schema() -> dict[str, Any]:
                 key: part.pop(key) for key in ("title", "description", "default") if key in part
             }
             definition["properties"][name] = {**about, "anyOf": [part, INTERPOLATION]}
-    for cls in {*classes.values(), *_classes_below(RunConfig)}:
-        for key, part in definitions.get(cls.__name__, {}).get("properties", {}).items():
-            part["description"] = _description(cls, key)
-    root = definitions[references["", "validation"]["$ref"].rpartition("/")[2]]
-    root["properties"] |= {
-        "defaults": {"type": "array", "description": "Options of groups: see Hydra."},
-        "hydra": {"type": "object"},
-    }
+
+
+def _add_choices(
+    root: dict[str, Any],
+    definitions: Mapping[str, Any],
+    references: Mapping[str, Mapping[str, str]],
+) -> None:
+    """Let each section with choices have the keys of any one of them.
+
+    `references` has each choice's definition by ``<section>=<choice>``.
+    """
     for section, named in choices().items():
         owner, _, key = section.rpartition(".")
+        # The only sections with choices that are not at the top are below `algorithm`.
         parent = definitions["AlgorithmConfig"] if owner else root
-        options = [references[f"{section}={name}", "validation"] for name in named]
+        options = [references[f"{section}={name}"] for name in named]
         for name, option in zip(named, options, strict=True):
             # Choices may share a class, and so a definition: it then lists all their names.
-            definition = definitions[option["$ref"].rpartition("/")[2]]
+            definition = _definition(option, definitions)
             earlier_names = definition["properties"].get("name", {}).get("enum", [])
             definition["properties"] |= {"name": {"enum": [*earlier_names, name]}}
         # A choice from outside the package has other keys.
@@ -305,14 +335,24 @@ def json_schema() -> dict[str, Any]:
             *([outside] if section not in CHOICES else []),
             INTERPOLATION,
         ]
+
+
+def _add_components(
+    root: dict[str, Any],
+    definitions: Mapping[str, Any],
+    references: Mapping[str, Mapping[str, str]],
+) -> None:
+    """Describe components: a `_target_`, settings of ours, and any arguments of the `_target_`.
+
+    SETTINGS_BESIDE holds sections of components by name (`tools`), ONE_BESIDE sections that are one
+    component (`user`). Both have the class of the settings that stand beside the `_target_`.
+    """
     for section in (*SETTINGS_BESIDE, *ONE_BESIDE):
-        reference = references[section, "validation"]
-        target: dict[str, Any] = {"type": "object", "properties": {"_target_": {"type": "string"}}}
-        name = reference["$ref"].rpartition("/")[2]
-        # Beside the settings stand the arguments of the `_target_`.
-        target["properties"] |= definitions[name]["properties"]
-        # `user` is one component; `tools` holds several, by name.
-        is_single = section in ONE_BESIDE
-        root["properties"][section] |= target if is_single else {"additionalProperties": target}
-        root["properties"][section].pop("anyOf")
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **root, "$defs": definitions}
+        settings_beside = _definition(references[section], definitions)["properties"]
+        component = {
+            "type": "object",
+            "properties": {"_target_": {"type": "string"}, **settings_beside},
+        }
+        part = root["properties"][section]
+        part.pop("anyOf")  # of the class, which is a mapping, or an interpolation
+        part |= component if section in ONE_BESIDE else {"additionalProperties": component}
