@@ -119,7 +119,7 @@ class Evidence:
             if (self.folder / name).exists():
                 shutil.copyfile(self.folder / name, bundle / name)
         write_step(bundle, step, rollouts, arrays_above=self.arrays_above)
-        if isinstance(error, BrokenUpdate):
+        if isinstance(error, BrokenUpdate):  # it has the sequences of the failed update
             # Tensors, because JSON has no NaN.
             records = [
                 {

@@ -122,7 +122,11 @@ PHASES = {
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """One process of an execution of a verb. The main one writes its folder."""
+    """One process of an execution of a verb. The main one writes its folder.
+
+    `execute` does everything, and builds a trainer by `make_trainer`. The trainer gets this object:
+    it puts its work into `phase`, and uses the world, the tracker and the stop request.
+    """
 
     verb: str
     config: RunConfig
@@ -360,6 +364,7 @@ class Run:
             best = None  # the evaluation after the last step, whose scores are printed anyway
         print_scores(
             before=from_json(before),
+            # All of them are: only an evaluator of `sft` gives a HeldOutLoss.
             after=[e for e in evaluations if isinstance(e, Evaluation)],
             decode=components.chat.decode,
             run_folder=self.folder,

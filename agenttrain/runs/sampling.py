@@ -300,9 +300,9 @@ def engine_inputs(
 def _are_sent(config: RunConfig) -> bool:
     """Return True if the engine is sent the adapters of `model.lora` as they are."""
     is_merged = merges_adapters(config)
-    return sends_adapters(
-        config, is_merged=_adapts_experts(config) if is_merged is None else is_merged
-    )
+    if is_merged is None:  # the settings do not tell: adapters are merged if they are on experts
+        is_merged = _adapts_experts(config)
+    return sends_adapters(config, is_merged=is_merged)
 
 
 def _adapts_experts(config: RunConfig) -> bool:
