@@ -192,8 +192,8 @@ def _run_once(
             monitor_interval=0.1,
         )
         workers = Workers(
-            lambda ended: f"{_rank_name(ended)} of node {node} {_how(ended)}",
-            (exchange / SIGNAL_FILE).write_text,
+            describe=lambda ended: f"{_rank_name(ended)} of node {node} {_how(ended)}",
+            announce=(exchange / SIGNAL_FILE).write_text,
             spec=spec,
             logs_specs=DefaultLogsSpecs(log_dir=str(exchange)),
         )

@@ -376,6 +376,7 @@ def tool_names(config: RunConfig) -> ToolNames:
 def _tool_names(name: str, section: Mapping[str, Any]) -> ToolNames:
     """Return the names of the tools that the section `tools.<name>` makes."""
     target = locate(section["_target_"], key=f"tools.{name}._target_")
+    # A function, or an instance to call: one tool, with the name of its section.
     if not isclass(target) or any("__call__" in vars(base) for base in target.__mro__[:-1]):
         return ToolNames(names=(name,), complete=True)
     if hasattr(target, "tools"):  # only an instance has their names
@@ -384,6 +385,7 @@ def _tool_names(name: str, section: Mapping[str, Any]) -> ToolNames:
 
 
 def _methods(cls: type, reserved: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the public methods of a class, without the `reserved` ones that the run calls."""
     from agenttrain.tools.tool import public_methods  # jsonschema comes with it
 
     return tuple(public_methods(cls, reserved))

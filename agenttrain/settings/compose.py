@@ -103,6 +103,7 @@ def schema() -> DictConfig:
 def _empty_sections(cls: type) -> dict[str, Any]:
     """Return empty sections for all defaults that are sections: ``{"model": {"lora": {}}, …}``."""
     hints = get_type_hints(cls, include_extras=True)
+    # The default factory of a section is its own class: `lora: LoraConfig`, made by LoraConfig().
     names = [field.name for field in fields(cls) if field.default_factory is hints[field.name]]
     return {name: _empty_sections(hints[name]) for name in names}
 

@@ -64,6 +64,7 @@ def with_only(config: RunConfig, sections: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sections of a run of the one source that `data.only` names."""
     view = source_views(config)[str(config.data.only)]
     changed = {section: getattr(view, section) for section in (*OWN_SECTIONS, "eval", "checkpoint")}
+    # A source has the fields of the section `data`, and others that are no part of it.
     rows = {name: getattr(view.data, name) for name in field_names(DataConfig)}
     return {**sections, **plain({**changed, "data": rows})}
 

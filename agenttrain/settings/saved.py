@@ -256,7 +256,7 @@ def finished_steps(folder: Path) -> int | None:
 
 def stopped_when(folder: Path, stop_when: StopWhenConfig) -> bool:
     """Return True if the condition `stop_when` ended the run in `folder` before its last step."""
-    record = _summary(folder).get("stopped_when") or {}
+    record = _summary(folder).get("stopped_when") or {}  # its settings, and the mean
     return bool(record) and asdict(stop_when).items() <= record.items()
 
 

@@ -42,7 +42,11 @@ SOMETIMES_SIGNED that the version that signed took for code."""
 
 
 def _exists_in_package(path: str) -> bool:
-    """Return True if this package has the module, or a module with the name; imports nothing."""
+    """Return True if this package has a dotted path; imports nothing.
+
+    Example: ``agenttrain.tools.toolbox.Toolbox`` exists, as the file tools/toolbox.py has the word
+    ``Toolbox``. The longest part of the path that is a module counts.
+    """
     parts = path.split(".")[1:]
     for depth in range(len(parts), -1, -1):
         module = PACKAGE.joinpath(*parts[:depth])

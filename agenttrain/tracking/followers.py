@@ -36,7 +36,11 @@ LAST_S = 5.0
 
 
 class FollowedTracker:
-    """One tracker of a run."""
+    """One tracker of a run, as the run sees it.
+
+    The tracker itself works in the trackers' process. `Followers` calls `record` with the reports
+    of that process, `fail` when it ended early, and `warn_of_missing` at the end of the run.
+    """
 
     def __init__(
         self, section: TrackerSection, run: TrackedRun, warn: Callable[[str], None]

@@ -122,8 +122,8 @@ def follow(
             cursor.evaluated, cursor.sections = min(cursor.evaluated, tracker_step - 1), []
         cursor.step = tracker_step
     metrics, evaluations = Lines(run.folder / "metrics.jsonl"), Lines(evaluations_path(run.folder))
-    waiting: list[dict[str, Any]] = []
-    rows: list[dict[str, Any]] = []
+    waiting: list[dict[str, Any]] = []  # evaluations that are not sent yet
+    rows: list[dict[str, Any]] = []  # metrics of steps that are not sent yet
     sampled_at = -math.inf
     while True:
         if load is not None and time.monotonic() - sampled_at >= SAMPLE_S:

@@ -18,11 +18,13 @@ HOUR_S = 3600.0
 
 
 class Usage:
-    """Adds up the metrics of a run's steps, over all its parts if it was resumed. ::
+    """Adds up the metrics of a run's steps, over all its parts if it was resumed.
 
-    usage = Usage(gpus=8, gpu_hour=2.5)
-    usage.add({"tokens/sampled": 5210.0, "time/rollout_s": 1.5, …})
-    usage.summary()  # {"tokens_sampled": 5210.0, "rollout_s": 1.5, "cost": 0.011, …}
+    Example::
+
+        usage = Usage(gpus=8, gpu_hour=2.5)
+        usage.add({"tokens/sampled": 5210.0, "time/rollout_s": 1.5, …})
+        usage.summary()  # {"tokens_sampled": 5210.0, "rollout_s": 1.5, "cost": 0.011, …}
     """
 
     def __init__(
