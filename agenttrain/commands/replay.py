@@ -377,7 +377,7 @@ def recorded_user(
     # The tool loop itself sends the user's messages that the task scripts.
     texts = iter(_user_texts(record)[len(task.user_turns) :])
     # The record says when the user stops, not a limit.
-    no_limit = UserSettings(max_turns=LARGEST - 1)
+    no_limit = UserSettings(max_turns=LARGEST - 1)  # the largest value that a setting takes
     return SimulatedUser(lambda task, spoken, seed: next(texts, None), no_limit)
 
 

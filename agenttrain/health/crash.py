@@ -115,7 +115,7 @@ class Evidence:
         }
         shutil.rmtree(bundle, ignore_errors=True)
         bundle.mkdir(parents=True)
-        for name in ("config.yaml", TOOLS):
+        for name in ("config.yaml", TOOLS):  # TOOLS: tools.json
             if (self.folder / name).exists():
                 shutil.copyfile(self.folder / name, bundle / name)
         write_step(bundle, step, rollouts, arrays_above=self.arrays_above)

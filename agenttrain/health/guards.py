@@ -94,6 +94,7 @@ class Guards:
         self.streak = 0 if has_advantage else self.streak + 1
         guards, no_variance = self.config, self.config.no_variance.limit
         # NaN (nothing was measured) is neither above nor below a limit.
+        # The gap between the engine's and the trainer's logprobs, by its name among the metrics.
         gap_name = f"{GAP}_fresh_max" if self.asynchronous else f"{GAP}_max"
         gap = metrics.get(gap_name, math.nan)
         kl, entropy = metrics.get("kl", math.nan), metrics.get("entropy", math.nan)

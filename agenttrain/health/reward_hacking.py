@@ -266,7 +266,10 @@ class RewardWatch:
         return tally
 
     def _signs(self, rollout: Rollout) -> Iterator[str]:
-        """Yield the signs of a rollout. All rollouts have the sign ``any``."""
+        """Yield the signs of a rollout. All rollouts have the sign ``any``.
+
+        `lengths` are the shortest and the longest usual ones, None in the first steps.
+        """
         answer = answer_of(rollout)
         yield "any"
         yield f"stop:{rollout.stop_reason}"
@@ -282,7 +285,10 @@ class RewardWatch:
             yield "short"
 
     def _lower_references(self, tally: Tally) -> None:
-        """Update the steps in which each sign was rarest; `tally` is the step after them."""
+        """Make the latest steps the reference of each sign that was never rarer before.
+
+        `tally` is the step that follows them. A sign that appears in it first had a share of 0.
+        """
         recent_signs = {sign for earlier in (*self.tallies, tally) for sign in earlier.signs}
         # Signs with a value, ``answer:42``, are forgotten once no recent step has them, or a run
         # would keep every answer.

@@ -98,7 +98,7 @@ def run_workers(command: Command, composed: Composed, folder: Path, program: str
                     stack.callback(spec.end_servers, folder.resolve())
             stack.callback(os.environ.pop, SERVERS_OWNER)
             adopt_orphans()
-        for restarts_left in range(restarts, -1, -1):
+        for restarts_left in range(restarts, -1, -1):  # the first start, and each restart
             worker_args = WorkerCommand(
                 arguments=arguments,
                 program=program,

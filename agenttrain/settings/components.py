@@ -252,6 +252,7 @@ def _environment(
             f"{key}._target_={section['_target_']}: is a function; each rollout gets an instance "
             "of its own, so name a class"
         )
+    # An environment's class may check the arguments of its instances, before one is made.
     elif (check := class_method(target, "check")) is not None:
         yield from _argument_problems(check, key, arguments)
 
@@ -306,6 +307,7 @@ def _reward(config: RunConfig, key: str, section: Mapping[str, Any], target: Any
 
 
 def _rows(config: RunConfig, key: str, section: Mapping[str, Any], target: Any) -> Iterator[str]:
+    """Yield the problem of the arguments of bundled rows; those without end make their row 0."""
     path = section["_target_"]
     check = partial(target, index=0) if path in ENDLESS else ROW_CHECKS.get(path)
     if check is not None:

@@ -307,6 +307,8 @@ def saved_settings(
 ) -> Composed:
     """Return the settings of the run in `folder`, changed by overrides of `allowed` sections.
 
+    The overrides are parsed and checked, config.yaml is read, the overrides replace values in it,
+    the whole is validated, and what is neither typed nor signed is checked for code.
     `argument` is the typed argument with the folder, e.g. ``resume=outputs/a``. Code that
     config.yaml names in the sections `runs` is checked by `check_trusted`, unless an override
     replaced it.

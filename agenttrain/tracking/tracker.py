@@ -85,6 +85,7 @@ class Tracker:
         self._folder = run_folder
         run_folder.mkdir(parents=True, exist_ok=True)
         status = run_folder.stat()
+        # `check_folder` compares it: another folder of this name has another number.
         self._inode = status.st_dev, status.st_ino
         self._logged_once: set[str] = set()
         metrics_path = run_folder / "metrics.jsonl"

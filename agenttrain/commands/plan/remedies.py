@@ -195,6 +195,7 @@ class Planner:
         values_by_key = [
             # A microbatch holds at least one rollout.
             ("training.token_budget", _halves(training.token_budget, load.context)),
+            # Settings of the engine that lower its memory, with values from mild to strong.
             *((f"engine.{key}", values) for key, values in memory.engine.savings),
             ("training.logits_budget_mb", _halves(training.logits_budget_mb, 64)),
         ]
