@@ -93,8 +93,8 @@ class Guards:
         )
         self.streak = 0 if has_advantage else self.streak + 1
         guards, no_variance = self.config, self.config.no_variance.limit
-        # NaN (nothing was measured) is neither above nor below a limit.
         # The gap between the engine's and the trainer's logprobs, by its name among the metrics.
+        # NaN (nothing was measured) is neither above nor below a limit.
         gap_name = f"{GAP}_fresh_max" if self.asynchronous else f"{GAP}_max"
         gap = metrics.get(gap_name, math.nan)
         kl, entropy = metrics.get("kl", math.nan), metrics.get("entropy", math.nan)
@@ -280,7 +280,7 @@ def _add_calls(rollouts: Sequence[Rollout], calls_by_tool: dict[str, Calls]) -> 
     """
     for rollout in rollouts:
         for result in rollout.tool_results:
-            if result.error in NOT_THE_TOOLS:
+            if result.error in NOT_THE_TOOLS:  # the model's fault, such as an unknown name
                 continue
             calls = calls_by_tool.setdefault(result.executor or result.call.name, Calls())
             calls.count += 1

@@ -130,7 +130,7 @@ class RolloutProcess:
                 return message.value
             if isinstance(message, RequestFailure):
                 raise message.raised()
-            assert isinstance(message, RolloutStatus)
+            assert isinstance(message, RolloutStatus)  # sent while the process works
             self.in_flight.progress, self._waiting = message.progress, message.waiting
             if self.progress is not None and message.total:
                 self.progress(message.finished, message.total)

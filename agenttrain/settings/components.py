@@ -92,6 +92,7 @@ def section_problems(config: RunConfig) -> Iterator[str]:
             "algorithm/credit=gigpo: compares turns that began in equal states of an environment, "
             "and the run has none; add one with a state(), or set algorithm/credit=turn_baseline"
         )
+    # `siblings` are all sections of the component's kind: of a tool, those of `tools`.
     for key, section, siblings in _components(config):
         kind, name = key.partition(".")[0], key.rpartition(".")[2]
         if not isinstance(section, Mapping) or "_target_" not in section:

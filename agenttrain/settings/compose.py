@@ -174,7 +174,7 @@ def compose_raw(
 def compose_run(overrides: Sequence[str], source: Source, *, with_hydra: bool = False) -> Composed:
     """Return the settings under `overrides`; raises ConfigError. Needs a `hydra_session`.
 
-    `with_hydra`: with `Composed.raw`.
+    `with_hydra`: keep Hydra's own settings too, as `Composed.raw`, for a run that starts.
     """
     raw = compose_raw(overrides, source, with_hydra=with_hydra)
     with explained(overrides, source.groups):

@@ -399,6 +399,7 @@ def _explain_other(
             return f"hydra.sweeper.params: {remedy}"
         nested = [text for text in overrides if text.count(".") > 1]
         return f"{' '.join(nested)}: is below a section that is null; leave the null out"
+    # Hydra's messages about a group, and a key, that is added and there already.
     several = re.match(r"Multiple values for ([^ ]+)\. ", str(error))
     present = re.match(r"Could not append to config\. An item is already at '([^']+)'", str(error))
     for override in overrides:

@@ -98,6 +98,7 @@ def _check_bundled_path(argument: str, value: UntrustedValue, what: str) -> None
     path = value.value
     if not isinstance(path, str) or not re.fullmatch(r"agenttrain(\.[A-Za-z_]\w*)+", path):
         return
+    # RENAMED has the paths of earlier versions that still have a meaning.
     if path not in RENAMED and not _exists_in_package(path):
         bundled = [*bundled_targets(), *(v for args in bundled_targets().values() for v in args)]
         raise ConfigError(

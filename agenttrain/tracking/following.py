@@ -43,9 +43,9 @@ class Cursor:
     """The place in a run's files up to which one tracker has them."""
 
     id: str
-    """`TrackedRun.id`."""
+    """Id of the run at the tracker (`TrackedRun.id`)."""
     started: bool = False
-    """`TrackedRun.started` of the next process."""
+    """True once a process has begun to send the run: the next one continues it."""
     step: int = 0
     """Last step whose metrics it has."""
     table: int = 0
@@ -168,7 +168,7 @@ def follow(
 
 
 def run_end(folder: Path, message: str) -> RunEnd:
-    """Return how a run ended, from its last line to the tracker process.
+    """Return how a run ended, from its last line to the tracker process: ``end preempted``.
 
     Without that line the run was killed, or ended by the watchdog, which only leaves a note in
     summary.json.

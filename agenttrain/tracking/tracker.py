@@ -140,6 +140,7 @@ class Tracker:
         self._last_step = step
         self._followers.check()
         self.progress.update(step, metrics)
+        # ONCE: metric -> note that is logged the first time that it is above 0.
         notes = {
             name: text.format(metrics[name])
             for name, text in ONCE.items()

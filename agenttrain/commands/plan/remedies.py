@@ -127,7 +127,11 @@ class Planner:
             yield [(IN_4_BITS,)]
 
     def _more_gpus(self) -> Choices:
-        """Return growing numbers of GPUs, first in one node, then in several."""
+        """Return growing numbers of GPUs, first in one node, then in several.
+
+        Each is a tuple of changes, (setting, value). FSDP2 and FIRST_NODE are changes too: weights
+        are sharded over the GPUs, and several nodes meet at the first.
+        """
         choices: Choices = []
         if list(engine_problems(self.config, several=True)):
             return choices  # the engine works in a single process only
