@@ -259,7 +259,7 @@ def _report(workers: Workers, exchange: Path, verb: str, folder: Path, *, first_
         again = f"agenttrain {resuming(verb)}resume={quote(str(folder))}"
         remedy = "" if verb == "eval" else f". To go on: {again}"
         print(f"agenttrain: {message}; the other processes were stopped{remedy}", file=sys.stderr)
-        if first_node:
+        if first_node:  # replaces any status that a dead process may have left
             _set_status(folder, dict.fromkeys(UNFINISHED, "failed"), message)
     return first.code if first is not None and first.code > 0 else FAILED
 

@@ -76,7 +76,7 @@ class Workers(LocalElasticAgent):
         """All workers that have ended, by rank."""
         self._describe = describe
         self._announce = announce
-        self._hears_hangup = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+        self._hears_hangup = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # no nohup
         self._terms = Insistence()  # recognises a second SIGTERM
         self._forwarded = signal.SIGUSR1
         """Signal forwarded to workers; SIGINT after Ctrl-C or a second SIGTERM. Never SIGTERM: a

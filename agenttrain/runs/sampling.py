@@ -273,8 +273,9 @@ def engine_inputs(
     source_folder = model_folder(path, revision=revision)
     # The model that the adapters in `source_folder` are for; None if it holds a whole model.
     base = base_folder(path, revision, config.model.base_revision)
-    adapters = None
+    # None: there are no adapters, or they are merged into the weights that the engine is sent.
     # Nothing is merged for an engine that samples from the policy itself.
+    adapters = None
     if lora.rank and (not run_spec(config).own_weights or _are_sent(config)):
         adapters = lora
     return EngineInputs(

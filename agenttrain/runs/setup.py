@@ -249,6 +249,7 @@ class Components:
 
     def _build_tools(self) -> tuple[Toolbox, Environments]:
         config = self.config
+        # All sources of a mixture have tools of their own.
         if config.data.sources and not any(map(shares_tools, config.data.sources.values())):
             return Toolbox({}), Environments()
         environments = Environments(

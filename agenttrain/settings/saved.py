@@ -187,6 +187,7 @@ def settings_for_eval(
     if not checkpoint.is_dir():
         raise ConfigError(f"run={folder}: has no checkpoint yet")
     changes_data = any(re.match(r"data\b", text) for text in overrides)
+    # A verb that scores answers needs tasks.
     if "reward" in runs and _summary(run).get("verb") == "sft" and not changes_data:
         raise ConfigError(
             f"run={folder}: its data are demonstrations, which hold the answers; name the tasks to "

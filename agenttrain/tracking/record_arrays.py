@@ -175,7 +175,7 @@ def _length(trajectory: Mapping[str, Any], holder: Mapping[str, Any], key: str) 
     spans = trajectory["spans"]
     if holder is not trajectory:
         return int(holder["end"] - holder["start"])
-    if key in ROUNDED:
+    if key in ROUNDED:  # lists of the sampled tokens alone
         return sum(span["end"] - span["start"] for span in spans if span["origin"] == "sampled")
     return int(spans[-1]["end"]) if spans else 0
 

@@ -93,7 +93,7 @@ class Usage:
         figures |= {f"{phase}_s": value for phase, value in phases.items()}
         figures["other_s"] = max(seconds - sum(phases.values()), 0.0)
         figures |= {figure: sums[name] for name, figure in WAITED.items() if name in sums}
-        # Means weighted by seconds: see `_count`.
+        # Means weighted by seconds: `_count` adds up value x seconds, and the seconds as `…_of`.
         if "idle" in sums:
             figures["rollout_idle"] = sums["idle"] / sums["idle_of"]
         if "mfu" in sums:
