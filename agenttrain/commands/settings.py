@@ -194,6 +194,7 @@ def _setting(cls: type, field: Field[Any], hint: Any, key: str) -> Setting:
         default = getattr(field_default, "default", field_default)  # of pydantic's Field(default=…)
     is_required = info is not None and info.is_required()
     text = "" if is_required or default == "???" else shown(plain(default))
+    # pydantic keeps the bounds as objects with one attribute of BOUNDS each: Ge(ge=1) -> ">= 1".
     bounds = [
         f"{sign} {bound:g}" if isinstance(bound, float) else f"{sign} {bound}"
         for part in (info.metadata if info is not None else ())
@@ -302,7 +303,7 @@ def _allow_interpolations(definitions: Mapping[str, Any]) -> None:
     for definition in definitions.values():
         definition.pop("required", None)
         for name, part in definition.get("properties", {}).items():
-            # They describe the setting as a whole, so they stay outside of `anyOf`.
+            # These keys describe the setting as a whole, so they stay outside of `anyOf`.
             about = {
                 key: part.pop(key) for key in ("title", "description", "default") if key in part
             }

@@ -190,7 +190,7 @@ class RewardWatch:
             return None
         self.raised.add(f"{HELD_OUT}:{name}")
         tally = self.tallies[-1]
-        best_rollouts = tally.signs["any"].suspects
+        best_rollouts = tally.signs["any"].suspects  # all rollouts have "any"
         return Alarm(
             step=tally.step,
             signs=(HELD_OUT,),

@@ -785,7 +785,7 @@ async def _first_sync(
     """
     if engine is None:
         return None
-    # One engine may compile minutes longer than another.
+    # Meet here: one engine may compile minutes longer than another.
     run.world.exchange((), "the engine in every process", patient=True)
     with run.world.collective("the first weight sync"):
         prompt_ids = components.probe_prompt()

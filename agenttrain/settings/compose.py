@@ -73,6 +73,7 @@ class Source:
     extra: str | None = None
     """A folder of the user's whose groups are added."""
     name: str = "train"
+    """The file that is composed, without `.yaml`."""
 
     def groups(self) -> dict[str, list[str]]:
         """Return every group with its options."""

@@ -111,7 +111,7 @@ def _chooses_rows(name: str, folders: Sequence[Path]) -> bool:
     node = parse_yaml(path.read_text(encoding="utf-8")) if path else None
     if not isinstance(node, Mapping):
         return False
-    if any(f"data.{key}" in ROWS for key in node.get("data") or ()):
+    if any(f"data.{key}" in ROWS for key in node.get("data") or ()):  # data: {path: …}
         return True
     for group, option in _choices(node.get("defaults") or ()):
         if group == "data":

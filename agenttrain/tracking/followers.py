@@ -149,7 +149,7 @@ class Followers:
         self._arguments = {
             "run": {**asdict(run), **folders},
             "config": config,
-            "path": [folder or os.getcwd() for folder in sys.path],
+            "path": [folder or os.getcwd() for folder in sys.path],  # "" is the working folder
         }
         self._reports: deque[str] = deque()
         self._process: ChildProcess | None = None

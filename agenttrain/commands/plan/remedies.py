@@ -104,7 +104,7 @@ class Planner:
             remedies = [self._combine([*settings, *self._last_resorts()])]
         more_gpus = self._sufficient_alone([self._more_gpus()])
         if not more_gpus and self._exceeds_budget:
-            # One rollout is too much for a GPU, however many hold the weights.
+            # One rollout is too much for a GPU, however many hold the weights: divide each one.
             more_gpus = self._sufficient_alone([list(map(_in_one_group, self._more_gpus()))])
         return [*remedies, *more_gpus]
 
