@@ -212,7 +212,7 @@ def _describe(checkpoint: Path, folder: Path, name: str, form: str, weights: str
         return
     state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     step = int(state.get("step", checkpoint.name.removeprefix("step-")))
-    sees = (folder / PROCESSOR_FILE).is_file()
+    sees = (folder / PROCESSOR_FILE).is_file()  # a model that reads images
     adapter = form == "adapter"
     card = model_card(
         name, config, read_summary(run), step=step, adapter=adapter, weights=weights, sees=sees

@@ -164,6 +164,7 @@ def _choice_settings(section: str, description: str) -> Iterator[Setting]:
     )
     names = dict.fromkeys(name for cls in classes.values() for name in field_names(cls))
     for name in (name for name in names if name != "name"):
+        # Setting -> the choices in which it has the same type, default and meaning.
         overrides_by_setting: dict[Setting, list[str]] = {}
         for option, cls in classes.items():
             for field in (field for field in fields(cls) if field.name == name):

@@ -37,6 +37,7 @@ def source_views(config: RunConfig) -> dict[str, RunConfig]:
 
 
 def _view(config: RunConfig, source: SourceConfig) -> RunConfig:
+    """Return the run as if `source` were its only rows."""
     view = copy(config)
     view.data = source
     for section in own_sections(source):

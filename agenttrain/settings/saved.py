@@ -291,6 +291,7 @@ def tracker_project(command: Command) -> str | None:
     typed = {key_of(word): word.partition("=")[2] for word in command.words}
     if "hydra.run.dir" not in typed:
         return None
+    # train.yaml has the experiment `shop`.
     default = "shop" if command.source.name == "train" else command.source.name
     experiment = typed.get("experiment", default).rpartition("/")[2]
     return typed.get("hydra.job.name", "run" if experiment in ("none", "null") else experiment)
