@@ -272,7 +272,7 @@ def json_schema() -> dict[str, Any]:
     classes: dict[str, type] = {"": RunConfig, **SETTINGS_BESIDE, **ONE_BESIDE}
     for section, named in choices().items():
         classes |= {f"{section}={name}": cls for name, cls in named.items()}
-    mode = "validation"
+    mode = "validation"  # the values that are read, not those that would be written
     references_by_mode, schemas = TypeAdapter.json_schemas(
         [(name, mode, TypeAdapter[Any](cls)) for name, cls in classes.items()]
     )

@@ -91,6 +91,7 @@ def run_workers(command: Command, composed: Composed, folder: Path, program: str
         if current_thread() is main_thread():
             for number in (*PASSED_ON, *ELASTIC):
                 stack.callback(signal.signal, number, signal.getsignal(number))
+        # With restarts the servers outlive the workers: this launcher owns them, and ends them.
         if restarts:
             os.environ[SERVERS_OWNER] = f"{os.getpid()} {folder.resolve()}"
             for spec in specs().values():  # roles have servers beside any engine
@@ -174,7 +175,7 @@ def _run_once(
     threads = max(len(os.sched_getaffinity(0)) // processes, 1)
     defaults = {"OMP_NUM_THREADS": str(threads), **QUIET}
     if section.name is DistributedName.fsdp2:
-        defaults |= MAPPED_FROM_THE_START
+        defaults |= MAPPED_FROM_THE_START  # gathered layers would fragment the heap
     if section.nodes == 1:
         defaults["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name may not resolve
     # The user's own values of these variables stay.

@@ -226,7 +226,7 @@ def _tool(config: RunConfig, key: str, section: Mapping[str, Any], target: Any) 
     yield from problems
     if problems:
         return
-    reconnect_s = section.get("reconnect_s", 5.0)
+    reconnect_s = section.get("reconnect_s", 5.0)  # the default of an MCP server
     if check is check_mcp_server and reconnect_s >= settings.timeout_s:
         yield (
             f"{key}.reconnect_s={reconnect_s}: must be below "

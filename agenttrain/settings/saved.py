@@ -116,7 +116,8 @@ def settings_for_auto_resume(
     argument = f"resume=auto hydra.run.dir={folder}"
     composed = compose_run(overrides, source)
     complete_objective(composed)
-    started = convert(_read(argument, folder, trust=trust)[0])
+    saved_node, _ = _read(argument, folder, trust=trust)
+    started = convert(saved_node)
     adopt_pins(composed, started)
     _adopt_level(composed, started)
     raise_config_error(
@@ -311,6 +312,7 @@ def saved_settings(
 
     The overrides are parsed and checked, config.yaml is read, the overrides replace values in it,
     the whole is validated, and what is neither typed nor signed is checked for code.
+
     `argument` is the typed argument with the folder, e.g. ``resume=outputs/a``. Code that
     config.yaml names in the sections `runs` is checked by `check_trusted`, unless an override
     replaced it.

@@ -167,7 +167,7 @@ def exchanges_of(conversations: Iterable[Sequence[Message]]) -> dict[str, list[E
     """Map each call id to its exchanges: turns and conversations may repeat an id."""
     exchanges: dict[str, list[Exchange]] = {}
     for messages in conversations:
-        last: dict[str, Exchange] = {}  # of this conversation
+        last: dict[str, Exchange] = {}  # call id -> its last exchange in this conversation
         for message in messages:
             for call in message.get("tool_calls", ()):
                 last[call["id"]] = Exchange(function=call["function"])
