@@ -186,13 +186,7 @@ def _classes_below(cls: type) -> Iterator[type]:
 def _setting(cls: type, field: Field[Any], hint: Any, key: str) -> Setting:
     """Return the setting `key`, a field of the settings class `cls` with the annotation `hint`."""
     info = getattr(cls, "__pydantic_fields__", {}).get(field.name)
-    if info is not None:
-        default = info.get_default(call_default_factory=True)
-    else:
-        field_default = (
-            field.default_factory() if field.default_factory is not MISSING else field.default
-        )
-        default = getattr(field_default, "default", field_default)  # of pydantic's Field(default=…)
+    default = _default(field, info)
     is_required = info is not None and info.is_required()
     text = "" if is_required or default == "???" else shown(plain(default))
     # pydantic keeps the bounds as objects with one attribute of BOUNDS each: Ge(ge=1) -> ">= 1".
@@ -219,6 +213,14 @@ def _setting(cls: type, field: Field[Any], hint: Any, key: str) -> Setting:
     if values and NoneType in types:
         values.append("null")
     return Setting(key=key, type=kind, default=text, description=description, values=tuple(values))
+
+
+def _default(field: Field[Any], info: Any) -> Any:
+    """Return the default of a field; `info` is pydantic's record of it, or None."""
+    if info is not None:
+        return info.get_default(call_default_factory=True)
+    default = field.default_factory() if field.default_factory is not MISSING else field.default
+    return getattr(default, "default", default)  # of pydantic's Field(default=…)
 
 
 def _description(cls: type, name: str) -> str:
@@ -272,13 +274,13 @@ def json_schema() -> dict[str, Any]:
     classes: dict[str, type] = {"": RunConfig, **SETTINGS_BESIDE, **ONE_BESIDE}
     for section, named in choices().items():
         classes |= {f"{section}={name}": cls for name, cls in named.items()}
-    mode = "validation"  # the values that are read, not those that would be written
+    # "validation": of the values that are read, not of those that would be written.
     references_by_mode, schemas = TypeAdapter.json_schemas(
-        [(name, mode, TypeAdapter[Any](cls)) for name, cls in classes.items()]
+        [(name, "validation", TypeAdapter[Any](cls)) for name, cls in classes.items()]
     )
     definitions = schemas["$defs"]
     # Key of `classes` -> {"$ref": "#/$defs/<class name>"}.
-    references = {name: references_by_mode[name, mode] for name in classes}
+    references = {name: references_by_mode[name, "validation"] for name in classes}
     _allow_interpolations(definitions)
     for cls in {*classes.values(), *_classes_below(RunConfig)}:
         for key, part in definitions.get(cls.__name__, {}).get("properties", {}).items():

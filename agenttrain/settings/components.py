@@ -117,14 +117,7 @@ def section_problems(config: RunConfig) -> Iterator[str]:
             except ConfigError as error:
                 yield from str(error).splitlines()
             else:
-                limits = TOTAL_LIMITS if isinstance(settings, ToolLimits) else {}
-                for limit, total in limits.items():
-                    value, maximum = getattr(settings, limit), getattr(config.rollout, total)
-                    if None not in (value, maximum) and value > maximum:
-                        yield (
-                            f"{key}.{limit}={value}: has no effect, the whole rollout is limited "
-                            f"to rollout.{total}={maximum}; lower one or raise the other"
-                        )
+                yield from _useless_limits(config, key, settings)
     for name, section in config.reward.items():
         is_shared = isinstance(section, Mapping) and section.get("_target_") == REWARD_TARGET
         if is_shared and not config.environment:
@@ -134,6 +127,19 @@ def section_problems(config: RunConfig) -> Iterator[str]:
             )
     if not config.reward and not config.environment:  # an environment may have a reward
         yield "reward={}: without a reward nothing can be learnt; choose one: reward=[exact_match]"
+
+
+def _useless_limits(config: RunConfig, key: str, settings: Any) -> Iterator[str]:
+    """Yield the limits of a tool or environment that are above those of the whole rollout."""
+    if not isinstance(settings, ToolLimits):
+        return
+    for limit, total in TOTAL_LIMITS.items():
+        value, maximum = getattr(settings, limit), getattr(config.rollout, total)
+        if None not in (value, maximum) and value > maximum:
+            yield (
+                f"{key}.{limit}={value}: has no effect, the whole rollout is limited "
+                f"to rollout.{total}={maximum}; lower one or raise the other"
+            )
 
 
 def _components(config: RunConfig) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:

@@ -317,20 +317,7 @@ def saved_settings(
     config.yaml names in the sections `runs` is checked by `check_trusted`, unless an override
     replaced it.
     """
-    parsed: list[Override] = []
-    for text in overrides:
-        with explained([text], source.groups):
-            parsed += OverridesParser.create().parse_overrides([text])
-            check_values(parsed[-1:], source.groups)
-        if parsed[-1].is_sweep_override():
-            raise ConfigError(f"{as_typed(text)}: a saved run takes one value, not several")
-    for override in parsed:
-        section = override.key_or_group.partition(".")[0]
-        if section not in allowed or override.type is OverrideType.DEL:
-            raise ConfigError(
-                f"{as_typed(override.input_line)}: cannot be combined with {argument}"
-                f"{did_you_mean(section, allowed)}; what may change is: {', '.join(allowed)}"
-            )
+    parsed = _parse_allowed(argument, overrides, allowed, source)
     node, signed = _read(argument, folder, trust=trust)
     plain = cast(dict[str, Any], OmegaConf.to_container(node, enum_to_str=True))
     raise_config_error(empty_mapping_problems(overrides, plain))
@@ -361,15 +348,7 @@ def saved_settings(
                 mixture = OmegaConf.merge(node, {"data": {"only": None}})
                 unmoved = convert(cast(DictConfig, mixture))
         except ConfigError as error:
-            # Name config.yaml in the problem of a setting that was not typed.
-            lines = []
-            for line in str(error).splitlines():
-                setting, colon, problem = line.partition(": ")
-                key = setting.partition("=")[0]
-                is_typed = any(f"{key}.".startswith(f"{o.key_or_group}.") for o in parsed)
-                place = "" if is_typed else f" (in {folder / 'config.yaml'})"
-                lines.append(f"{setting}{place}{colon}{problem}")
-            raise ConfigError("\n".join(lines)) from error
+            raise ConfigError(_with_file(str(error), folder / "config.yaml", parsed)) from error
     # A typed mapping is merged into the saved one: only its own values are the user's.
     typed_paths = [tuple(o.key_or_group.replace("/", ".").split(".")) for o in group_choices]
     for override in parsed:
@@ -383,6 +362,42 @@ def saved_settings(
     ]
     check_trusted(argument, unsigned, trust=trust)
     return composed
+
+
+def _parse_allowed(
+    argument: str, overrides: Sequence[str], allowed: Sequence[str], source: Source
+) -> list[Override]:
+    """Parse the overrides of a saved run; raises ConfigError unless each may change a setting."""
+    parsed: list[Override] = []
+    for text in overrides:
+        with explained([text], source.groups):
+            parsed += OverridesParser.create().parse_overrides([text])
+            check_values(parsed[-1:], source.groups)
+        if parsed[-1].is_sweep_override():
+            raise ConfigError(f"{as_typed(text)}: a saved run takes one value, not several")
+    for override in parsed:
+        section = override.key_or_group.partition(".")[0]
+        if section not in allowed or override.type is OverrideType.DEL:
+            raise ConfigError(
+                f"{as_typed(override.input_line)}: cannot be combined with {argument}"
+                f"{did_you_mean(section, allowed)}; what may change is: {', '.join(allowed)}"
+            )
+    return parsed
+
+
+def _with_file(text: str, file: Path, typed: Sequence[Override]) -> str:
+    """Name the file in each problem of a setting that was not typed.
+
+    Example: ``steps=0: …`` -> ``steps=0 (in outputs/a/config.yaml): …``.
+    """
+    lines = []
+    for line in text.splitlines():
+        setting, colon, problem = line.partition(": ")
+        key = setting.partition("=")[0]
+        is_typed = any(f"{key}.".startswith(f"{o.key_or_group}.") for o in typed)
+        place = "" if is_typed else f" (in {file})"
+        lines.append(f"{setting}{place}{colon}{problem}")
+    return "\n".join(lines)
 
 
 def _value_paths(value: Any, path: tuple[str, ...]) -> list[tuple[str, ...]]:
