@@ -147,7 +147,7 @@ class TaskEvaluator(Evaluator):
             self.config.eval,
             seed=self.config.seed,
             world=self.world,
-            costs=self.source.costs.copy(),
+            costs=self.source.costs.copy(),  # those of training stay as they are
             sources=source_columns(self.config),
         )
 

@@ -100,7 +100,11 @@ class BatchSource(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Trainer:
-    """The training loop of one process."""
+    """The training loop of one process.
+
+    `agenttrain.runs.run` makes it, and loads the state of a checkpoint into it. It then calls
+    `evaluate`, `train`, `evaluate` and `save_checkpoint`.
+    """
 
     config: RunConfig
     run: RunContext
@@ -224,7 +228,7 @@ class Trainer:
         work = self.policy.take_work(self.config.cost.peak_tflops)
         share = (batch, dict(self.run.seconds), work)
         shares = self.run.world.to_main([share], "the rollouts of a step")
-        if not shares:
+        if not shares:  # in all processes but the main one
             return training, batch.rollouts
         training = {**training, **self.policy.kernel_metrics()}
         if self.probe is not None:
@@ -276,6 +280,7 @@ class Trainer:
             await self.evaluate(f"step-{self.finished_steps}")
             self.evaluated_step = self.finished_steps
         self._finish_checkpoint(wait=False)
+        # The best evaluation so far gets a checkpoint even if none is due.
         if is_due(self.config.checkpoint.every) or self._best_of(self.finished_steps):
             self.save_checkpoint(in_background=self.config.checkpoint.in_background)
         self.run.stop.check()

@@ -785,7 +785,7 @@ class Rollout:
         """
         branched = self.begin(role=role, delegation=delegation)
         branched.parent = (parent, position)
-        branched._ids = branched.context(self.trajectories[:-1])
+        branched._ids = branched.context(self.trajectories[:-1])  # the last is `branched`
         parent_images = self.trajectories[parent].images
         branched.images = tuple(image for image in parent_images if image.end <= position)
         return branched

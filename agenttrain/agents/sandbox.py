@@ -68,7 +68,8 @@ def sandbox_command(
     """Return the words before a command that run it in a sandbox. Raises ValueError."""
     visible, user = visible_files(settings.command, settings.read), next_user()
     root = Root(
-        # The first process ends all with a reason before the disk is full.
+        # The file system lies in memory, so its hard limit is memory_mb. The first process ends
+        # everything at the smaller disk_mb, with a reason.
         disk_mb=settings.memory_mb,
         files=FILES,
         home=visible.home,

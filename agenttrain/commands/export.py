@@ -176,7 +176,8 @@ def _load_model(checkpoint: Path, dtype: str) -> LoadedModel:
     if adapted and dtype == "auto":  # adapter files do not name their base model's dtype
         dtype = _run_config(checkpoint).get("model", {}).get("dtype", dtype)
     torch_dtype: torch.dtype | str = dtype if dtype == "auto" else getattr(torch, dtype)
-    double = None  # else the base was in 4 bits, with its scales in 8 bits or in 32
+    # None: the base was not in 4 bits. True: it was, with its scales in 8 bits. False: in 32.
+    double = None
     if (quantized := checkpoint / BASE_QUANTIZATION).is_file():
         double = json.loads(quantized.read_text(encoding="utf-8"))["double_quantization"]
     with only_tensors(checkpoint):
@@ -211,7 +212,7 @@ def _describe(checkpoint: Path, folder: Path, name: str, form: str, weights: str
         return
     state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     step = int(state.get("step", checkpoint.name.removeprefix("step-")))
-    sees = (folder / PROCESSOR_FILE).is_file()
+    sees = (folder / PROCESSOR_FILE).is_file()  # a model that reads images
     adapter = form == "adapter"
     card = model_card(
         name, config, read_summary(run), step=step, adapter=adapter, weights=weights, sees=sees

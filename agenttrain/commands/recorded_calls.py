@@ -70,11 +70,14 @@ class RecordedCalls:
 
         A sub-agent's calls are answered before the call that began it.
         """
-        callers = [(key.agent, key.turn, subs) for key, subs in self.sub_agents.items()]
         for turn, place in enumerate(self._agents[agent]):
             sub_agents = [
-                sub for *caller, subs in callers if caller == [agent, turn] for sub in subs
+                number
+                for key, numbers in self.sub_agents.items()
+                if (key.agent, key.turn) == (agent, turn)
+                for number in numbers
             ]
+            # Trajectories are numbered in the order in which they began.
             for sub_agent in sorted(sub_agents):
                 yield from self._ended_turns(sub_agent)
             yield place

@@ -168,7 +168,7 @@ def _demonstration_differences(
     source, demonstrate = components.tasks.train, components.demonstrator
     differences: list[str | None] = []
     for record in records:
-        # The id begins with the row's place: `7/demonstrations/7`.
+        # The id is the row's place and the task's id: `7/demonstrations/7`.
         place, _, name = record["rollout_id"].partition("/")
         (task,) = source.tasks(int(place), 1)
         if task.task_id != name:
@@ -377,7 +377,7 @@ def recorded_user(
     # The tool loop itself sends the user's messages that the task scripts.
     texts = iter(_user_texts(record)[len(task.user_turns) :])
     # The record says when the user stops, not a limit.
-    no_limit = UserSettings(max_turns=LARGEST - 1)
+    no_limit = UserSettings(max_turns=LARGEST - 1)  # the largest value that a setting takes
     return SimulatedUser(lambda task, spoken, seed: next(texts, None), no_limit)
 
 
@@ -423,7 +423,7 @@ class RecordedToolbox(Toolbox):
         """Repeat the sub-agent that began with the recorded trajectory `number`."""
         trajectory = self._trajectories[number]
         delegation = trajectory["delegation"]
-        caller = AGENT.set(number)
+        token = AGENT.set(number)
         try:
             with suppress(ToolFailure):  # a limit stopped the recorded sub-agent too
                 await context.delegate(
@@ -434,7 +434,7 @@ class RecordedToolbox(Toolbox):
                     max_tokens=delegation["max_tokens"],
                 )
         finally:
-            AGENT.reset(caller)
+            AGENT.reset(token)
 
     async def release(self, rollout_id: str) -> None:
         """Do nothing: no tool ran."""

@@ -127,11 +127,13 @@ def _means(label: str, rows: Sequence[Rescored], names: Sequence[str]) -> list[s
 
 
 def _column(rows: Sequence[Rescored], name: str, *, new: bool) -> Values:
+    """Return the old or the new value of a reward, or of TOTAL, for each rollout."""
     rollouts = [row.new if new else row.old for row in rows]
     return [r.reward if name == TOTAL else r.rewards.get(name) for r in rollouts]
 
 
 def _correlation(old: Values, new: Values) -> float | None:
+    """Return Pearson's correlation over the rollouts with both; None if one does not vary."""
     pairs = [(a, b) for a, b in zip(old, new, strict=True) if a is not None and b is not None]
     if len(pairs) < 2 or any(len(set(column)) < 2 for column in zip(*pairs, strict=True)):
         return None

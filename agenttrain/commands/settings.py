@@ -164,6 +164,7 @@ def _choice_settings(section: str, description: str) -> Iterator[Setting]:
     )
     names = dict.fromkeys(name for cls in classes.values() for name in field_names(cls))
     for name in (name for name in names if name != "name"):
+        # Setting -> the choices in which it has the same type, default and meaning.
         overrides_by_setting: dict[Setting, list[str]] = {}
         for option, cls in classes.items():
             for field in (field for field in fields(cls) if field.name == name):
@@ -185,15 +186,10 @@ def _classes_below(cls: type) -> Iterator[type]:
 def _setting(cls: type, field: Field[Any], hint: Any, key: str) -> Setting:
     """Return the setting `key`, a field of the settings class `cls` with the annotation `hint`."""
     info = getattr(cls, "__pydantic_fields__", {}).get(field.name)
-    if info is not None:
-        default = info.get_default(call_default_factory=True)
-    else:
-        field_default = (
-            field.default_factory() if field.default_factory is not MISSING else field.default
-        )
-        default = getattr(field_default, "default", field_default)  # of pydantic's Field(default=…)
+    default = _default(field, info)
     is_required = info is not None and info.is_required()
     text = "" if is_required or default == "???" else shown(plain(default))
+    # pydantic keeps the bounds as objects with one attribute of BOUNDS each: Ge(ge=1) -> ">= 1".
     bounds = [
         f"{sign} {bound:g}" if isinstance(bound, float) else f"{sign} {bound}"
         for part in (info.metadata if info is not None else ())
@@ -217,6 +213,14 @@ def _setting(cls: type, field: Field[Any], hint: Any, key: str) -> Setting:
     if values and NoneType in types:
         values.append("null")
     return Setting(key=key, type=kind, default=text, description=description, values=tuple(values))
+
+
+def _default(field: Field[Any], info: Any) -> Any:
+    """Return the default of a field; `info` is pydantic's record of it, or None."""
+    if info is not None:
+        return info.get_default(call_default_factory=True)
+    default = field.default_factory() if field.default_factory is not MISSING else field.default
+    return getattr(default, "default", default)  # of pydantic's Field(default=…)
 
 
 def _description(cls: type, name: str) -> str:
@@ -263,39 +267,69 @@ def _type(hint: Any) -> str:
 def json_schema() -> dict[str, Any]:
     """Return the JSON schema of files that begin with ``# @package _global_``, and of train.yaml.
 
-    Any setting may be left out, and may be an interpolation.
+    Any setting may be left out, and may be an interpolation. pydantic makes a definition of each
+    settings class. The functions below then change the definitions in place.
     """
+    # "" is the whole file; the others are sections: "tools", "user", "optimizer=muon".
     classes: dict[str, type] = {"": RunConfig, **SETTINGS_BESIDE, **ONE_BESIDE}
     for section, named in choices().items():
         classes |= {f"{section}={name}": cls for name, cls in named.items()}
-    # `references` maps (key of `classes`, "validation") to {"$ref": "#/$defs/<class name>"}.
-    references, schemas = TypeAdapter.json_schemas(
+    # "validation": of the values that are read, not of those that would be written.
+    references_by_mode, schemas = TypeAdapter.json_schemas(
         [(name, "validation", TypeAdapter[Any](cls)) for name, cls in classes.items()]
     )
     definitions = schemas["$defs"]
-    for definition in definitions.values():
-        definition.pop("required", None)
-        for name, part in definition.get("properties", {}).items():
-            # They describe the setting as a whole, so they stay outside of `anyOf`.
-            about = {
-                key: part.pop(key) for key in ("title", "description", "default") if key in part
-            }
-            definition["properties"][name] = {**about, "anyOf": [part, INTERPOLATION]}
+    # Key of `classes` -> {"$ref": "#/$defs/<class name>"}.
+    references = {name: references_by_mode[name, "validation"] for name in classes}
+    _allow_interpolations(definitions)
     for cls in {*classes.values(), *_classes_below(RunConfig)}:
         for key, part in definitions.get(cls.__name__, {}).get("properties", {}).items():
             part["description"] = _description(cls, key)
-    root = definitions[references["", "validation"]["$ref"].rpartition("/")[2]]
+    root = _definition(references[""], definitions)
     root["properties"] |= {
         "defaults": {"type": "array", "description": "Options of groups: see Hydra."},
         "hydra": {"type": "object"},
     }
+    _add_choices(root, definitions, references)
+    _add_components(root, definitions, references)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **root, "$defs": definitions}
+
+
+def _definition(reference: Mapping[str, str], definitions: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the definition that a reference names: ``{"$ref": "#/$defs/RunConfig"}``."""
+    definition: dict[str, Any] = definitions[reference["$ref"].rpartition("/")[2]]
+    return definition
+
+
+def _allow_interpolations(definitions: Mapping[str, Any]) -> None:
+    """Let each setting be left out, and be an interpolation: ``{"anyOf": [<setting>, …]}``."""
+    for definition in definitions.values():
+        definition.pop("required", None)
+        for name, part in definition.get("properties", {}).items():
+            # These keys describe the setting as a whole, so they stay outside of `anyOf`.
+            about = {
+                key: part.pop(key) for key in ("title", "description", "default") if key in part
+            }
+            definition["properties"][name] = {**about, "anyOf": [part, INTERPOLATION]}
+
+
+def _add_choices(
+    root: dict[str, Any],
+    definitions: Mapping[str, Any],
+    references: Mapping[str, Mapping[str, str]],
+) -> None:
+    """Let each section with choices have the keys of any one of them.
+
+    `references` has each choice's definition by ``<section>=<choice>``.
+    """
     for section, named in choices().items():
         owner, _, key = section.rpartition(".")
+        # The only sections with choices that are not at the top are below `algorithm`.
         parent = definitions["AlgorithmConfig"] if owner else root
-        options = [references[f"{section}={name}", "validation"] for name in named]
+        options = [references[f"{section}={name}"] for name in named]
         for name, option in zip(named, options, strict=True):
             # Choices may share a class, and so a definition: it then lists all their names.
-            definition = definitions[option["$ref"].rpartition("/")[2]]
+            definition = _definition(option, definitions)
             earlier_names = definition["properties"].get("name", {}).get("enum", [])
             definition["properties"] |= {"name": {"enum": [*earlier_names, name]}}
         # A choice from outside the package has other keys.
@@ -305,14 +339,24 @@ def json_schema() -> dict[str, Any]:
             *([outside] if section not in CHOICES else []),
             INTERPOLATION,
         ]
+
+
+def _add_components(
+    root: dict[str, Any],
+    definitions: Mapping[str, Any],
+    references: Mapping[str, Mapping[str, str]],
+) -> None:
+    """Describe components: a `_target_`, settings of ours, and any arguments of the `_target_`.
+
+    SETTINGS_BESIDE holds sections of components by name (`tools`), ONE_BESIDE sections that are one
+    component (`user`). Both have the class of the settings that stand beside the `_target_`.
+    """
     for section in (*SETTINGS_BESIDE, *ONE_BESIDE):
-        reference = references[section, "validation"]
-        target: dict[str, Any] = {"type": "object", "properties": {"_target_": {"type": "string"}}}
-        name = reference["$ref"].rpartition("/")[2]
-        # Beside the settings stand the arguments of the `_target_`.
-        target["properties"] |= definitions[name]["properties"]
-        # `user` is one component; `tools` holds several, by name.
-        is_single = section in ONE_BESIDE
-        root["properties"][section] |= target if is_single else {"additionalProperties": target}
-        root["properties"][section].pop("anyOf")
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **root, "$defs": definitions}
+        settings_beside = _definition(references[section], definitions)["properties"]
+        component = {
+            "type": "object",
+            "properties": {"_target_": {"type": "string"}, **settings_beside},
+        }
+        part = root["properties"][section]
+        part.pop("anyOf")  # of the class, which is a mapping, or an interpolation
+        part |= component if section in ONE_BESIDE else {"additionalProperties": component}

@@ -115,11 +115,11 @@ class Evidence:
         }
         shutil.rmtree(bundle, ignore_errors=True)
         bundle.mkdir(parents=True)
-        for name in ("config.yaml", TOOLS):
+        for name in ("config.yaml", TOOLS):  # TOOLS: tools.json
             if (self.folder / name).exists():
                 shutil.copyfile(self.folder / name, bundle / name)
         write_step(bundle, step, rollouts, arrays_above=self.arrays_above)
-        if isinstance(error, BrokenUpdate):
+        if isinstance(error, BrokenUpdate):  # it has the sequences of the failed update
             # Tensors, because JSON has no NaN.
             records = [
                 {

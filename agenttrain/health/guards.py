@@ -93,6 +93,7 @@ class Guards:
         )
         self.streak = 0 if has_advantage else self.streak + 1
         guards, no_variance = self.config, self.config.no_variance.limit
+        # The gap between the engine's and the trainer's logprobs, by its name among the metrics.
         # NaN (nothing was measured) is neither above nor below a limit.
         gap_name = f"{GAP}_fresh_max" if self.asynchronous else f"{GAP}_max"
         gap = metrics.get(gap_name, math.nan)
@@ -140,7 +141,10 @@ class Guards:
     def _check_reward_hacking(
         self, step: int, rollouts: Sequence[Rollout], warn: Callable[[str], None]
     ) -> None:
-        """Warn of new signs of reward hacking; raise GuardTripped with action=stop."""
+        """Warn of new signs of reward hacking; raise GuardTripped with action=stop.
+
+        An alarm of an evaluation since the last step raises too: `check_evaluation` only warned.
+        """
         text, self._held_out = self._held_out, None
         for source, rollouts_of_source in _by_source(rollouts).items():
             alarm = self._watch_of(source).check_step(step, rollouts_of_source)
@@ -193,6 +197,8 @@ class Guards:
         for tool, calls in calls_by_tool.items():
             key = f"tool_failures {tool}"
             problem = calls.problem(tool, self.config.tool_failures)
+            # Not by `_report`, which could stop the run, and which would let a tool without a
+            # problem here be warned of again in training.
             if problem is not None and key not in self._tripped:
                 self._tripped.add(key)
                 warn(f"guard: {label}: {problem}")
@@ -200,7 +206,8 @@ class Guards:
     def _has_ended(self, source: str) -> bool:
         """Return True if the latest `window` steps had no task of a source of the mixture.
 
-        What it forgets then happens while no training reward of it rises.
+        The policy may then get worse at this source without any rise of its training reward, so a
+        fall in its evaluation is no sign of hacking.
         """
         latest_steps = {
             name: watch.tallies[-1].step for name, watch in self._watches.items() if watch.tallies
@@ -232,7 +239,7 @@ class Guards:
         # Checkpoints of 0.1 have neither guards that have warned, nor reasons of failures.
         self._tripped = set(state.get("tripped", ()))
         self._calls = {
-            tool: Calls(count, failures, *map(Counter, reasons))
+            tool: Calls(count, failures, Counter(reasons[0] if reasons else {}))
             for tool, (count, failures, *reasons) in state["tool_calls"].items()
         }
         if "reward_watches" in state:  # checkpoints of 0.1 have none
@@ -273,7 +280,7 @@ def _add_calls(rollouts: Sequence[Rollout], calls_by_tool: dict[str, Calls]) -> 
     """
     for rollout in rollouts:
         for result in rollout.tool_results:
-            if result.error in NOT_THE_TOOLS:
+            if result.error in NOT_THE_TOOLS:  # the model's fault, such as an unknown name
                 continue
             calls = calls_by_tool.setdefault(result.executor or result.call.name, Calls())
             calls.count += 1

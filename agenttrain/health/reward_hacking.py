@@ -71,8 +71,10 @@ class Sign:
     reward: float = 0.0
     """Sum of their rewards."""
     shares: dict[str, float] = field(default_factory=dict)
-    """Share of the rollouts of each group that has any, by the group's id."""
+    """Group id -> share of the group's rollouts that have the sign; groups without any are left
+    out."""
     tasks: list[str] = field(default_factory=list)
+    """Ids of their tasks, each once."""
     suspects: list[str] = field(default_factory=list)
     """Ids of the best-rewarded ones, each of another task."""
 
@@ -154,6 +156,7 @@ class RewardWatch:
                 self.lengths = bounds[0], bounds[-1]
                 self._first_lengths = []
         if len(self.tallies) == window:
+            # An evaluation from before the first steps is paired with their reward.
             for name, (evaluation, training) in self.held_out.items():
                 self.held_out[name] = evaluation, training or _reward(self.tallies)
         rises = {sign: rise for sign in tally.signs if (rise := self._rise(sign)) is not None}
@@ -187,7 +190,7 @@ class RewardWatch:
             return None
         self.raised.add(f"{HELD_OUT}:{name}")
         tally = self.tallies[-1]
-        best_rollouts = tally.signs["any"].suspects
+        best_rollouts = tally.signs["any"].suspects  # all rollouts have "any"
         return Alarm(
             step=tally.step,
             signs=(HELD_OUT,),
@@ -245,6 +248,7 @@ class RewardWatch:
         )
         frequent = {answer for answer, _ in answers.most_common(ANSWERS)}
         sizes = Counter(rollout.group_id for rollout in rollouts)
+        # The best rewarded first, so that these become the suspects.
         for rollout in sorted(rollouts, key=lambda r: r.reward or 0.0, reverse=True):
             assert rollout.reward is not None
             tally.reward += rollout.reward
@@ -262,7 +266,10 @@ class RewardWatch:
         return tally
 
     def _signs(self, rollout: Rollout) -> Iterator[str]:
-        """Yield the signs of a rollout. All rollouts have the sign ``any``."""
+        """Yield the signs of a rollout. All rollouts have the sign ``any``.
+
+        `lengths` are the shortest and the longest usual ones, None in the first steps.
+        """
         answer = answer_of(rollout)
         yield "any"
         yield f"stop:{rollout.stop_reason}"
@@ -278,9 +285,13 @@ class RewardWatch:
             yield "short"
 
     def _lower_references(self, tally: Tally) -> None:
-        """Update the steps in which each sign was rarest; `tally` is the step after them."""
+        """Make the latest steps the reference of each sign that was never rarer before.
+
+        `tally` is the step that follows them. A sign that appears in it first had a share of 0.
+        """
         recent_signs = {sign for earlier in (*self.tallies, tally) for sign in earlier.signs}
-        # Answers of long ago are forgotten, or a run would keep every answer.
+        # Signs with a value, ``answer:42``, are forgotten once no recent step has them, or a run
+        # would keep every answer.
         references = {
             sign: reference
             for sign, reference in self.references.items()

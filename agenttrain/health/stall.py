@@ -50,7 +50,8 @@ class Stall:
             yield "\nwhere their coroutines wait, the innermost call last:"
         for name, task in self.tasks[:SHOWN]:
             calls, coroutine = [], task.get_coro()
-            while coroutine is not None:  # a task's own stack ends at its first await
+            # Follow the chain of awaits: a task's own stack ends at its first one.
+            while coroutine is not None:
                 frame: FrameType | None = _attribute(coroutine, "cr_frame", "gi_frame", "ag_frame")
                 if frame is not None:
                     code = frame.f_code

@@ -140,7 +140,8 @@ class Watchdog:
     ) -> None:
         """Watch a collector's rollouts, and count a model's forward passes by its `embeddings`.
 
-        `print_stacks` prints the stacks of the collector's process, if that is another one.
+        Each pass raises `_count`, as progress. `print_stacks` prints the stacks of the collector's
+        process, if that is another one.
         """
         self._collector, self._print_stacks = collector, print_stacks
         if embeddings is not None:

@@ -91,6 +91,7 @@ def run_workers(command: Command, composed: Composed, folder: Path, program: str
         if current_thread() is main_thread():
             for number in (*PASSED_ON, *ELASTIC):
                 stack.callback(signal.signal, number, signal.getsignal(number))
+        # With restarts the servers outlive the workers: this launcher owns them, and ends them.
         if restarts:
             os.environ[SERVERS_OWNER] = f"{os.getpid()} {folder.resolve()}"
             for spec in specs().values():  # roles have servers beside any engine
@@ -98,7 +99,7 @@ def run_workers(command: Command, composed: Composed, folder: Path, program: str
                     stack.callback(spec.end_servers, folder.resolve())
             stack.callback(os.environ.pop, SERVERS_OWNER)
             adopt_orphans()
-        for restarts_left in range(restarts, -1, -1):
+        for restarts_left in range(restarts, -1, -1):  # the first start, and each restart
             worker_args = WorkerCommand(
                 arguments=arguments,
                 program=program,
@@ -174,7 +175,7 @@ def _run_once(
     threads = max(len(os.sched_getaffinity(0)) // processes, 1)
     defaults = {"OMP_NUM_THREADS": str(threads), **QUIET}
     if section.name is DistributedName.fsdp2:
-        defaults |= MAPPED_FROM_THE_START
+        defaults |= MAPPED_FROM_THE_START  # gathered layers would fragment the heap
     if section.nodes == 1:
         defaults["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name may not resolve
     # The user's own values of these variables stay.
@@ -192,8 +193,8 @@ def _run_once(
             monitor_interval=0.1,
         )
         workers = Workers(
-            lambda ended: f"{_rank_name(ended)} of node {node} {_how(ended)}",
-            (exchange / SIGNAL_FILE).write_text,
+            describe=lambda ended: f"{_rank_name(ended)} of node {node} {_how(ended)}",
+            announce=(exchange / SIGNAL_FILE).write_text,
             spec=spec,
             logs_specs=DefaultLogsSpecs(log_dir=str(exchange)),
         )
@@ -259,7 +260,7 @@ def _report(workers: Workers, exchange: Path, verb: str, folder: Path, *, first_
         again = f"agenttrain {resuming(verb)}resume={quote(str(folder))}"
         remedy = "" if verb == "eval" else f". To go on: {again}"
         print(f"agenttrain: {message}; the other processes were stopped{remedy}", file=sys.stderr)
-        if first_node:
+        if first_node:  # replaces any status that a dead process may have left
             _set_status(folder, dict.fromkeys(UNFINISHED, "failed"), message)
     return first.code if first is not None and first.code > 0 else FAILED
 

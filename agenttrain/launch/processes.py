@@ -217,7 +217,7 @@ def lone_process_problem(environment: Mapping[str, str] = os.environ) -> str | N
             f"accelerate launch: was to start several processes (MASTER_ADDR="
             f"{environment['MASTER_ADDR']}) and has started one, or leaves them to MPI; {remedy}"
         )
-    # In a job of SLURM they are those of a job step, also in a single shell in it, and say nothing.
+    # In a job of SLURM even a single shell has the sizes of its job step, which say nothing.
     sizes = {} if "SLURM_JOB_ID" in environment else environment
     several = [name for name in MPI_SIZES if sizes.get(name, "1") not in ("", "0", "1")]
     if several:

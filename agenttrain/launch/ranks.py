@@ -57,7 +57,7 @@ def agree(world: World, own: Proposal) -> Proposal:
     Raises Disagreement on every rank if settings differ or a rank has a problem, with a message
     such as ``optimizer.lr=0.1: the first rank has optimizer.lr=0.2; start every rank with …``.
     """
-    _agreed.set()
+    _agreed.set()  # `share` would compare them otherwise, at the end
     first = world.broadcast(own, "the settings")  # the first rank's, on every rank
     problem = own.problem
     if problem is None and first.problem is None and first.settings:

@@ -84,7 +84,7 @@ def leave(code: int) -> None:
 
         if dist.is_initialized():
             dist.destroy_process_group()
-    atexit._run_exitfuncs()
+    atexit._run_exitfuncs()  # which `os._exit` skips
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

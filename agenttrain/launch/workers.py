@@ -22,6 +22,7 @@ from agenttrain.utils.exit_codes import DONE, INTERRUPTED, PREEMPTED, TERMINATED
 from agenttrain.utils.signals import Insistence, leave_terminal
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Signals of the launcher at which it signals its workers, not always by the same one."""
 STOP_S = 15.0
 """Seconds until workers that were asked to stop are killed."""
 AGAIN_S = 3.0
@@ -75,7 +76,7 @@ class Workers(LocalElasticAgent):
         """All workers that have ended, by rank."""
         self._describe = describe
         self._announce = announce
-        self._hears_hangup = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+        self._hears_hangup = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # no nohup
         self._terms = Insistence()  # recognises a second SIGTERM
         self._forwarded = signal.SIGUSR1
         """Signal forwarded to workers; SIGINT after Ctrl-C or a second SIGTERM. Never SIGTERM: a

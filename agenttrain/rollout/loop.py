@@ -394,7 +394,7 @@ class _Loop:
         rewards[turn] = rewards.get(turn, 0.0) + value
 
     def _remaining_tokens(self) -> int:
-        """Return the number of tokens that may still follow, sampled or not."""
+        """Return the number of tokens, sampled or not, that all token limits still allow."""
         spent = self._tokens_before + self.trajectory.length - self._uncounted
         remaining = min(self.limits.max_completion_tokens - spent, self._remaining_context())
         if self.agent.depth:
@@ -412,10 +412,10 @@ class _Loop:
 
         Of equal ones: the sub-agents' tokens come first, then the context, then the rollout's.
         """
-        remaining = self._remaining_tokens()
-        if self.agent.depth and self.sub_agents.tokens_left() <= remaining:
+        fewest = self._remaining_tokens()  # of all limits
+        if self.agent.depth and self.sub_agents.tokens_left() <= fewest:
             return StopReason.max_delegated_tokens
-        full = self._remaining_context() <= remaining
+        full = self._remaining_context() <= fewest
         return StopReason.context_full if full else StopReason.max_tokens
 
     async def _reply_to(self, turn: AssistantTurn, completion: Completion) -> StopReason | None:

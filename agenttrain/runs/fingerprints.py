@@ -55,6 +55,7 @@ def fingerprints(components: Components) -> Fingerprints:
     """Return the fingerprints of a run that is about to start or to go on."""
     config = components.config
     parts: Fingerprints = {str(part): {} for part in RunPart}
+    # A run without a mixture has one source, "".
     for source, source_components in (components.sources or {"": components}).items():
         for part, digests in _source_fingerprints(source_components).items():
             # "code of tools.find" of the source shop: "code of data.sources.shop.tools.find"
@@ -75,7 +76,7 @@ def _source_fingerprints(components: Components) -> Fingerprints:
     schemas = [schema for toolbox in toolboxes for schema in toolbox.schemas()]
     train, test = components.tasks.train, components.tasks.test
     assert isinstance(train, TaskSource) and isinstance(test, TaskSource)
-    suffix = f" ({train.source})" if train.source else ""
+    suffix = f" ({train.source})" if train.source else ""  # "schema of find (shop)" in a mixture
     return {
         RunPart.data: {"rows of data.train": _rows(train), "rows of data.test": _rows(test)},
         RunPart.tools: {

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 
 def check_model(config: RunConfig, verb: str = "train") -> None:
-    """Raise if the model's architecture cannot do what a run of `verb` needs, or weights lack.
+    """Raise if the architecture cannot do what a run of `verb` needs, or weight files are missing.
 
     The model is built on the meta device, without weights.
     """
@@ -142,7 +142,8 @@ def _check_sent(config: RunConfig, model: PreTrainedModel) -> None:
             "before they are sent, because vLLM 0.32 reads them wrongly in most families; leave it "
             "out, or set model.lora.target_parameters=[]"
         )
-    if merges_adapters(config) is None:  # the settings alone could not be checked for it
+    # None: the settings do not tell whether adapters are merged, so this was not checked earlier.
+    if merges_adapters(config) is None:
         raise_config_error(sent_problems(config, is_merged=bool(names)))
 
 
@@ -172,7 +173,7 @@ def make_policy(
         empty_model = None if sharding is None else load_empty(config, world.rank)
     model, weights = (load_model(config), None) if empty_model is None else empty_model
     if config.model.lora.rank or is_adapted(model):
-        # peft draws no adapters on the meta device.
+        # peft draws no adapters on the meta device: `stand_ins` puts CPU tensors in its place.
         with stand_ins(model) if weights is not None else nullcontext():
             targets = add_lora(model, config.model.lora)
         if world.is_main:
@@ -226,9 +227,11 @@ def make_engine(
     Raises ConfigError for an engine whose SPEC says that weights are sent to it, and that has no
     methods for them.
     """
+    # An engine with weights of its own is sent them later; others sample from the policy itself.
+    sampler = None if run_spec(config).own_weights else policy.sampler
     inputs = engine_inputs(
         config,
-        None if run_spec(config).own_weights else policy.sampler,
+        sampler,
         folder,
         on_gpu=policy.accelerator.device.type == "cuda",
         rank=policy.world.rank,

@@ -40,7 +40,7 @@ def write_config(
         "git_revision": revision,
         "template_certificate": certificate,
         "training_kernel": kernel,
-        **signature(config),
+        **signature(config),  # lets this user resume settings that name code
     }
     text = OmegaConf.to_yaml(OmegaConf.create({**config, "provenance": provenance}))
     write_atomically(folder / "config.yaml", text)

@@ -339,7 +339,8 @@ class RemoteSource:
 def split_batch(batch: StepBatch, processes: int, minibatches: int) -> list[StepBatch]:
     """Split a step into one share per training process, with about as many tokens in each.
 
-    The first share also has the groups that are not trained on, the counts and the source's state.
+    A place is a group's number in the step. The first share also has the groups that are not
+    trained on, the counts and the source's state.
     """
     collected = batch.collected
     group_at = dict(zip(collected.places, collected.groups, strict=True))

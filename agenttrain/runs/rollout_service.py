@@ -90,6 +90,7 @@ async def serve(connection: socket.socket) -> None:
                 await channel.send(_failed(error))
                 return
             await channel.send(RequestResult(value=service.engine_description))
+            # The next message is awaited while the service works: EndRequest ends the work.
             next_request = asyncio.create_task(channel.receive())
             while not isinstance(request := await next_request, EndRequest):
                 next_request = asyncio.create_task(channel.receive())

@@ -70,7 +70,7 @@ class RolloutProcess:
         command = [sys.executable, "-u", "-m", MODULE, *arguments]
         with child_end:  # closed here once the child has its copy
             # The keeper of a child kills all that the child has started, once the child ends. The
-            # wrappers of inference servers have to outlive this one, to clean up or to serve again.
+            # wrappers of inference servers outlive this child, to clean up or to serve again.
             self._child = ChildProcess(
                 command, keeper=False, pass_fds=[child_end.fileno()], print_line=self._print
             )
@@ -130,7 +130,7 @@ class RolloutProcess:
                 return message.value
             if isinstance(message, RequestFailure):
                 raise message.raised()
-            assert isinstance(message, RolloutStatus)
+            assert isinstance(message, RolloutStatus)  # sent while the process works
             self.in_flight.progress, self._waiting = message.progress, message.waiting
             if self.progress is not None and message.total:
                 self.progress(message.finished, message.total)
@@ -188,7 +188,8 @@ class Rollouts:
         `what` names the work in errors. If the request fails, all processes raise, as `meet` does.
         After a signal all processes raise Preempted.
         """
-        answers: list[Any] = []  # holds one answer; empty after a signal, as an answer may be None
+        # The one answer, which may be None; nothing after a signal.
+        answers: list[Any] = []
         failure: Exception | None = None
         if self.process is not None:
             try:
@@ -249,7 +250,8 @@ class Rollouts:
             if self.restarts > 0:
                 return f"{message}; it had been started again in this step"
             return message  # the engine has had no weights yet
-        if self.stop.agree(self.stop.name is not None):  # the run stops anyway
+        # A signal has come to one of the processes: the run stops anyway.
+        if self.stop.agree(self.stop.name is not None):
             return message
         problem = await self._restart()
         if problem is None:

@@ -39,11 +39,12 @@ def check_rows(
     may_end_with_answer: bool = False,
     on_bad_row: OnBadRow = OnBadRow.error,
 ) -> set[str]:
-    """Check the rows of each source, and the template with their tools; return the tools' names.
+    """Check the rows of each source, and the template with the tools that rows list.
 
-    `executed`: the run calls the tools that rows list; False: it only shows their schemas. A row
-    that ends with an assistant's message is a bad one unless rows `may_end_with_answer`: the model
-    would be asked with the answer in its prompt.
+    Return the names of these tools. `executed`: the run calls the tools that rows list; False: it
+    only shows their schemas. A row that ends with an assistant's message is a bad one unless rows
+    `may_end_with_answer`: the model would be asked with the answer in its prompt.
+
     Raises RowError with the name of the row, CertificateError if the template does not fit the
     tools, and ChatError as `check_grammars`.
     """

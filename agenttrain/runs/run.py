@@ -122,7 +122,11 @@ PHASES = {
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """One process of an execution of a verb. The main one writes its folder."""
+    """One process of an execution of a verb. The main one writes its folder.
+
+    `execute` does everything, and builds a trainer by `make_trainer`. The trainer gets this object:
+    it puts its work into `phase`, and uses the world, the tracker and the stop request.
+    """
 
     verb: str
     config: RunConfig
@@ -360,6 +364,7 @@ class Run:
             best = None  # the evaluation after the last step, whose scores are printed anyway
         print_scores(
             before=from_json(before),
+            # All of them are: only an evaluator of `sft` gives a HeldOutLoss.
             after=[e for e in evaluations if isinstance(e, Evaluation)],
             decode=components.chat.decode,
             run_folder=self.folder,
@@ -789,7 +794,7 @@ async def _first_sync(
     """
     if engine is None:
         return None
-    # One engine may compile minutes longer than another.
+    # Meet here: one engine may compile minutes longer than another.
     run.world.exchange((), "the engine in every process", patient=True)
     with run.world.collective("the first weight sync"):
         prompt_ids = components.probe_prompt()

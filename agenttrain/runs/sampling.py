@@ -273,8 +273,9 @@ def engine_inputs(
     source_folder = model_folder(path, revision=revision)
     # The model that the adapters in `source_folder` are for; None if it holds a whole model.
     base = base_folder(path, revision, config.model.base_revision)
-    adapters = None
+    # None: there are no adapters, or they are merged into the weights that the engine is sent.
     # Nothing is merged for an engine that samples from the policy itself.
+    adapters = None
     if lora.rank and (not run_spec(config).own_weights or _are_sent(config)):
         adapters = lora
     return EngineInputs(
@@ -300,9 +301,9 @@ def engine_inputs(
 def _are_sent(config: RunConfig) -> bool:
     """Return True if the engine is sent the adapters of `model.lora` as they are."""
     is_merged = merges_adapters(config)
-    return sends_adapters(
-        config, is_merged=_adapts_experts(config) if is_merged is None else is_merged
-    )
+    if is_merged is None:  # the settings do not tell: adapters are merged if they are on experts
+        is_merged = _adapts_experts(config)
+    return sends_adapters(config, is_merged=is_merged)
 
 
 def _adapts_experts(config: RunConfig) -> bool:

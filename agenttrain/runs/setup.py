@@ -249,6 +249,7 @@ class Components:
 
     def _build_tools(self) -> tuple[Toolbox, Environments]:
         config = self.config
+        # All sources of a mixture have tools of their own.
         if config.data.sources and not any(map(shares_tools, config.data.sources.values())):
             return Toolbox({}), Environments()
         environments = Environments(
@@ -326,6 +327,7 @@ class Components:
     def _mixed_tasks(self) -> Splits:
         """Return the tasks of a mixture: in the order of a run without curricula."""
         splits = {name: part.tasks for name, part in self.sources.items()}
+        # Source -> its test rows, and how many of them an evaluation takes.
         questions = {
             name: (part.tasks.by_key.get("data.test"), part.config.eval.questions)
             for name, part in self.sources.items()

@@ -164,6 +164,7 @@ def make_teacher(
     dtype, world = getattr(torch, teacher.dtype), policy.world
     sharding, weights = sharding_of(config), None
     model: Any
+    # If possible, the weights are read once the model is sharded: each process reads its part.
     if sharding is not None and why_not_sliced(folder) is None:
         model = empty_model(folder, dtype)
         with world.together(f"the files of {KEY}", WrongWeights, patient=True):

@@ -61,7 +61,7 @@ def async_note(config: RunConfig) -> str | None:
     ahead, mode = config.async_training.max_staleness, config.weight_sync.mode
     if not ahead or mode is not WeightSyncMode.drain or not run_spec(config).own_weights:
         return None
-    # Servers take adapters without a pause. None: only the architecture tells what they get.
+    # Servers take adapters without a pause. None (only the architecture tells) counts as merged.
     is_merged = merges_adapters(config) is not False
     if run_spec(config).fleet and sends_adapters(config, is_merged=is_merged):
         return None

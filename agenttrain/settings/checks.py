@@ -205,6 +205,7 @@ def _runtime(config: RunConfig) -> Iterator[str]:
     sections = {f"tools.{name}": section for name, section in config.tools.items()}
     sections["data.train"] = config.data.train
     if not runtime.has_machines:
+        # The bundled tool for files and Harbor's tasks work in a rollout's container.
         needs = [
             key
             for key, section in sections.items()

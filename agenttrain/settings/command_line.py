@@ -86,8 +86,8 @@ def command_of(
         if setting in overrides:
             remedy = "name one (is a shell variable empty?), or leave it out"
             raise ConfigError(f"{setting}: no folder; {remedy}")
-    untrusted, trust = take_trust(overrides)
-    settings, saved = _take_saved(untrusted, verb)
+    words, trust = take_trust(overrides)
+    settings, saved = _take_saved(words, verb)
     if trust and saved is None:
         raise ConfigError(
             f"{TRUSTED}: lets the code run that a saved run names; it goes with "

@@ -92,6 +92,7 @@ def section_problems(config: RunConfig) -> Iterator[str]:
             "algorithm/credit=gigpo: compares turns that began in equal states of an environment, "
             "and the run has none; add one with a state(), or set algorithm/credit=turn_baseline"
         )
+    # `siblings` are all sections of the component's kind: of a tool, those of `tools`.
     for key, section, siblings in _components(config):
         kind, name = key.partition(".")[0], key.rpartition(".")[2]
         if not isinstance(section, Mapping) or "_target_" not in section:
@@ -116,14 +117,7 @@ def section_problems(config: RunConfig) -> Iterator[str]:
             except ConfigError as error:
                 yield from str(error).splitlines()
             else:
-                limits = TOTAL_LIMITS if isinstance(settings, ToolLimits) else {}
-                for limit, total in limits.items():
-                    value, maximum = getattr(settings, limit), getattr(config.rollout, total)
-                    if None not in (value, maximum) and value > maximum:
-                        yield (
-                            f"{key}.{limit}={value}: has no effect, the whole rollout is limited "
-                            f"to rollout.{total}={maximum}; lower one or raise the other"
-                        )
+                yield from _useless_limits(config, key, settings)
     for name, section in config.reward.items():
         is_shared = isinstance(section, Mapping) and section.get("_target_") == REWARD_TARGET
         if is_shared and not config.environment:
@@ -133,6 +127,19 @@ def section_problems(config: RunConfig) -> Iterator[str]:
             )
     if not config.reward and not config.environment:  # an environment may have a reward
         yield "reward={}: without a reward nothing can be learnt; choose one: reward=[exact_match]"
+
+
+def _useless_limits(config: RunConfig, key: str, settings: Any) -> Iterator[str]:
+    """Yield the limits of a tool or environment that are above those of the whole rollout."""
+    if not isinstance(settings, ToolLimits):
+        return
+    for limit, total in TOTAL_LIMITS.items():
+        value, maximum = getattr(settings, limit), getattr(config.rollout, total)
+        if None not in (value, maximum) and value > maximum:
+            yield (
+                f"{key}.{limit}={value}: has no effect, the whole rollout is limited "
+                f"to rollout.{total}={maximum}; lower one or raise the other"
+            )
 
 
 def _components(config: RunConfig) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
@@ -225,7 +232,7 @@ def _tool(config: RunConfig, key: str, section: Mapping[str, Any], target: Any) 
     yield from problems
     if problems:
         return
-    reconnect_s = section.get("reconnect_s", 5.0)
+    reconnect_s = section.get("reconnect_s", 5.0)  # the default of an MCP server
     if check is check_mcp_server and reconnect_s >= settings.timeout_s:
         yield (
             f"{key}.reconnect_s={reconnect_s}: must be below "
@@ -252,6 +259,7 @@ def _environment(
             f"{key}._target_={section['_target_']}: is a function; each rollout gets an instance "
             "of its own, so name a class"
         )
+    # An environment's class may check the arguments of its instances, before one is made.
     elif (check := class_method(target, "check")) is not None:
         yield from _argument_problems(check, key, arguments)
 
@@ -306,6 +314,7 @@ def _reward(config: RunConfig, key: str, section: Mapping[str, Any], target: Any
 
 
 def _rows(config: RunConfig, key: str, section: Mapping[str, Any], target: Any) -> Iterator[str]:
+    """Yield the problem of the arguments of bundled rows; those without end make their row 0."""
     path = section["_target_"]
     check = partial(target, index=0) if path in ENDLESS else ROW_CHECKS.get(path)
     if check is not None:
@@ -376,6 +385,7 @@ def tool_names(config: RunConfig) -> ToolNames:
 def _tool_names(name: str, section: Mapping[str, Any]) -> ToolNames:
     """Return the names of the tools that the section `tools.<name>` makes."""
     target = locate(section["_target_"], key=f"tools.{name}._target_")
+    # A function, or an instance to call: one tool, with the name of its section.
     if not isclass(target) or any("__call__" in vars(base) for base in target.__mro__[:-1]):
         return ToolNames(names=(name,), complete=True)
     if hasattr(target, "tools"):  # only an instance has their names
@@ -384,6 +394,7 @@ def _tool_names(name: str, section: Mapping[str, Any]) -> ToolNames:
 
 
 def _methods(cls: type, reserved: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the public methods of a class, without the `reserved` ones that the run calls."""
     from agenttrain.tools.tool import public_methods  # jsonschema comes with it
 
     return tuple(public_methods(cls, reserved))

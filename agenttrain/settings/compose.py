@@ -73,6 +73,7 @@ class Source:
     extra: str | None = None
     """A folder of the user's whose groups are added."""
     name: str = "train"
+    """The file that is composed, without `.yaml`."""
 
     def groups(self) -> dict[str, list[str]]:
         """Return every group with its options."""
@@ -103,6 +104,7 @@ def schema() -> DictConfig:
 def _empty_sections(cls: type) -> dict[str, Any]:
     """Return empty sections for all defaults that are sections: ``{"model": {"lora": {}}, …}``."""
     hints = get_type_hints(cls, include_extras=True)
+    # The default factory of a section is its own class: `lora: LoraConfig`, made by LoraConfig().
     names = [field.name for field in fields(cls) if field.default_factory is hints[field.name]]
     return {name: _empty_sections(hints[name]) for name in names}
 
@@ -173,7 +175,7 @@ def compose_raw(
 def compose_run(overrides: Sequence[str], source: Source, *, with_hydra: bool = False) -> Composed:
     """Return the settings under `overrides`; raises ConfigError. Needs a `hydra_session`.
 
-    `with_hydra`: with `Composed.raw`.
+    `with_hydra`: keep Hydra's own settings too, as `Composed.raw`, for a run that starts.
     """
     raw = compose_raw(overrides, source, with_hydra=with_hydra)
     with explained(overrides, source.groups):

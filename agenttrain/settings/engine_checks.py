@@ -39,14 +39,18 @@ def has_rollout_process(config: RunConfig) -> bool:
 
 
 def run_spec(config: RunConfig) -> EngineSpec[Any]:
-    """Return the spec of the run's engine: `apart`, if any, if rollouts have their own process."""
+    """Return the spec of the run's engine.
+
+    With a rollout process it is `apart`: the same engine with a copy of the weights, if it has one.
+    """
     spec = spec_of(config.engine)
     return (spec.apart or spec) if has_rollout_process(config) else spec
 
 
 def policy_gpus(config: RunConfig, trainers: int) -> int:
     """Return the number of GPUs of the trainers and, if there is one, of the policy's copy."""
-    return trainers + (run_spec(config) is not spec_of(config.engine))
+    has_copy = run_spec(config) is not spec_of(config.engine)  # in the rollout process
+    return trainers + int(has_copy)
 
 
 def replays_routes(config: RunConfig, verb: str) -> bool:

@@ -45,10 +45,12 @@ def after_sft(words: Sequence[str], checkpoint: str) -> FollowUp:
     options, settings = _split(words)
     named = [text for text in settings if key_of(text) == "experiment"]  # the last one counts
     experiment = named[-1].partition("=")[2] if named else None
-    folders = [Path(options[name]) for name in ("--config-dir",) if name in options]
-    folders.append(conf_folder())
-    files = [f"experiment/{experiment}"] if experiment else []
-    files += [options[name] for name in ("--config-name",) if name in options]
+    folders = [conf_folder()]
+    if "--config-dir" in options:
+        folders.insert(0, Path(options["--config-dir"]))
+    files = [f"experiment/{experiment}"] if experiment else []  # those that may choose rows
+    if "--config-name" in options:
+        files.append(options["--config-name"])
     rl_experiment = (experiment or "").removesuffix(WARMSTART)
     has_rl_experiment = rl_experiment != experiment and any(
         _yaml_file(folder, f"experiment/{rl_experiment}") for folder in folders
@@ -64,6 +66,7 @@ def after_sft(words: Sequence[str], checkpoint: str) -> FollowUp:
         tasks_missing = not is_bundled and not any(_chooses_rows(file, folders) for file in files)
     else:  # the default experiment's tasks, unless the run has an agent of its own
         tasks_missing = any(_of(text, AGENT) for text in settings)
+    # The settings of the agent stay. Those of supervised learning and its rows go.
     kept = [text for text in settings if not _of(text, (*OF_SFT, "data"))]
     kept += [*(PLACEHOLDERS if tasks_missing else ()), f"model.path={checkpoint}"]
     option_words = [word for pair in options.items() for word in pair]
@@ -108,7 +111,7 @@ def _chooses_rows(name: str, folders: Sequence[Path]) -> bool:
     node = parse_yaml(path.read_text(encoding="utf-8")) if path else None
     if not isinstance(node, Mapping):
         return False
-    if any(f"data.{key}" in ROWS for key in node.get("data") or ()):
+    if any(f"data.{key}" in ROWS for key in node.get("data") or ()):  # data: {path: …}
         return True
     for group, option in _choices(node.get("defaults") or ()):
         if group == "data":

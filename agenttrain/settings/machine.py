@@ -79,7 +79,7 @@ def machine_problems(
                     "experts by which it samples on a GPU only, and there is none here; set "
                     f"{remedy}, or leave it out"
                 )
-        checked_verb = "train" if verb == CHECK else verb
+        checked_verb = "train" if verb == CHECK else verb  # `check` is for a run that trains
         for name, role in used_roles(config, checked_verb).items():
             problems += installed_problems(f"roles.{name}.model={role.model}")
         if started := fleets(config, checked_verb):

@@ -256,20 +256,25 @@ def _explain_key_error(
     if (new := moved_key(where)) is not None:
         return f"{where}: is {new} now"
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        section = ".".join(key.split(".")[1:2]) if key.startswith("hydra.") else ""
-        if section in REPLACED:
-            return f"{where}: {REPLACED[section]}"
-        if key.startswith("hydra."):
-            return f"{where}: Hydra has no such key; `agenttrain --cfg hydra` shows those it has"
-        hint = suggest_key(meant, groups)
-        if not hint:
-            section = _split(key)[0]
-            siblings = [_split(name)[1] for name in setting_keys() if _split(name)[0] == section]
-            hint = f"; the keys {f'of {section} ' if section else ''}are: {', '.join(siblings)}"
-            if not siblings:
-                hint = f"; a new one begins with +: +{key}=…"
-        return f"{where}: unknown key{hint}"
+        return f"{where}: {_about_unknown_key(key, meant, groups)}"
     return f"{where}: {_expected(setting, getattr(cause, 'value', None)) or first_line}"
+
+
+def _about_unknown_key(key: str, meant: str, groups: Mapping[str, Sequence[str]]) -> str:
+    """Return what to do about the unknown `key`; `meant` is the key that the user wrote."""
+    section = ".".join(key.split(".")[1:2]) if key.startswith("hydra.") else ""
+    if section in REPLACED:
+        return REPLACED[section]
+    if key.startswith("hydra."):
+        return "Hydra has no such key; `agenttrain --cfg hydra` shows those it has"
+    hint = suggest_key(meant, groups)
+    if not hint:
+        section = _split(key)[0]
+        siblings = [_split(name)[1] for name in setting_keys() if _split(name)[0] == section]
+        hint = f"; the keys {f'of {section} ' if section else ''}are: {', '.join(siblings)}"
+        if not siblings:
+            hint = f"; a new one begins with +: +{key}=…"
+    return f"unknown key{hint}"
 
 
 def _annotation(key: str) -> Any:
@@ -399,6 +404,7 @@ def _explain_other(
             return f"hydra.sweeper.params: {remedy}"
         nested = [text for text in overrides if text.count(".") > 1]
         return f"{' '.join(nested)}: is below a section that is null; leave the null out"
+    # Hydra's messages about a group, and a key, that is added and there already.
     several = re.match(r"Multiple values for ([^ ]+)\. ", str(error))
     present = re.match(r"Could not append to config\. An item is already at '([^']+)'", str(error))
     for override in overrides:

@@ -37,6 +37,7 @@ def source_views(config: RunConfig) -> dict[str, RunConfig]:
 
 
 def _view(config: RunConfig, source: SourceConfig) -> RunConfig:
+    """Return the run as if `source` were its only rows."""
     view = copy(config)
     view.data = source
     for section in own_sections(source):
@@ -64,6 +65,7 @@ def with_only(config: RunConfig, sections: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sections of a run of the one source that `data.only` names."""
     view = source_views(config)[str(config.data.only)]
     changed = {section: getattr(view, section) for section in (*OWN_SECTIONS, "eval", "checkpoint")}
+    # A source has the fields of the section `data`, and others that are no part of it.
     rows = {name: getattr(view.data, name) for name in field_names(DataConfig)}
     return {**sections, **plain({**changed, "data": rows})}
 

@@ -128,7 +128,7 @@ def hub_rows(config: RunConfig, verb: str) -> Iterator[HubModel]:
         if data.path in [path for path, _ in named.values()]:
             named[place] = (data.path, data.revision)
         for section_keys, (path, revision) in named.items():
-            if isinstance(path, str) and not Path(path).exists():
+            if isinstance(path, str) and not Path(path).exists():  # else it is a local folder
                 yield HubModel(section=section_keys, path=path, revision=revision, loaded=False)
 
 

@@ -115,7 +115,7 @@ def _of_list_in_source(key: str, values: Sequence[Any]) -> Iterator[str]:
     yield f"{key}=null"
     if values:
         yield from _by_name(key, values)
-    else:
+    else:  # none at all; with null the source would have those of the run
         yield f"{key}={{}}"
 
 

@@ -57,6 +57,7 @@ def fleets(config: RunConfig, verb: str) -> dict[str, StartedServers]:
     policy_servers: dict[str, StartedServers] = {}
     engine = config.engine
     if not isinstance(engine, OutsideEngine) and spec_of(engine).fleet:
+        # Servers that somebody else starts, or the job on nodes of their own.
         elsewhere = config.servers.outside or config.servers.nodes
         policy_servers = {} if elsewhere else {"servers": config.servers}
     roles = {f"roles.{name}": role for name, role in used_roles(config, verb).items()}
@@ -117,7 +118,7 @@ def _node_problems(config: RunConfig, named: Mapping[str, str]) -> Iterator[str]
         return
     for key, role in named.items():
         remedy = f"give the address of a server, or set {names_with(fleet=True)}"
-        if key == TEACHER:
+        if key == TEACHER:  # the training processes of all nodes ask it
             remedy = f"let {TEACHER} name a model"
         elif has_rollout_process(config):  # on the first node
             continue

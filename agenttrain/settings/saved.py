@@ -116,7 +116,8 @@ def settings_for_auto_resume(
     argument = f"resume=auto hydra.run.dir={folder}"
     composed = compose_run(overrides, source)
     complete_objective(composed)
-    started = convert(_read(argument, folder, trust=trust)[0])
+    saved_node, _ = _read(argument, folder, trust=trust)
+    started = convert(saved_node)
     adopt_pins(composed, started)
     _adopt_level(composed, started)
     raise_config_error(
@@ -187,6 +188,7 @@ def settings_for_eval(
     if not checkpoint.is_dir():
         raise ConfigError(f"run={folder}: has no checkpoint yet")
     changes_data = any(re.match(r"data\b", text) for text in overrides)
+    # A verb that scores answers needs tasks.
     if "reward" in runs and _summary(run).get("verb") == "sft" and not changes_data:
         raise ConfigError(
             f"run={folder}: its data are demonstrations, which hold the answers; name the tasks to "
@@ -256,7 +258,7 @@ def finished_steps(folder: Path) -> int | None:
 
 def stopped_when(folder: Path, stop_when: StopWhenConfig) -> bool:
     """Return True if the condition `stop_when` ended the run in `folder` before its last step."""
-    record = _summary(folder).get("stopped_when") or {}
+    record = _summary(folder).get("stopped_when") or {}  # its settings, and the mean
     return bool(record) and asdict(stop_when).items() <= record.items()
 
 
@@ -290,6 +292,7 @@ def tracker_project(command: Command) -> str | None:
     typed = {key_of(word): word.partition("=")[2] for word in command.words}
     if "hydra.run.dir" not in typed:
         return None
+    # train.yaml has the experiment `shop`.
     default = "shop" if command.source.name == "train" else command.source.name
     experiment = typed.get("experiment", default).rpartition("/")[2]
     return typed.get("hydra.job.name", "run" if experiment in ("none", "null") else experiment)
@@ -307,25 +310,14 @@ def saved_settings(
 ) -> Composed:
     """Return the settings of the run in `folder`, changed by overrides of `allowed` settings.
 
+    The overrides are parsed and checked, config.yaml is read, the overrides replace values in it,
+    the whole is validated, and what is neither typed nor signed is checked for code.
+
     `argument` is the typed argument with the folder, e.g. ``resume=outputs/a``. Code that
     config.yaml names in the sections `runs` is checked by `check_trusted`, unless an override
     replaced it.
     """
-    parsed: list[Override] = []
-    for text in overrides:
-        with explained([text], source.groups):
-            parsed += OverridesParser.create().parse_overrides([text])
-            check_values(parsed[-1:], source.groups)
-        if parsed[-1].is_sweep_override():
-            raise ConfigError(f"{as_typed(text)}: a saved run takes one value, not several")
-    for override in parsed:
-        key = override.key_or_group
-        if not may_change(key, allowed) or override.type is OverrideType.DEL:
-            hint = did_you_mean(key.partition(".")[0], allowed) or did_you_mean(key, allowed)
-            raise ConfigError(
-                f"{as_typed(override.input_line)}: cannot be combined with {argument}"
-                f"{hint}; what may change is: {', '.join(allowed)}"
-            )
+    parsed = _parse_allowed(argument, overrides, allowed, source)
     node, signed = _read(argument, folder, trust=trust)
     plain = cast(dict[str, Any], OmegaConf.to_container(node, enum_to_str=True))
     raise_config_error(empty_mapping_problems(overrides, plain))
@@ -356,15 +348,7 @@ def saved_settings(
                 mixture = OmegaConf.merge(node, {"data": {"only": None}})
                 unmoved = convert(cast(DictConfig, mixture))
         except ConfigError as error:
-            # Name config.yaml in the problem of a setting that was not typed.
-            lines = []
-            for line in str(error).splitlines():
-                setting, colon, problem = line.partition(": ")
-                key = setting.partition("=")[0]
-                is_typed = any(f"{key}.".startswith(f"{o.key_or_group}.") for o in parsed)
-                place = "" if is_typed else f" (in {folder / 'config.yaml'})"
-                lines.append(f"{setting}{place}{colon}{problem}")
-            raise ConfigError("\n".join(lines)) from error
+            raise ConfigError(_with_file(str(error), folder / "config.yaml", parsed)) from error
     # A typed mapping is merged into the saved one: only its own values are the user's.
     typed_paths = [tuple(o.key_or_group.replace("/", ".").split(".")) for o in group_choices]
     for override in parsed:
@@ -378,6 +362,43 @@ def saved_settings(
     ]
     check_trusted(argument, unsigned, trust=trust)
     return composed
+
+
+def _parse_allowed(
+    argument: str, overrides: Sequence[str], allowed: Sequence[str], source: Source
+) -> list[Override]:
+    """Parse the overrides of a saved run; raises ConfigError unless each may change a setting."""
+    parsed: list[Override] = []
+    for text in overrides:
+        with explained([text], source.groups):
+            parsed += OverridesParser.create().parse_overrides([text])
+            check_values(parsed[-1:], source.groups)
+        if parsed[-1].is_sweep_override():
+            raise ConfigError(f"{as_typed(text)}: a saved run takes one value, not several")
+    for override in parsed:
+        key = override.key_or_group
+        if not may_change(key, allowed) or override.type is OverrideType.DEL:
+            hint = did_you_mean(key.partition(".")[0], allowed) or did_you_mean(key, allowed)
+            raise ConfigError(
+                f"{as_typed(override.input_line)}: cannot be combined with {argument}"
+                f"{hint}; what may change is: {', '.join(allowed)}"
+            )
+    return parsed
+
+
+def _with_file(text: str, file: Path, typed: Sequence[Override]) -> str:
+    """Name the file in each problem of a setting that was not typed.
+
+    Example: ``steps=0: …`` -> ``steps=0 (in outputs/a/config.yaml): …``.
+    """
+    lines = []
+    for line in text.splitlines():
+        setting, colon, problem = line.partition(": ")
+        key = setting.partition("=")[0]
+        is_typed = any(f"{key}.".startswith(f"{o.key_or_group}.") for o in typed)
+        place = "" if is_typed else f" (in {file})"
+        lines.append(f"{setting}{place}{colon}{problem}")
+    return "\n".join(lines)
 
 
 def _value_paths(value: Any, path: tuple[str, ...]) -> list[tuple[str, ...]]:

@@ -177,6 +177,7 @@ def _tasks(config: RunConfig) -> dict[str, str]:
     width = max(map(len, sections), default=0)
     rewards = [
         f"{name:<{width}}  weight {part.get('weight', 1.0):g}  "
+        # Only the arguments of the `_target_`: the settings of all rewards are left out.
         + _call({key: value for key, value in part.items() if key not in settings})
         for name, part in sections.items()
     ]

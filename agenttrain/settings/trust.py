@@ -42,7 +42,11 @@ SOMETIMES_SIGNED that the version that signed took for code."""
 
 
 def _exists_in_package(path: str) -> bool:
-    """Return True if this package has the module, or a module with the name; imports nothing."""
+    """Return True if this package has a dotted path; imports nothing.
+
+    Example: ``agenttrain.tools.toolbox.Toolbox`` exists, as the file tools/toolbox.py has the word
+    ``Toolbox``. The longest part of the path that is a module counts.
+    """
     parts = path.split(".")[1:]
     for depth in range(len(parts), -1, -1):
         module = PACKAGE.joinpath(*parts[:depth])
@@ -94,8 +98,11 @@ def _check_bundled_path(argument: str, value: UntrustedValue, what: str) -> None
     path = value.value
     if not isinstance(path, str) or not re.fullmatch(r"agenttrain(\.[A-Za-z_]\w*)+", path):
         return
+    # RENAMED has the paths of earlier versions that still have a meaning.
     if path not in RENAMED and not _exists_in_package(path):
-        bundled = [*bundled_targets(), *(v for args in bundled_targets().values() for v in args)]
+        arguments = bundled_targets().values()
+        values = (value for lists in arguments for some in lists.values() for value in some)
+        bundled = [*bundled_targets(), *values]
         raise ConfigError(
             f"{argument}: {value.key}={path}: is no name of this version of agenttrain"
             f"{did_you_mean(path, map(str, bundled))}; write today's name into "

@@ -111,7 +111,7 @@ def _values_of_choice(
 ) -> Iterator[UntrustedValue]:
     """Yield the untrusted values of a section whose keys depend on its `name`."""
     cls = classes.get(str(section.get("name")))
-    if cls is None or "_target_" in section:
+    if cls is None or "_target_" in section:  # a choice from outside the package
         yield from _values_of_component(BESIDE_CHOICES.get(path), section, path)
         return
     yield from _values_of_class(cls, {n: v for n, v in section.items() if n != "name"}, path)
@@ -221,6 +221,6 @@ def resolvers(part: Any, path: tuple[str, ...] = ()) -> Iterator[UntrustedValue]
     elif isinstance(part, list):
         for index, inner in enumerate(part):
             yield from resolvers(inner, (*path, str(index)))
-    # Removed first: ${optimizer.lr}, which names another setting.
+    # _NODE matches ${optimizer.lr}, which names another setting: these are removed first.
     elif isinstance(part, str) and "${" in _NODE.sub("", part):
         yield UntrustedValue(path=path, value=part)

@@ -158,7 +158,7 @@ class TrackerConfig:
                 sections.append(_section(name, f"tracker.{name}", target, arguments, settings))
         for name, section in self.own.items():
             key, target = f"tracker.own.{name}", section["_target_"]
-            # `beside` splits the section: the common settings, and the other keys.
+            # The settings that all trackers share, and the other keys: the class's arguments.
             own_settings, arguments = split_section(OwnTrackerSettings, section, key)
             sections.append(_section(f"own-{name}", key, target, arguments, own_settings))
         return sections

@@ -38,9 +38,10 @@ ROOMY = 110
 
 
 def _of_sources(metrics: Mapping[str, float]) -> list[tuple[str, str, str]]:
-    """Return the rewards of a mixture's sources, as in `_SHOWN`; few enough for a line.
+    """Return the rewards of a mixture's sources, as in `_SHOWN`.
 
-    A source without a rollout in the step has none.
+    A source without a rollout in the step has none. Of more than MOST_SOURCES sources none is
+    shown: they would not fit into a line.
     """
     matches = (re.fullmatch(r"source/([^/]+)/reward", name) for name in metrics)
     # NaN, which is not equal to itself, is the reward of a source without a rollout.

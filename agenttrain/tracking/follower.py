@@ -96,6 +96,9 @@ def send_all(
 ) -> None:
     """Have one tracker follow the run to its end: a thread's body.
 
+    `arguments` are the tracker's: name, target (its class), settings, system (it gets the machine's
+    load), finish_s and id. `run` has the other fields of a TrackedRun.
+
     A tracker that fails is constructed again after a pause, unless it would fail again (`is_off`).
     """
     from agenttrain.tracking.backends.base import TrackedRun

@@ -36,7 +36,11 @@ LAST_S = 5.0
 
 
 class FollowedTracker:
-    """One tracker of a run."""
+    """One tracker of a run, as the run sees it.
+
+    The tracker itself works in the trackers' process. `Followers` calls `record` with the reports
+    of that process, `fail` when it ended early, and `warn_of_missing` at the end of the run.
+    """
 
     def __init__(
         self, section: TrackerSection, run: TrackedRun, warn: Callable[[str], None]
@@ -145,7 +149,7 @@ class Followers:
         self._arguments = {
             "run": {**asdict(run), **folders},
             "config": config,
-            "path": [folder or os.getcwd() for folder in sys.path],
+            "path": [folder or os.getcwd() for folder in sys.path],  # "" is the working folder
         }
         self._reports: deque[str] = deque()
         self._process: ChildProcess | None = None

@@ -43,9 +43,9 @@ class Cursor:
     """The place in a run's files up to which one tracker has them."""
 
     id: str
-    """`TrackedRun.id`."""
+    """Id of the run at the tracker (`TrackedRun.id`)."""
     started: bool = False
-    """`TrackedRun.started` of the next process."""
+    """True once a process has begun to send the run: the next one continues it."""
     step: int = 0
     """Last step whose metrics it has."""
     table: int = 0
@@ -113,7 +113,7 @@ def follow(
     run = replace(run, started=cursor.started)
     cursor.started = True
     cursor.write(path)
-    tracker_step = tracker.start(run, config)
+    tracker_step = tracker.start(run, config)  # the last step that the tracker has; None: unknown
     if tracker_step is not None and tracker_step != cursor.step:
         # Ahead of the cursor: the process was killed before it acknowledged. Behind it: the tracker
         # lost data, so tables and evaluations of the lost steps are sent again too.
@@ -122,8 +122,8 @@ def follow(
             cursor.evaluated, cursor.sections = min(cursor.evaluated, tracker_step - 1), []
         cursor.step = tracker_step
     metrics, evaluations = Lines(run.folder / "metrics.jsonl"), Lines(evaluations_path(run.folder))
-    waiting: list[dict[str, Any]] = []
-    rows: list[dict[str, Any]] = []
+    waiting: list[dict[str, Any]] = []  # evaluations that are not sent yet
+    rows: list[dict[str, Any]] = []  # metrics of steps that are not sent yet
     sampled_at = -math.inf
     while True:
         if load is not None and time.monotonic() - sampled_at >= SAMPLE_S:
@@ -148,17 +148,7 @@ def follow(
         ready = [row for row in waiting if row["step"] <= cursor.step or is_last]
         waiting = [row for row in waiting if row not in ready]
         for row in ready:
-            section = str(row["label"]).rpartition("/")[2]
-            is_sent = row["step"] == cursor.evaluated and section in cursor.sections
-            if row["step"] < cursor.evaluated or is_sent:
-                continue
-            values = {f"eval/{section}/{metric}": value for metric, value in points(row).items()}
-            tracker.log(row["step"], values)
-            tracker.flush()
-            if row["step"] > cursor.evaluated:
-                cursor.evaluated, cursor.sections = row["step"], []
-            cursor.sections.append(section)
-            cursor.write(path)
+            _send_evaluation(row, tracker, cursor, path)
         if is_last:
             break
         ended.wait(POLL_S)
@@ -168,7 +158,7 @@ def follow(
 
 
 def run_end(folder: Path, message: str) -> RunEnd:
-    """Return how a run ended, from its last line to the tracker process.
+    """Return how a run ended, from its last line to the tracker process: ``end preempted``.
 
     Without that line the run was killed, or ended by the watchdog, which only leaves a note in
     summary.json.
@@ -177,6 +167,23 @@ def run_end(folder: Path, message: str) -> RunEnd:
     if word in list(RunEnd):
         return RunEnd(word)
     return RunEnd.stalled if read_summary(folder).get("stalled_phase") else RunEnd.killed
+
+
+def _send_evaluation(
+    row: Mapping[str, Any], tracker: ExperimentTracker, cursor: Cursor, path: Path
+) -> None:
+    """Send an evaluation, ``{"label": "step-20/sampled", …}``, unless the tracker has it."""
+    section = str(row["label"]).rpartition("/")[2]
+    is_sent = row["step"] == cursor.evaluated and section in cursor.sections
+    if row["step"] < cursor.evaluated or is_sent:
+        return
+    values = {f"eval/{section}/{metric}": value for metric, value in points(row).items()}
+    tracker.log(row["step"], values)
+    tracker.flush()
+    if row["step"] > cursor.evaluated:
+        cursor.evaluated, cursor.sections = row["step"], []
+    cursor.sections.append(section)
+    cursor.write(path)
 
 
 def _send_table(

@@ -115,7 +115,7 @@ class ArrayReader:
         """
         if ARRAYS not in record:
             return record
-        items = MOST_TOKENS * LISTS
+        items_left = MOST_TOKENS * LISTS  # a record of somebody else may name too many
         with self._opened(record, folder) as file:
             for trajectory in record["trajectories"]:
                 if "spans" not in trajectory:
@@ -123,8 +123,8 @@ class ArrayReader:
                 for holder, key, _ in _places(trajectory):
                     if isinstance(holder[key], dict):
                         length = _length(trajectory, holder, key)
-                        items -= length
-                        if items < 0:
+                        items_left -= length
+                        if items_left < 0:
                             raise ValueError(f"the rollout has more than {MOST_TOKENS} tokens")
                         array = _read_array(file, holder[key]["array"], key, length)
                         holder[key] = _as_list(array, key)
@@ -175,7 +175,7 @@ def _length(trajectory: Mapping[str, Any], holder: Mapping[str, Any], key: str) 
     spans = trajectory["spans"]
     if holder is not trajectory:
         return int(holder["end"] - holder["start"])
-    if key in ROUNDED:
+    if key in ROUNDED:  # lists of the sampled tokens alone
         return sum(span["end"] - span["start"] for span in spans if span["origin"] == "sampled")
     return int(spans[-1]["end"]) if spans else 0
 

@@ -167,7 +167,7 @@ def exchanges_of(conversations: Iterable[Sequence[Message]]) -> dict[str, list[E
     """Map each call id to its exchanges: turns and conversations may repeat an id."""
     exchanges: dict[str, list[Exchange]] = {}
     for messages in conversations:
-        last: dict[str, Exchange] = {}  # of this conversation
+        last: dict[str, Exchange] = {}  # call id -> its last exchange in this conversation
         for message in messages:
             for call in message.get("tool_calls", ()):
                 last[call["id"]] = Exchange(function=call["function"])
@@ -381,7 +381,9 @@ def completions(record: Record) -> list[Completion]:
     sampled = list(map(_completions, record["trajectories"]))
     delegations = map(_delegation, record["trajectories"])
     callers = (None if delegation is None else delegation.caller for delegation in delegations)
-    order = turns_in_time([*zip(callers, map(len, sampled), strict=True)])
+    turn_counts = map(len, sampled)
+    # A trajectory's caller is the (trajectory, turn) that began it as a sub-agent.
+    order = turns_in_time([*zip(callers, turn_counts, strict=True)])
     return [sampled[index][turn] for index, turn in order]
 
 

@@ -67,7 +67,11 @@ class Timeline:
     def rollout(
         self, rollout_id: str, since: float, turns: Sequence[Turn], calls: Sequence[Call]
     ) -> None:
-        """Record a rollout that began at `since` and ends now."""
+        """Record a rollout that began at `since` and ends now.
+
+        Example of a turn: ``[0.6, 0.5, 1]`` began 0.6 s after the rollout, and took 0.5 s at the
+        server 1.
+        """
 
         def interval(start: float, end: float) -> list[Any]:
             return [round(start - since, DIGITS), round(end - start, DIGITS)]

@@ -306,6 +306,7 @@ class Page:
                 if is_new or self._window(begins[-1][1]) != self._window(phase.start):
                     begins.append((phase.step, phase.start))
         steps = []
+        # Each step with the one that follows it; None follows the last.
         for (step, start), following in zip(begins, [*begins, None][1:], strict=True):
             window = self._window(start)
             assert window is not None

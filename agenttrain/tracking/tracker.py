@@ -85,6 +85,7 @@ class Tracker:
         self._folder = run_folder
         run_folder.mkdir(parents=True, exist_ok=True)
         status = run_folder.stat()
+        # `check_folder` compares it: another folder of this name has another number.
         self._inode = status.st_dev, status.st_ino
         self._logged_once: set[str] = set()
         metrics_path = run_folder / "metrics.jsonl"
@@ -139,6 +140,7 @@ class Tracker:
         self._last_step = step
         self._followers.check()
         self.progress.update(step, metrics)
+        # ONCE: metric -> note that is logged the first time that it is above 0.
         notes = {
             name: text.format(metrics[name])
             for name, text in ONCE.items()

@@ -18,11 +18,13 @@ HOUR_S = 3600.0
 
 
 class Usage:
-    """Adds up the metrics of a run's steps, over all its parts if it was resumed. ::
+    """Adds up the metrics of a run's steps, over all its parts if it was resumed.
 
-    usage = Usage(gpus=8, gpu_hour=2.5)
-    usage.add({"tokens/sampled": 5210.0, "time/rollout_s": 1.5, …})
-    usage.summary()  # {"tokens_sampled": 5210.0, "rollout_s": 1.5, "cost": 0.011, …}
+    Example::
+
+        usage = Usage(gpus=8, gpu_hour=2.5)
+        usage.add({"tokens/sampled": 5210.0, "time/rollout_s": 1.5, …})
+        usage.summary()  # {"tokens_sampled": 5210.0, "rollout_s": 1.5, "cost": 0.011, …}
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class Usage:
         figures |= {f"{phase}_s": value for phase, value in phases.items()}
         figures["other_s"] = max(seconds - sum(phases.values()), 0.0)
         figures |= {figure: sums[name] for name, figure in WAITED.items() if name in sums}
-        # Means weighted by seconds: see `_count`.
+        # Means weighted by seconds: `_count` adds up value x seconds, and the seconds as `…_of`.
         if "idle" in sums:
             figures["rollout_idle"] = sums["idle"] / sums["idle_of"]
         if "mfu" in sums:

@@ -104,7 +104,7 @@ class Planner:
             remedies = [self._combine([*settings, *self._last_resorts()])]
         more_gpus = self._sufficient_alone([self._more_gpus()])
         if not more_gpus and self._exceeds_budget:
-            # One rollout is too much for a GPU, however many hold the weights.
+            # One rollout is too much for a GPU, however many hold the weights: divide each one.
             more_gpus = self._sufficient_alone([list(map(_in_one_group, self._more_gpus()))])
         return [*remedies, *more_gpus]
 
@@ -127,7 +127,11 @@ class Planner:
             yield [(IN_4_BITS,)]
 
     def _more_gpus(self) -> Choices:
-        """Return growing numbers of GPUs, first in one node, then in several."""
+        """Return growing numbers of GPUs, first in one node, then in several.
+
+        Each is a tuple of changes, (setting, value). FSDP2 and FIRST_NODE are changes too: weights
+        are sharded over the GPUs, and several nodes meet at the first.
+        """
         choices: Choices = []
         if list(engine_problems(self.config, several=True)):
             return choices  # the engine works in a single process only
@@ -195,6 +199,7 @@ class Planner:
         values_by_key = [
             # A microbatch holds at least one rollout.
             ("training.token_budget", _halves(training.token_budget, load.context)),
+            # Settings of the engine that lower its memory, with values from mild to strong.
             *((f"engine.{key}", values) for key, values in memory.engine.savings),
             ("training.logits_budget_mb", _halves(training.logits_budget_mb, 64)),
         ]

@@ -174,7 +174,7 @@ def plan_servers(
     return FleetPlan(
         chosen=estimate_server(servers.tensor_parallel_size),
         alternatives=tuple(map(estimate_server, TENSOR_PARALLEL)),
-        count=len(servers.admin_urls) or servers.count,
+        count=len(servers.admin_urls) or servers.count,  # addresses of servers that run already
         trainers=load.devices,
         balanced=balanced,
     )

@@ -86,7 +86,7 @@ COLOURS = (
 WINDOW = 20
 """A curve is averaged over a WINDOW-th of its steps: a step's figure is noisy."""
 PER_LEGEND_LINE = 0.22
-"""Inches."""
+"""Height of a line of the legend, in inches."""
 
 Rows = Sequence[Mapping[str, Any]]
 """Rows of a run's metrics.jsonl."""

@@ -293,10 +293,10 @@ def _verifier_of_step(task: Mapping[str, Any], step: Mapping[str, Any]) -> dict[
     merged = {**task, **step}
     if "environment" in step and "environment_mode" not in step:
         merged["environment_mode"] = "separate"
-    # A step in the agent's container does not take the task's own one for tests.
+    # A step that shares the agent's container ignores the task's separate test environment.
     if step.get("environment_mode") == "shared" and "environment" not in step:
         merged.pop("environment", None)
-    merged["env"] = {
+    merged["env"] = {  # errors name the section's key
         **_as_texts("verifier.env", task.get("env")),
         **_as_texts("env", step.get("env")),
     }
