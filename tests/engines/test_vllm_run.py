@@ -52,6 +52,21 @@ def test_the_bundled_agent_learns_with_vllm(tmp_path: Path) -> None:
         assert 0 < row["weight_sync/gap"] < row["weight_sync/gap_q90"] < 1e-3
 
 
+def test_a_base_in_4_bits_is_sampled_by_the_weights_that_it_stands_for(tmp_path: Path) -> None:
+    pytest.importorskip(
+        "bitsandbytes", reason="bitsandbytes is not installed: remake it by scripts/install_vllm_cpu"
+    )
+    folder = tmp_path / "run"
+    settings = ("model.quantization=nf4", "model.lora.rank=16", "optimizer.lr=5e-3")
+    settings += ("steps=3", "tasks_per_step=4", "eval.questions=0", f"hydra.run.dir={folder}")
+    agenttrain(*SETTINGS, *settings)
+    rows = metrics(folder)
+    assert any(row["grad_norm"] > 0 for row in rows)
+    for row in rows:
+        assert 0 < row["weight_sync/gap"] < 1e-4
+        assert (row.get("sampling/logprob_gap_max") or 0.0) < 1e-3
+
+
 def test_sleep_mode_is_refused_on_the_build_that_would_ignore_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
