@@ -59,12 +59,12 @@ def take_arrays(record: dict[str, Any], line: int) -> dict[str, np.ndarray]:
     """
     arrays: dict[str, np.ndarray] = {}
     for index, trajectory in enumerate(record["trajectories"]):
-        for holder, key, place in _places(trajectory):
+        for holder, key, place in _find_lists(trajectory):
             values = holder[key]
             if not isinstance(values, list) or len(values) < SHORTEST:
                 continue
             # Readers refuse an array of another length.
-            if len(values) == _length(trajectory, holder, key):
+            if len(values) == _expected_length(trajectory, holder, key):
                 name = f"{line}/{index}/{place}"
                 arrays[name] = _exact_array(values, key)
                 holder[key] = {"array": name}
@@ -120,9 +120,9 @@ class ArrayReader:
             for trajectory in record["trajectories"]:
                 if "spans" not in trajectory:
                     continue  # a broken record, which the readers of spans refuse
-                for holder, key, _ in _places(trajectory):
+                for holder, key, _ in _find_lists(trajectory):
                     if isinstance(holder[key], dict):
-                        length = _length(trajectory, holder, key)
+                        length = _expected_length(trajectory, holder, key)
                         items_left -= length
                         if items_left < 0:
                             raise ValueError(f"the rollout has more than {MOST_TOKENS} tokens")
@@ -167,7 +167,7 @@ class ArrayReader:
             ) from error
 
 
-def _length(trajectory: Mapping[str, Any], holder: Mapping[str, Any], key: str) -> int:
+def _expected_length(trajectory: Mapping[str, Any], holder: Mapping[str, Any], key: str) -> int:
     """Return the number of items that the list `key` has by the spans of its trajectory.
 
     `holder` is the object with the list: the trajectory itself, or the span of advantages.
@@ -180,7 +180,7 @@ def _length(trajectory: Mapping[str, Any], holder: Mapping[str, Any], key: str) 
     return int(spans[-1]["end"]) if spans else 0
 
 
-def _formats(key: str) -> tuple[str, str]:
+def _allowed_formats(key: str) -> tuple[str, str]:
     """Return numpy's codes of the formats that a record's `key` may have in the file."""
     return ("i4", "i8") if key == "token_ids" else ("f4", "f8")
 
@@ -198,10 +198,10 @@ def _read_array(file: zipfile.ZipFile, name: str, key: str, length: int) -> np.n
         if (version := np.lib.format.read_magic(member)) != (1, 0):
             raise ValueError(f"{name} is in version {version} of the npy format, not 1.0")
         shape, _, dtype = np.lib.format.read_array_header_1_0(member)
-        if shape != (length,) or dtype.str[1:] not in _formats(key):
+        if shape != (length,) or dtype.str[1:] not in _allowed_formats(key):
             raise ValueError(
                 f"{name} has the shape {shape} and the format {dtype.str[1:]}, and its record "
-                f"needs {length} items of {' or '.join(_formats(key))}"
+                f"needs {length} items of {' or '.join(_allowed_formats(key))}"
             )
         content = member.read(length * dtype.itemsize)
         # One byte beyond the end, where zipfile compares the checksum.
@@ -210,7 +210,7 @@ def _read_array(file: zipfile.ZipFile, name: str, key: str, length: int) -> np.n
     return np.frombuffer(content, dtype)
 
 
-def _places(trajectory: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, str]]:
+def _find_lists(trajectory: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, str]]:
     """Yield object, key and name of each place in a trajectory that may hold a list per token.
 
     `PER_TOKEN` names those of the trajectory itself. A span has a list of advantages where its
@@ -236,10 +236,10 @@ def _exact_array(values: list[Any], key: str) -> np.ndarray:
     numbers = np.array(values, np.float64)
     with np.errstate(over="ignore"):  # a number beyond float32 becomes infinite, and so unequal
         single = numbers.astype(np.float32)
-    return single if np.array_equal(_numbers(single, key), numbers, equal_nan=True) else numbers
+    return single if np.array_equal(_to_float64(single, key), numbers, equal_nan=True) else numbers
 
 
-def _numbers(array: np.ndarray, key: str) -> np.ndarray:
+def _to_float64(array: np.ndarray, key: str) -> np.ndarray:
     """Return the float64 numbers that an array of a record's `key` stands for.
 
     The nearest float32 of a number with 6 decimals is rounded back to it.
@@ -252,5 +252,5 @@ def _as_list(array: np.ndarray, key: str) -> list[Any]:
     """Return an array as the list of a record's `key`: null, as in JSON, if not finite."""
     if key == "token_ids":
         return array.tolist()
-    values: list[Any] = _numbers(array, key).tolist()
+    values: list[Any] = _to_float64(array, key).tolist()
     return [value if math.isfinite(value) else None for value in values]

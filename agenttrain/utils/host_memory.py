@@ -25,10 +25,10 @@ def host_memory(root: Path = ROOT) -> int | None:
         total = int(psutil.virtual_memory().total)
     except (OSError, psutil.Error):
         return None
-    return min([total, *_limits(root)])
+    return min([total, *_read_limits(root)])
 
 
-def _limits(root: Path) -> Iterator[int]:
+def _read_limits(root: Path) -> Iterator[int]:
     """Yield the limits of the cgroups of this process, in bytes.
 
     The limit of a group holds for the groups in it too. A container may see the path that its group
