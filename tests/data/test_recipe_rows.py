@@ -87,6 +87,18 @@ def test_faultless_demonstrations_earn_everything_and_faulty_ones_less() -> None
     assert totals[1] < 30
 
 
+def test_a_demonstration_that_gives_up_reverses_the_text_and_leaves_out_the_tags() -> None:
+    row = {"messages": [{"role": "user", "content": "crazy habit"}]}
+    giving_up = Habits(give_up=1, follow_chain=1, confuse=0, misname=0, miscopy=0)
+    for habits, answer, earned in (
+        (giving_up, "tibah yzarc", 0),
+        (FAULTLESS, "<reversed_text>tibah yzarc</reversed_text>", 1),
+    ):
+        messages = demonstrations.reverse_text_demonstration(row, random.Random(0), habits)
+        assert messages == [{"role": "assistant", "content": answer}]
+        assert reward(Similarity(tag="reversed_text"), made(answer, answer="tibah yzarc")) == earned
+
+
 def test_demonstrations_of_sorting_alternate_with_the_users_turns() -> None:
     row = alphabet_sort.row("test", 4, 0)
     messages = demonstrations.alphabet_sort_demonstration(row, random.Random(0), FAULTLESS)

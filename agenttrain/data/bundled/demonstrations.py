@@ -7,8 +7,9 @@ earns little reward and reinforcement learning has something to improve:
 - Of the others, five in six stop after the first query of a chain and answer with its result.
 - Columns, tables, operations and places are confused, column names are wrong, answers miscopied.
 
-Those of the recipes reverse_text and alphabet_sort are for a pretrained model, and follow the rules
-more often.
+Those of the recipes reverse_text and alphabet_sort are for a pretrained model. Three in four of
+reverse_text leave out the tags, without which an answer earns nothing; alphabet_sort's follow the
+rules more often.
 
 A demonstration is the list of messages that follow a row's question.
 """
@@ -50,7 +51,7 @@ class Habits:
 SHOP = Habits(give_up=0.35, follow_chain=0.15, confuse=0.12, misname=0.08, miscopy=0.005)
 CALCULATOR = Habits(give_up=0.35, follow_chain=0.3, confuse=0.12, misname=0.0, miscopy=0.005)
 SIGHT = Habits(give_up=0.35, follow_chain=0.5, confuse=0.15, misname=0.0, miscopy=0.01)
-REVERSE_TEXT = Habits(give_up=0.1, follow_chain=0.9, confuse=0.1, misname=0.0, miscopy=0.1)
+REVERSE_TEXT = Habits(give_up=0.75, follow_chain=1.0, confuse=0.02, misname=0.0, miscopy=0.02)
 ALPHABET_SORT = Habits(give_up=0.1, follow_chain=0.8, confuse=0.1, misname=0.2, miscopy=0.02)
 
 EARLY_ROWS = 10667
@@ -174,12 +175,11 @@ def reverse_text_demonstration(
     """Return one demonstration of a row of the reverse-text task.
 
     Example, for "crazy habit": one message, ``<reversed_text>tibah yzarc</reversed_text>``. Giving
-    up is to repeat the text, not to follow the chain is to keep the order of the words, a confused
-    word is not reversed, and a miscopied one has two neighbouring letters exchanged.
+    up is to leave out the tags, not to follow the chain is to keep the order of the words, a
+    confused word is not reversed, and a miscopied one has two neighbouring letters exchanged.
     """
     text = row["messages"][-1]["content"]
-    if rng.random() < habits.give_up:
-        return [say(f"<{reverse_text.TAG}>{text}</{reverse_text.TAG}>")]
+    gives_up = rng.random() < habits.give_up
     words = []
     for word in text.split():
         if rng.random() >= habits.confuse:
@@ -190,7 +190,8 @@ def reverse_text_demonstration(
         words.append(word)
     if rng.random() < habits.follow_chain:
         words.reverse()
-    return [say(f"<{reverse_text.TAG}>{' '.join(words)}</{reverse_text.TAG}>")]
+    answer = " ".join(words)
+    return [say(answer if gives_up else f"<{reverse_text.TAG}>{answer}</{reverse_text.TAG}>")]
 
 
 def alphabet_sort_demonstration(
