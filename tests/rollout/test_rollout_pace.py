@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
-from agenttrain.rollout.monitoring import Throttle
+from agenttrain.rollout.monitoring import BEAT_S, LoopMonitor, Throttle
 
 
 def passes_of(count: int, at_once: int) -> list[tuple[int, int]]:
@@ -82,3 +83,18 @@ def test_other_callbacks_run_between_the_passes():
         return seen[0]
 
     assert asyncio.run(run()) < 640
+
+
+def test_the_lag_is_the_time_for_which_the_loop_was_blocked():
+    def find_blocking_tool(limit_s: float) -> None:
+        return None
+
+    async def run() -> tuple[float, float]:
+        async with LoopMonitor(60.0, find_blocking_tool) as monitor:
+            time.sleep(0.2)  # no `await`: the loop stands still
+            return monitor.take_max_lag_s(), monitor.max_lag_s
+
+    before = time.monotonic()
+    longest, since_then = asyncio.run(run())
+    assert 0.2 - BEAT_S <= longest <= time.monotonic() - before
+    assert since_then == 0
