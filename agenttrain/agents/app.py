@@ -185,7 +185,7 @@ def build_app(find_open: Callable[[str], OpenRollout | None]) -> Starlette:
         retries = request.headers.get("x-stainless-retry-count", "0")
         is_retry = retries.isdecimal() and bool(retries.strip("0"))
         delivery = entry.replays.deliver(
-            request.url.path,
+            request.scope["path"],
             body,
             key=request.headers.get("idempotency-key"),
             retry=is_retry,

@@ -462,7 +462,7 @@ class EndpointRollout:
                 call_ids=call_ids,
                 conversation=(*planned.messages, client_message),
                 tools=planned.tools,
-                request_digest=planned.match.digest,
+                request_hash=planned.match.request_hash,
             )
         )
         self.refused = None

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.encoding import ChatError
@@ -26,6 +26,9 @@ from agenttrain.chat.wire.issued_turns import (
     tools_digest,
 )
 from agenttrain.types import AssistantTurn, Finish, Message
+
+if TYPE_CHECKING:
+    from _hashlib import HASH
 
 MAX_TOKENS = 4_000_000
 """Most ids of all remembered conversations together. The oldest conversations are forgotten."""
@@ -48,8 +51,9 @@ class Prompt:
     messages: list[Message]
     """The request's, in the order of the calls."""
     tools: bytes
-    digest: bytes
-    """Digests of the request's tools and messages."""
+    """Digest of the request's tools."""
+    request_hash: HASH
+    """SHA-256 of its messages, as `Match.request_hash`."""
     token_ids: array[int]
     session: str
     """Name of the engine's session to sample in: the earlier answer's, or a new one."""
@@ -89,7 +93,7 @@ class Conversations:
                 return Prompt(
                     messages=messages,
                     tools=tools,
-                    digest=match.digest,
+                    request_hash=match.request_hash,
                     token_ids=turn.token_ids + array("q", [i for _, ids in suffix for i in ids]),
                     session=self._take_session(turn) or secrets.token_hex(8),
                     reused=len(turn.token_ids),
@@ -98,7 +102,7 @@ class Conversations:
         return Prompt(
             messages=messages,
             tools=tools,
-            digest=match.digest,
+            request_hash=match.request_hash,
             token_ids=array("q", ids),
             session=secrets.token_hex(8),
         )
@@ -120,7 +124,7 @@ class Conversations:
             call_ids=call_ids,
             conversation=(*prompt.messages, message),
             tools=prompt.tools,
-            request_digest=prompt.digest,
+            request_hash=prompt.request_hash,
             token_ids=prompt.token_ids + array("q", completion_ids),
             session=prompt.session,
         )

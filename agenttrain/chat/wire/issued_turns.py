@@ -15,7 +15,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.encoding import ChatError
@@ -23,6 +23,9 @@ from agenttrain.chat.wire.normal import HANDLE
 from agenttrain.chat.wire.openai import RequestError
 from agenttrain.types import AssistantTurn, Finish, Message, Origin
 from agenttrain.utils.json_schema import SchemaResolver, without_nullable
+
+if TYPE_CHECKING:
+    from _hashlib import HASH
 
 CUT_CALL = "Error: the client ended the answer before this call"
 """Reply to a call that the client was not given."""
@@ -47,8 +50,8 @@ class IssuedTurn:
     """Messages of the request, and the answer as it was issued."""
     tools: bytes
     """Digest of the request's tools."""
-    request_digest: bytes
-    """Digest of the messages of the request."""
+    request_hash: HASH
+    """SHA-256 of the messages of the request, to copy: nothing updates it."""
 
     @property
     def message(self) -> Message:
@@ -63,7 +66,9 @@ class IssuedTurn:
     @property
     def digest(self) -> bytes:
         """Digest of the conversation."""
-        return _extend_digest(self.request_digest, self.message)
+        conversation_hash = self.request_hash.copy()
+        conversation_hash.update(canonical_bytes(self.message))
+        return conversation_hash.digest()
 
     def replies(self, new_messages: Sequence[Message]) -> list[Message]:
         """Return the client's messages after the turn, with the model's ids of the calls.
@@ -119,8 +124,8 @@ class Match(Generic[T]):
     """Several turns match, and this is the newest."""
     other_tools: bool = False
     """The request would continue a turn if its tools were those of that turn."""
-    digest: bytes = b""
-    """Digest of the request's messages."""
+    request_hash: HASH = field(default_factory=hashlib.sha256)
+    """SHA-256 of the request's messages."""
 
 
 @dataclass(slots=True)
@@ -212,15 +217,17 @@ class IssuedTurns(Generic[T]):
 
         `messages` are those of the request, `in_call_order`. `tools` is the digest of its tools.
         """
-        digests = _prefix_digests(messages)  # of the conversation up to and with each message
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        end = answers[-1] + 1 if answers else 0  # after the last answer
+        request_hash = hashlib.sha256(b"".join(map(canonical_bytes, messages[:end])))
+        answered_digest = request_hash.digest()
+        request_hash.update(b"".join(map(canonical_bytes, messages[end:])))
         if not answers:
-            return Match(digest=digests[-1])
-        end = answers[-1] + 1  # after the last answer
+            return Match(request_hash=request_hash)
         # Digests leave out reasoning and handles, which only some clients send.
         candidates = [
             turn
-            for turn in self._by_digest.get(digests[end - 1], ())
+            for turn in self._by_digest.get(answered_digest, ())
             if reasoning_agrees(messages[:end], turn.conversation)
         ]
         same_tools = [turn for turn in candidates if turn.tools == tools]
@@ -229,7 +236,7 @@ class IssuedTurns(Generic[T]):
             new_messages=tuple(messages[end:]),
             ambiguous=len(same_tools) > 1,
             other_tools=bool(candidates) and not same_tools,
-            digest=digests[-1],
+            request_hash=request_hash,
         )
 
 
@@ -360,24 +367,11 @@ def reasoning_agrees(sent: Sequence[Message], issued: Sequence[Message]) -> bool
     )
 
 
-def _prefix_digests(messages: Sequence[Message]) -> list[bytes]:
-    """Return for each message a digest of the messages up to and with it."""
-    digests, digest = [], b""
-    for message in messages:
-        digest = _extend_digest(digest, message)
-        digests.append(digest)
-    return digests
-
-
-def _extend_digest(digest: bytes, message: Message) -> bytes:
-    """Return the digest of the messages of `digest` and one more message."""
-    return hashlib.sha256(digest + canonical_bytes(message)).digest()
-
-
 def canonical_bytes(message: Message) -> bytes:
     """Return a message without reasoning in a form that is the same for all spellings of it.
 
-    Blanks around an answer, and 3.0 in place of 3 in arguments, do not matter.
+    Blanks around an answer, and 3.0 in place of 3 in arguments, do not matter. Bytes of several
+    messages one after the other are those of no other messages.
     """
     content = str(message["content"])
     if message["role"] == "assistant":
