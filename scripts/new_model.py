@@ -127,6 +127,8 @@ TOOLS: dict[str, dict[str, tuple[str, ...]]] = {
         "final_answer": ("answer",),
     },
     "sight": {"crop": ("part",), "final_answer": ("answer",)},
+    "word_problems": {},
+    "word_problems_python": {"python": ("code",)},
     "reverse_text": {},
     "alphabet_sort": {},
 }

@@ -131,6 +131,33 @@ def test_every_step_of_a_word_problem_is_right_and_the_last_one_is_the_answer() 
         assert sum(numbers) % 10 in range(8)
 
 
+def test_demonstrations_of_word_problems_with_python_and_in_words() -> None:
+    row = word_problems.row("train", 0, 0)  # 23 km/h for 5 h, 19 km/h for 6 h, of 230 km
+    with_python, in_words = (
+        demonstrations.word_problem_demonstration(
+            row, random.Random(0), FAULTLESS, uses_python=uses_python
+        )
+        for uses_python in (True, False)
+    )
+    answer = row["answer"].rpartition("#### ")[2]
+    assert in_words[0]["content"] == row["answer"].replace("#### ", "")
+    assert with_python[-1] == {"role": "assistant", "content": answer}
+    for turn, reply in zip(with_python[:-1:2], with_python[1::2], strict=True):
+        (call,) = turn["tool_calls"]
+        assert call["function"]["name"] == reply["name"] == "python"
+        code = call["function"]["arguments"]["code"]
+        assert reply["content"] == str(eval(code)), code  # numbers and + - * / alone
+
+
+def test_a_quotient_is_printed_as_python_prints_it() -> None:
+    row = {"answer": "12 * 4 = 48\n48 / 6 = 8\n#### 8"}
+    messages = demonstrations.word_problem_demonstration(
+        row, random.Random(0), FAULTLESS, uses_python=True
+    )
+    assert [m["content"] for m in messages if m["role"] == "tool"] == ["48", "8.0"]
+    assert messages[-1]["content"] == "8"
+
+
 def test_a_word_problem_by_hand() -> None:
     shopping = word_problems.FAMILIES[0]
     assert shopping.steps(3, 4, 2, 12, 50) == ["3 * 4 = 12", "2 * 12 = 24", "50 - 12 - 24 = 14"]
@@ -145,3 +172,4 @@ def test_the_three_sources_of_word_problems_ask_in_the_same_words() -> None:
         for name in ("gsm8k", "word_problems", "word_problem_files")
     ]
     assert len({text["prompt"] for text in texts}) == len({str(text["map"]) for text in texts}) == 1
+    assert texts[0]["prompt"].endswith(word_problems.INSTRUCTION)

@@ -60,7 +60,7 @@ def test_alphabet_sort_has_three_turns_of_the_user(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["reverse_text", "alphabet_sort"])
+@pytest.mark.parametrize("task", ["reverse_text", "alphabet_sort", "gsm8k", "gsm8k_python"])
 def test_warm_starts_run(task: str, tmp_path: Path) -> None:
     assert run(tmp_path, f"{task}_warmstart")
 

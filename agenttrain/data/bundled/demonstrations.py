@@ -24,7 +24,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from agenttrain.data.bundled import alphabet_sort, calculator, reverse_text, shop, sight
+from agenttrain.data.bundled import (
+    alphabet_sort,
+    calculator,
+    reverse_text,
+    shop,
+    sight,
+    word_problems,
+)
 from agenttrain.utils.data_fields import Data
 from agenttrain.utils.names import did_you_mean
 
@@ -50,6 +57,7 @@ class Habits:
 
 SHOP = Habits(give_up=0.35, follow_chain=0.15, confuse=0.12, misname=0.08, miscopy=0.005)
 CALCULATOR = Habits(give_up=0.35, follow_chain=0.3, confuse=0.12, misname=0.0, miscopy=0.005)
+WORD_PROBLEMS = Habits(give_up=0.35, follow_chain=0.4, confuse=0.1, misname=0.0, miscopy=0.01)
 SIGHT = Habits(give_up=0.35, follow_chain=0.5, confuse=0.15, misname=0.0, miscopy=0.01)
 REVERSE_TEXT = Habits(give_up=0.75, follow_chain=1.0, confuse=0.02, misname=0.0, miscopy=0.02)
 ALPHABET_SORT = Habits(give_up=0.1, follow_chain=0.8, confuse=0.1, misname=0.2, miscopy=0.02)
@@ -135,6 +143,35 @@ def calculator_demonstration(
     if rng.random() < habits.miscopy:
         total = row["start"]
     return [*messages, call("final_answer", answer=str(total))]
+
+
+def word_problem_demonstration(
+    row: Row, rng: random.Random, habits: Habits = WORD_PROBLEMS, *, uses_python: bool
+) -> list[Message]:
+    """Return one demonstration of a word problem, with Python or in words alone.
+
+    Example, for a problem with the step ``5 - 2 = 3``: ``[call("python", code="5 - 2"),
+    reply("python", "3"), say("3")]``, and in words ``[say("5 - 2 = 3\\n3")]``. Not to follow the
+    chain is to end after the first step, and a confused step is one of another problem.
+    """
+    if rng.random() < habits.give_up:
+        return [say("unknown")]
+    *steps, _ = row["answer"].split("\n")
+    shown = steps if rng.random() < habits.follow_chain else steps[:1]
+    messages: list[Message] = []
+    lines: list[str] = []
+    result = ""
+    for step in shown:
+        if rng.random() < habits.confuse:
+            other_row = word_problems.row("train", rng.randrange(2**20), 0)
+            step = other_row["answer"].split("\n")[0]
+        lines.append(step)
+        expression, _, result = step.partition(" = ")
+        printed = f"{result}.0" if "/" in expression else result  # Python divides to a float
+        messages += [call("python", code=expression), reply("python", printed)]
+    if rng.random() < habits.miscopy:
+        result = str(rng.randrange(100))
+    return [*messages, say(result)] if uses_python else [say("\n".join([*lines, result]))]
 
 
 def sight_demonstration(row: Row, rng: random.Random, habits: Habits = SIGHT) -> list[Message]:
@@ -260,6 +297,13 @@ def row(
     return {**columns, "images": question["images"]} if "images" in question else columns
 
 
+def _word_problem(split: str, index: int, seed: int) -> Row:
+    """Return a word problem with its question as a message."""
+    problem = word_problems.row(split, index, seed)
+    question = f"{problem['question']}\n\n{word_problems.INSTRUCTION}"
+    return {**problem, "messages": [{"role": "user", "content": question}]}
+
+
 class DemonstratedTask(NamedTuple):
     """A bundled task that can be demonstrated."""
 
@@ -273,6 +317,12 @@ TASKS: dict[str, DemonstratedTask] = {
     "shop": DemonstratedTask(partial(shop.row, curriculum=SHOP_MIX), shop_demonstration, SHOP),
     "calculator": DemonstratedTask(
         partial(calculator.row, curriculum=CALCULATOR_MIX), calculator_demonstration, CALCULATOR
+    ),
+    "word_problems": DemonstratedTask(
+        _word_problem, partial(word_problem_demonstration, uses_python=False), WORD_PROBLEMS
+    ),
+    "word_problems_python": DemonstratedTask(
+        _word_problem, partial(word_problem_demonstration, uses_python=True), WORD_PROBLEMS
     ),
     "sight": DemonstratedTask(sight.row, sight_demonstration, SIGHT),
     "reverse_text": DemonstratedTask(reverse_text.row, reverse_text_demonstration, REVERSE_TEXT),

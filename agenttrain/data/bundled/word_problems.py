@@ -19,6 +19,8 @@ from typing import Any
 from agenttrain.utils.data_fields import Data
 
 NAMES = ("Mia", "Leo", "Ana", "Tom", "Zoe", "Ben", "Eva", "Sam", "Ivy", "Max", "Lea", "Joe")
+INSTRUCTION = "Work it out step by step, and end with the number alone on the last line."
+"""What a prompt says after the question, in demonstrations as in the settings of the data."""
 RESIDUES = {"train": range(0, 8), "tune": (8,), "test": (9,)}
 """Remainders, modulo 10, of the sum of a problem's numbers in each split."""
 
