@@ -64,7 +64,7 @@ def _values_of_class(
     cls: type, section: Mapping[str, Any], path: tuple[str, ...]
 ) -> Iterator[UntrustedValue]:
     """Yield the untrusted values of a section with the settings class `cls` at `path`."""
-    hints, defaults = get_type_hints(cls, include_extras=True), _defaults(cls)
+    hints, defaults = _type_hints(cls), _defaults(cls)
     sections = sections_below(cls)
     for name, value in section.items():
         place = (*path, str(name))
@@ -160,6 +160,12 @@ def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[UntrustedValue]:
             yield from _leaves(part, (*path, str(name)))
     elif value not in (None, "", []):
         yield UntrustedValue(path=path, value=value)
+
+
+@cache
+def _type_hints(cls: type) -> Mapping[str, Any]:
+    """Return the types of a settings class's fields, with what `Annotated` says of them."""
+    return get_type_hints(cls, include_extras=True)
 
 
 @cache

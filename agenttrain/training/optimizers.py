@@ -23,6 +23,7 @@ from agenttrain.training.config import (
 )
 from agenttrain.training.sharding import assign
 from agenttrain.types import ConfigError
+from agenttrain.utils.garbage import no_garbage_collection
 
 
 def build_optimizer(model: PreTrainedModel, config: OptimizerConfig) -> Optimizer:
@@ -193,7 +194,8 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 
     Example: lr 1, 2 steps of warm-up, linear over 6: .5, 1, .8, .6, .4, .2.
     """
-    from transformers import get_scheduler  # imports peft
+    with no_garbage_collection():
+        from transformers import get_scheduler  # imports peft
 
     constant = config.schedule is Schedule.constant  # transformers' has no warm-up
     scheduler = get_scheduler(
