@@ -107,14 +107,15 @@ def test_text_that_is_no_array_is_refused() -> None:
         completion_of(broken, record_routes=True)
 
 
-def complete(**settings: bool) -> Completion:
+def complete(*, routes: bool = True, **settings: bool) -> Completion:
     """Three tokens after the prompt 1 5 6, by an engine over the stand-in of vLLM."""
 
     async def main() -> Completion:
         config = VllmSettings(dtype=EngineDtype.float32)
         engine = VllmEngine(model_folder("bundled:shop"), config, **settings)
         try:
-            return await engine.generate([1, 5, 6], Sampling(max_tokens=3), session="a")
+            sampling = Sampling(max_tokens=3, routes=routes)
+            return await engine.generate([1, 5, 6], sampling, session="a")
         finally:
             await engine.aclose()
 
@@ -128,6 +129,10 @@ def test_the_engine_asks_for_experts_and_reads_them(machine: Machine) -> None:
     rows = [[[position, 1], [0, position]] for position in (2, 3, 4)]
     expected = np.array(rows, dtype="<u2").tobytes()
     assert routes == Routes(experts=expected, layers=2, top_k=2)
+
+
+def test_a_request_that_wants_no_experts_gets_none(machine: Machine) -> None:
+    assert complete(record_routes=True, routes=False).routes is None
 
 
 def test_the_engine_asks_for_none_by_default(machine: Machine) -> None:
