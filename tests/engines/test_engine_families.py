@@ -192,7 +192,7 @@ async def in_lockstep(model, turns: dict[str, tuple[Sequence[int], int]]):
 def test_an_idle_row_moves_with_its_states(name: str) -> None:
     """`a` ends first. `d` takes its row, and `a` goes on from where `d` was."""
     model = model_of(name)
-    turns = {"a": ((9, 5), 2), **{session: ((9, 5), 14) for session in "bcd"}}
+    turns = {"a": ((9, 5), 2), **dict.fromkeys("bcd", ((9, 5), 14))}
     for prompt, completion in asyncio.run(in_lockstep(model, turns)):
         assert_plain(model, prompt, completion)
 
