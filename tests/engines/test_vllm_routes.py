@@ -9,8 +9,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import json
 import os
+import re
 import sys
+from contextlib import aclosing
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,7 +25,7 @@ from agenttrain.engines.config import EngineDtype, Sampling
 from agenttrain.engines.routed_experts import read_routes
 from agenttrain.engines.vllm.config import VllmSettings
 from agenttrain.engines.vllm.engine import VllmEngine
-from agenttrain.engines.vllm_server.client import completion_of
+from agenttrain.engines.vllm_server.client import ServerClient, completion_of
 from agenttrain.engines.vllm_server.config import VllmServerSettings
 from agenttrain.engines.vllm_server.server_process import server_flags
 from agenttrain.engines.vllm_server.server_records import ServerPlan
@@ -78,6 +81,40 @@ def test_experts_of_an_answer_are_not_read_unless_they_are_recorded() -> None:
     """A server that serves several runs returns them to all."""
     assert completion_of(answer()).routes is None
     assert completion_of(answer(routed_experts="no base64 of an array")).routes is None
+
+
+def test_a_request_may_want_none_of_a_server_that_returns_experts() -> None:
+    body = json.dumps(answer(routed_experts=encoded(WHOLE[2:]))).encode()
+    headers = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = re.search(rb"content-length: (\d+)", head.lower())
+        assert length is not None
+        await reader.readexactly(int(length[1]))
+        writer.write(f"HTTP/1.1 200 OK\r\n{headers}connection: close\r\n\r\n".encode() + body)
+        await writer.drain()
+        writer.close()
+
+    async def main() -> list[Routes | None]:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with server, aclosing(ServerClient(url, "x", timeout_s=60.0)) as client:
+            return [
+                (
+                    await client.generate(
+                        [7, 8, 9],
+                        Sampling(max_tokens=3, routes=routes),
+                        request_id=f"wants {routes}",
+                        session="a",
+                        salt="s",
+                        record_routes=True,
+                    )
+                ).routes
+                for routes in (True, False)
+            ]
+
+    assert asyncio.run(main()) == [ROUTES, None]
 
 
 def test_an_answer_without_the_recorded_experts_is_refused() -> None:
