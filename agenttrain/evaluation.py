@@ -260,7 +260,7 @@ async def evaluate(
     world, costs = world or World(), costs or Costs(config.group_by)
     runs = [("sampled", config.sampling(), config.samples)]
     if config.greedy:
-        runs.append(("greedy", Sampling(temperature=0.0), 1))
+        runs.append(("greedy", Sampling(temperature=0.0, routes=False), 1))
     # Lenient: NaN of a reward function must not stop an evaluation.
     collector = replace(collector.lenient(), limits=limits_of(collector.limits, config))
     tasks = [restricted(task, config.tools, collector.tools_of(task)) for task in tasks]

@@ -225,3 +225,5 @@ class Sampling:
     ends: Callable[[int], bool] | None = field(default=None, compare=False, repr=False)
     """Called with each sampled token; True ends the completion there, as `abort`. Only
     engine=transformers calls it. Others sample on, and the caller cuts the completion."""
+    routes: bool = True
+    """False: the completion has no `routes`, even if the engine records them for others."""

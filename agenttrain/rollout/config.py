@@ -213,13 +213,17 @@ class EvalConfig:
         return self
 
     def sampling(self, seed: int = 0) -> Sampling:
-        """Return the settings of sampled, not greedy, completions; the loop sets their budgets."""
+        """Return the settings of sampled, not greedy, completions; the loop sets their budgets.
+
+        They are not trained on, so no experts are recorded for them.
+        """
         return Sampling(
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
             min_p=self.min_p,
             seed=seed,
+            routes=False,
         )
 
 

@@ -46,6 +46,7 @@ from agenttrain.runs.remote import make_remote_engine, make_remote_source, start
 from agenttrain.runs.report import print_losses, print_scores
 from agenttrain.runs.roles import start_roles
 from agenttrain.runs.rollouts import Rollouts
+from agenttrain.runs.sampling import adapters_are_sent
 from agenttrain.runs.setup import Components, prepare, sampling_note
 from agenttrain.runs.sources import make_recorded_source, make_sampled_source
 from agenttrain.runs.teacher import make_teacher, teacher_prompt
@@ -277,8 +278,10 @@ class Run:
         for note in components.notes:
             print(note, flush=True)
         if self.verb == "train":
-            for make_note in (sampling_note, async_note, broadcast_note):
-                if text := make_note(self.config):
+            config = self.config
+            waiting = async_note(config, adapters_are_sent)
+            for text in (sampling_note(config), waiting, broadcast_note(config)):
+                if text:
                     print(text, flush=True)
 
     async def _train(self, components: Components) -> None:

@@ -276,7 +276,7 @@ def engine_inputs(
     # None: there are no adapters, or they are merged into the weights that the engine is sent.
     # Nothing is merged for an engine that samples from the policy itself.
     adapters = None
-    if lora.rank and (not run_spec(config).own_weights or _are_sent(config)):
+    if lora.rank and (not run_spec(config).own_weights or adapters_are_sent(config)):
         adapters = lora
     return EngineInputs(
         policy=policy,
@@ -298,7 +298,7 @@ def engine_inputs(
     )
 
 
-def _are_sent(config: RunConfig) -> bool:
+def adapters_are_sent(config: RunConfig) -> bool:
     """Return True if the engine is sent the adapters of `model.lora` as they are."""
     is_merged = merges_adapters(config)
     if is_merged is None:  # the settings do not tell: adapters are merged if they are on experts

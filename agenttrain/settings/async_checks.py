@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from agenttrain.algorithms.config import Behaviour
 from agenttrain.rollout.config import RolloutPlace
-from agenttrain.settings.engine_checks import merges_adapters, run_spec, sends_adapters
+from agenttrain.settings.engine_checks import run_spec
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.config import WeightSyncMode
 
@@ -56,14 +56,16 @@ def async_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
-def async_note(config: RunConfig) -> str | None:
-    """Return a warning about a weight sync that makes asynchronous training wait, or None."""
+def async_note(config: RunConfig, are_sent: Callable[[RunConfig], bool]) -> str | None:
+    """Return a warning about a weight sync that makes asynchronous training wait, or None.
+
+    Servers take adapters without a pause. `are_sent` says whether a run's are sent as they are. It
+    is called if that matters, as it may have to build the model's architecture.
+    """
     ahead, mode = config.async_training.max_staleness, config.weight_sync.mode
     if not ahead or mode is not WeightSyncMode.drain or not run_spec(config).own_weights:
         return None
-    # Servers take adapters without a pause. None (only the architecture tells) counts as merged.
-    is_merged = merges_adapters(config) is not False
-    if run_spec(config).fleet and sends_adapters(config, is_merged=is_merged):
+    if run_spec(config).fleet and are_sent(config):
         return None
     return (
         f"warning: weight_sync.mode=drain with async_training.max_staleness={ahead}: each weight "

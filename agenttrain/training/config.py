@@ -435,7 +435,8 @@ class Transport(StrEnum):
     """How weights reach the servers."""
 
     auto = "auto"
-    """lora where the policy has adapters, else files."""
+    """lora for adapters that servers read as the trainer does, else files: adapters of experts, and
+    of a base in 4 bits, are merged."""
     files = "files"
     """All weights, with adapters merged into them, while a server is paused."""
     lora = "lora"
@@ -452,7 +453,8 @@ class WeightSyncConfig:
     transport: Data[Transport] = Transport.auto
     """How weights reach the servers."""
     mode: Data[WeightSyncMode] = WeightSyncMode.drain
-    """Treatment of rollouts in flight when weights change."""
+    """Treatment of rollouts in flight when weights change. Servers that are sent the adapters alone
+    need none."""
     tolerance: Number | None = Field(default=None, gt=0)
     """Gap of log-probabilities, in nats, up to which engine and policy agree after a sync, for an
     engine with weights of its own; None: 0.1, for both the mean and the 90 % quantile over a text

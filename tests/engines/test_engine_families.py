@@ -174,6 +174,38 @@ def test_rows_move_and_are_evicted_with_their_states(name: str, max_rows: int) -
         assert_plain(model, prompt, completion)
 
 
+async def in_lockstep(model, turns: dict[str, tuple[Sequence[int], int]]):
+    """Converse in sessions that are all expected: {session: (lengths, tokens of a turn)}."""
+
+    async def one(engine, session: str):
+        log = await converse(engine, session, *turns[session])
+        await engine.release(session)
+        return log
+
+    async with running(model) as engine:
+        engine.expect(list(turns))
+        logs = await asyncio.gather(*(one(engine, session) for session in turns))
+    return [turn for log in logs for turn in log]
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_an_idle_row_moves_with_its_states(name: str) -> None:
+    """`a` ends first. `d` takes its row, and `a` goes on from where `d` was."""
+    model = model_of(name)
+    turns = {"a": ((9, 5), 2), **dict.fromkeys("bcd", ((9, 5), 14))}
+    for prompt, completion in asyncio.run(in_lockstep(model, turns)):
+        assert_plain(model, prompt, completion)
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_each_pass_has_its_own_padding(name: str) -> None:
+    """Passes of one shape follow one another: `a` is fed 3, 6 and 4 ids, and `b` 6, 4 and 6."""
+    model = model_of(name)
+    turns = {"a": ((3, 5, 3), 1), "b": ((6, 3, 5), 1)}  # each turn but the first feeds one id more
+    for prompt, completion in asyncio.run(in_lockstep(model, turns)):
+        assert_plain(model, prompt, completion)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_row_does_not_depend_on_a_much_longer_one(name: str) -> None:
     model = model_of(name)

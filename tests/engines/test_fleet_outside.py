@@ -292,25 +292,29 @@ def test_properties_that_differ(model: dict, run: dict, message: str | None) -> 
 
 
 @pytest.mark.parametrize(
-    ("has_states", "states", "dtype", "is_fit"),
+    ("has_states", "states", "convolutions", "dtype", "is_fit"),
     [
-        (True, "float32", "bfloat16", True),
-        (True, "auto", "bfloat16", False),  # vLLM takes the model's format
-        (True, "auto", "float32", True),
-        (True, "bfloat16", "float32", False),
-        (True, None, "bfloat16", True),  # not shown: `test_states_that_are_not_shown`
-        (False, "auto", "bfloat16", True),
+        (True, "float32", "auto", "bfloat16", True),
+        (True, "auto", "auto", "bfloat16", False),  # vLLM takes the model's format
+        (True, "auto", "auto", "float32", True),
+        (True, "auto", "float32", "bfloat16", True),  # that of the convolutions, if it is set
+        (True, "auto", "bfloat16", "float32", False),
+        (True, "bfloat16", "auto", "float32", False),
+        # Not shown: `test_a_server_that_does_not_show_its_states_is_warned_of`.
+        (True, None, None, "bfloat16", True),
+        (False, "auto", "auto", "bfloat16", True),
     ],
 )
 def test_recurrent_states_have_to_be_in_float32(
-    has_states: bool, states: str | None, dtype: str, is_fit: bool
+    has_states: bool, states: str | None, convolutions: str | None, dtype: str, is_fit: bool
 ) -> None:
+    formats = {"mamba_ssm_cache_dtype": states, "mamba_cache_dtype": convolutions}
     facts = ServerFacts(
         version="0.32.0",
         paths=frozenset(NEEDS),
         config={
             "model_config": {**MODEL, "dtype": f"torch.{dtype}"},
-            "cache_config": {} if states is None else {"mamba_ssm_cache_dtype": states},
+            "cache_config": {key: name for key, name in formats.items() if name is not None},
             "weight_transfer_config": {"backend": "files"},
             "lora_config": None,
             "parallel_config": {"worker_extension_cls": METHODS},

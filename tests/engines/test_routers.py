@@ -167,6 +167,30 @@ def test_the_engine_returns_the_experts_of_each_sampled_token(name: str) -> None
             assert recorded_TLK.sort(-1).values.equal(expected.sort(-1).values)
 
 
+def test_an_evaluation_in_the_same_batch_gets_no_experts() -> None:
+    """The requests of training beside it, and those that join it later, get theirs."""
+
+    async def run() -> tuple[list[Completion], list[Completion]]:
+        settings = TransformersSettings(max_rows=4)
+        engine = TransformersEngine(tiny_family("Qwen3Moe"), settings, record_routes=True)
+
+        async def ask(session: str, tokens: int, routes: bool) -> Completion:
+            sampling = Sampling(max_tokens=tokens, seed=tokens, routes=routes)
+            return await engine.generate([5, 6, 7], sampling, session=session)
+
+        try:
+            first = await ask("evaluated alone", 5, False)
+            both = await asyncio.gather(ask("evaluated", 5, False), ask("trained", 6, True))
+            return [first, both[0]], [both[1], await ask("trained alone", 6, True)]
+        finally:
+            await engine.aclose()
+
+    evaluated, trained = asyncio.run(run())
+    assert [completion.routes for completion in evaluated] == [None, None]
+    assert trained[0].routes == trained[1].routes
+    assert trained[0].routes.tokens == len(trained[0].token_ids)
+
+
 def test_without_the_setting_no_experts_are_returned() -> None:
     async def run() -> Completion:
         engine = TransformersEngine(tiny_family("Qwen3Moe"), TransformersSettings(max_rows=1))

@@ -9,8 +9,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import json
 import os
+import re
 import sys
+from contextlib import aclosing
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,7 +25,7 @@ from agenttrain.engines.config import EngineDtype, Sampling
 from agenttrain.engines.routed_experts import read_routes
 from agenttrain.engines.vllm.config import VllmSettings
 from agenttrain.engines.vllm.engine import VllmEngine
-from agenttrain.engines.vllm_server.client import completion_of
+from agenttrain.engines.vllm_server.client import ServerClient, completion_of
 from agenttrain.engines.vllm_server.config import VllmServerSettings
 from agenttrain.engines.vllm_server.server_process import server_flags
 from agenttrain.engines.vllm_server.server_records import ServerPlan
@@ -80,6 +83,40 @@ def test_experts_of_an_answer_are_not_read_unless_they_are_recorded() -> None:
     assert completion_of(answer(routed_experts="no base64 of an array")).routes is None
 
 
+def test_a_request_may_want_none_of_a_server_that_returns_experts() -> None:
+    body = json.dumps(answer(routed_experts=encoded(WHOLE[2:]))).encode()
+    headers = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = re.search(rb"content-length: (\d+)", head.lower())
+        assert length is not None
+        await reader.readexactly(int(length[1]))
+        writer.write(f"HTTP/1.1 200 OK\r\n{headers}connection: close\r\n\r\n".encode() + body)
+        await writer.drain()
+        writer.close()
+
+    async def main() -> list[Routes | None]:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with server, aclosing(ServerClient(url, "x", timeout_s=60.0)) as client:
+            return [
+                (
+                    await client.generate(
+                        [7, 8, 9],
+                        Sampling(max_tokens=3, routes=routes),
+                        request_id=f"wants {routes}",
+                        session="a",
+                        salt="s",
+                        record_routes=True,
+                    )
+                ).routes
+                for routes in (True, False)
+            ]
+
+    assert asyncio.run(main()) == [ROUTES, None]
+
+
 def test_an_answer_without_the_recorded_experts_is_refused() -> None:
     for returned in (answer(), answer(routed_experts=None)):
         with pytest.raises(EngineError, match="--enable-return-routed-experts"):
@@ -107,14 +144,15 @@ def test_text_that_is_no_array_is_refused() -> None:
         completion_of(broken, record_routes=True)
 
 
-def complete(**settings: bool) -> Completion:
+def complete(*, routes: bool = True, **settings: bool) -> Completion:
     """Three tokens after the prompt 1 5 6, by an engine over the stand-in of vLLM."""
 
     async def main() -> Completion:
         config = VllmSettings(dtype=EngineDtype.float32)
         engine = VllmEngine(model_folder("bundled:shop"), config, **settings)
         try:
-            return await engine.generate([1, 5, 6], Sampling(max_tokens=3), session="a")
+            sampling = Sampling(max_tokens=3, routes=routes)
+            return await engine.generate([1, 5, 6], sampling, session="a")
         finally:
             await engine.aclose()
 
@@ -128,6 +166,10 @@ def test_the_engine_asks_for_experts_and_reads_them(machine: Machine) -> None:
     rows = [[[position, 1], [0, position]] for position in (2, 3, 4)]
     expected = np.array(rows, dtype="<u2").tobytes()
     assert routes == Routes(experts=expected, layers=2, top_k=2)
+
+
+def test_a_request_that_wants_no_experts_gets_none(machine: Machine) -> None:
+    assert complete(record_routes=True, routes=False).routes is None
 
 
 def test_the_engine_asks_for_none_by_default(machine: Machine) -> None:

@@ -88,6 +88,7 @@ def test_two_evaluations_meet_the_same_noise():
 def test_greedy_is_at_temperature_0_and_sampled_as_configured():
     engine = ScriptedEngine(answers)
     run(engine, temperature=0.7, top_p=0.9)
+    assert not any(sent.sampling.routes for sent in engine.sent)  # nothing is trained on
     assert {(s.sampling.temperature, s.sampling.top_p) for s in engine.sent} == {
         (0.7, 0.9),
         (0.0, 1.0),

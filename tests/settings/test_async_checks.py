@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from agenttrain.runs.sampling import adapters_are_sent
 from agenttrain.settings.async_checks import async_note
 from agenttrain.settings.checks import validate
 from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
@@ -51,7 +52,7 @@ def test_rollouts_ahead_of_the_update_have_a_process_and_weights_of_their_own() 
     ],
 )
 def test_a_sync_that_waits_for_turns_is_warned_of(overrides: tuple[str, ...], warned: bool) -> None:
-    note = async_note(composed(*overrides))
+    note = async_note(composed(*overrides), adapters_are_sent)
     assert (note is not None) == warned
     if note is not None:
         assert "weight_sync.mode=drain with async_training.max_staleness=2" in note

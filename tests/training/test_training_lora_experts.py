@@ -30,7 +30,8 @@ from agenttrain.engines.vllm.config import VllmSettings
 from agenttrain.engines.vllm.setup import engine_arguments
 from agenttrain.runs.loading import check_model
 from agenttrain.runs.memory import Sizes
-from agenttrain.runs.sampling import engine_inputs
+from agenttrain.runs.sampling import adapters_are_sent, engine_inputs
+from agenttrain.settings.async_checks import async_note
 from agenttrain.settings.checks import validate
 from agenttrain.settings.compose import Source, compose_run, hydra_session
 from agenttrain.settings.engine_checks import sends_adapters
@@ -511,6 +512,9 @@ def test_adapters_of_experts_are_sent_merged(
     inputs = engine_inputs(config, None, tmp_path, on_gpu=False, rank=0)
     assert (inputs.adapters is not None) is sent
     assert sends_adapters(config, is_merged=Sizes(config.model).merges_adapters) is sent
+    # Servers pause for merged weights alone, which the note on asynchronous training is about.
+    ahead = composed(folder, *words, "async_training.max_staleness=1")
+    assert (async_note(ahead, adapters_are_sent) is None) is sent
     forced = composed(folder, *words, "weight_sync.transport=lora")
     if sent:
         check_model(forced)

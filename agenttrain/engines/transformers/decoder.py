@@ -66,6 +66,8 @@ class Decoder:
         if self.cache.has_states:
             self._mixer_keywords |= layout_keywords(model, self.cache.next_pass)
         self.recorder: RouteRecorder | None = None
+        self.records_routes = record_routes
+        """False: no sequence of the batch needs its experts."""
         # A model that this cache does not fit is refused here, before anything is sampled wrongly.
         _compare_with_plain_forward(self, _checked_lengths(kinds, max_context))
         self.cache.free()
@@ -159,7 +161,7 @@ class Decoder:
             "use_cache": True,
             **(self._mixer_keywords if next_pass.is_padded else {}),
         }
-        recorder = self.recorder
+        recorder = self.recorder if self.records_routes else None
         with nullcontext() if recorder is None else recorder.recording(first, len(new)):
             if any(layout is not None for layout in layouts):
                 return self._forward_with_images(ids_NT, starts, layouts, keywords)

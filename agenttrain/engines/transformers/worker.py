@@ -148,7 +148,7 @@ class EngineWorker:
             uniforms = [request.noise[len(request.sampled)] for request in self._batch]
             sampled, logprobs = sampler.sample(logits_NV, self._tensors, uniforms)
         routes: Sequence[Routes | None] = [None] * len(seats)
-        if self.decoder.recorder is not None:
+        if self.decoder.recorder is not None and self.decoder.records_routes:
             routes = self.decoder.recorder.last(len(seats))  # a seat's row is its index
         self.stats.decode_steps += 1
         self.stats.decoded_tokens += len(seats)
@@ -160,7 +160,8 @@ class EngineWorker:
                 self._fail_seat(seat, logprob)
                 continue
             request = _request_of(seat)
-            finish = request.append(token, logprob, self.version, token_routes)
+            needed_routes = token_routes if request.sampling.routes else None
+            finish = request.append(token, logprob, self.version, needed_routes)
             if finish is not None:
                 self.scheduler.finish(seat)
                 request.deliver(request.completion(finish))
@@ -178,6 +179,7 @@ class EngineWorker:
             self.decoder.cache.arrange(seats, self.scheduler.seats.values())
             self._tensors = sampler.make_tensors([r.sampling for r in batch], self.decoder.device)
             self._has_images = any(request.layout is not None for request in batch)
+            self.decoder.records_routes = any(request.sampling.routes for request in batch)
 
     def _feed(self, seats: Sequence[Seat]) -> torch.Tensor:
         """Feed the pending ids of all seats, and return the logits after the last one, [N, V].

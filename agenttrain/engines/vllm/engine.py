@@ -157,7 +157,7 @@ class VllmEngine:
             versions=tuple((int(span.version), span.end - span.start) for span in spans),
             routes=(
                 read_routes(sampled.routed_experts, len(sampled.token_ids))
-                if self._record_routes
+                if self._record_routes and sampling.routes
                 else None
             ),
         )

@@ -117,8 +117,8 @@ class ServerClient:
 
         `salt` separates the prefix cache's entries of one policy version from another's. `session`
         lets a router send a rollout's turns to one server. `adapter`: the version of the adapters
-        to sample with. None: sample with the model's weights. `record_routes`: the completion has
-        its experts.
+        to sample with. None: sample with the model's weights. `record_routes`: the server returns
+        experts, which the completion has unless `sampling` wants none.
         """
         parameters = {
             "max_tokens": sampling.max_tokens,
@@ -144,7 +144,7 @@ class ServerClient:
             salt=salt,
             adapter=adapter,
         )
-        completion = completion_of(answer, adapter, record_routes=record_routes)
+        completion = completion_of(answer, adapter, record_routes=record_routes and sampling.routes)
         self.prompt_tokens += len(token_ids)
         # Any of these three keys may be missing or null.
         usage = answer.get("usage") or {}

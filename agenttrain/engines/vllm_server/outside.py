@@ -130,8 +130,7 @@ def problems(url: str, facts: ServerFacts, run: Outside) -> Iterator[str]:
             "samples; start it with --enable-return-routed-experts"
         )
     states = _state_format(facts)
-    # "auto" is the model's own format for most layers.
-    if run.has_states and states not in (None, FLOAT32, *(["auto"] if dtype == FLOAT32 else [])):
+    if run.has_states and states not in (None, FLOAT32):
         yield (
             f"{key}: it keeps the states of recurrent layers in {states}, training in float32; "
             f"start it with {STATES_FLAG}"
@@ -155,8 +154,17 @@ def problems(url: str, facts: ServerFacts, run: Outside) -> Iterator[str]:
 
 
 def _state_format(facts: ServerFacts) -> str | None:
-    """Return the number format of a server's recurrent states; None if it does not show it."""
-    stated = (facts.config.get("cache_config") or {}).get("mamba_ssm_cache_dtype")
+    """Return the number format of a server's recurrent states; None if it does not show it.
+
+    In vLLM 0.32 "auto" is the format of the convolutions' states, whose "auto" is the model's. For
+    Kimi delta attention it is float32, but a server does not say which layers it has.
+    """
+    cache: Mapping[str, Any] = facts.config.get("cache_config") or {}
+    stated = cache.get("mamba_ssm_cache_dtype")
+    if stated == "auto":
+        stated = cache.get("mamba_cache_dtype", "auto")
+    if stated == "auto":
+        stated = str(facts.config["model_config"]["dtype"]).removeprefix("torch.")
     return None if stated is None else str(stated)
 
 
