@@ -156,7 +156,8 @@ class AnswerResponse(Response):
             await start_response(send, 200 if error is None else error.status, kind)
         dialect = self.dialect
         if error is not None:
-            writer = dialect.writer(AnswerHead(model=self.question.model or "policy"), False)
+            head = AnswerHead(model=self.question.model or "policy")
+            writer = dialect.writer(head, False)  # an error has no usage
             text = "".join(writer.fail(error)) if is_stream else to_json(dialect.error(error))
         elif is_stream:
             text = "".join(dialect.events(answer, self.question.include_usage))
@@ -226,6 +227,7 @@ def build_app(find_open: Callable[[str], OpenRollout | None]) -> Starlette:
         entry = _authorize(request, find_open)
         body = await read_body(request, entry.rollout.max_context)
         data = await call_in_thread_if_large(len(body), read_object, body) if body.strip() else {}
+        # The reward too is read before the end: a rollout goes on if its request is refused.
         reward = None if data.get("reward") is None else read_reward(data["reward"])
         messages = await call_in_thread_if_large(len(body), _read_conversation, data, entry.roles)
         await entry.rollout.finish(messages, size=len(body))

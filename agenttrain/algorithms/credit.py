@@ -161,9 +161,9 @@ def turn_advantages(
     compared_PGK = torch.zeros_like(returns_PGK, dtype=torch.bool)
     if credit.name is Credit.turn_baseline:
         result_PGK = _advantages_by_turn(returns_PGK, config)
-    elif not isinstance(credit, StepCredit):
+    elif not isinstance(credit, StepCredit):  # turn_reward
         result_PGK = _advantages_by_group(returns_PGK, config)
-    else:
+    else:  # gigpo, whose settings are a StepCredit
         # fsum: the same rewards in another order have exactly the same sum.
         totals = [
             [() if turns.rewards is None else (math.fsum(turns.rewards),) for turns in group]
