@@ -76,7 +76,10 @@ class OpenRollout:
         return self.rollout.policy.chat.roles
 
     def on_request(self) -> None:
-        """Cancel the timer of a client that went away: it has come back."""
+        """Note that a client that went away has come back."""
+        self._cancel_lost_timer()
+
+    def _cancel_lost_timer(self) -> None:
         if self._lost_timer is not None:
             self._lost_timer.cancel()
             self._lost_timer = None
@@ -84,7 +87,7 @@ class OpenRollout:
     def on_leave(self) -> None:
         """Give a client that left before it got its answer some time to come back."""
         if self.on_lost is not None and self.replays.lost:
-            self.on_request()  # cancels the timer of an earlier leave
+            self._cancel_lost_timer()  # of an earlier leave
             self._lost_timer = asyncio.get_running_loop().call_later(LOST_S, self.on_lost)
 
 

@@ -244,7 +244,7 @@ class Agents:
             attempt = EndpointRollout(request, policy, self.settings)
             rollout = attempt.rollout
             entry = OpenRollout(rollout=attempt)
-            entry.replays.joins = self.lockstep
+            entry.replays.joins = self.lockstep  # then an equal request in flight is a replay too
             if isinstance(self._agent, ExternalAgent):  # no process of ours shows its end
                 text = "the client went away before its answer was complete, and did not come back"
                 entry.on_lost = lambda: attempt.end(StopReason.error, text)

@@ -281,7 +281,7 @@ def _advantages_by_state(
             if len(rollouts_in_state) < 2:
                 continue
             mask_GK = torch.zeros_like(compared_PGK[p])
-            mask_GK[tuple(zip(*state_visits, strict=True))] = True
+            mask_GK[tuple(zip(*state_visits, strict=True))] = True  # (rollouts, turns)
             returns_GK = returns_PGK[p].masked_fill(~mask_GK, torch.nan)
             advantages_GK = _subtract_mean(
                 returns_GK, leave_one_out=config.advantage is Advantage.leave_one_out
