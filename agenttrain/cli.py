@@ -25,7 +25,7 @@ SWEEP_PROCESS = "AGENTTRAIN_SWEEP_PROCESS"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return its exit code (`utils/exit_codes.py`)."""
     protect()  # stdout and stderr, against a closed descriptor or a broken pipe
-    exit_without_collection()
+    exit_without_collection()  # the operating system frees what is alive at the exit
     if SWEEP_PROCESS in os.environ:
         from agenttrain.commands.sweep.process import end_with_sweep
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if shares_run:
         from agenttrain.launch.worker import leave
 
-        leave(code)
+        leave(code)  # ends the process
     if lost := lost_output():
         print(f"agenttrain: {lost}", file=sys.stderr)
         if code == DONE and prints:

@@ -76,7 +76,10 @@ class OpenRollout:
         return self.rollout.policy.chat.roles
 
     def on_request(self) -> None:
-        """Cancel the timer of a client that went away: it has come back."""
+        """Note that a client that went away has come back."""
+        self._cancel_lost_timer()
+
+    def _cancel_lost_timer(self) -> None:
         if self._lost_timer is not None:
             self._lost_timer.cancel()
             self._lost_timer = None
@@ -84,7 +87,7 @@ class OpenRollout:
     def on_leave(self) -> None:
         """Give a client that left before it got its answer some time to come back."""
         if self.on_lost is not None and self.replays.lost:
-            self.on_request()  # cancels the timer of an earlier leave
+            self._cancel_lost_timer()  # of an earlier leave
             self._lost_timer = asyncio.get_running_loop().call_later(LOST_S, self.on_lost)
 
 
@@ -156,7 +159,8 @@ class AnswerResponse(Response):
             await start_response(send, 200 if error is None else error.status, kind)
         dialect = self.dialect
         if error is not None:
-            writer = dialect.writer(AnswerHead(model=self.question.model or "policy"), False)
+            head = AnswerHead(model=self.question.model or "policy")
+            writer = dialect.writer(head, False)  # an error has no usage
             text = "".join(writer.fail(error)) if is_stream else to_json(dialect.error(error))
         elif is_stream:
             text = "".join(dialect.events(answer, self.question.include_usage))
@@ -226,6 +230,7 @@ def build_app(find_open: Callable[[str], OpenRollout | None]) -> Starlette:
         entry = _authorize(request, find_open)
         body = await read_body(request, entry.rollout.max_context)
         data = await call_in_thread_if_large(len(body), read_object, body) if body.strip() else {}
+        # The reward too is read before the end: a rollout goes on if its request is refused.
         reward = None if data.get("reward") is None else read_reward(data["reward"])
         messages = await call_in_thread_if_large(len(body), _read_conversation, data, entry.roles)
         await entry.rollout.finish(messages, size=len(body))

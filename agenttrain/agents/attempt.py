@@ -30,6 +30,7 @@ from agenttrain.engines.base import Engine, EngineDead, EngineError
 from agenttrain.rollout.config import RolloutConfig, RolloutRequest
 from agenttrain.types import (
     MAIN,
+    AssistantTurn,
     Completion,
     Finish,
     Message,
@@ -243,7 +244,7 @@ class EndpointRollout:
             for session in reversed(transcript.sessions):
                 if session != self.request.rollout_id:
                     await self.policy.engine.release(session)
-        # Last, because the engine may decode the other sessions in the place of this one.
+        # Last: this session is the parent of the others, which an engine may decode in its place.
         await self.policy.engine.release(self.request.rollout_id)
         if self.trained.conversations:
             self._keep_trained()
@@ -308,7 +309,10 @@ class EndpointRollout:
         return [trajectories[index] for index in self.trained.indices_of(trained)]
 
     def _admit(self, question: Question, problem: RequestError | None) -> Transcript:
-        """Return a request's transcript. Raises RequestError, e.g. the `problem` of its check."""
+        """Return a request's transcript. Raises RequestError for its model or its sampling.
+
+        Else raises `problem`, the error that `ServedPolicy.check` has returned, if any.
+        """
         served = find_served(self.settings.models, question.model)
         if not isinstance(served, Served):  # an error message
             raise RequestError(served, param="model", code="model_not_found", status=404)
@@ -323,6 +327,7 @@ class EndpointRollout:
         self._check_sampling(question, is_frozen)
         if problem is not None:
             raise problem
+        # A demand for a call or JSON, which only a grammar could force.
         if question.form != ANY_FORM and not self.policy.limits.structured_calls:
             self.counts["agent/unforced_forms"] += 1
         return self.untrained if is_frozen else self.trained
@@ -334,7 +339,8 @@ class EndpointRollout:
         are not trained, so that it may have a temperature of its own.
         """
         ours = self.request.sampling
-        # Values that change nothing.
+        # Values that change nothing: the rollout's, those that turn a filter off, and
+        # `rollout.temperature` in evals too, whose rollouts have a temperature of their own.
         neutral: dict[str, tuple[object, ...]] = {
             "temperature": (ours.temperature, self.policy.limits.temperature),
             "top_p": (ours.top_p, 1),
@@ -343,10 +349,11 @@ class EndpointRollout:
         }
         if is_frozen:
             validate(SamplingFields, question.sampling)  # raises for values out of bounds
+        free_names = neutral.keys() if is_frozen else ()
         changing = {
             name: value
             for name, value in question.sampling.items()
-            if value not in neutral.get(name, ()) and not (is_frozen and name in neutral)
+            if name not in free_names and value not in neutral.get(name, ())
         }
         if not changing:
             return
@@ -435,22 +442,16 @@ class EndpointRollout:
             self.policy.parsed(trajectory, completion.token_ids, message, turn=index, after=role)
         trajectory.messages.append(message)
         head = AnswerHead(model=question.model or "policy")
-        client_turn = turn
-        if shown_text is not None:
-            schemas = question.schemas
-            client_turn = self.policy.chat.parse_text(shown_text, schemas, turn=name, after=role)
-        # Arguments that are no JSON object can be sent to the client as text. Not those of a call
-        # that a stop text cuts off: that call becomes part of the content.
-        may_send_text = text_arguments and shown_text is None
-        client_message, call_ids = issue(client_turn, text_arguments=may_send_text, handle=head.id)
-        if shown_text is not None:
-            for key in ("content", "reasoning_content"):
-                # The stop text may appear only once the parts of the content are joined.
-                if text := client_message.get(key):
-                    client_message[key] = before_stop(text, question.stops)
+        if shown_text is None:
+            client_message, call_ids = issue(turn, text_arguments=text_arguments, handle=head.id)
+        else:
+            shown_turn = self.policy.chat.parse_text(
+                shown_text, question.schemas, turn=name, after=role
+            )
+            client_message, shown_ids = _issue_before_stop(shown_turn, question.stops, head.id)
             # Calls after the stop text, which the client does not see, have no id.
-            hidden_count = len(turn.calls) - len(call_ids)
-            call_ids = (*call_ids, *("",) * hidden_count)
+            hidden_count = len(turn.calls) - len(shown_ids)
+            call_ids = (*shown_ids, *("",) * hidden_count)
         planned.transcript.issued.add(
             AgentTurn(
                 trajectory=trajectory.index,
@@ -466,6 +467,7 @@ class EndpointRollout:
             )
         )
         self.refused = None
+        # A turn that a stop text ended has finished by `abort` too, and is no failure.
         if completion.finish is Finish.abort and shown_text is None:
             self.end(StopReason.aborted, "the engine aborted the request")
             raise RequestError("the engine aborted the request", status=500)
@@ -545,8 +547,8 @@ class EndpointRollout:
             stop_token_ids=request.sampling.stop_token_ids or chat.stop_token_ids,
             grammar=grammar,
         )
-        # The first session is named as the rollout. An engine that expects the rollout's session
-        # takes a further one, its child, in its place.
+        # The first session has the rollout's name, and the others are its children. An engine that
+        # decodes a fixed number of sessions together decodes a child in the place of its parent.
         parent = None if plan.session == request.rollout_id else request.rollout_id
         try:
             completion = await self.policy.engine.generate(
@@ -590,8 +592,8 @@ class EndpointRollout:
             transcript.models.append(question.model)
             transcript.sessions.append(plan.session)
             transcript.seeds.append(plan.seed)
-        if plan.answers is not None and transcript.trained:
-            self._record_results(plan.answers, plan.messages)
+        if plan.answered_turn is not None and transcript.trained:
+            self._record_results(plan.answered_turn, plan.messages)
         for origin, ids in plan.suffix:
             trajectory.append_context(ids, origin)
         trajectory.messages += plan.messages
@@ -619,10 +621,25 @@ class EndpointRollout:
             )
 
 
+def _issue_before_stop(
+    shown_turn: AssistantTurn, stops: Sequence[str], handle: str
+) -> tuple[Message, tuple[str, ...]]:
+    """Return the turn before a stop text as the client gets it, and the ids of its calls."""
+    # Not as text, even if the API's arguments are: a call that the stop text cuts off becomes part
+    # of the content.
+    message, call_ids = issue(shown_turn, text_arguments=False, handle=handle)
+    for key in ("content", "reasoning_content"):
+        # The stop text may appear only once the parts of the content are joined.
+        if text := message.get(key):
+            message[key] = before_stop(text, stops)
+    return message, call_ids
+
+
 def _cut_completion(completion: Completion, end: int | None) -> Completion:
     """Return the first `end` tokens of a completion, as an engine that stops there gives them.
 
-    This does not bias the sample: the first tokens do not depend on those that are cut off.
+    Such a completion has finished by `abort` (`Sampling.ends`). This does not bias the sample: the
+    first tokens do not depend on those that are cut off.
     """
     if end is None:
         return completion

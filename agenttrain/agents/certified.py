@@ -86,8 +86,13 @@ def _digest_of(chat: Chat) -> str:
         tokenizer = backend.to_str()
     parts = [
         tokenizer,
-        *(chat.template, chat.fix.stock, repr(chat.response), repr(sorted(chat.kwargs.items()))),
-        *(repr(chat.roles), repr(chat.plain), repr(chat.stop_token_ids)),
+        chat.template,
+        chat.fix.stock,  # the model's own template, which is probed too
+        repr(chat.response),
+        repr(sorted(chat.kwargs.items())),
+        repr(chat.roles),
+        repr(chat.plain),  # added tokens that are ordinary text
+        repr(chat.stop_token_ids),
     ]
     return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogatepass")).hexdigest()
 

@@ -106,7 +106,7 @@ class AgentConfig:
     name: Data[AgentName] = AgentName.none
     """none: the run's own tool loop. endpoint: a program of yours, by command, by _target_, or
     started by somebody else."""
-    command: Command = ""  # a list here would have OmegaConf refuse a mapping in its own words
+    command: Command = ""  # with a list here OmegaConf would refuse a mapping, not `command_parts`
     """Program of one rollout, e.g. [python, my_agent.py] or "python my_agent.py". It reads a JSON
     line with the task from its standard input."""
     _target_: str | None = None
@@ -143,8 +143,8 @@ class AgentConfig:
     """Files and folders that a sandbox shows, read-only, besides the program's own and the folder
     in which the run was started."""
     memory_mb: Whole = Field(default=MEMORY_MB, ge=64)
-    """Memory of all processes in a sandbox with what they wrote; of more they are ended, as a
-    crash."""
+    """Memory of all processes in a sandbox with what they wrote. If they use more, they are ended,
+    which counts as a crash."""
     disk_mb: Whole = Field(default=DISK_MB, ge=1)
     """Size of what is written to the home, /tmp, /run and /dev/shm of a sandbox; they are in
     memory."""

@@ -29,7 +29,9 @@ class ContainedAgent:
         """`machine_of` returns the machine of a rollout; `env` is added to its variables. With
         `exit_code` the exit code is the reward, as of `CommandAgent`."""
         self._command, self._machine_of, self._env = list(command), machine_of, dict(env)
-        self._timeout_s, self._exit_code_is_reward = timeout_s + UNKILLED_S, exit_code
+        self._exit_code_is_reward = exit_code
+        # Above the limit at which `Agents` cancels an attempt, so that it never comes first.
+        self._timeout_s = timeout_s + UNKILLED_S
 
     async def attempt(self, assignment: AgentTask, log: Path) -> float | None:
         """Run the program to its end; return the reward in its last line, if there is one."""

@@ -48,7 +48,7 @@ async def wait_for_excess(settings: dict) -> str:
     while True:
         if disk_in_use(disks) > disk_mb << 20:
             return f"agent.disk_mb={disk_mb}: its files are larger"
-        if memory_in_use(disks, OPEN_FILES) > memory_mb << 20:
+        if memory_in_use(disks, max_files=OPEN_FILES) > memory_mb << 20:
             return f"agent.memory_mb={memory_mb}: its processes and files use more"
         await asyncio.sleep(MEMORY_CHECK_S)
 
@@ -90,6 +90,7 @@ async def serve(settings: dict, command: list[str]) -> int:
     ended: asyncio.Future[int] = loop.create_future()
     environment = {**os.environ, "HOME": settings["home"], "TMPDIR": "/tmp"}
     try:
+        # `show_files` lets `wait_for_excess` count the program's open files.
         program = subprocess.Popen(
             command, env=environment, cwd=settings["work"], preexec_fn=show_files
         )
@@ -111,7 +112,7 @@ def main() -> None:
     text, *command = sys.argv[1:]
     settings = json.loads(text)
     try:
-        die_first()
+        die_first()  # before other processes, if the machine's memory is full
         confine(
             Root(**settings["root"]),
             user=settings["user"],

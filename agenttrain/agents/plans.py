@@ -41,7 +41,7 @@ class Plan:
     """Trajectory that goes on. None: a new one begins."""
     seed: int = 0
     """Seed of a new trajectory."""
-    answers: AgentTurn | None = None
+    answered_turn: AgentTurn | None = None
     """The turn whose calls the request answers."""
     restart: Restart | None = None
     """Why the request does not continue the turns that it repeats. None: it does, or is new."""
@@ -111,7 +111,7 @@ class RequestPlanner:
                 suffix=suffix,
                 session=transcript.sessions[trajectory.index],
                 extends=trajectory,
-                answers=turn,
+                answered_turn=turn,
             )
         return Plan(
             ids=ids,
@@ -120,7 +120,7 @@ class RequestPlanner:
             session=self._name_session(transcript),  # before the seed, as in `plan`
             parent=(trajectory.index, turn.end),
             seed=self._opening_seed(transcript, ids),
-            answers=turn,
+            answered_turn=turn,
             restart=Restart.dropped,
             difference="a turn was sampled from these messages already",
         )

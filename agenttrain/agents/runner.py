@@ -94,7 +94,7 @@ class FunctionAgent:
         with self._output.redirect(log):
             outcome = await attempt_async(call())
         if (error := outcome.error) is not None:
-            if (unavailable := unavailable_in(error)) is not None:
+            if (unavailable := unavailable_in(error)) is not None:  # the rollout's machine is lost
                 raise unavailable
             raise AgentFailed(f"raised {type(error).__name__}: {error}") from error
         result = outcome.value
@@ -244,7 +244,7 @@ class Agents:
             attempt = EndpointRollout(request, policy, self.settings)
             rollout = attempt.rollout
             entry = OpenRollout(rollout=attempt)
-            entry.replays.joins = self.lockstep
+            entry.replays.joins = self.lockstep  # then an equal request in flight is a replay too
             if isinstance(self._agent, ExternalAgent):  # no process of ours shows its end
                 text = "the client went away before its answer was complete, and did not come back"
                 entry.on_lost = lambda: attempt.end(StopReason.error, text)
@@ -324,10 +324,10 @@ class Agents:
         self, entry: OpenRollout, machine: RolloutMachine | None
     ) -> tuple[str | None, float | None]:
         """Run a rollout's agent to its end. Return its failure or None, and its reward or None."""
-        rollout, url = entry.rollout, f"{self.address}/{entry.name}"
+        attempt, url = entry.rollout, f"{self.address}/{entry.name}"
         assignment = AgentTask(
-            rollout_id=rollout.request.rollout_id,
-            task=copy_task(rollout.request.task),
+            rollout_id=attempt.request.rollout_id,
+            task=copy_task(attempt.request.task),
             url=url,
             api_key=entry.key,
             model=self._model,
@@ -339,10 +339,10 @@ class Agents:
         task_s = None if self._machines is None else self._machines.limit_s(assignment.task)
         if task_s is not None and task_s <= limit_s:
             key, limit_s, is_tasks_limit = "agent.timeout_sec of the task", task_s, True
-        log = self.folder / rollout.request.rollout_id
+        log = self.folder / attempt.request.rollout_id
         log.parent.mkdir(parents=True, exist_ok=True)
         agent = asyncio.ensure_future(self._agent.attempt(assignment, log))
-        over = asyncio.ensure_future(rollout.over.wait())
+        over = asyncio.ensure_future(attempt.over.wait())
         try:
             await asyncio.wait(
                 (agent, over),
@@ -351,7 +351,7 @@ class Agents:
             )
             if not agent.done() and not over.done():
                 if is_tasks_limit:  # no failure of the agent: the rollout is graded
-                    rollout.end(StopReason.timeout, f"{key}={limit_s:g} passed")
+                    attempt.end(StopReason.timeout, f"{key}={limit_s:g} passed")
                     return None, None
                 return f"{key}={limit_s:g} passed", None
             # The rollout is over. An external agent is only a file, which nobody ends.
@@ -445,7 +445,7 @@ class Agents:
                 (self._socket_folder.path / "endpoint").chmod(0o666)
                 listeners[-1].listen(2048)
             self._serving = asyncio.ensure_future(self._server.serve(sockets=listeners))
-            # It is done before it has started if it has failed to start.
+            # `_serving` is done without `started` if the server cannot start.
             while not self._server.started and not self._serving.done():
                 await asyncio.sleep(0.001)
             reachable = ANY_ADDRESS.get(host, host)
@@ -533,6 +533,7 @@ def form_problem(
             ArgumentSchema(json.loads(question.form.schema))
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             return "response_format", str(error)
+        # The schema alone: results are kept for a schema, whatever call a request demands too.
         form = AnswerForm(schema=question.form.schema)
         if problem := grammar_problem(chat.grammar([], form=form)):
             return "response_format", f"no grammar can be made of its schema: {problem}"
@@ -580,6 +581,7 @@ def make_agent(
         return ContainedAgent(
             settings.command,
             machines.machine_of,
+            # The variables of `agent.env` alone: PATH, HOME and the like are the container's.
             env={name: os.environ[name] for name in settings.env if name in os.environ},
             timeout_s=settings.timeout_s,
             exit_code=settings.exit_code_reward,

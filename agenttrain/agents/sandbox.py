@@ -22,6 +22,7 @@ START = (
     "import sys; sys.path.insert(0, {root!r}); "
     "from agenttrain.agents.inside import main; sys.path.remove({root!r}); main()"
 )
+"""Code of the sandbox's first process. `root` is the folder that holds the package."""
 SOCKET = "/.endpoint"
 """Path of the endpoint's socket in the sandbox."""
 FILES = 200_000
@@ -94,10 +95,8 @@ def sandbox_command(
     }
     code = START.format(root=str(PACKAGE.parent))
     # -I -S: the interpreter takes no code from the environment, the folder or site-packages.
-    return [
-        *(*bubblewrap(user), "--die-with-parent", "--", base_python(), "-I", "-S", "-c", code),
-        json.dumps(first_process),
-    ]
+    python = [base_python(), "-I", "-S", "-c", code]
+    return [*bubblewrap(user), "--die-with-parent", "--", *python, json.dumps(first_process)]
 
 
 def _probe_problem(settings: AgentConfig) -> str:

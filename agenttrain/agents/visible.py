@@ -113,6 +113,7 @@ class Visible:
             self.add_software(os.path.dirname(folder), self.shown)
         else:
             self.add_with_folder(path)
+        # The file too: an installation may be shown in parts, and a link has a target elsewhere.
         self.add(path)
 
     def add_software(self, folder: str, paths: set[str]) -> None:
@@ -138,7 +139,8 @@ class Visible:
 def visible_files(command: Sequence[str], read: Sequence[str]) -> Visible:
     """Return the files that a command's program can read. Raises ValueError."""
     work, links = os.getcwd(), dict[str, str]()
-    visible = Visible(home=resolve_links(_home_folders()[0], links), work=work, links=links)
+    home = _home_folders()[0]  # $HOME, where it is usable
+    visible = Visible(home=resolve_links(home, links), work=work, links=links)
     secrets = _secret_paths()
     for path in read:
         if problem := _read_problem(path, visible, secrets):

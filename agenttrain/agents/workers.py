@@ -172,7 +172,7 @@ class WorkerAgent:
         return worker
 
     async def _end(self, worker: Worker) -> None:
-        if worker in self._workers:
+        if worker in self._workers:  # another attempt may have ended it already
             self._workers.remove(worker)
             await worker.end()
             if worker.log is not None:

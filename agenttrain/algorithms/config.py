@@ -294,11 +294,11 @@ class CorrectionConfig:
             )
         elif low is not None and high is not None and low >= high:
             yield f"{key}.min={low}: must be below {key}.max={high}"
-        remedy = "1, the ratio of tokens that trainer and engine find equally likely"
+        equal_ratio = "1, the ratio of tokens that trainer and engine find equally likely"
         if high is not None and high < 1:
-            yield f"{key}.max={high}: must be at least {remedy}"
+            yield f"{key}.max={high}: must be at least {equal_ratio}"
         if low is not None and low > 1:
-            yield f"{key}.min={low}: must be at most {remedy}"
+            yield f"{key}.min={low}: must be at most {equal_ratio}"
 
 
 class Gate(StrEnum):
@@ -651,6 +651,7 @@ def _objective_problems(a: AlgorithmConfig) -> Iterator[str]:
             "advantage for all tokens of a rollout, and a teacher gives each its own; set "
             "algorithm/objective=clip, cispo or reinforce"
         )
+    # With a stopped ratio a token's gradient stays at the token, so that any can be left out.
     if a.top_entropy == 1 or objective.stopped_ratio:
         return
     if objective.whole_sequence:

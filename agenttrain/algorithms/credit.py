@@ -161,9 +161,9 @@ def turn_advantages(
     compared_PGK = torch.zeros_like(returns_PGK, dtype=torch.bool)
     if credit.name is Credit.turn_baseline:
         result_PGK = _advantages_by_turn(returns_PGK, config)
-    elif not isinstance(credit, StepCredit):
+    elif not isinstance(credit, StepCredit):  # turn_reward
         result_PGK = _advantages_by_group(returns_PGK, config)
-    else:
+    else:  # gigpo, whose settings are a StepCredit
         # fsum: the same rewards in another order have exactly the same sum.
         totals = [
             [() if turns.rewards is None else (math.fsum(turns.rewards),) for turns in group]
@@ -281,7 +281,7 @@ def _advantages_by_state(
             if len(rollouts_in_state) < 2:
                 continue
             mask_GK = torch.zeros_like(compared_PGK[p])
-            mask_GK[tuple(zip(*state_visits, strict=True))] = True
+            mask_GK[tuple(zip(*state_visits, strict=True))] = True  # (rollouts, turns)
             returns_GK = returns_PGK[p].masked_fill(~mask_GK, torch.nan)
             advantages_GK = _subtract_mean(
                 returns_GK, leave_one_out=config.advantage is Advantage.leave_one_out

@@ -36,7 +36,7 @@ class LossInputs(ObjectiveInputs):
     """
 
     sequences: int = field(init=False)
-    """B, as many as `weights_B` has."""
+    """B, as many as `weights_B` has. Set from it, and no argument."""
     weights_B: Tensor
     """Weight of each of the sequence's tokens, from `token_weights`."""
     engine_S: Tensor | None = None

@@ -1,11 +1,11 @@
 """The boundary between a completion and the next one: its place in a rendering, and its tokens.
 
 `TurnBoundary` finds it by rendering a minimal conversation of the same shape: the calls have the
-real names and ids, and placeholders stand at the end of the assistant's text and in each reply.
+real names and ids, BODY stands at the end of the assistant's text, and a slot in each reply.
 End-of-turn tokens are not counted, so a template may have any of them, or none.
 
 `build_suffix` and `fill_suffix` tokenise the text after the boundary. The text around the
-placeholders is constant and tokenised once. Each reply is tokenised per call, together with the
+slots is constant and tokenised once. Each reply is tokenised per call, together with the
 text between the nearest control tokens on either side, so that tokens merge across its edges as
 they do in the full rendering::
 
@@ -29,7 +29,7 @@ from agenttrain.utils.content import parts
 
 BODY = "\ufdd2"
 """Placeholder for the end of the assistant's text. `clean` removes it, as it does the replies'
-placeholders, from the text of others."""
+slots, from the text of others."""
 REPLY_PROBES = (
     "",
     "a",
@@ -47,8 +47,8 @@ CALL = AssistantTurn(
 )
 
 
-def placeholder(index: int) -> str:
-    """Return the text that stands for the text of reply `index`."""
+def slot(index: int) -> str:
+    """Return the slot numbered `index`, which stands for a text of a reply."""
     return f"\ufdd3{index}\ufdd4"
 
 
@@ -115,7 +115,7 @@ class TurnBoundary:
         after_calls = _text_after_body(self.render([USER, assistant], generation_prompt=False))
         # Where answers have no end (GLM), all text after the calls closes them.
         closing = self._up_to_last_control(after_calls) if end else after_calls.rstrip()
-        if not closing.endswith(end):  # never if `end` is empty
+        if not closing.endswith(end):  # an empty `end` is at the end of any text
             # Calls end with another token than answers: the last piece of `closing`.
             pieces = list(self.encoder.pieces(closing))
             end = pieces[-1][1] if pieces else ""
@@ -211,8 +211,8 @@ class ReplyTexts:
     def _rendered_text(self, role: str, text: str) -> str:
         """Return a reply's text as it is rendered, without the constant text around it."""
         if role not in self._frames:
-            _, frame = self.after_turn(role, placeholder(0))
-            before, _, after = frame.partition(placeholder(0))
+            _, frame = self.after_turn(role, slot(0))
+            before, _, after = frame.partition(slot(0))
             self._frames[role] = before, after
         before, after = self._frames[role]
         _, rendered = self.after_turn(role, self.encoder.mark(text))
@@ -258,8 +258,8 @@ class Suffix:
 def build_suffix(end: str, text: str, encoder: Encoder, *, replies: int) -> Suffix:
     """Tokenise the end of a turn and the text after it.
 
-    `text` has the placeholders 0 to `replies` - 1, one for each reply's text. Text between control
-    tokens that holds a placeholder becomes a ReplyBlock, which `fill_suffix` tokenises with each
+    `text` has the slots 0 to `replies` - 1, one for each reply's text. Text between control
+    tokens that holds a slot becomes a ReplyBlock, which `fill_suffix` tokenises with each
     reply. All other text is constant.
     """
     if _REPLY.findall(text) != [str(index) for index in range(replies)]:

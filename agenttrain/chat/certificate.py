@@ -291,8 +291,8 @@ def certify(chat: Chat, schemas: Sequence[dict]) -> Certificate:
                 probes[index] = replace(
                     probe, status=Status.fixed, reason=reason, detail=stock.detail
                 )
-    # The probes of FEATURES do not count: they have no turns. The other probes compare the ids of a
-    # conversation with those of its beginning, turn by turn.
+    # A conversation passes only if each turn leaves the ids before it as they were. The probes of
+    # FEATURES do not count: they have no turns.
     preserving = all(probe.passed or probe.name in FEATURES for probe in stock_probes)
     hashed_content = [
         chat.template,
@@ -469,6 +469,8 @@ def _replay(
         full = chat.rendered_ids(messages, schemas)  # ledger + completion + suffix
         _require_equal(chat, full[: len(ledger)], ledger, "earlier messages are rendered anew")
         end = chat.end_ids(turn, replies, generation_prompt=True)
+        # `end` in place of the completion, which is not known yet: both end the turn, so that the
+        # suffix begins after it.
         spans = chat.suffix(
             turn, replies, completion_ids=end, finish=Finish.stop, generation_prompt=True
         )

@@ -19,7 +19,7 @@ from agenttrain.chat.boundary import (
     TurnBoundary,
     build_suffix,
     fill_suffix,
-    placeholder,
+    slot,
 )
 from agenttrain.chat.encoding import ChatError, Encoder, clean
 from agenttrain.chat.fixes import Fix
@@ -634,12 +634,12 @@ class Chat:
             if isinstance(content, list):
                 content = content_of(
                     [
-                        placeholder(next(slots)) if isinstance(part, str) else part
+                        slot(next(slots)) if isinstance(part, str) else part
                         for part in parts(content)
                     ]
                 )
             else:
-                content = placeholder(next(slots))
+                content = slot(next(slots))
             # All but the content is marked: slots must stay as they are.
             stand_ins.append({**mark({**reply, "content": None}), "content": content})
         end, text = self._boundary.split(

@@ -44,6 +44,8 @@ def completion_ids(
     if prompt is None or full[: len(prompt)] != list(prompt):
         prompt = chat.rendered_ids(messages, schemas)
     end = chat.end_ids(turn, replies, generation_prompt=True)
+    # `end` in place of the completion, which is not known yet: both end the turn, so that the
+    # suffix begins after it.
     suffix = chat.suffix(
         turn, replies, completion_ids=end, finish=Finish.stop, generation_prompt=True
     )

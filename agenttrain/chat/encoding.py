@@ -102,7 +102,8 @@ class Encoder:
         # becomes that token, though `_plain` does not recognise it.
         if forgeable := [text for text in self.control if ids[text] in self.encode_plain(text)]:
             for text in forgeable:
-                if self.control.pop(text) in self.steering_ids:
+                token_id = self.control.pop(text)
+                if token_id in self.steering_ids:
                     raise ChatError(
                         f"the tokenizer makes the control token {text!r} from plain text, so a "
                         "tool could forge it; use a tokenizer with byte-level pieces"
@@ -253,7 +254,7 @@ def _alternatives(texts: Collection[str]) -> str:
     pattern = "|".join(parts)
     if not parts or (len(parts) == 1 and not optional):
         return pattern
-    return f"(?:{pattern})" + "?" * optional
+    return f"(?:{pattern})" + ("?" if optional else "")
 
 
 def _without_tokens(core: Any, added: dict[int, AddedToken], hidden: Collection[str]) -> Any:

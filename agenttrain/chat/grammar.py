@@ -95,13 +95,7 @@ class CallGrammar:
 
     def __init__(self, spec: ResponseSpec, render: Callable[[Sequence[Message]], str]) -> None:
         """`render` renders messages to text, without a generation prompt."""
-        if (
-            not isinstance(spec, MarkedSpec)
-            or not (spec.call_open and spec.call_close)
-            or spec.call_open_pattern
-            or spec.syntax != "json"
-            or spec.separator
-        ):
+        if not isinstance(spec, MarkedSpec) or not _is_json_between_marks(spec):
             raise ChatError(
                 f"{KEY}: the response schema does not read calls as JSON between two marks, as "
                 "response_schema=hermes and qwen do; leave structured_calls out"
@@ -147,7 +141,7 @@ class CallGrammar:
             function = schema["function"]
             name = json.dumps(function["name"], ensure_ascii=False)[1:-1]  # without its quotes
             parameters = _xgrammar_schema(function.get("parameters") or {})
-            describes_value = "type" in parameters or _ANYTHING & parameters.keys()
+            describes_value = not parameters.keys().isdisjoint({"type", *_ANYTHING})
             if not describes_value:  # arguments are an object even if the schema does not say so
                 parameters = {"type": "object", **parameters}
             value = {"type": "json_schema", "json_schema": parameters, "max_whitespace_cnt": BLANKS}
@@ -233,6 +227,12 @@ def _sequence(*elements: Format) -> Format:
 
 def _either(elements: Sequence[Format]) -> Format:
     return {"type": "or", "elements": list(elements)}
+
+
+def _is_json_between_marks(spec: MarkedSpec) -> bool:
+    """Return True if each call is JSON between two fixed marks, and no text joins calls."""
+    has_fixed_marks = bool(spec.call_open and spec.call_close) and not spec.call_open_pattern
+    return has_fixed_marks and spec.syntax == "json" and not spec.separator
 
 
 def _find_glue(spec: MarkedSpec, rendering: str) -> CallGlue:

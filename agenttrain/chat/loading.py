@@ -111,7 +111,7 @@ def load_chat(
     spec = resolve_spec(None if format_added else tokenizer, response_schema, response)
     if family is not None and isinstance(spec, TemplateSpec) and response_schema.name == "auto":
         # A checkpoint of ours carries the family's format in transformers' dialect, which can
-        # express less: the family's own is used instead.
+        # express less. If the family's format is saved as what this one carries, it is used.
         chat = make_chat(load_spec(family.response))
         if response_template(chat) == spec.source:
             return chat
@@ -216,7 +216,7 @@ def reads_back(
         "content": "",
         "tool_calls": [
             {
-                "id": "abcdefgh1",
+                "id": "abcdefgh1",  # of the form SHORT_ID, which Mistral's templates demand
                 "type": "function",
                 "function": {"name": "forecast", "arguments": CALL_ARGUMENTS},
             }

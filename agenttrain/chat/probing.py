@@ -107,8 +107,8 @@ def probe_behaviour(render: Render) -> TemplateBehaviour:
     ids = short if short_ids else usual
     pair = _call_message(("one", ids[0]), ("two", ids[1]))
     renders_pair = _shows(render, [pair], "one") and _shows(render, [pair], "two")
-    # Some templates show reasoning only beside calls. The probe word stands in it twice, because
-    # `_shows` demands that of calls.
+    # Some templates show reasoning only beside calls, whose id is one that any template accepts.
+    # The probe word stands in the reasoning twice, because `_shows` demands that of calls.
     turns = ({"role": "assistant", "content": "c"}, _call_message(("one", short[0])))
     reasoning_keys = (
         key

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from agenttrain.commands.verb import refusing
 from agenttrain.settings.command_line import CHECK
 from agenttrain.settings.compose import Composed
 from agenttrain.settings.machine import float32_on_gpu
+from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.sizes import describe
 from agenttrain.utils.garbage import no_garbage_collection
+
+if TYPE_CHECKING:
+    from agenttrain.runs.setup import Components
 
 
 def check(verb: str, runs: Sequence[Composed]) -> int:
@@ -23,7 +28,7 @@ def check(verb: str, runs: Sequence[Composed]) -> int:
         print(f"these settings fit agenttrain {verb}")
         return 0
     print("\n\n".join(describe(run.config) for run in runs), flush=True)
-    if any(run.neutral for run in runs):
+    if any(run.neutral for run in runs):  # experiment=none took the place of the default
         print(
             "\nexperiment     none: model.path is not the bundled agent, whose settings "
             "experiment=shop would be;\n               to train, add experiment=none and name "
@@ -91,7 +96,7 @@ def certify(runs: Sequence[Composed], verb: str = "train") -> bool:
     # These import tokenizers and torch.
     from agenttrain.runs.fingerprints import check_resumed
     from agenttrain.runs.sampling import verify_model
-    from agenttrain.runs.setup import Components, complete, overlong_notes, sampling_note
+    from agenttrain.runs.setup import Components, complete
 
     # Runs of a sweep often agree in the settings that a check reads: each check is made once for
     # each distinct value of these settings.
@@ -100,6 +105,7 @@ def certify(runs: Sequence[Composed], verb: str = "train") -> bool:
     for config in (run.config for run in runs):
         structured = config.rollout.structured_calls
         certificate_key = repr([structured, *(getattr(config, part) for part in CERTIFIED)])
+        # The settings that `complete` and `check_resumed` read besides.
         other_settings = [config.engine, config.eval, config.training, config.optimizer.name]
         other_settings += [config.algorithm.teacher, config.algorithm.router_replay, config.roles]
         other_settings += [config.weight_sync]
@@ -117,16 +123,22 @@ def certify(runs: Sequence[Composed], verb: str = "train") -> bool:
             components = certified[certificate_key].with_config(config)
             complete(components)
             if is_first:
-                prompts = "; ".join(
-                    f"the first {len(sizes)} of {section} have {min(sizes)} to {max(sizes)} tokens"
-                    for section, sizes in components.prompt_lengths.items()
-                    if sizes
-                )
-                print(f"prompts        {prompts or 'given by the environment'}")
-                notes = [*components.notes, *overlong_notes(components)]
-                notes += components.alarms()
-                for note in (*notes, sampling_note(config)):
-                    if note is not None:
-                        print(note)
+                _print_notes(components, config)
             check_resumed(components)
     return all(components.certificate.passed for components in certified.values())
+
+
+def _print_notes(components: Components, config: RunConfig) -> None:
+    """Print the lengths of the prompts, and the notes on a run's components."""
+    from agenttrain.runs.setup import overlong_notes, sampling_note  # imports torch
+
+    prompts = "; ".join(
+        f"the first {len(sizes)} of {section} have {min(sizes)} to {max(sizes)} tokens"
+        for section, sizes in components.prompt_lengths.items()
+        if sizes
+    )
+    print(f"prompts        {prompts or 'given by the environment'}")
+    notes = [*components.notes, *overlong_notes(components), *components.alarms()]
+    for note in (*notes, sampling_note(config)):
+        if note is not None:
+            print(note)

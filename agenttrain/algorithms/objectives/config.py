@@ -258,12 +258,12 @@ class Objective:
         """Return the objective's checked settings; raise ConfigError with all their problems."""
         keys = {key: value for key, value in self.section.items() if key not in CHOOSING}
         names = field_names(self.registered.settings)
-        choices = {entry.name: entry.settings for entry in all_objectives().values()}
+        settings_classes = {entry.name: entry.settings for entry in all_objectives().values()}
         problems = []
         unknown_keys = [key for key in keys if key not in names]
         for key in unknown_keys:
             hint = did_you_mean(key, names)
-            if owners := owners_of(key, choices):
+            if owners := owners_of(key, settings_classes):
                 hint = (
                     f"; {' and '.join(owners)} ha{'s' if len(owners) == 1 else 've'} it: "
                     f"algorithm/objective={owners[0]}"

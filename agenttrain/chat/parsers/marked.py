@@ -159,7 +159,7 @@ class MarkedSpec(Syntax):
             # In a format without marks the opening matches no text: it is the place of the call's
             # first character.
             has_no_mark = mark.end() == mark.start()
-            names_no_tool = [call.name for call in read.calls] == [None]
+            names_no_tool = len(read.calls) == 1 and read.calls[0].name is None
             if has_no_mark and names_no_tool:
                 # A JSON object that names no tool is content, unless it looks like the arguments
                 # that the call before it lacks.
@@ -279,7 +279,8 @@ class MarkedSpec(Syntax):
             if len(calls) > MAX_CALLS:
                 break
             read = READERS[self.syntax](text[start:limit], self, schemas)
-            if [call.name in schemas for call in read.calls] != [True]:  # not one call of a tool
+            is_call_of_tool = len(read.calls) == 1 and read.calls[0].name in schemas
+            if not is_call_of_tool:
                 continue
             (call,) = read.calls
             end = limit if call.problem is not None else start + read.end

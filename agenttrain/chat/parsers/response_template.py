@@ -190,16 +190,18 @@ class TemplateSpec:
         at = 0  # the text before this position is split
         calls = 0  # regions of calls so far
         if begins_in is not None:
-            regions.append(_find_end(_Region(begins_in, 0, 0, {}), marks))
+            regions.append(_find_end(_Region(begins_in, start=0, body=0, captures={}), marks))
             at = regions[-1].end
         while at < len(text):
             field, hit = marks.next(at)
             if outside is not None and hit.start > at:  # the text before the mark
-                regions.append(_Region(outside, at, at, {}, stop=hit.start, end=hit.end))
+                regions.append(
+                    _Region(outside, start=at, body=at, captures={}, stop=hit.start, end=hit.end)
+                )
             if field is not None:  # an opening mark
                 if field.name == CALLS:
                     calls += 1
-                region = _Region(field, hit.start, hit.end, hit.groups)
+                region = _Region(field, start=hit.start, body=hit.end, captures=hit.groups)
                 if calls > MAX_CALLS or len(regions) >= MAX_REGIONS:
                     # The remaining text is one malformed call.
                     calls_field = next((f for f in self.fields if f.name == CALLS), field)
@@ -386,7 +388,8 @@ def with_all_arguments(call: ParsedCall, json_value: Any, schemas: Schemas) -> P
         return call
     present = [key for key in ARGUMENT_KEYS if key in function]
     # The keys whose values may be arguments: not the name's, which may stand under any key and is
-    # found by its value, and not those without a value.
+    # found by its value, and not those without a value. ARGUMENT_KEYS stay: given twice, they are
+    # a problem, with any value.
     without_name = {k: v for k, v in function.items() if v != call.name or k in ARGUMENT_KEYS}
     filled = {k: v for k, v in without_name.items() if v not in EMPTY or k in present}
     types = schemas.get(call.name, {}) if isinstance(call.name, str) else {}

@@ -289,10 +289,9 @@ def _merge_late_system(messages: Sequence[Message], first: int) -> list[Message]
         is_late = message["role"] == "system" and index >= first
         role = "user" if is_late else message["role"]
         before = shown[-1] if shown else None
-        joins = before is not None and (
-            (is_late and before["role"] in ("user", "system"))
-            or (is_joined and role == before["role"] == "user")
-        )
+        system_joins = is_late and before is not None and before["role"] in ("user", "system")
+        user_joins = is_joined and role == "user"
+        joins = system_joins or user_joins
         if joins and before is not None:
             shown[-1] = {**before, "content": f"{before['content']}\n\n{message['content']}"}
         else:
@@ -347,6 +346,7 @@ def in_call_order(messages: Sequence[Message]) -> list[Message]:
             index += 1
         if len(replies) < len(call_ids):
             unanswered = [call_id for call_id in call_ids if call_id not in replies]
+            # Without an unanswered id, two calls have the same one.
             raise RequestError(
                 f"messages: the assistant made the calls {', '.join(call_ids)}, and each needs "
                 f"exactly one tool message behind it; {', '.join(unanswered) or 'an id'} has "

@@ -259,6 +259,7 @@ class _ItemReader:
         kind = item.get("type", "message")
         if kind == "reasoning":
             handle = item.get("encrypted_content")  # as in the items that we issue
+            # Some clients send only the id, which holds the handle too: ``rs_<handle>``.
             turn = self._turn_for_item(handle or _turn_key(item.get("id")), kind)
             texts = item.get("content") or item.get("summary")
             if isinstance(handle, str) and handle:
