@@ -74,5 +74,5 @@ def _repeat(stage: str, config: RunConfig, bundle: Path, step: int) -> None:
     sequences = read_batch(bundle, _rollouts(bundle, step, {}))
     with policy.ready():
         minibatch = policy.minibatch(sequences)
-        if minibatch is not None:
+        if minibatch is not None:  # None: no sequence has a gradient
             train_minibatch(policy, minibatch, Averages())

@@ -162,8 +162,8 @@ def _choice_settings(section: str, description: str) -> Iterator[Setting]:
         description=description,
         values=tuple(classes),
     )
-    names = dict.fromkeys(name for cls in classes.values() for name in field_names(cls))
-    for name in (name for name in names if name != "name"):
+    all_names = (name for cls in classes.values() for name in field_names(cls))
+    for name in dict.fromkeys(name for name in all_names if name != "name"):
         # Setting -> the choices in which it has the same type, default and meaning.
         overrides_by_setting: dict[Setting, list[str]] = {}
         for option, cls in classes.items():
@@ -190,6 +190,7 @@ def _setting(cls: type, field: Field[Any], hint: Any, key: str) -> Setting:
     is_required = info is not None and info.is_required()
     text = "" if is_required or default == "???" else shown(plain(default))
     # pydantic keeps the bounds as objects with one attribute of BOUNDS each: Ge(ge=1) -> ">= 1".
+    # LARGEST, the bound of every whole number, is left out.
     bounds = [
         f"{sign} {bound:g}" if isinstance(bound, float) else f"{sign} {bound}"
         for part in (info.metadata if info is not None else ())
@@ -332,7 +333,8 @@ def _add_choices(
             definition = _definition(option, definitions)
             earlier_names = definition["properties"].get("name", {}).get("enum", [])
             definition["properties"] |= {"name": {"enum": [*earlier_names, name]}}
-        # A choice from outside the package has other keys.
+        # Engines and objectives may come from outside the package, with other keys. Sections of
+        # CHOICES have bundled choices only.
         outside = {"type": "object", "required": ["_target_"]}
         parent["properties"][key]["anyOf"] = [
             *{option["$ref"]: option for option in options}.values(),  # each definition once
@@ -358,5 +360,5 @@ def _add_components(
             "properties": {"_target_": {"type": "string"}, **settings_beside},
         }
         part = root["properties"][section]
-        part.pop("anyOf")  # of the class, which is a mapping, or an interpolation
+        part.pop("anyOf")  # any mapping, or an interpolation: less than is known here
         part |= component if section in ONE_BESIDE else {"additionalProperties": component}

@@ -214,9 +214,10 @@ class VerbParser(ArgumentParser):
             for setting in self.verb.settings:
                 if setting.startswith(f"{key}="):
                     return f"{word}: settings are written key=value; write {setting}"
-            if key in elsewhere() or key in setting_keys():
-                # A key of TRL or verl is mapped to ours, perhaps with a remark: "engine.name (…)".
-                ours, space, remark = elsewhere().get(key, key).partition(" ")
+            keys_of_others = elsewhere()  # of TRL and verl
+            if key in keys_of_others or key in setting_keys():
+                # A key of others is mapped to ours, perhaps with a remark: "engine.name (…)".
+                ours, space, remark = keys_of_others.get(key, key).partition(" ")
                 setting = f"{ours}={value or '…'}{space}{remark}"
                 return f"{word}: settings are written key=value; write {setting}"
         options = [option for option in self.options if option.startswith("--")]
@@ -393,7 +394,7 @@ def one_of(*names: str) -> Callable[[str], str]:
 
 
 @contextmanager
-def refusing() -> Iterator[None]:
+def as_config_error() -> Iterator[None]:
     """Raise AgenttrainError, OSError and ValueError of the block as ConfigError, same text."""
     try:
         yield

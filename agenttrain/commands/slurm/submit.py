@@ -50,7 +50,9 @@ from agenttrain.settings.run_config import RunConfig
 from agenttrain.types import ConfigError
 from agenttrain.utils.redaction import hide_secrets
 
-NODES = ("distributed.nodes", "distributed.rendezvous", "distributed.node_rank")
+TRAINING_NODES = "distributed.nodes"
+NODES = (TRAINING_NODES, "distributed.rendezvous", "distributed.node_rank")
+"""Settings that the job gives each of its nodes."""
 CONFIG = "config.yaml"
 """File in the folder of a run that has been started."""
 ANY_ENDPOINT = "first-node:29500"
@@ -145,17 +147,17 @@ def _with_allocation(command: Command, slurm: list[str]) -> tuple[Command, list[
     Example: `servers.nodes=2 distributed.nodes=4` becomes `servers.nodes=2 slurm.nodes=6`.
     """
     values = {text.partition("=")[0]: text.partition("=")[2] for text in command.overrides}
-    training, serving = values.get(NODES[0], ""), values.get("servers.nodes", "")
+    training, serving = values.get(TRAINING_NODES, ""), values.get("servers.nodes", "")
     if not (training.isdecimal() and serving.isdecimal() and int(serving)):
         return command, slurm
     total = f"slurm.nodes={int(training) + int(serving)}"
     for text in slurm:
         if key_of(text) == "slurm.nodes" and text != total:
             raise ConfigError(
-                f"{text}: {NODES[0]}={training} and servers.nodes={serving} make {total}; leave "
-                "it out"
+                f"{text}: {TRAINING_NODES}={training} and servers.nodes={serving} make {total}; "
+                "leave it out"
             )
-    overrides = [text for text in command.overrides if not text.startswith(f"{NODES[0]}=")]
+    overrides = [text for text in command.overrides if not text.startswith(f"{TRAINING_NODES}=")]
     return replace(command, overrides=overrides), [*slurm, total]
 
 
