@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from pathlib import Path
 from socket import gethostname, socket
 from typing import TYPE_CHECKING
 
@@ -119,6 +120,23 @@ def _serve_here(config: RunConfig, args: Namespace, listener: socket) -> None:
     run(app, listener)
 
 
+def _check_adapters(config: RunConfig, model: Path) -> None:
+    """Raise ConfigError for adapters in the folder `model` that an engine's server cannot apply."""
+    if reason := packed_experts(model):
+        raise ConfigError(
+            f"model.path={config.model.path}: holds adapters of packed experts ({reason}), which "
+            "vLLM reads wrongly or not at all; merge them first (agenttrain export), or set "
+            f"{names_with(own_weights=False)}"
+        )
+    if config.model.quantization is not None:
+        raise ConfigError(
+            f"model.quantization={config.model.quantization}: the server of "
+            f"engine={config.engine.name} would add the adapters to the weights of the base's "
+            "files, which are others than those in 4 bits; merge them first (agenttrain export), "
+            f"or set {names_with(own_weights=False)}"
+        )
+
+
 def _serve_by_engine(config: RunConfig, args: Namespace, listener: socket) -> None:
     """Serve by the engine's own server, with the template and the ends of turn of the training."""
     from agenttrain.chat.encoding import ChatError
@@ -137,19 +155,8 @@ def _serve_by_engine(config: RunConfig, args: Namespace, listener: socket) -> No
     model = model_folder(path, revision=revision)
     raise_config_error(base_problems(config.model, model))
     base = base_folder(path, revision, config.model.base_revision)
-    if base and (reason := packed_experts(model)):
-        raise ConfigError(
-            f"model.path={path}: holds adapters of packed experts ({reason}), which vLLM reads "
-            "wrongly or not at all; merge them first (agenttrain export), or set "
-            f"{names_with(own_weights=False)}"
-        )
-    if base and config.model.quantization is not None:
-        raise ConfigError(
-            f"model.quantization={config.model.quantization}: the server of "
-            f"engine={config.engine.name} would add the adapters to the weights of the base's "
-            "files, which are others than those in 4 bits; merge them first (agenttrain export), "
-            f"or set {names_with(own_weights=False)}"
-        )
+    if base:
+        _check_adapters(config, model)
     port = listener.getsockname()[1]
     weights = str(base or weights_folder(path, revision=revision))
     with TemporaryFolder() as temporary:

@@ -189,15 +189,7 @@ def _setting(cls: type, field: Field[Any], hint: Any, key: str) -> Setting:
     default = _default(field, info)
     is_required = info is not None and info.is_required()
     text = "" if is_required or default == "???" else shown(plain(default))
-    # pydantic keeps the bounds as objects with one attribute of BOUNDS each: Ge(ge=1) -> ">= 1".
-    # LARGEST, the bound of every whole number, is left out.
-    bounds = [
-        f"{sign} {bound:g}" if isinstance(bound, float) else f"{sign} {bound}"
-        for part in (info.metadata if info is not None else ())
-        for name, sign in BOUNDS.items()
-        if (bound := getattr(part, name, None)) not in (None, LARGEST)
-    ]
-    kind = ", ".join([_type(hint), *bounds])
+    kind = ", ".join([_type(hint), *_bounds(() if info is None else info.metadata)])
     # The values of an enum follow with their own texts: "`sum`: …; `mean`: …".
     types = [part for part in (hint, *get_args(hint)) if isinstance(part, type)]
     enums = [part for part in types if issubclass(part, Enum)]
@@ -214,6 +206,17 @@ def _setting(cls: type, field: Field[Any], hint: Any, key: str) -> Setting:
     if values and NoneType in types:
         values.append("null")
     return Setting(key=key, type=kind, default=text, description=description, values=tuple(values))
+
+
+def _bounds(metadata: Iterable[Any]) -> Iterator[str]:
+    """Yield the bounds of a field, without LARGEST, which every whole number has.
+
+    pydantic keeps them as objects with one attribute of BOUNDS each: Ge(ge=1) -> ">= 1".
+    """
+    for part in metadata:
+        for name, sign in BOUNDS.items():
+            if (bound := getattr(part, name, None)) not in (None, LARGEST):
+                yield f"{sign} {bound:g}" if isinstance(bound, float) else f"{sign} {bound}"
 
 
 def _default(field: Field[Any], info: Any) -> Any:

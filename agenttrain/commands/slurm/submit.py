@@ -170,10 +170,7 @@ def _plan_job(command: Command, slurm: Sequence[str]) -> PlannedJob:
     if command.sweep:
         runs_of_sweep = expand(command.overrides, source).runs
         overrides = runs_of_sweep[0]
-        for text in command.overrides:
-            varies = any(text not in run for run in runs_of_sweep)
-            if varies and key_of(text).partition(".")[0] == "distributed":
-                raise ConfigError(f"{text}: all jobs of an array have the same processes")
+        _check_same_processes(command.overrides, runs_of_sweep)
     try:
         first = compose_run([*overrides, *slurm], source).config
     except ConfigError as error:
@@ -202,6 +199,14 @@ def _plan_job(command: Command, slurm: Sequence[str]) -> PlannedJob:
     arguments = [command.verb, *command.options, *settings, *commits, *resume]
     script = _job_script(folder, name, [arguments], runs[0])
     return PlannedJob(settings=first.slurm, runs=runs, script=script, record=None, resumes=False)
+
+
+def _check_same_processes(overrides: Sequence[str], runs: Sequence[Sequence[str]]) -> None:
+    """Raise ConfigError if a setting of `distributed` varies between the runs of a sweep."""
+    for text in overrides:
+        varies = any(text not in run for run in runs)
+        if varies and key_of(text).partition(".")[0] == "distributed":
+            raise ConfigError(f"{text}: all jobs of an array have the same processes")
 
 
 def _plan_resumed(command: Command, slurm: Sequence[str], folder: Path) -> PlannedJob:
