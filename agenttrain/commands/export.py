@@ -126,7 +126,7 @@ def export(
                     f", whose rounding moves the adapted weights by {100 * rounding:.2g} % of what "
                     "the adapters change"
                 )
-                print(weights)
+                print(weights)  # a loss that --dtype float32 avoids
         AutoTokenizer.from_pretrained(checkpoint).save_pretrained(part)
         copy_processors(checkpoint, part)
         _describe(checkpoint, part, name or folder.name, form, weights)

@@ -23,7 +23,10 @@ from agenttrain.types import Rollout, Task
 
 
 def replay_crash(config: RunConfig, bundle: Path) -> int:
-    """Repeat the stage that failed; return exit code 0 for the same culprits, else 1."""
+    """Repeat the stage that failed; return exit code 0 for the same culprits, else 1.
+
+    Culprits are the rollouts or weights that are at fault: none if each rollout alone is finite.
+    """
     crash = json.loads((bundle / "crash.json").read_text(encoding="utf-8"))
     print(f"recorded  {crash['error']}")
     try:
