@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agenttrain.commands.verb import refusing
+from agenttrain.commands.verb import as_config_error
 from agenttrain.settings.command_line import CHECK
 from agenttrain.settings.compose import Composed
 from agenttrain.settings.machine import float32_on_gpu
@@ -71,7 +71,7 @@ def check_files(runs: Sequence[Composed]) -> None:
         return
     from agenttrain.chat.loading import read_spec, read_template  # imports tokenizers
 
-    with refusing():
+    with as_config_error():
         for template, revision in templates:
             read_template(template, revision)
         for path in schemas:
@@ -110,7 +110,7 @@ def certify(runs: Sequence[Composed], verb: str = "train") -> bool:
         other_settings += [config.algorithm.teacher, config.algorithm.router_replay, config.roles]
         other_settings += [config.weight_sync]
         run_key = repr([certificate_key, *other_settings, config.tasks_per_step, config.resume])
-        with refusing():
+        with as_config_error():
             is_first = certificate_key not in certified
             if is_first:
                 verify_model(config)

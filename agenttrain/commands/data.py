@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from math import ceil
 
-from agenttrain.commands.verb import refusing
+from agenttrain.commands.verb import as_config_error
 from agenttrain.data.build import column_names
 from agenttrain.data.tasks import COLUMN_SAMPLE, TaskSource
 from agenttrain.rollout.episode import end_episode, start_episode
@@ -29,12 +29,12 @@ def show(config: RunConfig, prompts: int) -> int:
 
     Return exit code 1 if the chat template fails its certificate, or a reward lacks a column.
     """
-    with refusing():
+    with as_config_error():
         components = Components(config, shows_demonstrations=True)
         certificate, tasks = components.certificate, components.tasks
         missing = False
-        for part in components.parts:
-            with part.located():
+        for part in components.parts:  # of each source of a mixture, or of the run
+            with part.located():  # errors name the keys that the run has for a source's
                 missing |= _print_rows(part)
         shown = tasks.train.tasks(0, min(prompts, len(tasks.train)))
         for task in asyncio.run(_tasks_with_prompts(shown, components)):
@@ -55,7 +55,10 @@ def show(config: RunConfig, prompts: int) -> int:
 
 
 def _print_rows(components: Components) -> bool:
-    """Print the summary of the rows, and the columns that rewards read; True if one is missing."""
+    """Print the summary of the rows, and the columns that rewards read; True if one is missing.
+
+    `relocated` gives the settings of a source the keys that they have in the run.
+    """
     columns = components.rubric.columns
     for line in _describe_sources(components, context_of(components.config)):
         print(components.relocated(line))
@@ -89,7 +92,7 @@ async def _tasks_with_prompts(tasks: Sequence[Task], components: Components) -> 
                 seed=derive_seed(seed, task.task_id),
                 group_seed=derive_seed(seed),
             )
-            complete_tasks.append(rollout.task)
+            complete_tasks.append(rollout.task)  # with the messages of the reset
             await end_episode(rollout, episode)
     finally:
         await components.aclose()
@@ -117,7 +120,7 @@ def _describe_sources(components: Components, context: int | None) -> Iterator[s
 
 
 def _describe_images(first: Sequence[Task], components: Components, note: str) -> Iterator[str]:
-    """Yield the number of images, their sizes and their tokens."""
+    """Yield the number of images, their sizes and their tokens; `note` ends the line."""
     images = [image for task in first for image in images_in(task.messages)]
     placeholders = components.chat.placeholders
     if not images or placeholders is None:

@@ -260,7 +260,7 @@ def _torch(facts: Mapping[str, Any], problem: str) -> Iterator[Finding]:
     build = f"built for CUDA or ROCm {facts['build']}" if facts["build"] else "a build without GPUs"
     yield Finding("torch", State.ok, f"{facts['version']}, {build}; threads: {facts['threads']}")
     gpus = [f"{name} ({memory / GIB:.0f} GiB)" for name, memory in facts["gpus"]]
-    driver = shutil.which("nvidia-smi") or Path("/dev/kfd").exists()
+    driver = shutil.which("nvidia-smi") or Path("/dev/kfd").exists()  # NVIDIA's, or AMD's
     if gpus:
         yield Finding("GPU", State.ok, ", ".join(gpus))
     elif driver:
@@ -332,7 +332,7 @@ def _sandbox() -> Finding:
 
 
 def _containers() -> Finding:
-    """Return the finding about containers, whose client is asked once."""
+    """Return the finding about containers: the answer of the first client that is installed."""
     for client in ("podman", "docker"):
         if shutil.which(client) is None:
             continue

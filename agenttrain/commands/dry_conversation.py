@@ -75,7 +75,7 @@ class DryModel:
         if form.schema is not None:
             content = json.dumps(example(json.loads(form.schema), texts, rng))
         if candidates and (form.call or not after_tool):
-            tool, content = candidates[0], ""
+            tool, content = candidates[0], ""  # JSON is written after the call's result
             arguments = arguments_for(tool, texts, rng)
             calls = (ToolCall(id=f"call_{turn}_0", name=tool["name"], arguments=arguments),)
         reply = AssistantTurn(content=content, reasoning=None, calls=calls)
@@ -127,6 +127,7 @@ async def _attempt(
     model = DryModel(components, task)
     # No limit cuts a scripted turn, and a failure of the agent is an error.
     limits = replace(config.rollout, max_turn_tokens=context, max_completion_tokens=context)
+    # As in the run: requests are answered in a fixed order if its engine can repeat a run.
     in_lockstep = config.rollout.deterministic is not False and spec_of(config.engine).deterministic
     with TemporaryFolder() as folder:
         agents = Agents(
@@ -139,9 +140,9 @@ async def _attempt(
         )
         sampling = Sampling(temperature=config.rollout.temperature)
         attempt = RolloutRequest(task=task, sampling=sampling, rollout_id=NAME)
+        # Nobody looks at the requests, so the engine need not keep them.
+        engine = ScriptedEngine(model, keeps_sent=False, max_context=context)
         try:
-            return await agents.attempt(
-                attempt, ScriptedEngine(model, keeps_sent=False, max_context=context), limits
-            )
+            return await agents.attempt(attempt, engine, limits)
         finally:
             await agents.aclose()

@@ -20,7 +20,7 @@ from agenttrain.types import ConfigError
 from agenttrain.utils.sections import raise_config_error
 from agenttrain.utils.signing import verifies
 
-ALONE = "a server for runs elsewhere has a new folder and --port"
+ELSEWHERE = "a server for runs elsewhere has a new folder and --port"
 HOST = "127.0.0.1"
 PLAN = "servers/plan.json"
 LOOK_S = 0.5
@@ -37,9 +37,9 @@ def engine_server(args: Namespace, overrides: Sequence[str]) -> int:
     if args.port is not None:
         return _serve_alone(args, settings)
     if settings:
-        raise ConfigError(f"{settings[0]}: the run has its settings; {ALONE}")
+        raise ConfigError(f"{settings[0]}: the run has its settings; {ELSEWHERE}")
     folder, host = args.folder, args.host
-    without_port = f"--host {host}: has no effect without --port or servers.nodes; {ALONE}"
+    without_port = f"--host {host}: has no effect without --port or servers.nodes; {ELSEWHERE}"
     plan_file = folder / PLAN
     deadline = time.monotonic() + (args.wait or 0)
     while not plan_file.exists() and time.monotonic() < deadline:
@@ -47,14 +47,17 @@ def engine_server(args: Namespace, overrides: Sequence[str]) -> int:
     try:
         plan = json.loads(plan_file.read_text(encoding="utf-8"))
     except OSError as error:
-        if host is not None and args.wait is None and not (folder / "config.yaml").exists():
+        expects_run = args.wait is not None or (folder / "config.yaml").exists()
+        if host is not None and not expects_run:
             raise ConfigError(without_port) from error
         raise ConfigError(
             f"{plan_file}: {error.strerror}: no run with servers is going on in this "
             f"folder; a run with {names_with(fleet=True)} starts them itself"
         ) from error
     signature = plan.pop("signature", None)
-    if args.parent is None and not verifies(plan, signature):
+    # A run starts its servers with --parent, and has written the plan itself.
+    started_by_run = args.parent is not None
+    if not started_by_run and not verifies(plan, signature):
         code_names = (f"module={plan['module']}", f"servers.args={plan['servers'].get('args')}")
         argument = f"engine-server {folder}"
         check_trusted(argument, code_names, trust=trust, what=f"its {PLAN}")
@@ -79,12 +82,13 @@ def _serve_alone(args: Namespace, overrides: list[str]) -> int:
         if (value := getattr(args, key)) is not None:
             raise ConfigError(f"--{key} {value}: has no effect beside --port; leave it out")
     if (folder / "config.yaml").exists():
-        raise ConfigError(f"{folder}: holds a run; {ALONE}")
+        raise ConfigError(f"{folder}: holds a run; {ELSEWHERE}")
     _check_free(host, port)
     if not any(text.startswith("engine=") for text in overrides):
         overrides = [names_with(fleet=True), *overrides]
     source = source_of(args)
     with hydra_session(source):
+        # No run starts here, so that no experiment has to be named.
         config = compose_new(open_keys(overrides), source, starts=False).config
         validate(config)
     spec = spec_of(config.engine)
@@ -96,7 +100,7 @@ def _serve_alone(args: Namespace, overrides: list[str]) -> int:
         )
     machine_problems = spec.check_machine(config.engine, count_gpus)
     raise_config_error([*broadcast_problems(config, count_gpus), *machine_problems])
-    fetch(config, "eval")
+    fetch(config, "eval")  # as an evaluation, the server needs no teacher
     folder.mkdir(parents=True, exist_ok=True)
     inputs = server_inputs(config, folder.resolve(), on_gpu=count_gpus() > 0)
     return spec.serve_alone(config.engine, inputs, host, port)

@@ -126,10 +126,11 @@ def export(
                     f", whose rounding moves the adapted weights by {100 * rounding:.2g} % of what "
                     "the adapters change"
                 )
-                print(weights)
+                print(weights)  # a loss that --dtype float32 avoids
         AutoTokenizer.from_pretrained(checkpoint).save_pretrained(part)
         copy_processors(checkpoint, part)
         _describe(checkpoint, part, name or folder.name, form, weights)
+        # safetensors writes weights that only their owner may read.
         for path in (part, *part.rglob("*")):
             path.chmod(ENTERABLE if path.is_dir() else READABLE)
         part.rename(folder)
@@ -182,7 +183,7 @@ def _load_model(checkpoint: Path, dtype: str) -> LoadedModel:
         double = json.loads(quantized.read_text(encoding="utf-8"))["double_quantization"]
     with only_tensors(checkpoint):
         if not adapted:
-            with keeping_float32():
+            with keeping_float32():  # as `merged` loads the base
                 model = auto_class(checkpoint).from_pretrained(checkpoint, dtype=torch_dtype)
             return LoadedModel(model, "", 0.0)
         model, rounding = merged(checkpoint, torch_dtype, double=double)
@@ -222,7 +223,9 @@ def _describe(checkpoint: Path, folder: Path, name: str, form: str, weights: str
     model_settings = config.get("model", {})
     # The checkpoint's file may name the base model by its folder in this machine's cache. Others
     # need the name and revision of the hub.
-    if adapter and ID.fullmatch(str(model_settings.get("path"))) and model_settings.get("revision"):
+    # A folder has no revision, also one whose path looks like an id of the hub.
+    is_of_hub = ID.fullmatch(str(model_settings.get("path"))) and model_settings.get("revision")
+    if adapter and is_of_hub:
         file = folder / ADAPTER_FILES[0]
         adapter_config = json.loads(file.read_text(encoding="utf-8"))
         if not is_hub_id(adapter_config["base_model_name_or_path"]):

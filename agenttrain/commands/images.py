@@ -6,7 +6,7 @@ import asyncio
 from argparse import Namespace
 from dataclasses import asdict, dataclass
 
-from agenttrain.commands.verb import refusing, write_report
+from agenttrain.commands.verb import as_config_error, write_report
 from agenttrain.runs.setup import Components, prepare_images, tasks_to_prepare
 from agenttrain.runtimes import images
 from agenttrain.settings.run_config import RunConfig
@@ -25,7 +25,7 @@ class ImageReport:
 
 def show(config: RunConfig, args: Namespace) -> int:
     """List the images; with `--build`, build the missing ones. Return 1 if one is missing."""
-    with refusing():
+    with as_config_error():
         components = Components(config)
         if components.machines is None:
             raise ConfigError(f"runtime={config.runtime.name}: has no images; add runtime=podman")

@@ -56,6 +56,7 @@ def model_card(
     datasets = [str(rows["path"]) for rows in trained_rows if rows.get("_target_") == HUB_ROWS]
     if datasets:
         front["datasets"] = datasets
+    # The table of facts, below the front matter.
     if sources:
         tasks = {
             f"source {name}": "; ".join(
@@ -122,7 +123,9 @@ def _task_facts(config: Mapping[str, Any], rows: Mapping[str, Any], *, sft: bool
 def published_settings(config: Mapping[str, Any]) -> str:
     """Return a run's config.yaml as a file for `--config-name`, without secrets.
 
-    Hydra's keys are added. `provenance` is left out: it describes the run, and holds its signature.
+    Hydra's keys are added, which config.yaml lacks: the name of the new run's folder, and no second
+    copy of the settings in it. `provenance` is left out: it describes the run, and holds its
+    signature.
     """
     plain = {key: value for key, value in config.items() if key != "provenance"}
     text = yaml.safe_dump(
@@ -141,15 +144,16 @@ def _evaluations(summary: Mapping[str, Any], step: int) -> list[tuple[str, int, 
     """Return (decoding, questions, reward before, reward after) of each evaluation."""
     evaluations = dict(summary.get("eval", {}))
     # The run was evaluated after its last step: that says nothing of an earlier checkpoint.
-    after = evaluations.get("after") if summary.get("steps") == step else None
+    recorded_after = evaluations.get("after") if summary.get("steps") == step else None
     before_scores, after_scores = (
         {scores.label: scores for scores in from_json(side or {})}
-        for side in (evaluations.get("before"), after)
+        for side in (evaluations.get("before"), recorded_after)
     )
     rows = []
     for label, scores in {**before_scores, **after_scores}.items():
         pair = (before_scores.get(label), after_scores.get(label))
         before, after = ("–" if score is None else str(score.reward) for score in pair)
+        # `scores` are those after the training, if there are both.
         questions = (before_scores.get(label) or scores).questions
         rows.append((label, questions, before, after))
     return rows

@@ -77,14 +77,16 @@ def play(config: RunConfig, args: Namespace, folder: Path | None) -> int:
 
     `folder`: the run of `run=`; None for a model without a run.
     """
-    if spec_of(config.engine).own_weights and config.rollout.structured_calls:
-        # The run's engine has grammars. engine=transformers, which replaces it here, has none.
+    # `sampling_engine` takes engine=transformers in the place of an engine with its own weights.
+    is_replaced = spec_of(config.engine).own_weights
+    if is_replaced and config.rollout.structured_calls:
+        # The run's engine has grammars, and engine=transformers has none.
         config = replace(config, rollout=replace(config.rollout, structured_calls=False))
     console = Console(highlight=False, soft_wrap=True)
     with asyncio.Runner() as runner:
         session = Session(console, config, args, folder)
         try:
-            with no_garbage_collection():
+            with no_garbage_collection():  # imports torch, and loads the model
                 runner.run(session.open())
             for line in _input_lines(console):
                 try:
@@ -148,8 +150,9 @@ class Player:
             limits=components.config.rollout,
             on_messages=self._show,
         )
-        self._stream = partial(TextStream, components.chat.decode)
-        self._text = self._stream()
+        self._new_stream = partial(TextStream, components.chat.decode)
+        self._stream = self._new_stream()
+        """Turns the tokens of the answer into text."""
         self._at_line_start = True
         """True if the cursor is at the beginning of a line."""
 
@@ -180,7 +183,7 @@ class Player:
             await self.conversation.send(text)
         except asyncio.CancelledError:
             self._end_line()
-            self.conversation = None
+            self.conversation = None  # `send` has ended it
             raise
         self._end_line()
 
@@ -215,7 +218,7 @@ class Player:
 
     def _show_token(self, token_id: int) -> None:
         if token_id not in self.components.chat.stop_token_ids:
-            self._write(self._text.push(token_id), STYLES[Origin.sampled])
+            self._write(self._stream.push(token_id), STYLES[Origin.sampled])
 
     def _show(self, rollout: Rollout, messages: Sequence[Message]) -> None:
         """Print the messages that the rollout has just gained."""
@@ -228,8 +231,8 @@ class Player:
                     *_, last = rollout.trajectories[-1].sampled_spans()
                     for token_id in last.token_ids:
                         self._show_token(token_id)
-                self._write(self._text.flush(), STYLES[Origin.sampled])
-                self._text = self._stream()
+                self._write(self._stream.flush(), STYLES[Origin.sampled])
+                self._stream = self._new_stream()
                 for call in message.get("tool_calls", ()):
                     if problem := call["function"].get("malformed"):
                         self._print_line("✗ ", problem, "red")
@@ -387,9 +390,11 @@ class Session:
             raise ConfigError(f"row={self.row}: {key} has {len(source)} rows, from 0")
         task = source.row(self.row)
         roles = [message["role"] for message in task.messages]
-        if roles and roles[-1] != "user" and "assistant" in roles:
+        # A row that ends with a question may have earlier answers: they are its history.
+        is_demonstration = bool(roles) and roles[-1] != "user"
+        if is_demonstration and "assistant" in roles:
             task = replace(task, messages=task.messages[: roles.index("assistant")])
-        return replace(task, user_turns=())
+        return replace(task, user_turns=())  # later turns are typed
 
     def _print_row(self) -> None:
         task = self._task()

@@ -145,7 +145,7 @@ def start(verb: str, overrides: Sequence[str], settings: Mapping[str, Any]) -> R
     _, args, words = parse([verb, *overrides, *as_overrides(settings)])
     if args.cfg or args.info or args.hydra_help:
         raise ConfigError("--cfg, --info and --hydra-help print: type them after `agenttrain`")
-    folder = Path()
+    folder = Path()  # set by `before_start`
 
     def before_start(run_folder: Path, config: RunConfig) -> None:
         """Take the run's folder. Raises ConfigError for a run of several processes."""

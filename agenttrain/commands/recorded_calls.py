@@ -28,7 +28,8 @@ class RecordedCalls:
     """Results of a record's calls, and the sub-agents that the calls began.
 
     Example: the main agent calls ``f:0``, which begins a sub-agent that also calls ``f:0``. Their
-    keys are (0, 0, "f:0") and (1, 0, "f:0").
+    keys (agent, turn, call id) are (0, 0, "f:0") and (1, 0, "f:0"), where 0 and 1 are the numbers
+    of the agents' first trajectories.
     """
 
     def __init__(self, record: Record) -> None:
@@ -47,7 +48,7 @@ class RecordedCalls:
                 key = self._key(caller, delegation["call_id"])
                 self.sub_agents.setdefault(key, []).append(number)
         self.results: dict[CallKey, ToolResult] = {}
-        remaining = iter(tool_results(record))
+        remaining = iter(tool_results(record))  # in the order in which they were given
         result = next(remaining, None)
         for place in self._ended_turns(MAIN_AGENT):
             for call_id in self._answered_calls(place):

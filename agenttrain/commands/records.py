@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from agenttrain.commands.verb import refusing
+from agenttrain.commands.verb import as_config_error
 from agenttrain.settings.checks import validate
 from agenttrain.settings.command_line import source_of, take_trust
 from agenttrain.settings.compose import Source, check_writable, hydra_session, open_keys
@@ -45,7 +45,7 @@ def replay(args: Namespace) -> int:
         code = (*code, "tools", "environment", "user")
     with hydra_session(Source()):
         config = saved_settings(f"replay {folder}", folder, Source(), runs=code, trust=trust).config
-    with refusing():
+    with as_config_error():
         if failed_stage is not None:
             from agenttrain.commands.replay_crash import replay_crash  # torch comes with it
 
@@ -93,7 +93,7 @@ def rescore(args: Namespace, overrides: Sequence[str]) -> int:
             trust=trust,
         ).config
     validate(config, code=SCORING)
-    with refusing():
+    with as_config_error():
         from agenttrain.commands.rescore import rescore as rescore_run
 
         return rescore_run(config, args.folder, step=args.step, to=args.to)
@@ -114,7 +114,7 @@ def view(args: Namespace) -> int:
         check_writable(folder / "rollouts", f"view {folder}", remedy)
     from agenttrain.runs.report import write_front_page, write_page
 
-    with refusing():
+    with as_config_error():
         if args.step is None:
             page = write_front_page(composed.config, folder, args.to)
         else:

@@ -137,8 +137,8 @@ def _outside_agent_differences(
 ) -> list[str | None]:
     """Return for each rollout of an outside agent what differs, or None.
 
-    The agent is not run again. Its messages are rendered and its turns parsed again, with the tools
-    that it sent.
+    The agent is not run again. Its record is read as a rollout without scores, its messages are
+    rendered and its turns parsed again, with the tools that it sent.
     """
     chat = components.chat
     differences: list[str | None] = []
@@ -377,7 +377,7 @@ def recorded_user(
     # The tool loop itself sends the user's messages that the task scripts.
     texts = iter(_user_texts(record)[len(task.user_turns) :])
     # The record says when the user stops, not a limit.
-    no_limit = UserSettings(max_turns=LARGEST - 1)  # the largest value that a setting takes
+    no_limit = UserSettings(max_turns=LARGEST - 1)  # settings have to be below LARGEST
     return SimulatedUser(lambda task, spoken, seed: next(texts, None), no_limit)
 
 
@@ -423,7 +423,7 @@ class RecordedToolbox(Toolbox):
         """Repeat the sub-agent that began with the recorded trajectory `number`."""
         trajectory = self._trajectories[number]
         delegation = trajectory["delegation"]
-        token = AGENT.set(number)
+        token = AGENT.set(number)  # the calls in the block are the sub-agent's
         try:
             with suppress(ToolFailure):  # a limit stopped the recorded sub-agent too
                 await context.delegate(
@@ -468,7 +468,7 @@ class RecordedKind(EnvironmentKind):
 
 
 class RecordedEpisode(Episode):
-    """An episode without an instance; `RecordedToolbox` answers for its methods."""
+    """An episode whose instance is never made; `RecordedToolbox` answers for its methods."""
 
     def __init__(self, kind: RecordedKind, replies: RecordedReplies, rollout_id: str) -> None:
         super().__init__(kind, Instance(kind.name, kind.settings.timeout_s), rollout_id)
@@ -495,7 +495,7 @@ class RecordedEpisode(Episode):
         return None
 
     async def reward(self, rollout: Rollout, read: Callable[[Any], Reward]) -> Reward | None:
-        """Return the recorded reward."""
+        """Return the recorded reward, which `read` turns into a reward as that of the method."""
         return read(self._replies.reward)
 
     async def finish(self, *, reusable: bool = True) -> None:

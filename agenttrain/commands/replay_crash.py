@@ -23,7 +23,10 @@ from agenttrain.types import Rollout, Task
 
 
 def replay_crash(config: RunConfig, bundle: Path) -> int:
-    """Repeat the stage that failed; return exit code 0 for the same culprits, else 1."""
+    """Repeat the stage that failed; return exit code 0 for the same culprits, else 1.
+
+    Culprits are the rollouts or weights that are at fault: none if each rollout alone is finite.
+    """
     crash = json.loads((bundle / "crash.json").read_text(encoding="utf-8"))
     print(f"recorded  {crash['error']}")
     try:
@@ -74,5 +77,5 @@ def _repeat(stage: str, config: RunConfig, bundle: Path, step: int) -> None:
     sequences = read_batch(bundle, _rollouts(bundle, step, {}))
     with policy.ready():
         minibatch = policy.minibatch(sequences)
-        if minibatch is not None:
+        if minibatch is not None:  # None: no sequence has a gradient
             train_minibatch(policy, minibatch, Averages())

@@ -84,7 +84,7 @@ def run(command: Command) -> int:
             if typed_folder is not None and _holds_run(typed_folder) and not command.auto:
                 raise _folder_is_taken(typed_folder)
             fetch(composed.config, command.verb)  # before the run folder: the download may fail
-            return _launch_new(command, composed)
+            return _launch_new(command, composed)  # Hydra makes the folder, in its session
     if command.saved is not None and assigned is None:
         return _continue_run(command, command.saved, composed)
     # A later node has no folder yet: the first rank sends it the name.
@@ -164,7 +164,8 @@ def compose_all(command: Command) -> list[Composed]:
         from agenttrain.settings.saved import TRAINED, USED
 
         composed = _load_saved(command, command.saved)
-        # Only code that the verb runs is imported: the user has been asked to trust no other.
+        # Only sections whose code the verb runs are imported: the user has been asked to trust no
+        # other.
         code = () if command.verb == "plan" else USED.get(command.verb, TRAINED)
         validate(composed.config, code=code)
         pin(composed, command.verb)
@@ -225,12 +226,13 @@ def _compose_one(overrides: Sequence[str], command: Command) -> Composed:
         from agenttrain.commands.sweep.command import check_outside_sweep
 
         check_outside_sweep(overrides)
+    # A run that starts has to name an experiment for a model of the user's.
     composed = compose_new(overrides, command.source, starts=verb in RUNNING)
     from agenttrain.settings.checks import check_for_verb, validate
     from agenttrain.settings.pinning import pin
     from agenttrain.settings.saved import check_new
 
-    check_new(verb, composed.config)
+    check_new(verb, composed.config)  # refuses settings of resumed runs
     validate(composed.config, SIZES if verb == "plan" else tuple(PARTS))
     pin(composed, verb)
     check_for_verb(verb, composed.config, overrides)
@@ -251,7 +253,7 @@ def _continue_run(command: Command, saved: Path, composed: Composed) -> int:
             raise _folder_is_taken(folder)
         check_writable(folder, f"{RUN_DIR}{folder}", f"name another folder: {RUN_DIR}…")
         return _launch(command, composed, folder)
-    command.before_start(saved, composed.config)
+    command.before_start(saved, composed.config)  # here too: a finished run is not launched
     steps, stop_when = finished_steps(saved), composed.config.stop_when
     stopped_early = stopped_when(saved, stop_when)
     if steps is None or (steps < composed.config.steps and not stopped_early):
@@ -310,7 +312,7 @@ def _launch(command: Command, composed: Composed, folder: Path, *, announce: boo
     from agenttrain.launch.start import start
     from agenttrain.settings.pinning import fetch
 
-    fetch(composed.config, command.verb)
+    fetch(composed.config, command.verb)  # downloads nothing twice
     command.before_start(folder, composed.config)
     if announce:
         print(f"{command.verb} in {folder}", flush=True)

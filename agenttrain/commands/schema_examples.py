@@ -80,16 +80,7 @@ def example(
                 max_items = min(schema.get("maxItems", min_items + 2), min_items + 2)
             return [inner(items) for _ in range(rng.randint(min_items, max_items))]
         case "integer" | "number":
-            # Strictly between exclusive bounds: a step of 1, or of a part of the range.
-            above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
-            step = 1.0
-            if kind == "number" and above is not None and below is not None:
-                step = (below - above) / 4
-            most = schema.get("maximum", None if below is None else below - step)
-            # Without a lower bound 1, or the upper bound if that is lower.
-            least = 1 if most is None else min(1, floor(most))
-            low = schema.get("minimum", least if above is None else above + step)
-            high = low + 20 if most is None else most
+            low, high = _bounds(schema, kind)
             if rng is None:
                 return ceil(low) if kind == "integer" else low
             if kind == "integer":
@@ -104,3 +95,20 @@ def example(
             while len(text) < schema.get("minLength", 0):
                 text += f" {pick(words)}"
             return text[: schema.get("maxLength", len(text))]
+
+
+def _bounds(schema: Mapping[str, Any], kind: str) -> tuple[float, float]:
+    """Return the bounds of an example of a schema of the `kind` integer or number.
+
+    Without a lower bound it is 1, or the upper bound if that is lower. Without an upper bound it is
+    the lower one plus 20.
+    """
+    # Strictly between exclusive bounds: a step of 1, or of a part of the range.
+    above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+    step = 1.0
+    if kind == "number" and above is not None and below is not None:
+        step = (below - above) / 4
+    most = schema.get("maximum", None if below is None else below - step)
+    least = 1 if most is None else min(1, floor(most))
+    low = schema.get("minimum", least if above is None else above + step)
+    return low, low + 20 if most is None else most

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from pathlib import Path
 from socket import gethostname, socket
 from typing import TYPE_CHECKING
 
-from agenttrain.commands.verb import refusing
+from agenttrain.commands.verb import as_config_error
 from agenttrain.engines.config import DEFAULT_ENGINE
 from agenttrain.engines.registry import names_with, spec_of
 from agenttrain.engines.spec import ServedModel
@@ -39,20 +40,23 @@ def serve(config: RunConfig, args: Namespace, *, engine_named: bool = False) -> 
     from agenttrain.serving.app import listen
 
     spec = spec_of(config.engine)
-    own_server = spec.server is not None
-    if engine_named and spec.own_weights and not own_server:
+    has_server = spec.server is not None
+    # An engine without weights of its own is the one that our server samples with.
+    is_unusable = spec.own_weights and not has_server
+    if engine_named and is_unusable:
         raise ConfigError(
             f"engine={config.engine.name}: has no server of its own, and agenttrain serve samples "
             "from the model in its own process; leave it out"
         )
-    if own_server:
+    uses_its_server = has_server
+    if has_server:
         problems = list(spec.check_machine(config.engine, count_gpus))
         if problems and engine_named:
             raise ConfigError("\n".join(problems))
         for problem in problems:
             print(f"note: {problem}; until then engine={DEFAULT_ENGINE} answers")
-        own_server = not problems
-    if own_server and args.hosts:
+        uses_its_server = not problems
+    if uses_its_server and args.hosts:
         raise ConfigError(
             f"--hosts {','.join(args.hosts)}: the own server of engine={config.engine.name} "
             "answers to every name; leave it out"
@@ -71,8 +75,8 @@ def serve(config: RunConfig, args: Namespace, *, engine_named: bool = False) -> 
                 f"note: --host {args.host}: everybody who reaches this address can use the "
                 "model; nothing is authenticated"
             )
-        with refusing():
-            if own_server:
+        with as_config_error():
+            if uses_its_server:
                 _serve_by_engine(config, args, listener)
             else:
                 _serve_here(config, args, listener)
@@ -116,6 +120,23 @@ def _serve_here(config: RunConfig, args: Namespace, listener: socket) -> None:
     run(app, listener)
 
 
+def _check_adapters(config: RunConfig, model: Path) -> None:
+    """Raise ConfigError for adapters in the folder `model` that an engine's server cannot apply."""
+    if reason := packed_experts(model):
+        raise ConfigError(
+            f"model.path={config.model.path}: holds adapters of packed experts ({reason}), which "
+            "vLLM reads wrongly or not at all; merge them first (agenttrain export), or set "
+            f"{names_with(own_weights=False)}"
+        )
+    if config.model.quantization is not None:
+        raise ConfigError(
+            f"model.quantization={config.model.quantization}: the server of "
+            f"engine={config.engine.name} would add the adapters to the weights of the base's "
+            "files, which are others than those in 4 bits; merge them first (agenttrain export), "
+            f"or set {names_with(own_weights=False)}"
+        )
+
+
 def _serve_by_engine(config: RunConfig, args: Namespace, listener: socket) -> None:
     """Serve by the engine's own server, with the template and the ends of turn of the training."""
     from agenttrain.chat.encoding import ChatError
@@ -134,19 +155,8 @@ def _serve_by_engine(config: RunConfig, args: Namespace, listener: socket) -> No
     model = model_folder(path, revision=revision)
     raise_config_error(base_problems(config.model, model))
     base = base_folder(path, revision, config.model.base_revision)
-    if base and (reason := packed_experts(model)):
-        raise ConfigError(
-            f"model.path={path}: holds adapters of packed experts ({reason}), which vLLM reads "
-            "wrongly or not at all; merge them first (agenttrain export), or set "
-            f"{names_with(own_weights=False)}"
-        )
-    if base and config.model.quantization is not None:
-        raise ConfigError(
-            f"model.quantization={config.model.quantization}: the server of "
-            f"engine={config.engine.name} would add the adapters to the weights of the base's "
-            "files, which are others than those in 4 bits; merge them first (agenttrain export), "
-            f"or set {names_with(own_weights=False)}"
-        )
+    if base:
+        _check_adapters(config, model)
     port = listener.getsockname()[1]
     weights = str(base or weights_folder(path, revision=revision))
     with TemporaryFolder() as temporary:

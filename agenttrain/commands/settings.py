@@ -162,8 +162,8 @@ def _choice_settings(section: str, description: str) -> Iterator[Setting]:
         description=description,
         values=tuple(classes),
     )
-    names = dict.fromkeys(name for cls in classes.values() for name in field_names(cls))
-    for name in (name for name in names if name != "name"):
+    all_names = (name for cls in classes.values() for name in field_names(cls))
+    for name in dict.fromkeys(name for name in all_names if name != "name"):
         # Setting -> the choices in which it has the same type, default and meaning.
         overrides_by_setting: dict[Setting, list[str]] = {}
         for option, cls in classes.items():
@@ -189,14 +189,7 @@ def _setting(cls: type, field: Field[Any], hint: Any, key: str) -> Setting:
     default = _default(field, info)
     is_required = info is not None and info.is_required()
     text = "" if is_required or default == "???" else shown(plain(default))
-    # pydantic keeps the bounds as objects with one attribute of BOUNDS each: Ge(ge=1) -> ">= 1".
-    bounds = [
-        f"{sign} {bound:g}" if isinstance(bound, float) else f"{sign} {bound}"
-        for part in (info.metadata if info is not None else ())
-        for name, sign in BOUNDS.items()
-        if (bound := getattr(part, name, None)) not in (None, LARGEST)
-    ]
-    kind = ", ".join([_type(hint), *bounds])
+    kind = ", ".join([_type(hint), *_bounds(() if info is None else info.metadata)])
     # The values of an enum follow with their own texts: "`sum`: …; `mean`: …".
     types = [part for part in (hint, *get_args(hint)) if isinstance(part, type)]
     enums = [part for part in types if issubclass(part, Enum)]
@@ -213,6 +206,17 @@ def _setting(cls: type, field: Field[Any], hint: Any, key: str) -> Setting:
     if values and NoneType in types:
         values.append("null")
     return Setting(key=key, type=kind, default=text, description=description, values=tuple(values))
+
+
+def _bounds(metadata: Iterable[Any]) -> Iterator[str]:
+    """Yield the bounds of a field, without LARGEST, which every whole number has.
+
+    pydantic keeps them as objects with one attribute of BOUNDS each: Ge(ge=1) -> ">= 1".
+    """
+    for part in metadata:
+        for name, sign in BOUNDS.items():
+            if (bound := getattr(part, name, None)) not in (None, LARGEST):
+                yield f"{sign} {bound:g}" if isinstance(bound, float) else f"{sign} {bound}"
 
 
 def _default(field: Field[Any], info: Any) -> Any:
@@ -332,7 +336,8 @@ def _add_choices(
             definition = _definition(option, definitions)
             earlier_names = definition["properties"].get("name", {}).get("enum", [])
             definition["properties"] |= {"name": {"enum": [*earlier_names, name]}}
-        # A choice from outside the package has other keys.
+        # Engines and objectives may come from outside the package, with other keys. Sections of
+        # CHOICES have bundled choices only.
         outside = {"type": "object", "required": ["_target_"]}
         parent["properties"][key]["anyOf"] = [
             *{option["$ref"]: option for option in options}.values(),  # each definition once
@@ -358,5 +363,5 @@ def _add_components(
             "properties": {"_target_": {"type": "string"}, **settings_beside},
         }
         part = root["properties"][section]
-        part.pop("anyOf")  # of the class, which is a mapping, or an interpolation
+        part.pop("anyOf")  # any mapping, or an interpolation: less than is known here
         part |= component if section in ONE_BESIDE else {"additionalProperties": component}

@@ -74,7 +74,7 @@ def play(args: Namespace, overrides: Sequence[str]) -> int:
     """Talk to an agent."""
     # Step 0 is no checkpoint: then the newest one answers, and the model before training too.
     checkpoint_step = None if args.step == "0" else args.step
-    folder, words = at_step(overrides, checkpoint_step, typed=args.step)
+    folder, words = at_step(overrides, checkpoint_step, typed=args.step)  # `typed`: for messages
     composed = compose_single("play", args, words)
     admit_engine(composed, "play")
     from agenttrain.commands.play import check_engine, play  # imports torch

@@ -64,7 +64,10 @@ def templates(options: argparse.Namespace) -> int:
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    """Raise ChatError for options that are wrong, before anything is certified."""
+    """Raise ChatError for options that are wrong, before anything is certified.
+
+    A hub id in `options.folder` becomes the folder of its snapshot, which is downloaded.
+    """
     if options.folder is None:
         names = [name for name in OF_A_FOLDER if getattr(options, name)]
         if names:
@@ -205,7 +208,7 @@ def record() -> None:
 def _certify_family(name: str, family: Family) -> TableRow:
     """Certify a family with its stock templates."""
     certificates: list[Certificate] = []
-    reasoning: dict[str, None] = {}
+    fates: dict[str, None] = {}  # an ordered set
     for source, owner in _sources(family).items():
         if (text := original(source)) is None:
             continue
@@ -216,11 +219,7 @@ def _certify_family(name: str, family: Family) -> TableRow:
         chat = load_chat(tokenizer, template, ResponseSchemaConfig())
         certificate = certify(chat, EXAMPLE_TOOLS if family.tools else ())
         certificates.append(certificate)
-        probes = [p for p in certificate.probes if p.name in REASONING_PROBES]
-        fate = "kept by the fix" if any(p.status is Status.fixed for p in probes) else "kept"
-        if any("leaves out reasoning" in probe.reason for probe in probes):
-            fate = "dropped"
-        reasoning[fate if chat.renders_reasoning else "none"] = None
+        fates[_fate_of_reasoning(certificate) if chat.renders_reasoning else "none"] = None
     changes = dict.fromkeys(change for c in certificates for change in c.changes)
     # Shown in the place of changes if no template is installed to certify.
     first_fix = family.fixes[0] if family.fixes else ()
@@ -236,9 +235,17 @@ def _certify_family(name: str, family: Family) -> TableRow:
         prefix_preserving=all(c.preserving for c in certificates) if certificates else None,
         fix="; ".join(changes if certificates else reasons),
         parser=family.response,
-        reasoning=" or ".join(reasoning) if reasoning else "unknown",
+        reasoning=" or ".join(fates) if fates else "unknown",
         certificate=str(status) + note,
     )
+
+
+def _fate_of_reasoning(certificate: Certificate) -> str:
+    """Return whether past reasoning is kept, dropped or ``kept by the fix``."""
+    probes = [probe for probe in certificate.probes if probe.name in REASONING_PROBES]
+    if any("leaves out reasoning" in probe.reason for probe in probes):
+        return "dropped"
+    return "kept by the fix" if any(p.status is Status.fixed for p in probes) else "kept"
 
 
 def _sources(family: Family) -> dict[str, Family]:

@@ -25,12 +25,12 @@ def timeline(args: Namespace) -> int:
     steps = _read_steps(args.steps)
     if args.to is None:
         check_writable(folder, f"timeline {folder}", "write the page elsewhere: --to page.html")
-    name = folder.resolve()
+    resolved = folder.resolve()
     status = read_summary(folder).get("status")
     try:
         page = render_timeline(
             folder,
-            title=f"{name.parent.name}/{name.name}",
+            title=f"{resolved.parent.name}/{resolved.name}",
             steps=steps,
             state="it goes on" if status == "running" else "",
         )

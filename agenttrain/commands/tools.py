@@ -15,7 +15,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from agenttrain.commands.schema_examples import arguments_for
-from agenttrain.commands.verb import refusing, write_report
+from agenttrain.commands.verb import as_config_error, write_report
 from agenttrain.data.tasks import TaskSource
 from agenttrain.environments.environments import Environments
 from agenttrain.rollout.episode import end_episode, start_episode
@@ -42,7 +42,7 @@ def show(
     otherwise calls are made for the first row. Raises ConfigError for tools that cannot be built,
     and for rows and tools that do not exist.
     """
-    with refusing():
+    with as_config_error():
         components = Components(config)
         toolbox, environments = components.toolbox, components.environments
         row_tools, results = asyncio.run(_tools_and_results(components, args, calls))
@@ -173,6 +173,7 @@ async def _make_calls(
         }
         for call in calls:
             results += await tools.execute([call], lambda executed: contexts[executed.id])
+        # Not after an error: the command ends, and the tools with it.
         await toolbox.release(TRIED)
     finally:
         await end_episode(rollout, episode)

@@ -161,7 +161,7 @@ class VerbParser(ArgumentParser):
         remaining = deque(words)
         while remaining:
             word = remaining.popleft()
-            name, equals, value = word.partition("=")
+            name, equals, _ = word.partition("=")
             if word.startswith("-"):
                 option_name = name
             elif equals:
@@ -169,25 +169,12 @@ class VerbParser(ArgumentParser):
             else:
                 option_name = ""
             option = options.get(option_name)
-            takes_value = option is not None and option.nargs != 0
-            if option is not None and takes_value:
-                if option.dest in seen and not isinstance(option, _AppendAction):
-                    raise ConfigError(f"{word}: {option.option_strings[0]} is there already")
-                seen.add(option.dest)
-                if equals and not value:
-                    raise ConfigError(f"{word}: give {name}= a value, or leave it out")
-            if option is not None and equals:
-                arguments.append(f"{option_name}={value}")
-            elif option is not None and option.nargs == "?":
-                # argparse would take any word that follows: a setting, a folder.
-                has_value = bool(remaining) and _is_optional_value(option, remaining[0])
-                arguments.append(f"{word}={remaining.popleft() if has_value else option.const}")
-            elif option is not None:
-                number = option.nargs if isinstance(option.nargs, int) else 1
-                arguments += [
-                    word,
-                    *(remaining.popleft() for _ in range(min(number, len(remaining)))),
-                ]
+            if option is not None:
+                if option.nargs != 0:  # an option without a value may be repeated
+                    if option.dest in seen and not isinstance(option, _AppendAction):
+                        raise ConfigError(f"{word}: {option.option_strings[0]} is there already")
+                    seen.add(option.dest)
+                arguments += _option_words(option, option_name, word, remaining)
             elif word.startswith("-") and word != "-":
                 raise ConfigError(self._unknown_message(word))
             elif (equals and not self._names_folder(word)) or word.startswith(("+", "~")):
@@ -214,9 +201,10 @@ class VerbParser(ArgumentParser):
             for setting in self.verb.settings:
                 if setting.startswith(f"{key}="):
                     return f"{word}: settings are written key=value; write {setting}"
-            if key in elsewhere() or key in setting_keys():
-                # A key of TRL or verl is mapped to ours, perhaps with a remark: "engine.name (…)".
-                ours, space, remark = elsewhere().get(key, key).partition(" ")
+            keys_of_others = elsewhere()  # of TRL and verl
+            if key in keys_of_others or key in setting_keys():
+                # A key of others is mapped to ours, perhaps with a remark: "engine.name (…)".
+                ours, space, remark = keys_of_others.get(key, key).partition(" ")
                 setting = f"{ours}={value or '…'}{space}{remark}"
                 return f"{word}: settings are written key=value; write {setting}"
         options = [option for option in self.options if option.startswith("--")]
@@ -252,6 +240,24 @@ def _is_optional_value(option: Action, word: str) -> bool:
     if option.choices is not None:
         return word in option.choices
     return word.endswith(".json")
+
+
+def _option_words(option: Action, name: str, word: str, remaining: deque[str]) -> list[str]:
+    """Return the words of an option for argparse: `word`, and its values from those `remaining`.
+
+    `name` is the option's spelling for argparse: ``--step`` for the word ``step=3``.
+    """
+    typed_name, equals, value = word.partition("=")
+    if equals and not value and option.nargs != 0:
+        raise ConfigError(f"{word}: give {typed_name}= a value, or leave it out")
+    if equals:
+        return [f"{name}={value}"]
+    if option.nargs == "?":
+        # argparse would take any word that follows: a setting, a folder.
+        has_value = bool(remaining) and _is_optional_value(option, remaining[0])
+        return [f"{word}={remaining.popleft() if has_value else option.const}"]
+    number = option.nargs if isinstance(option.nargs, int) else 1
+    return [word, *(remaining.popleft() for _ in range(min(number, len(remaining))))]
 
 
 def _epilog(verb: Verb) -> str:
@@ -393,7 +399,7 @@ def one_of(*names: str) -> Callable[[str], str]:
 
 
 @contextmanager
-def refusing() -> Iterator[None]:
+def as_config_error() -> Iterator[None]:
     """Raise AgenttrainError, OSError and ValueError of the block as ConfigError, same text."""
     try:
         yield

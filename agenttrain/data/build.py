@@ -204,7 +204,7 @@ def _check_finite(
     rows: TransformedRows, config: DataConfig, key: str, notes: list[str], needs_prompt: bool
 ) -> RowCheck:
     """Check all rows of the dataset at `key`, and append notes on those that are left out."""
-    if note := getattr(rows.rows, "note", None):
+    if note := getattr(rows.rows, "note", None):  # of data=rollouts: how many it takes
         notes.append(f"{key}: {note}")
     limits = image_limits(config)
     # Applies `data.where` too: `usable.kept` counts the rows of which it is true, also bad ones.

@@ -107,7 +107,7 @@ SOURCE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 OWN_SECTIONS = ("tools", "stop_tools", "environment", "reward")
 """Sections of a run that a source may have of its own."""
 LEAVE_OUT_SOURCES = "to leave the sources out choose other rows, such as data=file data.path=…"
-OF_THE_MIXTURE = ("sources", "only")
+MIXTURE_KEYS = ("sources", "only")
 """Keys of `data` that a source lacks."""
 
 
@@ -142,14 +142,14 @@ def _read_source(name: str, section: object) -> SourceConfig:
         raise InvalidSettings(
             f"{key}={shown(section)}: is a section; set its keys with {key}.<key>=…"
         )
-    source_keys = [part for part in field_names(SourceConfig) if part not in OF_THE_MIXTURE]
+    source_keys = [part for part in field_names(SourceConfig) if part not in MIXTURE_KEYS]
     problems = []
     for part, value in section.items():
-        if part in OF_THE_MIXTURE and value:
+        if part in MIXTURE_KEYS and value:
             problems.append(
                 f"{key}.{part}={shown(value)}: a source has no sources of its own; leave it out"
             )
-        elif part not in (*source_keys, *OF_THE_MIXTURE):
+        elif part not in (*source_keys, *MIXTURE_KEYS):
             hint = did_you_mean(str(part), source_keys)
             hint = hint or f"; its keys are: {', '.join(source_keys)}"
             problems.append(f"{key}.{part}={shown(value)}: unknown key{hint}")
@@ -259,26 +259,14 @@ class DataConfig:
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
         """Check keys without an effect on these rows, and keys that exclude each other."""
-        # A mixture, perhaps still without sources: data=mix sets `train` to {}.
+        # A mixture itself, not a source of one. Without sources data=mix sets `train` to {}.
         if type(self) is DataConfig and (self.sources or self.train == {}):
             raise_problems(_mixture_problems(self))
             return self
         problems = []
         if self.only is not None:
             problems.append(f"data.only={self.only}: has no effect without data.sources")
-        # A key such as data.path, set without the group (data=file) whose sections use it.
-        for name, group in GROUPS.items():
-            value = getattr(self, name)
-            if value is None or any(s.get(name) == value for s in (self.train, self.test)):
-                continue  # not set, or a section has taken it over
-            sections = {f"data.{split}": getattr(self, split) for split in SPLITS}
-            overrides = " ".join(
-                f"{key}.{name}={value}" for key, section in sections.items() if section.get(name)
-            )
-            remedy = f"add data={group}"
-            if overrides:  # the sections have another value, which hides data.<name>
-                remedy = f"set {overrides}, which come before it"
-            problems.append(f"data.{name}={value}: is not used by these rows; {remedy}")
+        problems += self._unused_keys()
 
         def is_endless() -> bool:
             # Asked only where a key needs it: without a data group `train` is still "???".
@@ -313,6 +301,21 @@ class DataConfig:
             ]
         raise_problems(problems)
         return self
+
+    def _unused_keys(self) -> Iterator[str]:
+        """Yield keys such as data.path, set without the group (data=file) whose sections use it."""
+        for name, group in GROUPS.items():
+            value = getattr(self, name)
+            if value is None or any(s.get(name) == value for s in (self.train, self.test)):
+                continue  # not set, or a section has taken it over
+            sections = {f"data.{split}": getattr(self, split) for split in SPLITS}
+            overrides = " ".join(
+                f"{key}.{name}={value}" for key, section in sections.items() if section.get(name)
+            )
+            remedy = f"add data={group}"
+            if overrides:  # the sections have another value, which hides data.<name>
+                remedy = f"set {overrides}, which come before it"
+            yield f"data.{name}={value}: is not used by these rows; {remedy}"
 
 
 def _mixture_problems(data: DataConfig) -> Iterator[str]:

@@ -45,13 +45,14 @@ class ArrowRows:
     def __init__(self, table: Any, *, name: str, limit: int | None = None) -> None:
         """`name` is for error messages. Raises ValueError for columns of audio or video."""
         for column, feature in table.features.items():
-            table = _with_files(table, column, feature)
+            table = _without_decoding(table, column, feature)
             if type(feature).__name__ in NOT_TEXT:
                 raise ValueError(
                     f"path={name}: the column {column!r} holds {type(feature).__name__.lower()}s, "
                     "and only texts and images can be trained on; take a dataset without it"
                 )
-        # A transform of the user's makes the values. Without one they are to be plain Python.
+        # With a transform (`set_transform`) the user's code makes the values. Without one they are
+        # to be plain Python.
         has_transform = table.format["type"] == "custom"
         if not has_transform:
             table = table.with_format(None)
@@ -158,7 +159,7 @@ def _without_none(value: Any) -> Any:
     return [_without_none(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _with_files(table: Any, column: str, feature: Any) -> Any:
+def _without_decoding(table: Any, column: str, feature: Any) -> Any:
     """Return the table with a column's images, single or in lists, as undecoded files.
 
     A column of anything else is left as it is.

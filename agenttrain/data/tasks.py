@@ -266,7 +266,7 @@ def _normal_messages(messages: Sequence[Any], index: int) -> list[Message]:
 CONTENT_KEYS = ("content", "tool_calls", REASONING_KEYS[0])
 """Keys of a message, of which at least one has a value. Only a tool may reply with nothing."""
 KEYS = ("name", "description", "parameters", "executor")
-UNSEEN = ("type", "function", "strict", "return")
+IGNORED_KEYS = ("type", "function", "strict", "return")
 """Further keys of a tool in OpenAI's form and of transformers' `get_json_schema`, which the model
 does not see."""
 NO_PARAMETERS = {"type": "object", "properties": {}}
@@ -309,7 +309,7 @@ def _row_tool(item: Any, where: str) -> RowTool:
     function = _parse_json_text(item.get("function"), where)
     fields = {**item, **function} if isinstance(function, Mapping) else item
     for key in fields:
-        if key not in (*KEYS, *UNSEEN):
+        if key not in (*KEYS, *IGNORED_KEYS):
             raise ValueError(f"{where}: {key!r} is no key of a tool{did_you_mean(key, KEYS)}")
     name, description = fields.get("name"), fields.get("description") or fields.get("name")
     executor = fields.get("executor") or name

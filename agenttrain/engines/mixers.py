@@ -332,7 +332,10 @@ def keep_float32(model: nn.Module) -> None:
 
 @contextmanager
 def keeping_float32() -> Iterator[None]:
-    """Load the weights in `IN_FLOAT32` of models as float32 within the block."""
+    """Load the weights in `IN_FLOAT32` of models as float32 within the block.
+
+    transformers would load them in the model's number format, and round decay rates.
+    """
     original_plan = PreTrainedModel._get_dtype_plan
 
     def plan_with_float32(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:

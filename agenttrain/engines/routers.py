@@ -210,7 +210,10 @@ class RouteReplay:
         self._loaded_TLK = self._pass_TLK = routes_TLK
 
     def select(self, places_T: Tensor) -> None:
-        """Replay the loaded experts of these positions in the next forward pass."""
+        """Replay the loaded experts of these positions in the next forward pass.
+
+        The trainer calls it for each segment of a packed sequence that it feeds alone.
+        """
         if self._loaded_TLK is not None:
             self._pass_TLK = self._loaded_TLK[places_T.to(self._loaded_TLK.device)]
 
@@ -319,7 +322,7 @@ class _Choice:
     indices: Tensor
     module: str
     call: int
-    among: int
+    experts: int
     """Number of experts to choose from."""
 
 
@@ -380,7 +383,7 @@ class _Search(TorchFunctionMode):
             return
         layer = _layer_of(choice.module)
         router = LayerRouter(
-            name=choice.module, layer=layer, call=choice.call, experts=choice.among
+            name=choice.module, layer=layer, call=choice.call, experts=choice.experts
         )
         if all(router.name != earlier.name for earlier, _ in self._found):
             self._found.append((router, choice))
@@ -417,7 +420,7 @@ class _Search(TorchFunctionMode):
             return "has layers with several routers"
         if len({choice.indices.shape[-1] for _, choice in self._found}) > 1:
             return "has layers that choose different numbers of experts"
-        largest = max(choice.among for _, choice in self._found)
+        largest = max(choice.experts for _, choice in self._found)
         return f"has {largest} experts in a layer" if largest > MOST_EXPERTS else None
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from agenttrain.launch.config import DistributedConfig, DistributedName
-from agenttrain.settings.checks import shared_problems
+from agenttrain.settings.checks import distributed_problems
 from agenttrain.settings.command_line import CHECK, Command
 from agenttrain.settings.compose import Composed
 from agenttrain.settings.engine_checks import engine_problems
@@ -150,7 +150,7 @@ def check_processes(command: Command, runs: Sequence[Composed]) -> None:
         problems = list[str]()
         if started_by_others() and command.verb in RUNS:
             adopt(run, command.overrides)
-            problems += shared_problems(run.config)
+            problems += distributed_problems(run.config)
             problems += engine_problems(run.config, several=True)
             if run.config.distributed.restarts:
                 problems.append(

@@ -416,7 +416,7 @@ def _guards(config: RunConfig) -> Iterator[str]:
         )
 
 
-def shared_problems(config: RunConfig) -> Iterator[str]:
+def distributed_problems(config: RunConfig) -> Iterator[str]:
     """Yield settings that contradict `distributed`, or have no effect with it."""
     mixed = config.training.mixed_precision
     if config.training.offload_during_rollouts and config.distributed.cpu_offload:
@@ -721,7 +721,7 @@ CHECKS: tuple[Check | VerbCheck, ...] = (
         whole=True,
     ),
     Check(_guards, ("guards", "algorithm")),
-    Check(shared_problems, ("training", "distributed")),
+    Check(distributed_problems, ("training", "distributed")),
     Check(lambda config: tracker_problems(config.tracker), ("tracker",)),
     Check(_environments, ("algorithm", "reward", "environment")),
     VerbCheck(_unread, ()),

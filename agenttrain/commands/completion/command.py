@@ -19,11 +19,15 @@ from agenttrain.types import ConfigError
 from agenttrain.utils.files import conf_folder, list_groups
 
 SHELLS = ("bash", "zsh")
-NAMED = ("tools", "reward")
+COMPONENT_SECTIONS = ("tools", "reward")
 """Sections of components, whose names are those of the group's options."""
 OPTIONS = ("--help", "--version")
 """Options of every verb."""
-WORDS = {"bash|zsh|install": (*SHELLS, "install"), "SHELL": SHELLS, "VERB": ("train", "sft")}
+ARGUMENT_VALUES = {
+    "bash|zsh|install": (*SHELLS, "install"),
+    "SHELL": SHELLS,
+    "VERB": ("train", "sft"),
+}
 """Values of arguments, by their placeholders."""
 LOADERS = {
     "bash": 'eval "$(agenttrain completion bash)"\n',
@@ -66,7 +70,7 @@ def install(shell: str) -> None:
         )
     else:
         file = data_home / "zsh" / "site-functions" / "_agenttrain"
-    is_written = file.is_file() and file.read_text(encoding="utf-8") == LOADERS[shell]
+    was_there = file.is_file() and file.read_text(encoding="utf-8") == LOADERS[shell]
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(LOADERS[shell], encoding="utf-8")
@@ -75,7 +79,7 @@ def install(shell: str) -> None:
             f"completion install {shell}: {error.filename}: {error.strerror}; make it writable, or "
             f"load the script in your shell's startup file: {LOADERS['bash'].strip()}"
         ) from error
-    print(f"{file}: {'is there already' if is_written else 'written'}")
+    print(f"{file}: {'is there already' if was_there else 'written'}")
     if shell == "bash":
         print(
             "New shells complete agenttrain if the package bash-completion is installed and "
@@ -130,11 +134,12 @@ def candidates() -> Iterator[tuple[str, str]]:
         parser = verb.parser()
         words = [option for option in parser.options if option.startswith("--") or option == "-m"]
         for argument in parser.positionals:
-            words += WORDS.get(str(argument.metavar), ())
+            words += ARGUMENT_VALUES.get(str(argument.metavar), ())
         for text in verb.settings or ():
             # resume=FOLDER -> resume=, trust=true -> trust=true
             key, _, value = text.partition("=")
-            words.append(text if value.islower() else f"{key}=")
+            is_placeholder = not value.islower()
+            words.append(f"{key}=" if is_placeholder else text)
         yield from ((f"own:{name}", word) for word in words)
     yield from (("option", option) for option in OPTIONS)
     sections: dict[str, None] = {}
@@ -145,7 +150,7 @@ def candidates() -> Iterator[tuple[str, str]]:
         section, _, subkey = setting.key.partition(".")
         # Keys of components: tools.<name>.timeout_s is one key for each tool of the group.
         names = [setting.key]
-        if section in NAMED and subkey.startswith("<name>."):
+        if section in COMPONENT_SECTIONS and subkey.startswith("<name>."):
             names = [setting.key.replace("<name>", name) for name in groups[section]]
         elif "<" in setting.key:
             continue

@@ -92,7 +92,7 @@ def _plan_role(key: str, role: RoleConfig, planner: Planner, memory: MemoryEstim
         limit=limit,
         on_gpu=True,
         memory=memory.machine.memory,
-        taken=0,
+        taken=0,  # the servers have their GPUs and weights to themselves
         sharded=False,
         adapters=False,
     )

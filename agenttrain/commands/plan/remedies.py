@@ -10,7 +10,7 @@ from typing import Any
 
 from agenttrain.launch.config import DistributedName
 from agenttrain.runs.memory import MemoryEstimate, PlannedHardware, Sizes, estimate
-from agenttrain.settings.checks import shared_problems
+from agenttrain.settings.checks import distributed_problems
 from agenttrain.settings.engine_checks import engine_problems
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.config import (
@@ -86,11 +86,11 @@ class Planner:
         return config
 
     def _allowed(self, choices: Choices) -> Choices:
-        """Return the values that the run's other settings allow, e.g. training.compile."""
+        """Return the choices that the run's other settings, e.g. training.compile, allow."""
         if self.config.model.vision is VisionTower.trained:
             # Neither way to divide a model over processes is made for images.
             choices = [c for c in choices if FSDP2 not in c and CONTEXT not in dict(c)]
-        return [c for c in choices if not list(shared_problems(self._changed(c)))]
+        return [c for c in choices if not list(distributed_problems(self._changed(c)))]
 
     def remedies(self) -> list[Remedy]:
         """Return each setting that alone makes the run fit, then the fewest GPUs that do.
@@ -117,8 +117,8 @@ class Planner:
         """Yield settings that change what is trained, proposed only if nothing else is enough."""
         if not self.config.model.lora.rank:
             yield [(ADAPTERS,)]
-        # Neither autocast nor fsdp2, which may be another remedy of several processes, is made for
-        # layers in 4 bits.
+        # Layers in 4 bits work neither under autocast nor with fsdp2. A run with several processes
+        # may have fsdp2 as another remedy.
         elif (
             self.config.model.quantization is None
             and self.config.training.mixed_precision is MixedPrecision.no

@@ -137,7 +137,7 @@ def server_load(config: RunConfig, memory: MemoryEstimate, sizes: Sizes, rows: i
         limit=load.limit,
         on_gpu=True,
         memory=memory.machine.memory,
-        taken=0,
+        taken=0,  # no part of the GPU or of the weights is the trainer's
         sharded=False,
         adapters=sends_adapters(config, is_merged=sizes.merges_adapters),
         broadcast=config.weight_sync.transport is Transport.nccl,

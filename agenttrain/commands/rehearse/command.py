@@ -24,7 +24,7 @@ from rich.text import Text
 from agenttrain.chat.chat import Chat
 from agenttrain.commands.rehearse.harbor import rehearse_tasks
 from agenttrain.commands.rehearse.stub import Stub
-from agenttrain.commands.verb import refusing, write_report
+from agenttrain.commands.verb import as_config_error, write_report
 from agenttrain.data.build import check_needed_columns
 from agenttrain.data.config import at_source
 from agenttrain.engines.config import Sampling
@@ -124,7 +124,7 @@ def rehearse(config: RunConfig, args: Namespace, overrides: Sequence[str]) -> in
 
     Raises ConfigError for components that cannot be built.
     """
-    with refusing():
+    with as_config_error():
         components = Components(config)
         if config.data.train.get("_target_") == HARBOR:
             return rehearse_tasks(components, args)
@@ -257,7 +257,9 @@ def _add_findings(
     if missing := [name for name in _tool_names(components, collected) if name not in called]:
         warnings.append(f"not called: {', '.join(missing)}; make more: --rollouts N")
     if collected.overlong:
-        keys = [at_source(name, (), "data.train") for name in collected.overlong_sources]
+        keys = [
+            at_source(name, own_keys=(), text="data.train") for name in collected.overlong_sources
+        ]
         warnings.append(
             f"{', '.join(keys)}: {collected.overlong} prompts fill the context of "
             f"{report.context} tokens"

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from rich.console import Console
 from rich.table import Table
 
-from agenttrain.commands.verb import refusing, write_report
+from agenttrain.commands.verb import as_config_error, write_report
 from agenttrain.runs.setup import Components, prepare_images
 from agenttrain.runtimes.base import MachineLost
 from agenttrain.runtimes.machines import Machines, harbor_task
@@ -36,7 +36,7 @@ class Attempt:
 
 def rehearse_tasks(components: Components, args: Namespace) -> int:
     """Attempt every task of data.train twice, print the list; return 1 if a task has a problem."""
-    with refusing():
+    with as_config_error():
         prepare_images(components)
         tasks = components.tasks.train.tasks(0, len(components.tasks.train))
     attempts = asyncio.run(_attempt_all(components, tasks))
@@ -87,7 +87,8 @@ async def _grades(
     rollout = Rollout(task=task, rollout_id=name)
     try:
         machine = await machines.start(name, task)
-        for part in (harbor.steps or (harbor,)) if solved else ():
+        parts = harbor.steps or (harbor,)
+        for part in parts if solved else ():
             if problem := await machines.solve(part, machine):
                 problems.append(problem)
             # `next_step` grades this step and begins the next one. False: none follows.

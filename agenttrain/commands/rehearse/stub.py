@@ -87,46 +87,64 @@ class Stub:
         self.written[kind] += 1
 
         after = self._after.get(session, "user")
-        column_texts, words = task_texts(task)
         if kind in (Kind.answer, Kind.endless):
-            text = rng.choice(column_texts if column_texts and rng.random() < 0.5 else words)
-            answer = AssistantTurn(content=text, reasoning=None, calls=())
-            ids = turn_ids(chat, answer, schemas, after)
-            if kind is Kind.endless:
-                # Repeat the answer without its last token, the end of turn, beyond the limit.
-                part = ids[: max(len(ids) - 1, 1)]
-                return part * (self.components.config.rollout.max_turn_tokens // len(part) + 1)
             self._after[session] = "user"
-            return ids
+            return self._answer_ids(kind, task, schemas, after, rng)
+        self._after[session] = "tool"
         # One tool after the other, so that each is called.
         candidates = stop_tools if kind is Kind.stop else callable_tools
         called = [candidates[(rotation + turn) % len(candidates)]]
         if kind is Kind.two_calls:
             called.append(rng.choice(callable_tools))
-        calls = []
-        for index, tool in enumerate(called):
-            arguments = arguments_for(tool, [*column_texts, *words], rng)
-            if kind is Kind.stop and rng.random() < 0.5:
-                # The right answer, where argument and column have one name: rewards then differ.
-                columns = task.columns
-                arguments |= {key: columns[key] for key in arguments if key in columns}
-            name = NO_TOOL if kind is Kind.unknown_tool else tool["name"]
-            if kind is Kind.wrong_arguments:
-                schema = tool.get("parameters") or {}
-                required = [key for key in schema.get("required", ()) if key in arguments]
-                if required:
-                    del arguments[rng.choice(required)]
-                else:
-                    arguments[NO_ARGUMENT] = 1
-            calls.append(ToolCall(id=f"call_{turn}_{index}", name=name, arguments=arguments))
-        calling = AssistantTurn(content="", reasoning=None, calls=tuple(calls))
+        calls = tuple(
+            _draw_call(kind, tool, f"call_{turn}_{index}", task, rng)
+            for index, tool in enumerate(called)
+        )
+        calling = AssistantTurn(content="", reasoning=None, calls=calls)
         ids = turn_ids(chat, calling, schemas, after)
         if kind is Kind.damaged:
             # Cut some tokens out of the middle.
             middle = len(ids) // 2
             ids = ids[:middle] + ids[middle + max(len(ids) // 6, 1) :]
-        self._after[session] = "tool"
         return ids
+
+    def _answer_ids(
+        self,
+        kind: Kind,
+        task: Task,
+        schemas: Sequence[dict],
+        after: str,
+        rng: random.Random,
+    ) -> list[int]:
+        """Return the ids of an answer with a text of the task; an endless one exceeds the limit."""
+        column_texts, words = task_texts(task)
+        text = rng.choice(column_texts if column_texts and rng.random() < 0.5 else words)
+        answer = AssistantTurn(content=text, reasoning=None, calls=())
+        ids = turn_ids(self.components.chat, answer, schemas, after)
+        if kind is Kind.answer:
+            return ids
+        # Repeat the answer without its last token, the end of turn, beyond the limit.
+        part = ids[: max(len(ids) - 1, 1)]
+        return part * (self.components.config.rollout.max_turn_tokens // len(part) + 1)
+
+
+def _draw_call(kind: Kind, tool: dict, call_id: str, task: Task, rng: random.Random) -> ToolCall:
+    """Return a call of a tool with arguments that fit its schema, unless the kind spoils them."""
+    column_texts, words = task_texts(task)
+    arguments = arguments_for(tool, [*column_texts, *words], rng)
+    if kind is Kind.stop and rng.random() < 0.5:
+        # The right answer, where argument and column have one name: rewards then differ.
+        columns = task.columns
+        arguments |= {key: columns[key] for key in arguments if key in columns}
+    name = NO_TOOL if kind is Kind.unknown_tool else tool["name"]
+    if kind is Kind.wrong_arguments:
+        schema = tool.get("parameters") or {}
+        required = [key for key in schema.get("required", ()) if key in arguments]
+        if required:
+            del arguments[rng.choice(required)]
+        else:
+            arguments[NO_ARGUMENT] = 1
+    return ToolCall(id=call_id, name=name, arguments=arguments)
 
 
 def _possible_kind(kind: Kind, *, has_tools: bool, has_stop_tools: bool, one_call: bool) -> Kind:

@@ -110,7 +110,7 @@ def render(script: JobScript, settings: SlurmConfig) -> str:
         serving=script.servers.nodes,
         per_node=script.servers.per_node,
         server_cpus=max(settings.cpus // script.servers.per_node, 1),
-        core=core(),
+        core=core(),  # shell code that follows the lines of this job
     )
 
 
@@ -209,12 +209,12 @@ def note_local_paths(script: JobScript, configs: Sequence[RunConfig]) -> Iterato
     }
     for config in configs:
         if not config.model.path.startswith(BUNDLED):
-            folder = model_folder(config.model.path, (), revision=config.model.revision)
+            folder = model_folder(config.model.path, parts=(), revision=config.model.revision)
             paths[f"model.path={config.model.path}"] = folder
         teacher = config.algorithm.loaded_teacher
         if teacher is not None and not teacher.path.startswith(BUNDLED):
             key = "algorithm.teacher.path"
-            folder = model_folder(teacher.path, (), revision=teacher.revision, key=key)
+            folder = model_folder(teacher.path, parts=(), revision=teacher.revision, key=key)
             paths[f"{key}={teacher.path}"] = folder
         for split in ("train", "test"):
             path = getattr(config.data, split).get("path")

@@ -50,7 +50,9 @@ from agenttrain.settings.run_config import RunConfig
 from agenttrain.types import ConfigError
 from agenttrain.utils.redaction import hide_secrets
 
-NODES = ("distributed.nodes", "distributed.rendezvous", "distributed.node_rank")
+TRAINING_NODES = "distributed.nodes"
+NODES = (TRAINING_NODES, "distributed.rendezvous", "distributed.node_rank")
+"""Settings that the job gives each of its nodes."""
 CONFIG = "config.yaml"
 """File in the folder of a run that has been started."""
 ANY_ENDPOINT = "first-node:29500"
@@ -145,17 +147,17 @@ def _with_allocation(command: Command, slurm: list[str]) -> tuple[Command, list[
     Example: `servers.nodes=2 distributed.nodes=4` becomes `servers.nodes=2 slurm.nodes=6`.
     """
     values = {text.partition("=")[0]: text.partition("=")[2] for text in command.overrides}
-    training, serving = values.get(NODES[0], ""), values.get("servers.nodes", "")
+    training, serving = values.get(TRAINING_NODES, ""), values.get("servers.nodes", "")
     if not (training.isdecimal() and serving.isdecimal() and int(serving)):
         return command, slurm
     total = f"slurm.nodes={int(training) + int(serving)}"
     for text in slurm:
         if key_of(text) == "slurm.nodes" and text != total:
             raise ConfigError(
-                f"{text}: {NODES[0]}={training} and servers.nodes={serving} make {total}; leave "
-                "it out"
+                f"{text}: {TRAINING_NODES}={training} and servers.nodes={serving} make {total}; "
+                "leave it out"
             )
-    overrides = [text for text in command.overrides if not text.startswith(f"{NODES[0]}=")]
+    overrides = [text for text in command.overrides if not text.startswith(f"{TRAINING_NODES}=")]
     return replace(command, overrides=overrides), [*slurm, total]
 
 
@@ -168,10 +170,7 @@ def _plan_job(command: Command, slurm: Sequence[str]) -> PlannedJob:
     if command.sweep:
         runs_of_sweep = expand(command.overrides, source).runs
         overrides = runs_of_sweep[0]
-        for text in command.overrides:
-            varies = any(text not in run for run in runs_of_sweep)
-            if varies and key_of(text).partition(".")[0] == "distributed":
-                raise ConfigError(f"{text}: all jobs of an array have the same processes")
+        _check_same_processes(command.overrides, runs_of_sweep)
     try:
         first = compose_run([*overrides, *slurm], source).config
     except ConfigError as error:
@@ -200,6 +199,14 @@ def _plan_job(command: Command, slurm: Sequence[str]) -> PlannedJob:
     arguments = [command.verb, *command.options, *settings, *commits, *resume]
     script = _job_script(folder, name, [arguments], runs[0])
     return PlannedJob(settings=first.slurm, runs=runs, script=script, record=None, resumes=False)
+
+
+def _check_same_processes(overrides: Sequence[str], runs: Sequence[Sequence[str]]) -> None:
+    """Raise ConfigError if a setting of `distributed` varies between the runs of a sweep."""
+    for text in overrides:
+        varies = any(text not in run for run in runs)
+        if varies and key_of(text).partition(".")[0] == "distributed":
+            raise ConfigError(f"{text}: all jobs of an array have the same processes")
 
 
 def _plan_resumed(command: Command, slurm: Sequence[str], folder: Path) -> PlannedJob:

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from agenttrain.commands.sweep.config import SweepConfig
 from agenttrain.commands.sweep.expand import expand, parse, trial_overrides
 from agenttrain.commands.sweep.record import (
+    JobState,
     SweepJob,
     SweepRecord,
     hold_sweep,
@@ -32,6 +33,7 @@ from agenttrain.settings.messages import explained
 from agenttrain.settings.overrides import key_of
 from agenttrain.settings.pinning import pins
 from agenttrain.settings.resumable import RESUMABLE, may_change
+from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.saved import settings_for_resume
 from agenttrain.settings.trust import check_trusted
 from agenttrain.types import ConfigError
@@ -91,7 +93,7 @@ def new_sweep(command: Command, runs: Sequence[Composed]) -> tuple[Path, SweepRe
     else:
         # Pin only the models that all runs share: a search may vary the model.
         shared = sorted(set.intersection(*map(set, commits)))
-        repeats = [[*_job_overrides(repeat), *shared] for repeat in search.repeats]
+        repeats = [[*_without_hydras_keys(repeat), *shared] for repeat in search.repeats]
         search = replace(search, repeats=repeats)
     record = SweepRecord(
         verb=command.verb,
@@ -121,14 +123,7 @@ def _resume_held(
     compose: Callable[[Sequence[str], Command], Composed],
 ) -> int:
     """Run the unfinished jobs of the sweep, which this process holds (`hold_sweep`)."""
-    recorded = [shell_command(record.arguments(folder, job)) for job in record.jobs]
-    recorded += record.shared
-    if record.search is not None:
-        repeats = record.search.repeats
-        recorded += [*record.search.space, *(text for repeat in repeats for text in repeat)]
-    # Settings name code. Those that this user signed need no agreement.
-    untrusted = [] if record.is_signed_by_user else recorded
-    check_trusted(f"resume={folder}", untrusted, trust=command.trust, what="its sweep.json")
+    _check_code_trusted(folder, record, trust=command.trust)
     sweep_changes = [text for text in command.overrides if key_of(text) in CHANGEABLE]
     changes = [text for text in command.overrides if text not in sweep_changes]
     for text in changes:
@@ -137,31 +132,15 @@ def _resume_held(
                 f"{text}: cannot be combined with resume={folder}; what may change is: "
                 f"{', '.join([*RESUMABLE, *CHANGEABLE])}"
             )
-    shared = overrides_in_this_layout(_job_overrides(record.shared))
+    # An older version may have recorded them: they get today's keys.
+    shared = overrides_in_this_layout(_without_hydras_keys(record.shared))
     raw = compose_raw([*shared, *sweep_changes], command.source)
     section = cast(dict[str, Any], OmegaConf.to_container(raw.sweep, enum_to_str=True))
     settings = validated(SweepConfig, section, "sweep")
     if any(key_of(text) == "sweep.trials" for text in sweep_changes):
         record = _with_trials(folder, record, settings.trials or 0)
     jobs = job_states(folder, record)
-    configs = []
-    for job in jobs:
-        if not job.unfinished:
-            continue
-        if (job.folder / "config.yaml").exists() and record.verb != "eval":
-            # It has begun, and is resumed. An evaluation cannot be: it starts again.
-            composed = settings_for_resume(job.folder, changes, command.source, trust=command.trust)
-            validate(composed.config)
-            check_for_verb(record.verb, composed.config)
-        else:
-            overrides = overrides_in_this_layout(job.job.overrides)
-            composed = compose([*overrides, *changes], command)
-        configs.append(composed.config)
-    if record.search is not None and record.lacks_trials:
-        # Trials to come are not chosen yet: one possible trial is checked in their place.
-        axes = {axis.get_key_element(): axis for axis in parse(record.search.space)}
-        example = [*trial_overrides(axes, corners(axes)[0]), *record.search.repeats[0]]
-        configs.append(compose([*example, *changes], command).config)
+    configs = _unfinished_configs(record, jobs, changes, command, compose)
     if not configs:
         if command.overrides:
             raise ConfigError(
@@ -178,6 +157,51 @@ def _resume_held(
         trust=True,
     )
     return run(sweep)
+
+
+def _check_code_trusted(folder: Path, record: SweepRecord, *, trust: bool) -> None:
+    """Ask whether the code that the recorded settings name may run, unless this user signed them.
+
+    Raises ConfigError if it may not.
+    """
+    recorded = [shell_command(record.arguments(folder, job)) for job in record.jobs]
+    recorded += record.shared
+    if record.search is not None:
+        repeats = record.search.repeats
+        recorded += [*record.search.space, *(text for repeat in repeats for text in repeat)]
+    untrusted = [] if record.is_signed_by_user else recorded
+    check_trusted(f"resume={folder}", untrusted, trust=trust, what="its sweep.json")
+
+
+def _unfinished_configs(
+    record: SweepRecord,
+    jobs: Sequence[JobState],
+    changes: Sequence[str],
+    command: Command,
+    compose: Callable[[Sequence[str], Command], Composed],
+) -> list[RunConfig]:
+    """Return the checked settings of unfinished jobs, with the `changes` of the resuming command.
+
+    Trials to come are not chosen yet: one possible trial is checked in their place.
+    """
+    configs = []
+    for job in jobs:
+        if not job.unfinished:
+            continue
+        if (job.folder / "config.yaml").exists() and record.verb != "eval":
+            # It has begun, and is resumed. An evaluation cannot be: it starts again.
+            composed = settings_for_resume(job.folder, changes, command.source, trust=command.trust)
+            validate(composed.config)
+            check_for_verb(record.verb, composed.config)
+        else:
+            overrides = overrides_in_this_layout(job.job.overrides)
+            composed = compose([*overrides, *changes], command)
+        configs.append(composed.config)
+    if record.search is not None and record.lacks_trials:
+        axes = {axis.get_key_element(): axis for axis in parse(record.search.space)}
+        example = [*trial_overrides(axes, corners(axes)[0]), *record.search.repeats[0]]
+        configs.append(compose([*example, *changes], command).config)
+    return configs
 
 
 def _with_trials(folder: Path, record: SweepRecord, trials: int) -> SweepRecord:
@@ -226,10 +250,10 @@ def _make_jobs(runs: Sequence[Sequence[str]], source: Source, subdir: str) -> li
                 f"{name} is not; leave it out, or add {NUMBERED}"
             )
     pairs = zip(folders, runs, strict=True)
-    return [SweepJob(folder=name, overrides=_job_overrides(run)) for name, run in pairs]
+    return [SweepJob(folder=name, overrides=_without_hydras_keys(run)) for name, run in pairs]
 
 
-def _job_overrides(overrides: Sequence[str]) -> list[str]:
+def _without_hydras_keys(overrides: Sequence[str]) -> list[str]:
     """Return the overrides that a job gets: all but Hydra's own, of which it needs searchpath."""
     return [
         text

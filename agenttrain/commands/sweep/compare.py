@@ -13,7 +13,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from agenttrain.commands.sweep.record import FINISHED, RUNNING, read_record, settings_line
+from agenttrain.commands.sweep.record import (
+    FINISHED,
+    RUNNING,
+    SweepRecord,
+    read_record,
+    settings_line,
+)
 from agenttrain.commands.sweep.table import (
     Comparison,
     as_json,
@@ -32,13 +38,7 @@ from agenttrain.utils.redaction import hide_in_settings, hide_secrets, shell_com
 def compare(args: Namespace) -> int:
     """Print the sweep's table; exit code 0. Raises ConfigError."""
     if args.plot is not None:
-        image_format(args.plot)
-        if find_spec("matplotlib") is None:
-            raise ConfigError(
-                f"--plot {args.plot}: needs matplotlib; pip install 'agenttrain[sweep]'"
-            )
-        if args.plot.is_dir() or not args.plot.parent.is_dir():
-            raise ConfigError(f"--plot {args.plot}: name a file in an existing folder")
+        _check_plot(args.plot)  # before the table is printed
     record = read_record(args.folder)
     comparison = compare_jobs(args.folder, record, args.metrics)
     unfinished = any(job.unfinished for job in comparison.jobs)
@@ -50,19 +50,7 @@ def compare(args: Namespace) -> int:
         print(hide_secrets(markdown(comparison)))
     elif prints_text:
         print_table(comparison)
-        for job in comparison.jobs:
-            if job.status == FINISHED:
-                continue
-            why = f": {job.error}" if job.error else ""
-            print(f"{job.folder}  {job.status}{why}")
-            if job.status == RUNNING:
-                continue
-            # The command that runs this job alone.
-            arguments = record.arguments(comparison.sweep, job.job)
-            if (job.folder / "config.yaml").exists() and record.verb != "eval":
-                verb = [] if record.verb == "train" else [record.verb]
-                arguments = [*verb, *record.options, f"resume={job.folder}"]
-            print(f"    {shell_command(arguments)}")
+        _print_unfinished(comparison, record)
         if resume is not None:
             print(f"all that is missing: {resume}")
     if args.plot is not None:
@@ -74,6 +62,31 @@ def compare(args: Namespace) -> int:
         if args.json != STDOUT and not args.markdown:
             print(f"plot       {args.plot}")
     return 0
+
+
+def _check_plot(path: Path) -> None:
+    """Raise ConfigError if no picture can be written to the file."""
+    image_format(path)
+    if find_spec("matplotlib") is None:
+        raise ConfigError(f"--plot {path}: needs matplotlib; pip install 'agenttrain[sweep]'")
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError(f"--plot {path}: name a file in an existing folder")
+
+
+def _print_unfinished(comparison: Comparison, record: SweepRecord) -> None:
+    """Print the jobs that are not finished and, for each that waits, the command that runs it."""
+    for job in comparison.jobs:
+        if job.status == FINISHED:
+            continue
+        why = f": {job.error}" if job.error else ""
+        print(f"{job.folder}  {job.status}{why}")
+        if job.status == RUNNING:
+            continue
+        arguments = record.arguments(comparison.sweep, job.job)
+        if (job.folder / "config.yaml").exists() and record.verb != "eval":
+            verb = [] if record.verb == "train" else [record.verb]
+            arguments = [*verb, *record.options, f"resume={job.folder}"]
+        print(f"    {shell_command(arguments)}")
 
 
 FORMATS = ("png", "svg", "pdf", "html")

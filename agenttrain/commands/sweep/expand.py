@@ -49,11 +49,7 @@ def expand(overrides: Sequence[str], source: Source) -> Expansion:
         parsed = parse(overrides)
         fixed = [o.input_line or "" for o in parsed if not o.is_sweep_override()]
         raw = compose_raw(fixed, source, with_hydra=True)
-        for part in ("launcher", "sweeper"):
-            plugin = raw.hydra[part]  # a text after hydra.sweeper=optuna
-            target = str(plugin["_target_"] if isinstance(plugin, Mapping) else plugin)
-            if not target.endswith(f".Basic{part.capitalize()}"):
-                raise ConfigError(f"hydra/{part}={target}: {REPLACED[part]}")
+        _check_plugins(raw)
         for override in parsed:
             section = override.key_or_group.partition(".")[0].partition("/")[0]
             if override.is_sweep_override() and section in ("sweep", "hydra"):
@@ -82,18 +78,30 @@ def expand(overrides: Sequence[str], source: Source) -> Expansion:
             combinations = [
                 [*trial_overrides(axes, values), *repeat] for values in trials for repeat in repeats
             ]
-        listed_runs = []
-        for run in raw.sweep.runs:
-            try:
-                listed_runs.append(open_keys(shlex.split(run)))
-            except ValueError as error:
-                raise ConfigError(f"sweep.runs: {run}: {error}; quotes come in pairs") from error
+        listed_runs = list(map(_split_run, raw.sweep.runs))
     if not listed_runs:
         return Expansion(runs=combinations, search=None)
     _check_number(len(listed_runs) * len(combinations), "sweep.runs")
     runs = [[*run, *values] for run, values in product(listed_runs, combinations)]
     _check_distinct(runs)
     return Expansion(runs=runs, search=None)
+
+
+def _check_plugins(raw: DictConfig) -> None:
+    """Raise ConfigError for a launcher or sweeper of Hydra's other than the basic ones."""
+    for part in ("launcher", "sweeper"):
+        plugin = raw.hydra[part]  # a text after hydra.sweeper=optuna
+        target = str(plugin["_target_"] if isinstance(plugin, Mapping) else plugin)
+        if not target.endswith(f".Basic{part.capitalize()}"):
+            raise ConfigError(f"hydra/{part}={target}: {REPLACED[part]}")
+
+
+def _split_run(run: str) -> list[str]:
+    """Return the overrides in an entry of sweep.runs, ``key=value key=value``."""
+    try:
+        return open_keys(shlex.split(run))
+    except ValueError as error:
+        raise ConfigError(f"sweep.runs: {run}: {error}; quotes come in pairs") from error
 
 
 def _number_of_values(override: Override) -> int:

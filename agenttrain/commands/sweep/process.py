@@ -50,7 +50,9 @@ class JobProcess:
         with nullcontext() if output is None else output.open("ab+") as file:
             self._process = ChildProcess(
                 [sys.executable, "-m", "agenttrain.cli", *arguments],
-                keeper=False,  # a killed run's trackers and servers outlive it, to clean up
+                # A keeper would kill all that a killed run leaves. Its trackers and servers are to
+                # outlive it, to clean up.
+                keeper=False,
                 env={**os.environ, **(environment or {}), PARENT: str(os.getpid())},
                 tail_bytes=TAIL,
                 output=file,
@@ -88,7 +90,7 @@ class Forwarder:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.received.append(number)
-        leave_terminal()
+        leave_terminal()  # printing would fail if it is closed
         for job in self.jobs:
             job.send(number)
 

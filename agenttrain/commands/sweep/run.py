@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
 from agenttrain.commands.sweep.config import Direction, OnFailedJob, SweepConfig
 from agenttrain.commands.sweep.expand import REPEATED, parse, trial_overrides
@@ -231,9 +232,9 @@ def record_end(folder: Path, ended: JobEnd, *, signalled: bool) -> None:
 
     A job that wrote `finished` has failed nevertheless if its exit code is not 0.
     """
-    recorded_by_job = [status for status in ENDED if status != FINISHED]
     status = read_summary(folder).get("status")
-    if ended.code == 0 or is_held(folder) or status in recorded_by_job:
+    is_recorded = status in ENDED and status != FINISHED
+    if ended.code == 0 or is_held(folder) or is_recorded:
         return
     if signalled:
         update_summary(folder, status=INTERRUPTED)
@@ -302,7 +303,7 @@ def print_outcome(sweep: Path, code: int) -> int:
         complete = [trial for trial in past if trial.result is not None]
         choose = max if record.search.direction == Direction.maximize else min
         if complete:
-            best = choose(complete, key=lambda trial: trial.result or 0.0)
+            best = choose(complete, key=lambda trial: cast(float, trial.result))
             values = dict(zip(settings_by_key(record.search.space), best.values, strict=True))
             print(f"best       {settings_line(values)}: {record.objective} {best.result:.4g}")
     print(f"results    {shell_command(['compare', str(sweep)])}")

@@ -23,6 +23,7 @@ from agenttrain.utils.seeds import derive_seed
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
+    from optuna.trial import FrozenTrial
 
 DIGITS = 4
 """Significant digits of a number out of a range of floats."""
@@ -126,22 +127,8 @@ def _new_values(
             chooser = optuna.samplers.TPESampler(seed=seed, constant_liar=True)
     study = optuna.create_study(sampler=chooser, direction=direction.value)
     distributions = {key: _distribution(axis) for key, axis in axes.items()}
-    state = optuna.trial.TrialState
     for trial in trials:
-        state_without_result = state.FAIL if trial.failed else state.RUNNING
-        study.add_trial(
-            optuna.trial.create_trial(
-                params={
-                    key: _read_value(text, distribution)
-                    for text, (key, distribution) in zip(
-                        trial.values, distributions.items(), strict=True
-                    )
-                },
-                distributions=distributions,
-                value=trial.result,
-                state=state_without_result if trial.result is None else state.COMPLETE,
-            )
-        )
+        study.add_trial(_optuna_trial(trial, distributions))
     seen, vain_draws = {trial.values for trial in trials}, 0
     while vain_draws < ATTEMPTS:
         params = study.ask(distributions).params
@@ -151,6 +138,22 @@ def _new_values(
             seen.add(values)
             vain_draws = 0
             yield values
+
+
+def _optuna_trial(trial: Trial, distributions: Mapping[str, BaseDistribution]) -> FrozenTrial:
+    """Return a trial in Optuna's form: complete, failed, or running."""
+    from optuna.trial import TrialState, create_trial
+
+    state_without_result = TrialState.FAIL if trial.failed else TrialState.RUNNING
+    return create_trial(
+        params={
+            key: _read_value(text, distribution)
+            for text, (key, distribution) in zip(trial.values, distributions.items(), strict=True)
+        },
+        distributions=dict(distributions),
+        value=trial.result,
+        state=state_without_result if trial.result is None else TrialState.COMPLETE,
+    )
 
 
 def _distribution(axis: Override) -> BaseDistribution:

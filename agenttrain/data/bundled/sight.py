@@ -75,7 +75,7 @@ class Plate:
 
 
 def plates_of(wall: int) -> tuple[Plate, ...]:
-    """Return the one or two plates of a wall in reading order.
+    """Return the one or two plates of the wall with this seed, in reading order.
 
     Half of the walls have one.
     """

@@ -36,7 +36,7 @@ class TransformersCopy(TransformersEngine):
     """
 
     takes_adapters = False
-    model_names = True
+    model_names = True  # `ModelNames`: weights come by their names in the model
 
     def __init__(
         self,
@@ -65,7 +65,8 @@ class TransformersCopy(TransformersEngine):
         def load() -> None:
             self._model.load_state_dict(tensors)
             keeps_cache = self._mode is WeightSyncMode.in_flight
-            self._worker.update({}, version, keeps_cache=keeps_cache)
+            # The weights are loaded: this sets the version and, unless it is kept, drops the cache.
+            self._worker.update(weights={}, version=version, keeps_cache=keeps_cache)
 
         drained = self._mode is WeightSyncMode.drain
         await self._run_between_steps(load, f"update to version {version}", drained=drained)
@@ -90,6 +91,7 @@ def build_copy(settings: TransformersSettings, inputs: EngineInputs) -> Transfor
     """Build the engine with random weights on the first GPU after the trainers'."""
     architecture = AutoConfig.from_pretrained(inputs.model)
     dtype = getattr(torch, inputs.dtype)
+    # A single GPU is the trainer's too.
     device = f"cuda:{inputs.trainers % torch.cuda.device_count()}" if inputs.on_gpu else "cpu"
     # Initialised on the device: a CPU takes a minute per billion weights. The engine's check of its
     # cache reads them. The generators are restored, so that seeded draws stay the same.

@@ -72,7 +72,7 @@ class Decoder:
         _compare_with_plain_forward(self, _checked_lengths(kinds, max_context))
         self.cache.free()
         if record_routes:
-            with self.evaluating():
+            with self.evaluating():  # it runs forward passes
                 self.recorder = RouteRecorder(model, max_rows)
 
     @contextmanager
@@ -182,7 +182,9 @@ class Decoder:
     ) -> Tensor:
         """Feed rows to the language model, with image features at their placeholders.
 
-        Each of the `pieces` says which placeholders of the pass get which vectors of an image.
+        Positions have three dimensions: time, height and width (`Layout`). A row without a layout
+        has no images. Each of the `pieces` says which placeholders of the pass get which vectors of
+        an image.
         """
         assert self.vision is not None
         width = ids_NT.shape[1]

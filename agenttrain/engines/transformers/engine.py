@@ -91,9 +91,9 @@ class TransformersEngine:
     ) -> Completion:
         """Implement `Engine.generate`; prefill only the tokens that the session's cache lacks.
 
-        The budget ends at `max_context`. In deterministic mode a session with a `parent` takes the
-        seat of the expected session at the root. Raises EngineError, and ImagesRefused without a
-        `vision`.
+        The budget ends at `max_context`. In deterministic mode only the sessions of `expect` have a
+        place in the batch: a sub-agent's session takes that of the rollout's expected session, the
+        first of its chain of parents. Raises EngineError, and ImagesRefused without a `vision`.
         """
         if self._vision is None:
             refuse_images(self, images, session)
@@ -110,7 +110,8 @@ class TransformersEngine:
             return await future
         except asyncio.CancelledError:
             self._listeners.pop(session, None)
-            with suppress(EngineError):
+            with suppress(EngineError):  # the engine is closed
+                # Not `worker.release`, which delivers an error: nobody waits for one.
                 self._post(partial(self._worker.scheduler.release, session))
             raise
 
@@ -178,6 +179,7 @@ class TransformersEngine:
                     f"{covered[:4].tolist()}."
                 )
         request.layout = Layout(tuple(images))
+        # The ids at an image's placeholders become its key: the cache tells images apart by them.
         request.token_ids = request.layout.keyed(ids)
 
     def expect(self, sessions: Sequence[str]) -> None:

@@ -291,7 +291,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
     and write the rows of the pass: methods that give states return views of them.
     """
 
-    record_past = False
+    record_past = False  # for transformers: no states of earlier tokens are kept
 
     def __init__(self, next_pass: Pass, states: int) -> None:
         self.next_pass = next_pass
@@ -354,6 +354,10 @@ class StateLayer(LinearAttentionCacheLayerMixin):
 
     def by_row(self, length: int) -> list[Tensor]:
         """Return all states, with rows as the first dimension."""
+        return self._states()
+
+    def _states(self) -> list[Tensor]:
+        """Return the states that are allocated."""
         return [t for t in (*self._convolutions, *self._recurrences) if t is not None]
 
     def resize(self, rows: int, capacity: int) -> None:
@@ -367,12 +371,12 @@ class StateLayer(LinearAttentionCacheLayerMixin):
 
     def clear(self, rows: Sequence[int]) -> None:
         """Zero the states of rows."""
-        for tensor in self.by_row(0):
+        for tensor in self._states():
             tensor[rows] = 0
 
     def wipe(self) -> None:
         """Zero everything, after numbers that are not finite were written."""
-        for tensor in self.by_row(0):
+        for tensor in self._states():
             tensor.zero_()
 
 
