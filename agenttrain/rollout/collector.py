@@ -68,7 +68,7 @@ class MetricNames:
 
 
 class HasTools(Protocol):
-    """A run's tools, environments and rewards, or those of one source of a mixture."""
+    """A kit: a run's tools, environments and rewards, or those of one source of a mixture."""
 
     @property
     def toolbox(self) -> Toolbox: ...
@@ -120,7 +120,7 @@ class Collector(RolloutContext):
     """Returns where a task's row stands, for error messages."""
 
     def of(self, task: Task) -> Self:
-        """Return the collector with the tools, environments and rewards of the task's source."""
+        """Return the collector with all that the task's source has of its own, such as tools."""
         kit = self.sources.get(task.source)
         if kit is None:
             return self
@@ -141,7 +141,7 @@ class Collector(RolloutContext):
 
     @property
     def _kits(self) -> Sequence[SourceTools | Self]:
-        """Tools, environments and rewards of each source; without sources the collector's own."""
+        """The kit of each source; without sources the collector itself, which is one."""
         return list(self.sources.values()) or [self]
 
     def toolboxes(self) -> list[Toolbox]:
@@ -362,7 +362,7 @@ def _rollout_requests(
         try:
             kind = source.environments.kind_of(task)
             tools = RowTools(task, source.toolbox, source.environments)
-        except ValueError as error:  # a row without end, which is checked here for the first time
+        except ValueError as error:  # rows of a source without end are checked only here
             message = f"{collector.place_of(task)}: {error}"
             raise RowError(at_source(task.source, (), message)) from error
         if kind is None or not kind.has_reset:
@@ -394,7 +394,8 @@ async def _run_all(
         # The engine admits by its slots: a limit here would hold back rollouts that it waits for.
         concurrency = len(requests)
     gate = collector.gate or asyncio.Semaphore(concurrency)
-    throttle = collector.throttle or Throttle()
+    throttle = collector.throttle
+    assert throttle is not None, "`collect` has set one"
     finished = 0
 
     async def run(request: RolloutRequest) -> Rollout | _NoRollout:

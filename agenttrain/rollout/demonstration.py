@@ -151,6 +151,7 @@ class _Conversation:
         self.tools = RowTools(task, owner.toolbox, owner.environments, executed=False)
         self.schemas = self.tools.schemas
         self.pending = list(task.messages[first:])
+        # The task that a sampled rollout of this conversation would have.
         questions = tuple(text_of(parts(m["content"])) for m in self.pending if m["role"] == "user")
         prompt = replace(task, messages=task.messages[:first], user_turns=questions)
         self.rollout = Rollout(task=prompt, rollout_id=rollout_id, group_id=rollout_id)
@@ -258,6 +259,7 @@ class _Conversation:
         if stops and self.pending:
             raise BadDemonstration("it calls a stop tool, and the conversation goes on")
         if not self.pending:  # the conversation ends with this turn and its replies, if any
+            # An agent that still calls other tools at its end has run out of turns.
             self.rollout.stop_reason = StopReason.stop_tool if stops else StopReason.max_turns
             if not texts:
                 return
@@ -281,6 +283,7 @@ class _Conversation:
         )
         append_suffix(self.trajectory, suffix, clipped, self.chat)
         self.trajectory.messages.extend(clipped)
+        # As in a sampled rollout, results have the complete texts, and messages the clipped ones.
         self.rollout.tool_results.extend(
             ToolResult(call=c, content=text_of(parts(text))) for c, text in pairs
         )

@@ -331,6 +331,7 @@ class Throttle:
             if not future.done():  # a rollout may have been cancelled meanwhile
                 future.set_result(None)
                 self._left -= 1
+        # After a pass that resumed nobody there is nothing left to limit.
         self._scheduled = self._left < self.at_once
         if self._scheduled:
             loop.call_soon(self._resume_next, loop)

@@ -218,8 +218,8 @@ def _first_changed_context(
         for position, message in enumerate(trajectory.messages)
         if position >= trajectory.prompt_messages and message["role"] == "assistant"
     ]
-    # Each sampled turn's message and the next one's; None after the last turn. Not strict: without
-    # a turn the second list is longer.
+    # Positions of each sampled turn's message and of the next turn's, which is None for the last
+    # turn. Not strict: without any turn that None is left over.
     next_positions = [*assistant_positions[1:], None]
     positions = iter(zip(assistant_positions, next_positions, strict=False))
     expected: list[int] | None = None

@@ -80,7 +80,7 @@ async def make_remote_engine(
             description = await rollouts.process.answer()
         except Exception as error:
             failure = error
-    # With a failure this raises in all processes.
+    # With a failure this raises in all processes. Patient: an engine may take minutes to start.
     rollouts.world.exchange((), "the rollout process", failure, patient=True)
     description = rollouts.world.broadcast(description, "the rollout process")
     assert isinstance(description, EngineDescription)

@@ -142,7 +142,8 @@ class Machines:
     async def grade(self, rollout: Rollout) -> None:
         """Set the `grades` of a rollout whose task has tests of its own. Raises MachineLost.
 
-        Steps that the rollout has not reached are begun and graded as it leaves them.
+        Steps that the rollout has not reached are begun, and graded although the agent does nothing
+        in them.
         """
         task, machine = harbor_task(rollout.task), self._machines.get(rollout.rollout_id)
         if task is None or machine is None:
@@ -173,7 +174,7 @@ class Machines:
             # Only the image of `verifier_place` can hold the tests: copy them into this container.
             task_in_shared = replace(task, agent_user=user, bundled_tests=False)
             grades = await grading.grade(machine, task_in_shared, env)
-            if task.step is not None:
+            if task.step is not None:  # the agent must not see them in the next step
                 await grading.remove_tests(machine)
             return grades
         fresh = await self._start_place(task, place, user=task.verifier_user)
