@@ -232,8 +232,8 @@ class FunctionScorer:
     async def _run_several(self, calls: Sequence[Call]) -> list[Outcome]:
         """Run calls in a thread for BATCH_S; return the outcomes of the first ones, at least one.
 
-        A call that sets an alarm or returns an awaitable is the last one. The first is made again
-        in the main thread, the awaitable is awaited on the event loop.
+        The thread stops after a call that sets an alarm, which is made again in the main thread, or
+        that returns an awaitable, which is awaited on the event loop.
         """
         if self.sets_alarms:
             return [await self._run(calls[0])]

@@ -364,7 +364,7 @@ def _rollout_requests(
             tools = RowTools(task, source.toolbox, source.environments)
         except ValueError as error:  # rows of a source without end are checked only here
             message = f"{collector.place_of(task)}: {error}"
-            raise RowError(at_source(task.source, (), message)) from error
+            raise RowError(at_source(task.source, own_keys=(), text=message)) from error
         if kind is None or not kind.has_reset:
             # All rollouts of the group begin with this prompt. A reset adds to it, so that each
             # rollout has to render its own.
@@ -379,7 +379,7 @@ def _rollout_requests(
                     collected.leave_out_bad_row(task)
                     continue
                 message = f"{collector.place_of(task)}: {error}; or data.on_bad_row=skip"
-                raise ChatError(at_source(task.source, (), message)) from error
+                raise ChatError(at_source(task.source, own_keys=(), text=message)) from error
         requests += request.rollouts(place, task, prompt_ids)
     return requests
 
@@ -466,9 +466,14 @@ def _group_results(
 
 
 def check_usable(collected: Collected, tasks: int, attempts: int, max_context: int) -> None:
-    """Raise NoRollouts if no rollout of these tasks can be scored."""
+    """Raise NoRollouts if no rollout of these tasks can be scored.
+
+    `tasks` counts all tasks, `attempts` the rollouts of those whose prompt was usable.
+    """
     if not attempts and collected.bad_rows:
-        keys = [at_source(name, (), "data.on_bad_row") for name in collected.bad_sources]
+        keys = [
+            at_source(name, own_keys=(), text="data.on_bad_row") for name in collected.bad_sources
+        ]
         raise NoRollouts(
             f"the chat template refuses the prompts of {collected.bad_rows} of all {tasks} tasks "
             f"({', '.join(f'{key}=skip' for key in keys)}), and the others leave no room. "
@@ -477,7 +482,7 @@ def check_usable(collected: Collected, tasks: int, attempts: int, max_context: i
         )
     if not attempts:
         splits = [
-            at_source(name, (), f"data.{split}")
+            at_source(name, own_keys=(), text=f"data.{split}")
             for name in collected.overlong_sources
             for split in SPLITS
         ]

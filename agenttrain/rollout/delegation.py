@@ -92,9 +92,9 @@ class SubAgentRequest:
     def row_tools(self, context: RolloutContext, episode: Episode | None) -> RowTools:
         """Return the sub-agent's tools. Raises ConfigError for one that does not exist."""
         caller_task = self.caller.task
-        row_tools = {t.name: t for t in caller_task.tools or () if isinstance(t, RowTool)}
+        tools_of_row = {t.name: t for t in caller_task.tools or () if isinstance(t, RowTool)}
         # A name means the row's own tool if the row has one, else a tool of the run.
-        tools = tuple(row_tools.get(name, name) for name in self.tools)
+        tools = tuple(tools_of_row.get(name, name) for name in self.tools)
         task = replace(caller_task, tools=tools)
         try:
             return RowTools(task, context.toolbox, context.environments, episode)

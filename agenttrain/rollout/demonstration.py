@@ -190,7 +190,7 @@ class _Conversation:
 
         The ids are the recorded ones if they parse to the turn, else those of the chat template.
         """
-        sent = self.trajectory.token_ids
+        ids_before = self.trajectory.token_ids
         after = self.trajectory.messages[-1]["role"]
 
         def comparable(turn: AssistantTurn) -> tuple[Any, ...]:
@@ -205,7 +205,7 @@ class _Conversation:
         ids = self._recorded_ids(number)
         if not ids or comparable(parse(ids)) != comparable(turn):
             ids = completion_ids(
-                self.chat, self.trajectory.messages, self.schemas, turn, prompt=sent.tolist()
+                self.chat, self.trajectory.messages, self.schemas, turn, prompt=ids_before.tolist()
             )
         parsed = parse(ids)
         if comparable(parsed) != comparable(turn):
@@ -221,7 +221,7 @@ class _Conversation:
             finish=Finish.stop,
             versions=((0, len(ids)),),  # all by version 0, the initial weights
         )
-        self.trajectory.append_sampled(completion, sent)
+        self.trajectory.append_sampled(completion, ids_before)
         self.trajectory.messages.append(parsed.message())
         return parsed, completion
 

@@ -96,8 +96,8 @@ async def make_remote_engine(
 class RemoteEngine:
     """The engine of the rollout process, for the training processes together.
 
-    The training processes send weights to the engine. The only text that they sample is the
-    probe's: rollouts are sampled in the rollout process.
+    The training processes send weights to the engine. The only text that they sample is that of the
+    probe, by which each weight sync is checked: rollouts are sampled in the rollout process.
     """
 
     def __init__(self, rollouts: Rollouts, description: EngineDescription) -> None:

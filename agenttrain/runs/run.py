@@ -235,7 +235,7 @@ class Run:
         config_file = self.folder / "config.yaml"
         is_new = not config_file.exists()
         if is_new:
-            write_config(self.folder, self.plain, None)
+            write_config(self.folder, self.plain, certificate=None)
         try:
             components = self._build_components()
         except Exception:
@@ -252,7 +252,7 @@ class Run:
         return components
 
     def _build_components(self) -> Components:
-        """Call `prepare`. What it raises as ValueError is a mistake in the settings: ConfigError.
+        """Call `setup.prepare`. Its ValueError is a mistake in the settings, raised as ConfigError.
 
         Tools, rewards and rows raise ValueError, as user code that builds them by itself expects.
         """

@@ -153,7 +153,7 @@ class ExecChannel:
                     code = await running.ended
             except TimeoutError:
                 timed_out, code = True, KILLED
-                await self._kill(name, running, timeout_s)
+                await self._kill(name, running, waited_s=timeout_s)
             self._read_rest(running)
         except asyncio.CancelledError:
             cancelled = True
@@ -273,13 +273,14 @@ class ExecChannel:
             raise MachineLost(HANGS) from error
 
     def _write_kill(self, name: str, running: _Command) -> None:
+        # INIT defines `k`.
         self._write(f'k {running.pid}; echo "{name} k" >&9\n')
 
     async def _end_cancelled(self, name: str, running: _Command) -> None:
         """End a command for which nobody waits any more."""
         try:
             with suppress(MachineLost):
-                await self._kill(name, running, 0.0)
+                await self._kill(name, running, waited_s=0.0)
         finally:
             self._forget(name, running)
 

@@ -353,7 +353,10 @@ def _make_task(
 def _find_verifier_place(
     folder: Path, files: Path, verifier: Mapping[str, Any], place: TaskPlace
 ) -> tuple[TaskPlace | None, bool]:
-    """Return the container of the tests, None for the agent's own; True if it holds them."""
+    """Return the container of the tests, None for the agent's own; True if it holds them.
+
+    `files` is the step's folder, or `folder` for a whole task. `place` is the agent's container.
+    """
     mode = verifier.get("environment_mode")
     if mode not in (None, "shared", "separate"):
         raise ValueError(f"verifier.environment_mode={mode}: expected shared or separate")
