@@ -540,7 +540,10 @@ def may_be_scored(rollout: Rollout) -> bool:
 def step_metrics(
     names: MetricNames, collected: Collected, seconds: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return the metrics of a step's rollouts, those of all processes."""
+    """Return the metrics of a step's rollouts, those of all processes.
+
+    `seconds` are the wall seconds of each phase, `rollout` among them.
+    """
     tokens = sum(rollout.sampled_length for rollout in collected.rollouts)
     return {
         **rollout_metrics(collected.groups, tools=names.tools, rewards=names.rewards),

@@ -319,6 +319,6 @@ def assistant_turn(message: Message, number: int) -> AssistantTurn:
         calls.append(ToolCall(id=f"call_{number}_{index}", name=name, arguments=arguments))
     return AssistantTurn(
         content=message.get("content") or "",
-        reasoning=message.get(REASONING_KEYS[0]) or None,
+        reasoning=message.get(REASONING_KEYS[0]) or None,  # where `normal_message` puts it
         calls=tuple(calls),
     )
