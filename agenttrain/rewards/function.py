@@ -232,8 +232,8 @@ class FunctionScorer:
     async def _run_several(self, calls: Sequence[Call]) -> list[Outcome]:
         """Run calls in a thread for BATCH_S; return the outcomes of the first ones, at least one.
 
-        A call that sets an alarm, or returns an awaitable, is the last: it continues in the main
-        thread, or on the event loop.
+        The thread stops after a call that sets an alarm, which is made again in the main thread, or
+        that returns an awaitable, which is awaited on the event loop.
         """
         if self.sets_alarms:
             return [await self._run(calls[0])]
@@ -313,7 +313,10 @@ class FunctionScorer:
         return {k: available[k] for k in names if k in available and k not in self._no_columns}
 
     async def _run(self, call: Call) -> Outcome:
-        """Return the outcome of a call, RewardUnavailable if it takes too long."""
+        """Return the outcome of a call, RewardUnavailable if it takes too long.
+
+        A call that sets an alarm in a thread, which fails, is made again in the main thread.
+        """
         if self.sets_alarms:
             return await self._run_in_main_thread(call)
         try:
@@ -352,7 +355,8 @@ class FunctionScorer:
         """Return the score of a call's outcome; raise RewardError for an error or a bad value."""
         # To read a value of another package's class may run code of the user's: in a thread.
         is_trusted = type(outcome.value).__module__.partition(".")[0] in TRUSTED_PACKAGES
-        is_unavailable = isinstance(outcome.value, RewardUnavailable)  # one rollout of a batch
+        # A function of several rollouts may return RewardUnavailable for one of them.
+        is_unavailable = isinstance(outcome.value, RewardUnavailable)
         if outcome.error is None and not is_trusted and not is_unavailable:
             outcome = await self._read_in_thread(outcome.value, rollout)
         if isinstance(outcome.error, RewardUnavailable):
@@ -362,7 +366,8 @@ class FunctionScorer:
         if outcome.error is not None:
             raise scoring_error(self.name, rollout, outcome.error) from outcome.error
         value: Any = outcome.value
-        if isinstance(value, NoNumber) and self.strict:  # from `_read_in_thread`
+        # NoNumber, from `_read_in_thread`, is a RewardUnavailable too: it comes first.
+        if isinstance(value, NoNumber) and self.strict:
             raise scoring_error(self.name, rollout, ValueError(str(value)))
         if isinstance(value, RewardUnavailable):
             return value
@@ -423,7 +428,7 @@ def as_score(value: Any, rollout: Rollout) -> float | tuple[float, ...] | None:
     scores = [as_reward(item) for item in value]
     if not scores or None in scores:
         raise ValueError(f"it returned {_excerpt(value)}; the reward of a turn is a number")
-    return tuple(score for score in scores if score is not None)
+    return tuple(score for score in scores if score is not None)  # none is: for the type checker
 
 
 def as_reward(value: Any) -> float | None:
@@ -516,6 +521,7 @@ def batch_arguments(rollouts: Sequence[Rollout]) -> dict[str, Any]:
         **{name: [rollout.task.columns.get(name) for rollout in rollouts] for name in names},
         "prompts": [list(rollout.task.messages) for rollout in rollouts],
         "completions": [t.added_messages for t in trajectories],
+        # `own_ids` begin with the prompt, and leave out the ids that a branch shares.
         "completion_ids": [list(t.own_ids[t.prompt_length :]) for t in trajectories],
         "trainer_state": None,
         "log_extra": _no_log,
@@ -614,8 +620,9 @@ def check_unchanged(rollout_copy: Rollout, rollout: Rollout) -> None:
     fields = _different_fields(rollout_copy, rollout)
     trajectories = rollout_copy.trajectories if type(rollout_copy.trajectories) is list else []
     types = [type(trajectory) for trajectory in trajectories]
-    if "trajectories" in fields and types == [Trajectory] * len(rollout.trajectories):
-        # Name the fields of each trajectory: `trajectories[0].messages`.
+    list_is_intact = types == [Trajectory] * len(rollout.trajectories)
+    if "trajectories" in fields and list_is_intact:
+        # Name the changed fields of each trajectory instead: `trajectories[0].messages`.
         fields.remove("trajectories")
         for index, pair in enumerate(zip(trajectories, rollout.trajectories, strict=True)):
             fields += [f"trajectories[{index}].{name}" for name in _different_fields(*pair)]

@@ -157,8 +157,8 @@ class Rubric:
     def _weigh(self, rollout: Rollout, scores: Mapping[str, Score]) -> _Rewards:
         """Return a rollout's rewards and their weighted sum, from its scores by function.
 
-        The sum is None, with the reason, if a score is unavailable. A sum that is no number is the
-        functions' fault: RewardError if `strict`, else the reason.
+        The sum is None, with the reason, if a score is unavailable. A sum beyond MAX_REWARD is the
+        functions' fault: RewardError if `strict`, else None with the reason.
         """
         rewards: dict[str, float | None] = {}
         turn_scores: dict[str, tuple[float, ...]] = {}
@@ -222,7 +222,10 @@ def build_rubric(reward: Mapping[str, Any]) -> Rubric:
 def _build_scorer(
     target: Any, name: str, bound: dict[str, Any], where: str, settings: RewardSettings
 ) -> FunctionScorer:
-    """Build the scorer of a function or class; `bound` are its arguments from the configuration."""
+    """Build the scorer of a function or class; `bound` are its arguments from the configuration.
+
+    `where` begins errors: it names the setting.
+    """
     if not callable(target):
         raise ValueError(f"{where}: {target!r} is not a function or a class")
     try:

@@ -35,9 +35,8 @@ def over_limits(
             if not refused and not (error and error.invalid_call):
                 run_counts[result.call.name] += 1
     refusals: list[str | None] = []
-    earlier_calls = len(before)
-    for call, limit in zip(calls, tool_limits, strict=True):
-        if max_calls is not None and earlier_calls + len(refusals) >= max_calls:
+    for index, (call, limit) in enumerate(zip(calls, tool_limits, strict=True)):
+        if max_calls is not None and len(before) + index >= max_calls:
             refusals.append(f"the limit of {max_calls} tool calls is reached")
         elif limit is not None and call.malformed is None and run_counts[call.name] >= limit:
             plural = "" if limit == 1 else "s"

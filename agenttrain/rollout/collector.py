@@ -68,7 +68,7 @@ class MetricNames:
 
 
 class HasTools(Protocol):
-    """A run's tools, environments and rewards, or those of one source of a mixture."""
+    """A kit: a run's tools, environments and rewards, or those of one source of a mixture."""
 
     @property
     def toolbox(self) -> Toolbox: ...
@@ -120,7 +120,7 @@ class Collector(RolloutContext):
     """Returns where a task's row stands, for error messages."""
 
     def of(self, task: Task) -> Self:
-        """Return the collector with the tools, environments and rewards of the task's source."""
+        """Return the collector with all that the task's source has of its own, such as tools."""
         kit = self.sources.get(task.source)
         if kit is None:
             return self
@@ -141,7 +141,7 @@ class Collector(RolloutContext):
 
     @property
     def _kits(self) -> Sequence[SourceTools | Self]:
-        """Tools, environments and rewards of each source; without sources the collector's own."""
+        """The kit of each source; without sources the collector itself, which is one."""
         return list(self.sources.values()) or [self]
 
     def toolboxes(self) -> list[Toolbox]:
@@ -362,9 +362,9 @@ def _rollout_requests(
         try:
             kind = source.environments.kind_of(task)
             tools = RowTools(task, source.toolbox, source.environments)
-        except ValueError as error:  # a row without end, which is checked here for the first time
+        except ValueError as error:  # rows of a source without end are checked only here
             message = f"{collector.place_of(task)}: {error}"
-            raise RowError(at_source(task.source, (), message)) from error
+            raise RowError(at_source(task.source, own_keys=(), text=message)) from error
         if kind is None or not kind.has_reset:
             # All rollouts of the group begin with this prompt. A reset adds to it, so that each
             # rollout has to render its own.
@@ -379,7 +379,7 @@ def _rollout_requests(
                     collected.leave_out_bad_row(task)
                     continue
                 message = f"{collector.place_of(task)}: {error}; or data.on_bad_row=skip"
-                raise ChatError(at_source(task.source, (), message)) from error
+                raise ChatError(at_source(task.source, own_keys=(), text=message)) from error
         requests += request.rollouts(place, task, prompt_ids)
     return requests
 
@@ -394,7 +394,8 @@ async def _run_all(
         # The engine admits by its slots: a limit here would hold back rollouts that it waits for.
         concurrency = len(requests)
     gate = collector.gate or asyncio.Semaphore(concurrency)
-    throttle = collector.throttle or Throttle()
+    throttle = collector.throttle
+    assert throttle is not None, "`collect` has set one"
     finished = 0
 
     async def run(request: RolloutRequest) -> Rollout | _NoRollout:
@@ -465,9 +466,14 @@ def _group_results(
 
 
 def check_usable(collected: Collected, tasks: int, attempts: int, max_context: int) -> None:
-    """Raise NoRollouts if no rollout of these tasks can be scored."""
+    """Raise NoRollouts if no rollout of these tasks can be scored.
+
+    `tasks` counts all tasks, `attempts` the rollouts of those whose prompt was usable.
+    """
     if not attempts and collected.bad_rows:
-        keys = [at_source(name, (), "data.on_bad_row") for name in collected.bad_sources]
+        keys = [
+            at_source(name, own_keys=(), text="data.on_bad_row") for name in collected.bad_sources
+        ]
         raise NoRollouts(
             f"the chat template refuses the prompts of {collected.bad_rows} of all {tasks} tasks "
             f"({', '.join(f'{key}=skip' for key in keys)}), and the others leave no room. "
@@ -476,7 +482,7 @@ def check_usable(collected: Collected, tasks: int, attempts: int, max_context: i
         )
     if not attempts:
         splits = [
-            at_source(name, (), f"data.{split}")
+            at_source(name, own_keys=(), text=f"data.{split}")
             for name in collected.overlong_sources
             for split in SPLITS
         ]
@@ -534,7 +540,10 @@ def may_be_scored(rollout: Rollout) -> bool:
 def step_metrics(
     names: MetricNames, collected: Collected, seconds: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return the metrics of a step's rollouts, those of all processes."""
+    """Return the metrics of a step's rollouts, those of all processes.
+
+    `seconds` are the wall seconds of each phase, `rollout` among them.
+    """
     tokens = sum(rollout.sampled_length for rollout in collected.rollouts)
     return {
         **rollout_metrics(collected.groups, tools=names.tools, rewards=names.rewards),

@@ -47,6 +47,7 @@ class PastTurn:
         suffix = self.suffix
         if suffix is None:
             suffix = suffix_after(chat, self.turn, self.completion, self.replies)
+        # A suffix is a list of spans, each with its origin.
         return [*self.completion.token_ids, *(token for _, ids in suffix for token in ids)]
 
 
@@ -185,7 +186,7 @@ def summary_room(compaction: Compaction, limits: RolloutConfig, chat: Chat) -> i
         AssistantTurn(content="", reasoning=None, calls=(call,)),
         [reply, request_message(compaction)],
         completion_ids=(0,),
-        finish=Finish.length,
+        finish=Finish.length,  # as if cut off, so that the suffix has the whole end of the turn
         generation_prompt=True,
     )
     return sum(len(ids) for _, ids in with_request) + limits.summary_tokens

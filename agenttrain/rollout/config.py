@@ -140,7 +140,8 @@ class RolloutConfig:
     on_malformed_call: Data[OnMalformedCall] = OnMalformedCall.reply
     """Consequence of a call that cannot be parsed."""
     on_parallel_calls: Data[OnParallelCalls] = OnParallelCalls.error_reply
-    """Only where the chat template renders one call per turn (`agenttrain templates` says so)."""
+    """Consequence of several calls in a turn, only where the chat template renders one call per
+    turn (`agenttrain templates` says so)."""
 
     @model_validator(mode="after")
     def _check(self) -> RolloutConfig:

@@ -40,7 +40,7 @@ class DeclaredTool:
 
 
 def write_declared(folder: Path, toolbox: Toolbox, environments: Environments) -> None:
-    """Write tools.json into a run's folder."""
+    """Write tools.json into a run's folder, so that a replay needs none of the user's code."""
     declared = {
         "run": _describe(toolbox),
         "environments": {

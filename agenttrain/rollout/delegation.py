@@ -92,9 +92,9 @@ class SubAgentRequest:
     def row_tools(self, context: RolloutContext, episode: Episode | None) -> RowTools:
         """Return the sub-agent's tools. Raises ConfigError for one that does not exist."""
         caller_task = self.caller.task
-        row_tools = {t.name: t for t in caller_task.tools or () if isinstance(t, RowTool)}
+        tools_of_row = {t.name: t for t in caller_task.tools or () if isinstance(t, RowTool)}
         # A name means the row's own tool if the row has one, else a tool of the run.
-        tools = tuple(row_tools.get(name, name) for name in self.tools)
+        tools = tuple(tools_of_row.get(name, name) for name in self.tools)
         task = replace(caller_task, tools=tools)
         try:
             return RowTools(task, context.toolbox, context.environments, episode)
@@ -103,7 +103,7 @@ class SubAgentRequest:
 
 
 class CallOrder:
-    """Order in which the calls of a turn delegate.
+    """Order in which the calls of a turn delegate: it is the same in every run.
 
     A call may delegate once all calls before it are answered. The loop makes one for each turn:
     tools enter `turn` to delegate, and `answered` is called as their results come.
@@ -155,7 +155,8 @@ class SubAgents:
         self._loop = asyncio.get_running_loop()
         self._running: set[asyncio.Task[Delegated]] = set()
         self.used = False
-        """True once a tool has asked for a sub-agent."""
+        """True once a tool has asked for a sub-agent: the loop then calls `check` after each turn's
+        calls."""
         self.failure: Exception | None = None
         """First error of a sub-agent that is not the policy's fault. The rollout ends with it, even
         if the tool handles it."""
@@ -231,7 +232,7 @@ class SubAgents:
 
         `tool` is the name of the tool that delegates.
         """
-        self.used = True  # so that the loop calls `check` after this turn's calls
+        self.used = True  # also where this raises: `check` then ends the rollout
         if asyncio.get_running_loop() is not self._loop:
             self.failure = ToolUnavailable(
                 f"tool {tool}: delegates from an event loop of its own; make the tool `async def` "

@@ -151,6 +151,7 @@ class _Conversation:
         self.tools = RowTools(task, owner.toolbox, owner.environments, executed=False)
         self.schemas = self.tools.schemas
         self.pending = list(task.messages[first:])
+        # The task that a sampled rollout of this conversation would have.
         questions = tuple(text_of(parts(m["content"])) for m in self.pending if m["role"] == "user")
         prompt = replace(task, messages=task.messages[:first], user_turns=questions)
         self.rollout = Rollout(task=prompt, rollout_id=rollout_id, group_id=rollout_id)
@@ -189,7 +190,7 @@ class _Conversation:
 
         The ids are the recorded ones if they parse to the turn, else those of the chat template.
         """
-        sent = self.trajectory.token_ids
+        ids_before = self.trajectory.token_ids
         after = self.trajectory.messages[-1]["role"]
 
         def comparable(turn: AssistantTurn) -> tuple[Any, ...]:
@@ -204,7 +205,7 @@ class _Conversation:
         ids = self._recorded_ids(number)
         if not ids or comparable(parse(ids)) != comparable(turn):
             ids = completion_ids(
-                self.chat, self.trajectory.messages, self.schemas, turn, prompt=sent.tolist()
+                self.chat, self.trajectory.messages, self.schemas, turn, prompt=ids_before.tolist()
             )
         parsed = parse(ids)
         if comparable(parsed) != comparable(turn):
@@ -220,7 +221,7 @@ class _Conversation:
             finish=Finish.stop,
             versions=((0, len(ids)),),  # all by version 0, the initial weights
         )
-        self.trajectory.append_sampled(completion, sent)
+        self.trajectory.append_sampled(completion, ids_before)
         self.trajectory.messages.append(parsed.message())
         return parsed, completion
 
@@ -258,6 +259,7 @@ class _Conversation:
         if stops and self.pending:
             raise BadDemonstration("it calls a stop tool, and the conversation goes on")
         if not self.pending:  # the conversation ends with this turn and its replies, if any
+            # An agent that still calls other tools at its end has run out of turns.
             self.rollout.stop_reason = StopReason.stop_tool if stops else StopReason.max_turns
             if not texts:
                 return
@@ -281,6 +283,7 @@ class _Conversation:
         )
         append_suffix(self.trajectory, suffix, clipped, self.chat)
         self.trajectory.messages.extend(clipped)
+        # As in a sampled rollout, results have the complete texts, and messages the clipped ones.
         self.rollout.tool_results.extend(
             ToolResult(call=c, content=text_of(parts(text))) for c, text in pairs
         )
@@ -316,6 +319,6 @@ def assistant_turn(message: Message, number: int) -> AssistantTurn:
         calls.append(ToolCall(id=f"call_{number}_{index}", name=name, arguments=arguments))
     return AssistantTurn(
         content=message.get("content") or "",
-        reasoning=message.get(REASONING_KEYS[0]) or None,
+        reasoning=message.get(REASONING_KEYS[0]) or None,  # where `normal_message` puts it
         calls=tuple(calls),
     )

@@ -66,7 +66,7 @@ async def score_episode(rollout: Rollout, episode: Episode | None) -> None:
         return
     rollout_copy = copy_rollout(rollout)  # user code must not change what is trained
     try:
-        value = await episode.reward(rollout_copy, as_number)
+        value = await episode.reward(rollout_copy, read=as_number)
         check_unchanged(rollout_copy, rollout)
     except ToolUnavailable:
         raise

@@ -148,7 +148,7 @@ def _check_turns(
         )
     parsed_turns = parsed_turns or ParsedTurns()
     for spans, (message, after) in zip(turns, assistant_messages, strict=True):
-        turn, token_ids = spans[0].turn, _check_finish(trajectory, spans, chat)
+        turn, token_ids = spans[0].turn, _turn_ids(trajectory, spans, chat)
         if parsed_turns.matches(trajectory, token_ids, message, turn=turn, after=after):
             continue
         name = trajectory.turn_name(turn)
@@ -222,7 +222,7 @@ def schemas_of(trajectory: Trajectory, schemas: Sequence[dict]) -> Sequence[dict
     return schemas if recorded_schemas is None else [dict(schema) for schema in recorded_schemas]
 
 
-def _check_finish(trajectory: Trajectory, spans: list[Span], chat: Chat) -> tuple[int, ...]:
+def _turn_ids(trajectory: Trajectory, spans: list[Span], chat: Chat) -> tuple[int, ...]:
     """Return the ids of a turn's sampled spans.
 
     A turn has several spans if several policy versions sampled it. Raises LedgerError unless the

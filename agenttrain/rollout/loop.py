@@ -133,7 +133,7 @@ async def run_rollout(request: RolloutRequest, context: RolloutContext) -> Rollo
                 raise EngineError(f"TimeoutError: {error}") from error
             rollout.stop_reason = StopReason.timeout
         if machines is not None and rollout.stop_reason is not StopReason.error:
-            await machines.grade(rollout)
+            await machines.grade(rollout)  # runs the tests of a Harbor task
         await score_episode(rollout, episode)
     except EngineDead:  # an EngineError too, but no later rollout could succeed
         raise
@@ -260,7 +260,7 @@ class _Loop:
             )
         trajectory.append_sampled(completion, sent)
         self._turns += 1
-        if state is not None:
+        if state is not None:  # credit per turn compares the turns of equal states
             # Summarising, or acting for another agent, is another decision in the same state.
             prefix = "" if trajectory.role == MAIN else f"{trajectory.role} "
             trajectory.states.append(prefix + state)
@@ -370,8 +370,8 @@ class _Loop:
             return False
         if self.trajectory.length <= (self.limits.compact_at or 0):
             return False
-        needs_summary = self._reserved > 0
-        return not needs_summary or self._may_summarise()
+        has_summaries = self._reserved > 0
+        return self._may_summarise() if has_summaries else True
 
     def _may_summarise(self) -> bool:
         """Return True if the compaction has summaries and `max_turns` allows one and a turn."""
@@ -494,7 +494,9 @@ class _Loop:
             return StopReason.completed
         self._dialogue.hear(turn.content)
         out_of_turns = self._turns >= self.limits.max_turns
-        if self.user is not None and out_of_turns:  # ask for no message that cannot be answered
+        # Ask no person for a message that cannot be answered. All others are asked: whether they
+        # say something decides between `max_turns` and `completed`.
+        if self.user is not None and out_of_turns:
             return StopReason.max_turns
         text = await self._user_text()
         # An environment that has ended may still say something, which no turn will answer.
@@ -530,7 +532,8 @@ class _Loop:
         if user_turn < len(scripted):
             machines, rollout_id = self.context.machines, self.rollout.rollout_id
             if machines is not None and machines.current_step(rollout_id) is not None:
-                # Each later turn is a step of a Harbor task, which tests come before.
+                # Each later user turn is a step of a Harbor task. The tests of the step before it
+                # decide whether it comes.
                 return scripted[user_turn] if await machines.next_step(rollout_id) else None
             return scripted[user_turn]
         if self.episode is not None:

@@ -331,6 +331,7 @@ class Throttle:
             if not future.done():  # a rollout may have been cancelled meanwhile
                 future.set_result(None)
                 self._left -= 1
+        # After a pass that resumed nobody there is nothing left to limit.
         self._scheduled = self._left < self.at_once
         if self._scheduled:
             loop.call_soon(self._resume_next, loop)
@@ -361,7 +362,7 @@ def light_gc() -> Iterator[None]:
     another, or if other code has frozen the heap.
     """
     if not (_Heap.frozen_here or _Heap.frozen_elsewhere):
-        _Heap.frozen_elsewhere = gc.get_freeze_count() > 0
+        _Heap.frozen_elsewhere = gc.get_freeze_count() > 0  # once True, it is not counted again
     if _Heap.frozen_here or _Heap.frozen_elsewhere:
         yield
         return

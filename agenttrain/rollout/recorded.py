@@ -26,7 +26,7 @@ from agenttrain.utils.data_fields import Data
 
 ROLLOUT = "rollout"
 """Column of a row that holds the recorded rollout."""
-NOT_ENDED = (
+CUT_OFF = (
     StopReason.error,
     StopReason.aborted,
     StopReason.max_tokens,
@@ -90,7 +90,7 @@ class RolloutRows:
                 "the files of more steps"
             )
         self.note = f"{len(self._selected)} of {len(self._file)} rollouts"
-        """How many rollouts are selected, and how many are left out for each reason."""
+        """How many rollouts are selected, before `limit`, and how many left out for each reason."""
         if left_out:
             self.note += f"; left out: {left_out}"
         self._selected = self._selected[:limit]
@@ -147,7 +147,7 @@ class RolloutRows:
 
 def _why_left_out(record: Mapping[str, Any], min_reward: float | None) -> str | None:
     """Return why a recorded rollout is left out of the rows, or None if it is one of them."""
-    if record["stop_reason"] in NOT_ENDED:
+    if record["stop_reason"] in CUT_OFF:
         return f"ended by {record['stop_reason']}"
     if min_reward is None:
         return None
@@ -218,8 +218,8 @@ def _first_changed_context(
         for position, message in enumerate(trajectory.messages)
         if position >= trajectory.prompt_messages and message["role"] == "assistant"
     ]
-    # Each sampled turn's message and the next one's; None after the last turn. Not strict: without
-    # a turn the second list is longer.
+    # Positions of each sampled turn's message and of the next turn's, which is None for the last
+    # turn. Not strict: without any turn that None is left over.
     next_positions = [*assistant_positions[1:], None]
     positions = iter(zip(assistant_positions, next_positions, strict=False))
     expected: list[int] | None = None

@@ -70,8 +70,8 @@ class BatchRequest:
         group_seed = derive_seed(*self.seed_path, place)
         requests = []
         for sample in range(self.samples):
-            # The 0 at the end belongs to every such path: other paths would give other seeds, and
-            # saved runs would not repeat.
+            # The 0 is the same in every such path. Without it all seeds would change, and saved
+            # runs would not repeat.
             seed = derive_seed(*self.seed_path, place, sample, 0)
             request = RolloutRequest(
                 task=task,

@@ -33,8 +33,8 @@ async def sample_groups(
     """Sample this process's share of a step's groups; choose the `count` groups to train on.
 
     `request` is the first round, with `oversample` tasks per wanted group. Up to `dynamic_sampling`
-    more rounds follow, of `draw_tasks(start, n)`. Raises as `collect` does, in the first round
-    only.
+    more rounds follow, of `draw_tasks(start, n)`. Raises as `collect_share` does, but NoRollouts in
+    the first round only.
     """
     peers, costs = peers or SingleProcess(), costs or Costs()
     weights = collector.reward_weights

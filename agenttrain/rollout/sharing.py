@@ -130,7 +130,9 @@ async def collect_share(
     ]
     why_empty = None if no_rollouts is None else str(no_rollouts)
     summary = _ShareSummary(groups=tuple(groups), tasks=len(share.tasks), why_empty=why_empty)
+    # Patient: the slowest process may need minutes more than the others.
     summaries = peers.exchange([summary], "the end of the rollouts", failure, patient=True)
+    # A process without tasks has no rollouts either, and says nothing about the others'.
     reasons = [summary.why_empty for summary in summaries if summary.tasks]
     if reasons and all(reasons):
         raise no_rollouts or NoRollouts(str(reasons[0]), collected)

@@ -144,7 +144,10 @@ def merge_batches(
     training: dict[str, float],
     seconds: Mapping[str, float],
 ) -> tuple[dict[str, float], list[Rollout]]:
-    """Merge the sampled batches of all processes into a step's metrics and rollouts."""
+    """Merge the sampled batches of all processes into a step's metrics and rollouts.
+
+    `training` are the metrics of the update, `seconds` the wall seconds of each phase.
+    """
     collected = merge_shares([batch.collected for batch in batches])
     metrics = {**step_metrics(names, collected, seconds), **training}
     metrics["tools/stuck"] = sum(batch.stuck for batch in batches)

@@ -171,9 +171,10 @@ def make_policy(
     # they can only be loaded whole, `load_empty` returns None.
     with world.together("the files of model.path", WrongWeights, patient=True):
         empty_model = None if sharding is None else load_empty(config, world.rank)
+    # `weights` are those that a sharded model reads later; None: the model has its weights.
     model, weights = (load_model(config), None) if empty_model is None else empty_model
     if config.model.lora.rank or is_adapted(model):
-        # peft draws no adapters on the meta device: `stand_ins` puts CPU tensors in its place.
+        # peft draws no adapters on the meta device: `stand_ins` gives the model CPU tensors for it.
         with stand_ins(model) if weights is not None else nullcontext():
             targets = add_lora(model, config.model.lora)
         if world.is_main:

@@ -351,8 +351,8 @@ def _count_load(
         if has_rollout_process(config):
             in_flight = min(in_flight, config.rollout.concurrency)
     per_engine = in_flight if has_policy_copy(config) else ceil(in_flight / devices)
-    # A microbatch holds one rollout at least, and at most all rollouts of the update. The processes
-    # of a group divide its tokens.
+    # A microbatch holds one rollout at least, and at most all rollouts of the update. With
+    # distributed.context_parallel the processes of a group divide its tokens.
     divided = distributed.context_parallel
     per_update = ceil(counts.rollouts_per_update / max(devices // divided, 1))
     budget = config.training.token_budget * divided
@@ -406,6 +406,7 @@ def _training_parts(
     else:
         yield MemoryItem(name="optimizer", bytes=size, why=why, on_host=on_host)
     yield from _frozen_models(config, sizes, shards, divided)
+    # With float32 copies, gradients are summed in float32 beside those of one microbatch.
     why = "float32, and a microbatch's" if state.masters else str(config.model.dtype)
     yield MemoryItem(
         name="gradients",
@@ -659,12 +660,12 @@ class Sizes:
         """Build the model of `config` on the meta device; errors name the setting `key`."""
         self._setting = f"{key}={config.path}"
         base = base_folder(config.path, config.revision, config.base_revision, weights=False)
-        parts = SIZES if base is None else ()  # a folder of adapters has no config.json
-        folder = model_folder(config.path, parts, revision=config.revision, key=key)
+        needed_parts = SIZES if base is None else ()  # a folder of adapters has no config.json
+        folder = model_folder(config.path, needed_parts, revision=config.revision, key=key)
         adapters = None if base is None else folder
         dtype = getattr(torch, config.dtype)
-        architecture = self._traced(lambda: AutoConfig.from_pretrained(base or folder))
-        self.model: PreTrainedModel = self._traced(
+        architecture = self._with_config_error(lambda: AutoConfig.from_pretrained(base or folder))
+        self.model: PreTrainedModel = self._with_config_error(
             lambda: empty_model(architecture, dtype, config.lora, adapters)
         )
         if config.vision is VisionTower.frozen:
@@ -755,7 +756,7 @@ class Sizes:
 
     @cached_property
     def _cache(self) -> list[CachedLayer]:
-        return self._traced(lambda: cached_layers(self.model))
+        return self._with_config_error(lambda: cached_layers(self.model))
 
     @property
     def token_cache(self) -> int:
@@ -778,9 +779,9 @@ class Sizes:
         self, tokens: int, mixed_precision: str, level: ActivationCheckpointing
     ) -> Activations:
         """Bytes of a forward pass over `tokens`, with the activations of `level` recomputed."""
-        return self._traced(lambda: self._saved[mixed_precision](tokens, level))
+        return self._with_config_error(lambda: self._saved[mixed_precision](tokens, level))
 
-    def _traced(self, make: Callable[[], Value]) -> Value:
+    def _with_config_error(self, make: Callable[[], Value]) -> Value:
         """Return `make()`; raises its error as a ConfigError about the model's setting."""
         try:
             return make()

@@ -80,7 +80,7 @@ async def make_remote_engine(
             description = await rollouts.process.answer()
         except Exception as error:
             failure = error
-    # With a failure this raises in all processes.
+    # With a failure this raises in all processes. Patient: an engine may take minutes to start.
     rollouts.world.exchange((), "the rollout process", failure, patient=True)
     description = rollouts.world.broadcast(description, "the rollout process")
     assert isinstance(description, EngineDescription)
@@ -96,8 +96,8 @@ async def make_remote_engine(
 class RemoteEngine:
     """The engine of the rollout process, for the training processes together.
 
-    The training processes send weights to the engine. The only text that they sample is the
-    probe's: rollouts are sampled in the rollout process.
+    The training processes send weights to the engine. The only text that they sample is that of the
+    probe, by which each weight sync is checked: rollouts are sampled in the rollout process.
     """
 
     def __init__(self, rollouts: Rollouts, description: EngineDescription) -> None:

@@ -46,7 +46,7 @@ class StartedRoles:
                     await await_start(role_folder(self._run, name), name, role.count)
             except EngineError as error:
                 failure = error
-        # With a failure this raises in all processes.
+        # With a failure this raises in all processes. Patient: servers may take minutes to start.
         self._world.exchange((), "the servers of roles", failure, patient=True)
 
 
@@ -127,7 +127,7 @@ def _plan(
         seed=config.seed,
         engine=plain(engine),
         servers=plain(StartedServers(**{key: getattr(role, key) for key in keys})),
-        # The model is frozen: no weights are sent to the servers.
+        # The model is frozen: neither adapters (of this rank and number) nor weights are sent.
         rank=0,
         adapters=0,
         weights=None,

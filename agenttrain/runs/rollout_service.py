@@ -296,7 +296,7 @@ class RolloutService:
         return arrived
 
     async def _verify(self, request: ProbeRequest) -> list[float]:
-        """Return the probe's log-probabilities; copies of the weights that fail stop serving."""
+        """Return the probe's log-probabilities; of several copies only the good ones sample on."""
         engine, token_ids = self._engine, request.check.token_ids
         if isinstance(engine, Replicated):
             return await engine.verify(token_ids, request.check)

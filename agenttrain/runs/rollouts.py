@@ -250,7 +250,7 @@ class Rollouts:
             if self.restarts > 0:
                 return f"{message}; it had been started again in this step"
             return message  # the engine has had no weights yet
-        # A signal has come to one of the processes: the run stops anyway.
+        # True in all processes if a signal has come to one of them: the run stops anyway.
         if self.stop.agree(self.stop.name is not None):
             return message
         problem = await self._restart()

@@ -73,9 +73,9 @@ def _check_messages(
     """Raise ChatError for the first bad row, or leave out all bad rows, as `on_bad_row` says.
 
     A row is bad if the template drops one of its messages, or if its prompt would hold the answer.
-    To be quick, a conversation is rendered only if one of its messages stands in a place that no
-    earlier row had. Two mistakes are left to the run (`Collector.on_bad_row`): texts that the
-    template changes, and bad rows of a source without end after its first RENDERED_TASKS.
+    To be quick, `Chat.check_places` renders a conversation only if one of its messages stands in a
+    place that no earlier row had. Two mistakes are left to the run (`Collector.on_bad_row`): texts
+    that the template changes, and bad rows of a source without end after its first RENDERED_TASKS.
     """
     problems: dict[int, str] = {}
     """Index of a bad row -> its place in the data, and the reason."""
@@ -88,7 +88,7 @@ def _check_messages(
         try:
             if is_demonstration and not may_end_with_answer:
                 raise ChatError(HOLDS_ANSWER)
-            chat.check_places(prompt, ())
+            chat.check_places(prompt, schemas=())
         except ChatError as error:
             line = f"{source.where(index)}: {error}"
             if on_bad_row is OnBadRow.error:

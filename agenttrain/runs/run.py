@@ -236,7 +236,7 @@ class Run:
         config_file = self.folder / "config.yaml"
         is_new = not config_file.exists()
         if is_new:
-            write_config(self.folder, self.plain, None)
+            write_config(self.folder, self.plain, certificate=None)
         try:
             components = self._build_components()
         except Exception:
@@ -253,7 +253,7 @@ class Run:
         return components
 
     def _build_components(self) -> Components:
-        """Call `prepare`. What it raises as ValueError is a mistake in the settings: ConfigError.
+        """Call `setup.prepare`. Its ValueError is a mistake in the settings, raised as ConfigError.
 
         Tools, rewards and rows raise ValueError, as user code that builds them by itself expects.
         """
@@ -336,13 +336,13 @@ class Run:
                 scores = {"after": trainer.evaluator.summary(evaluations)}
                 # Inside the stack: an error must reach the trackers before they close as finished.
                 if self.world.is_main:
-                    self._check_rewards(evaluations, scores)
+                    self._write_rollouts(evaluations, scores)
         if not self.world.is_main:
             return
         self.record(status="finished", steps=0, eval=scores)
         self._print_scores(components, {}, evaluations)
 
-    def _check_rewards(self, evaluations: Sequence[Any], scores: dict[str, Any]) -> None:
+    def _write_rollouts(self, evaluations: Sequence[Any], scores: dict[str, Any]) -> None:
         """Write the rollouts of the evaluations; raise NoRewards if not one has a reward."""
         rollouts = [rollout for evaluation in evaluations for rollout in evaluation.rollouts]
         settings = self.config.tracker
@@ -491,7 +491,7 @@ class Run:
         print(f"no checkpoint yet: starting again from step 0{cut_note}", flush=True)
 
     def make_tracker(self, done: int) -> Tracker:
-        """Build the tracker of a run that has done `done` steps.
+        """Build the tracker of a run that has done `done` steps, and set `usage`.
 
         Runs of one experiment share a folder: the parent of the run's, or of its sweep's.
         """

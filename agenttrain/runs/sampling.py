@@ -112,7 +112,7 @@ def load_model(config: RunConfig) -> Any:
     from agenttrain.training.kernels import disable_cudnn_attention
 
     disable_cudnn_attention()
-    threads = _threads()  # before `_set_threads` changes the number
+    threads = _initial_threads()  # `_set_threads` changes it for a small model
     model = _load(config)
     _set_threads(model, threads)
     return model
@@ -146,9 +146,9 @@ def load_empty(config: RunConfig, rank: int) -> tuple[Any, Any] | None:
             print(f"every process loads all weights of model.path={path}: {reason}", flush=True)
         return None
     disable_cudnn_attention()
-    threads = _threads()
+    threads = _initial_threads()
     dtype = getattr(torch, config.model.dtype)
-    model: Any = empty_model(base or source, dtype, uniform=_is_uniform(config))
+    model: Any = empty_model(base or source, dtype, uniform=_needs_one_dtype(config))
     weights = SlicedWeights(model, base or source, rank)
     if base is not None:
         with stand_ins(model), only_tensors(source):  # peft draws no adapters on the meta device
@@ -158,7 +158,7 @@ def load_empty(config: RunConfig, rank: int) -> tuple[Any, Any] | None:
     return model, weights
 
 
-def _is_uniform(config: RunConfig) -> bool:
+def _needs_one_dtype(config: RunConfig) -> bool:
     """Return True if FSDP2 trains the weights themselves: they then have one number format."""
     return config.distributed.name is DistributedName.fsdp2 and not config.model.lora.rank
 
@@ -181,7 +181,7 @@ def _record_revision(model: Any, base: Path) -> None:
 
 
 @cache
-def _threads() -> int:
+def _initial_threads() -> int:
     """Return torch's number of threads before the first model of this process."""
     import torch
 
@@ -201,7 +201,7 @@ def _load(config: RunConfig) -> Any:
 
     logging.disable_progress_bar()  # bars for each checkpoint would tear up the live display
     path, revision = config.model.path, config.model.revision
-    dtype, uniform = getattr(torch, config.model.dtype), _is_uniform(config)
+    dtype, uniform = getattr(torch, config.model.dtype), _needs_one_dtype(config)
     if config.model.init is Init.random:
         folder = model_folder(path, revision=revision)
         architecture = AutoConfig.from_pretrained(folder)

@@ -163,7 +163,7 @@ class Components:
 
         `tools` are those of other components, to share; None: they are built from `config`.
         `shows_demonstrations`: rows may end with their answer, as the verb only shows them.
-        `mixture`: these are the components of one `source` of a run of several.
+        `mixture` are the components of the whole run, if these are those of one `source` of it.
         """
         self.config = config
         self.verb = verb
@@ -325,7 +325,10 @@ class Components:
             )
 
     def _mixed_tasks(self) -> Splits:
-        """Return the tasks of a mixture: in the order of a run without curricula."""
+        """Return the tasks of a mixture: in the order of a run without curricula.
+
+        The source of rollouts draws from a `mixture()` of its own, with curricula.
+        """
         splits = {name: part.tasks for name, part in self.sources.items()}
         # Source -> its test rows, and how many of them an evaluation takes.
         questions = {
@@ -531,7 +534,7 @@ class Components:
                 for name, part in self.sources.items()
             },
         )
-        # Tools report each answered call, as progress of the rollouts in flight.
+        # Tools report each answered call, for the times of the rollouts in flight.
         for toolbox in collector.toolboxes():
             toolbox.answered = in_flight.answered
         return collector
@@ -808,7 +811,7 @@ def _check_demonstrations(components: Components) -> None:
         return
     sources = components.tasks.by_key
     if not config.eval.questions:  # the test rows are not used
-        sources.pop("data.test", None)
+        sources.pop("data.test", None)  # `by_key` made this dict anew
     demonstrator = components.demonstrator
     for key, source in sources.items():
         for task in source.tasks(0, min(len(source), config.sft.batch_size)):

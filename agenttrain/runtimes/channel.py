@@ -97,7 +97,7 @@ class ExecChannel:
         folder.chmod(0o755)
         for name in ("in", "status"):
             _make_fifo(folder / name)
-        # For both: an open for writing alone would wait for the reader.
+        # For reading too: a FIFO that is opened for writing alone needs a reader already.
         self._in = os.open(folder / "in", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         self._status = os.open(folder / "status", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         self._loop = asyncio.get_running_loop()
@@ -153,7 +153,7 @@ class ExecChannel:
                     code = await running.ended
             except TimeoutError:
                 timed_out, code = True, KILLED
-                await self._kill(name, running, timeout_s)
+                await self._kill(name, running, waited_s=timeout_s)
             self._read_rest(running)
         except asyncio.CancelledError:
             cancelled = True
@@ -161,7 +161,8 @@ class ExecChannel:
         finally:
             self._loop.remove_reader(running.reader)
             if cancelled:
-                # A shell that hangs must be noticed here too: a tool's own limit cancels this.
+                # The caller's own time limit cancels this. The command is killed all the same, in a
+                # task, and a shell that hangs is noticed.
                 task = self._loop.create_task(self._end_cancelled(name, running))
                 self._endings.add(task)
                 task.add_done_callback(self._endings.discard)
@@ -272,13 +273,14 @@ class ExecChannel:
             raise MachineLost(HANGS) from error
 
     def _write_kill(self, name: str, running: _Command) -> None:
+        # INIT defines `k`.
         self._write(f'k {running.pid}; echo "{name} k" >&9\n')
 
     async def _end_cancelled(self, name: str, running: _Command) -> None:
         """End a command for which nobody waits any more."""
         try:
             with suppress(MachineLost):
-                await self._kill(name, running, 0.0)
+                await self._kill(name, running, waited_s=0.0)
         finally:
             self._forget(name, running)
 

@@ -320,7 +320,7 @@ class Containers:
             await container.channel.ready(timeout_s=self._start_timeout_s)
             container.pid = await self._pid_of(name)
             container.is_root = runs_as_root(container.pid)
-            if self._is_podman:  # then its user namespace is its own, without root too
+            if self._is_podman:  # whose containers have a user namespace of their own
                 await self._forbid_namespaces(container.pid)
             if spec.hosts:
                 listener = container.listener(allowlist.PORT)
@@ -471,7 +471,7 @@ def _sizes(folders: Sequence[str | None]) -> list[float | None]:
 
 
 def size_of(folder: str | int, depth: int = DEEPEST) -> float:
-    """Return the bytes on disk below a folder, with INODE for each entry; infinity if it is deep.
+    """Return the bytes on disk below a folder, with INODE for each entry; infinity if too deep.
 
     What disappears meanwhile does not count. Raises OSError for what cannot be read.
     """

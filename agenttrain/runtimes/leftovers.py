@@ -37,7 +37,8 @@ def start_time(pid: int) -> str | None:
     with suppress(OSError, IndexError):
         words = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:4]
-        return None if words[0] == "Z" else f"{words[START_TIME]}{boot}"
+        has_ended = words[0] == "Z"  # a zombie
+        return None if has_ended else f"{words[START_TIME]}{boot}"
     return None
 
 

@@ -42,7 +42,7 @@ class LocalMachine:
         max_bytes: int = 1 << 20,
         on_output: Callable[[bytes], object] | None = None,
     ) -> CommandResult:
-        """Run a command in the folder; see `RolloutMachine.exec`."""
+        """Run a command in the folder, as this process's user; see `RolloutMachine.exec`."""
         if self.ended:
             raise MachineLost("the machine has ended")
         process = await asyncio.create_subprocess_exec(

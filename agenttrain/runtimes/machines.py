@@ -142,7 +142,8 @@ class Machines:
     async def grade(self, rollout: Rollout) -> None:
         """Set the `grades` of a rollout whose task has tests of its own. Raises MachineLost.
 
-        Steps that the rollout has not reached are begun and graded as it leaves them.
+        Steps that the rollout has not reached are begun, and graded although the agent does nothing
+        in them.
         """
         task, machine = harbor_task(rollout.task), self._machines.get(rollout.rollout_id)
         if task is None or machine is None:
@@ -167,15 +168,27 @@ class Machines:
         if self.settings.grade is Grade.fresh and place is None:
             place = task.place
         if place is None or self.settings.grade is Grade.shared:
-            if isinstance(machine, EndsProcesses) and not self.settings.keep_processes:
-                await machine.end_processes()
-            user = task.agent_user or self.settings.user
-            # Only the image of `verifier_place` can hold the tests: copy them into this container.
-            task_in_shared = replace(task, agent_user=user, bundled_tests=False)
-            grades = await grading.grade(machine, task_in_shared, env)
-            if task.step is not None:
-                await grading.remove_tests(machine)
-            return grades
+            return await self._grade_shared(task, machine, env)
+        return await self._grade_fresh(task, machine, place, env)
+
+    async def _grade_shared(
+        self, task: HarborTask, machine: RolloutMachine, env: dict[str, str]
+    ) -> dict[str, float]:
+        """Run a task's tests in the rollout's own container."""
+        if isinstance(machine, EndsProcesses) and not self.settings.keep_processes:
+            await machine.end_processes()
+        user = task.agent_user or self.settings.user
+        # Only the image of `verifier_place` can hold the tests: copy them into this container.
+        task_in_shared = replace(task, agent_user=user, bundled_tests=False)
+        grades = await grading.grade(machine, task_in_shared, env)
+        if task.step is not None:  # the agent must not see the tests in the next step
+            await grading.remove_tests(machine)
+        return grades
+
+    async def _grade_fresh(
+        self, task: HarborTask, machine: RolloutMachine, place: TaskPlace, env: dict[str, str]
+    ) -> dict[str, float]:
+        """Run a task's tests in a new container, with the artifacts of the rollout's."""
         fresh = await self._start_place(task, place, user=task.verifier_user)
         try:
             # Commands in this container run as the verifier's user, with which it was started.
@@ -337,7 +350,7 @@ class Machines:
             return await self._runtime.start(spec)
 
     def _network_of(self, place: TaskPlace) -> tuple[bool, tuple[str, ...]]:
-        """Return True for a network, and the hosts without one: what both task and run allow."""
+        """Return True for an open network, else the hosts of a proxy, as task and run allow."""
         is_open, hosts = self.settings.network is Network.open, tuple(self.settings.hosts)
         if not place.wants_network:
             return False, ()

@@ -48,7 +48,7 @@ def remove(client: str, names: list[str]) -> None:
 
 
 def main() -> None:
-    """Wait for the end of the run, then remove what it left."""
+    """Wait for the end of the run, then remove what it left, and what a start in flight adds."""
     client, prefix, pid = sys.argv[1:]
     with suppress(OSError):  # it has ended already
         poller = select.poll()

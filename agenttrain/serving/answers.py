@@ -79,11 +79,12 @@ class ChatServer:
     async def stream(self, answering: Answering, writer: StreamWriter) -> AsyncGenerator[str]:
         """Yield the answer's events, and comments that keep the connection alive.
 
-        The content is streamed as it is sampled if the engine reports tokens and the request has no
-        tools. With tools, only the complete text shows which part of it is a call.
+        The content is streamed as it is sampled if the engine reports tokens and the request has
+        neither tools nor stop texts. With them, only the complete text shows which part of it is a
+        call, or at which stop text the answer ends.
         """
-        reports_tokens = isinstance(self.engine, Streaming)
-        is_live = reports_tokens and not answering.question.schemas and not answering.question.stops
+        question, reports_tokens = answering.question, isinstance(self.engine, Streaming)
+        is_live = reports_tokens and not question.schemas and not question.stops
         sent_text = {"content": "", "reasoning_content": ""}
         sampling = asyncio.create_task(self._sample(answering))
         try:
@@ -196,6 +197,7 @@ class ChatServer:
     async def _record(self, answering: Answering, sampled: SampledAnswer) -> Answer:
         """Record an answer for requests that continue it, and return it as the client gets it."""
         prompt, question = answering.prompt, answering.question
+        # Without text arguments, a malformed call is a part of the answer's text.
         message, call_ids = issue(sampled.turn, text_arguments=False, handle=answering.head.id)
         for key in ("content", "reasoning_content"):
             if text := message.get(key):  # a stop text may only appear once the parts are joined

@@ -83,13 +83,15 @@ class Conversations:
         Messages that continue an issued turn get the turn's ids and the template's suffix. Others
         are rendered.
         """
-        messages, _ = self._issued.restore_calls(in_call_order(messages), schemas)
+        messages, _respelled = self._issued.restore_calls(in_call_order(messages), schemas)
         tools = tools_digest(json.dumps(schemas))
         match = self._issued.match(messages, tools)
         if (turn := match.turn) is not None:
             # If the template refuses a role after an answer, all messages are rendered below.
             with suppress(ChatError):
-                _, suffix = turn.continuation(self.chat, match.new_messages, generation_prompt=True)
+                _replies, suffix = turn.continuation(
+                    self.chat, match.new_messages, generation_prompt=True
+                )
                 return Prompt(
                     messages=messages,
                     tools=tools,
@@ -98,7 +100,7 @@ class Conversations:
                     session=self._take_session(turn) or secrets.token_hex(8),
                     reused=len(turn.token_ids),
                 )
-        _, ids = render_prompt(self.chat, messages, schemas)
+        _shown, ids = render_prompt(self.chat, messages, schemas)
         return Prompt(
             messages=messages,
             tools=tools,

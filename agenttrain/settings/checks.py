@@ -520,7 +520,7 @@ def _folder_problem(path: str, revision: str | None, key: str) -> Iterator[str]:
 
 
 def _router_replay(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterator[str]:
-    """Check that experts can be recorded and replayed. An engine from outside is not imported."""
+    """Check that choices of experts can be recorded, by an engine of ours, and replayed."""
     if not config.algorithm.replays_routes:
         return
     if config.training.compile:

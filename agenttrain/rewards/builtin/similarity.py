@@ -59,7 +59,8 @@ class TurnSimilarity:
     The answer of a turn is the text between its tag, compared line by line without case, empty
     lines and white space at the ends of lines. The n-th turn has the n-th of `tags`, later turns
     the last one. A turn without its tag, or that did not take place, counts 0. If a turn has its
-    tag several times, the last text counts, and only if each is better than the one before.
+    tag several times, the last text counts, unless one is no better than the one before: then the
+    turn counts 0.
 
     The reward is the mean over the turns, raised to `power`; with `each_turn`, it is the mean of
     the powers. Example: similarities of 1 and 0.5 with ``power=2`` give 0.5625, or with `each_turn`
@@ -102,7 +103,8 @@ def similarity(text: str, expected: str) -> float:
     """Return 2 M / T: M characters in matching blocks, of T characters in both texts.
 
     Example: ``similarity("abcf", "abcd") == 0.75``. An empty text has a similarity of 0 to all
-    others. Of a text longer than LONGEST times the expected one only the beginning can match.
+    others. Of a text longer than LONGEST times the expected one only the beginning can match, so
+    that a very long answer takes no long time.
     """
     if not text or not expected:
         return float(text == expected)

@@ -26,7 +26,7 @@ class SqlResult(AnswerReward):
     """1 if the handed-in query and the row's have equal results, else 0.
 
     Rows are compared with their columns in order, in any order of rows unless the row's own query
-    sorts them (an ORDER BY that is not in parentheses), and each as often as it occurs. Both run
+    sorts them (an ORDER BY that is not in parentheses), and each as often as it occurs. Queries run
     on a connection that can only read, which `connect` opens for the row's columns, within
     `query_timeout_s` and `max_rows`. A query of the model that fails earns 0; one of the row that
     fails stops the run. Example: for ``SELECT name FROM products WHERE price > 50`` the query
@@ -63,7 +63,7 @@ class SqlResult(AnswerReward):
                 raise ValueError(
                     f"the query in the column {self._column!r} fails: {error}: {expected_query}"
                 ) from error
-            if len(expected) > self._max_rows:
+            if len(expected) > self._max_rows:  # `_rows` returns one more if there are more
                 raise ValueError(
                     f"max_rows={self._max_rows}: the query in the column {self._column!r} has more "
                     f"rows; raise it, or leave the question out: {expected_query}"

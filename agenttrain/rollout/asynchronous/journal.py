@@ -87,7 +87,8 @@ class Journal:
         that may not. These were sampled with other settings, by weights that are too old or newer
         than `version` (and lost), or their line or file is broken.
 
-        Of the journal's lines, those of earlier steps and those of usable groups stay.
+        The lines of earlier steps stay as the run's record, without their files, and those of
+        usable groups with them.
         """
         path = self._folder / FILE
         (self._folder / GROUPS).mkdir(parents=True, exist_ok=True)
@@ -155,13 +156,13 @@ class Journal:
         """Remove files of groups that no resume can use, once `step` was trained.
 
         `oldest` and `newest` are the steps of the run's checkpoints. A resume begins at one of
-        them, or at a later one.
+        them, or at one that is saved later.
         """
         for serial, entry in list(self._entries.items()):
-            before_every_checkpoint = entry.step <= oldest
+            trained_in_every_checkpoint = entry.step <= oldest
             # Trained, and sampled by weights after the newest checkpoint: a resume has lost them.
             by_lost_weights = entry.step <= step and max(entry.versions, default=0) > newest
-            if before_every_checkpoint or by_lost_weights:
+            if trained_in_every_checkpoint or by_lost_weights:
                 del self._entries[serial]
                 with suppress(FileNotFoundError):
                     (self._folder / entry.path).unlink()

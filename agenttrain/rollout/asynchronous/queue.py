@@ -41,9 +41,9 @@ class GroupQueue:
     The rollout process calls `begin` once and `take` for each step. After each weight sync it calls
     `admit`, which starts the groups that the new version allows.
 
-    The source keeps the cursor and the curriculum, which `RolloutSource.finish` moves on as in a
-    synchronous run: what a step draws depends on the results of the steps whose weights it waits
-    for, whatever the clock did.
+    The source keeps the cursor and the curriculum. `RolloutSource.finish` moves both on after each
+    step, as in a synchronous run. So the tasks that a step draws depend on the steps that trained
+    the weights it waits for, and not on the clock.
     """
 
     def __init__(
@@ -97,10 +97,11 @@ class GroupQueue:
 
         The engine has the weights that the step trains, the source its state before the step.
         """
+        version = step - 1  # weights have the number of the step that made them
         files, self._dropped = await asyncio.to_thread(
             self._journal.resume,
             step=step,
-            version=step - 1,
+            version=version,
             max_staleness=self._max_staleness,
         )
         for serial, file in files.items():
@@ -108,7 +109,7 @@ class GroupQueue:
         self._step = step
         self._admitted = step - 1
         self._source.collector.in_flight.take_idle_s()  # the first step's idle time begins here
-        self.admit(step - 1)
+        self.admit(version)
 
     def admit(self, version: int) -> None:
         """Start the groups that may start with the weights of `version`."""
@@ -121,7 +122,8 @@ class GroupQueue:
         source = self._source
         first_serial = (step - 1) * source.tasks_per_step
         tasks = (source.curriculum or source.tasks).tasks(first_serial, source.tasks_per_step)
-        if source.curriculum is not None:  # the next draw comes before this step's results
+        if source.curriculum is not None:
+            # The next step draws before this one has results: its tasks count as drawn from now on.
             source.curriculum.close(first_serial + source.tasks_per_step)
         for place, task in enumerate(tasks):
             sampling = self._sample(step, place, task)
@@ -168,7 +170,7 @@ class GroupQueue:
             collected.extend(self._groups.pop(serial).result())
         collected.loop_lag_s = self._monitor.take_max_lag_s()
         self._check(step, collected)
-        costs = source.costs.copy()
+        costs = source.costs.copy()  # which become the source's own in `RolloutSource.finish`
         costs.learn([(costs.kind(group[0].task), mean_tokens(group)) for group in collected.groups])
         dropped, self._dropped = self._dropped, 0
         return StepBatch(

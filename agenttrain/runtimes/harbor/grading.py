@@ -33,7 +33,10 @@ async def make_folders(machine: RolloutMachine) -> None:
 
 
 async def begin_step(machine: RolloutMachine, step: Step) -> None:
-    """Copy a step's files to the working folder, and run its setup. Raises MachineLost."""
+    """Copy a step's files to the working folder, and run its setup, in bash if the image has it.
+
+    Raises MachineLost.
+    """
     if not step.workdir.is_dir():
         return
     folder = (await machine.exec(["pwd"], timeout_s=STEP_S)).text.strip()

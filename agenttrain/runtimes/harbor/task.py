@@ -229,7 +229,7 @@ def _key_problems(section: Mapping[str, Any], prefix: str) -> Iterator[str]:
         if use is Use.refused and not asks_for_nothing:
             yield f"{key}: {REASONS.get(name, 'is not supported')}; the task is refused"
         elif key in FREE_FORM or use is Use.ignored or use is Use.refused:
-            continue
+            continue  # a refused key comes here if it asks for nothing
         elif isinstance(value, Mapping) and has_keys:
             yield from _key_problems(value, f"{key}.")
         elif isinstance(value, list) and has_keys:
@@ -291,12 +291,13 @@ def _make_step(folder: Path, settings: Mapping[str, Any], table: Mapping[str, An
 def _verifier_of_step(task: Mapping[str, Any], step: Mapping[str, Any]) -> dict[str, Any]:
     """Return the section [verifier] of a step: its own keys before the task's."""
     merged = {**task, **step}
+    # An environment without a mode is a separate one, also where the task's mode is shared.
     if "environment" in step and "environment_mode" not in step:
         merged["environment_mode"] = "separate"
     # A step that shares the agent's container ignores the task's separate test environment.
     if step.get("environment_mode") == "shared" and "environment" not in step:
         merged.pop("environment", None)
-    merged["env"] = {  # errors name the section's key
+    merged["env"] = {  # the first arguments are the keys that errors name
         **_as_texts("verifier.env", task.get("env")),
         **_as_texts("env", step.get("env")),
     }
@@ -352,7 +353,10 @@ def _make_task(
 def _find_verifier_place(
     folder: Path, files: Path, verifier: Mapping[str, Any], place: TaskPlace
 ) -> tuple[TaskPlace | None, bool]:
-    """Return the container of the tests, None for the agent's own; True if it holds them."""
+    """Return the container of the tests, None for the agent's own; True if it holds them.
+
+    `files` is the step's folder, or `folder` for a whole task. `place` is the agent's container.
+    """
     mode = verifier.get("environment_mode")
     if mode not in (None, "shared", "separate"):
         raise ValueError(f"verifier.environment_mode={mode}: expected shared or separate")
