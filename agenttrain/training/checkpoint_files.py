@@ -182,7 +182,7 @@ def replace(part: Path, path: Path) -> None:
     If the process dies meanwhile, `recover` completes or undoes the renaming.
     """
     former = path.with_name(f".{path.name}.former")
-    shutil.rmtree(former, ignore_errors=True)
+    shutil.rmtree(former, ignore_errors=True)  # left by a process that died before the end
     if path.exists():
         path.rename(former)
     part.rename(path)

@@ -158,7 +158,7 @@ class MasterWeights(_Wrapper):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update the copies, then round them into the model's weights."""
-        self.fold()
+        self.fold()  # for a caller that has not done so after its last backward pass
         super().step(closure)
         for weight, master in self.pairs:
             weight.copy_(master)
