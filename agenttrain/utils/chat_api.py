@@ -176,7 +176,7 @@ class ChatApi:
             with suppress(KeyError, ValueError):  # absent, or a date
                 transient.wait_s = float(response.headers["retry-after"])
             raise transient
-        if status in CONVERSATION_STATUSES:
+        if status in CONVERSATION_STATUSES:  # it refuses this conversation, not the settings
             raise ChatUnavailable(f"{self._shown_address}: {answer}")
         if status != 200:
             raise ValueError(
