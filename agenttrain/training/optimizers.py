@@ -49,7 +49,10 @@ def _sgd(parameters: Mapping[str, Tensor], _: PreTrainedModel, config: SgdSettin
 def _muon(
     parameters: Mapping[str, Tensor], model: PreTrainedModel, config: MuonSettings
 ) -> Optimizer:
-    """Return Muon for the layers' matrices, joined with AdamW for all other parameters."""
+    """Return Muon for the layers' matrices, joined with AdamW for all other parameters.
+
+    `parameters` may be float32 copies: they are told apart by the names of the model's weights.
+    """
     # Muon is for matrices other than the embeddings and the head.
     embedding_and_head = {
         id(weight)

@@ -304,7 +304,7 @@ def _weights_for(
     engine: Separate, model: PreTrainedModel, dtype: torch.dtype
 ) -> Iterable[tuple[str, Tensor]]:
     """Return the weights that a sync sends to `engine`, under the names that it takes."""
-    if isinstance(engine, ModelNames) and engine.model_names:
+    if isinstance(engine, ModelNames) and engine.model_names:  # not those of the model's files
         return named_weights(model, dtype)
     if not (engine.takes_adapters and is_adapted(model)):
         return PolicyWeights(model, dtype)

@@ -55,7 +55,8 @@ class ChatBackend(Protocol):
 class ChatApi:
     """One model of one server.
 
-    Example: ``ChatApi(url="http://localhost:8000/v1", model="m").ask(messages)`` -> ``"Hello!"``
+    Example: ``ChatApi(url="http://localhost:8000/v1", model="m").ask(messages, str)`` ->
+    ``"Hello!"``
 
     The key is read from the environment variable `api_key_env` and is never written to a file.
     """
