@@ -166,8 +166,9 @@ class Scorer(nn.Module):
     ) -> None:
         """Set `packed`, `varlen`, `least_shared`, `kernels`, `replay` by a trial.
 
-        The trial runs under `autocast`, as training does. `context` are the processes that compute
-        microbatches together, if there are any. Raises UnsupportedModel and UnknownRouters.
+        Kernels are counted, and compiled layers compared, under `autocast`, as training computes.
+        `context` are the processes that compute microbatches together, if there are any. Raises
+        UnsupportedModel and UnknownRouters.
         """
         model, inside = self.model, self.inside
         check_head(model, device=device, inside=inside, key=self._key)
