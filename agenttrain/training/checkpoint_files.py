@@ -141,7 +141,7 @@ def verify(path: Path, index: int = 0, count: int = 1) -> None:
             raise CheckpointError(f"{path / name}: {error}") from error
         if current_digest != files[name]:
             raise CheckpointError(f"{path / name}: its content is not what was written")
-    for pattern in READ_BY_LOADERS:
+    for pattern in READ_BY_LOADERS:  # an added file of such a name would change the model
         for extra in path.glob(pattern):
             if extra.name not in files:
                 raise CheckpointError(f"{extra}: was not written with the checkpoint; remove it")
@@ -182,7 +182,7 @@ def replace(part: Path, path: Path) -> None:
     If the process dies meanwhile, `recover` completes or undoes the renaming.
     """
     former = path.with_name(f".{path.name}.former")
-    shutil.rmtree(former, ignore_errors=True)
+    shutil.rmtree(former, ignore_errors=True)  # left by a process that died before the end
     if path.exists():
         path.rename(former)
     part.rename(path)

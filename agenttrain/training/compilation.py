@@ -26,11 +26,14 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def compiled_layers(model: PreTrainedModel) -> Iterator[None]:
-    """Compile the layers in the block only: a sampling engine calls them in other ways."""
+    """Compile the layers at their first call in the block.
+
+    Only there, because a sampling engine calls them in other ways.
+    """
     modules: list[Any] = layers(model)
     for layer in modules:
         # On the instance, where it hides the method of the class; deleting it restores that one.
-        layer.forward = partial(_forward, layer)
+        layer.forward = partial(_forward_compiled, layer)
     try:
         yield
     finally:
@@ -38,7 +41,7 @@ def compiled_layers(model: PreTrainedModel) -> Iterator[None]:
             del layer.forward
 
 
-def _forward(layer: Any, *states: Any, **keywords: Any) -> Any:
+def _forward_compiled(layer: Any, *states: Any, **keywords: Any) -> Any:
     """Call a layer's forward pass in its compiled form."""
     function = type(layer).forward
     # From transformers 5.23 on, `forward` may checkpoint, and torch compiles nothing inside of

@@ -456,9 +456,10 @@ class WeightSyncConfig:
     """Treatment of rollouts in flight when weights change. Servers that are sent the adapters alone
     need none."""
     tolerance: Number | None = Field(default=None, gt=0)
-    """Gap of log-probabilities, in nats, up to which engine and policy agree after a sync, for an
-    engine with weights of its own; None: 0.1, for both the mean and the 90 % quantile over a text
-    that the engine sampled; in float32 on a CPU 1e-3, for the largest."""
+    """Limit, in nats, of the gap between the log-probabilities of engine and policy after a sync,
+    over a text that the engine sampled, for an engine with weights of its own. The mean gap or its
+    90 % quantile has to be within it; in float32 on a CPU the largest gap. None: 0.1; there 1e-3.
+    """
     folder: str | None = None
     """Folder of the files by which weights reach servers, two versions of all weights; None: one in
     memory (/dev/shm) if they fit there, else in the run folder; for servers.admin_urls the latter.

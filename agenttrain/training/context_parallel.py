@@ -82,6 +82,7 @@ def pack_together(
             all_sequences += [received.as_sequence() for received in member_tokens]
     if not all_sequences:
         return []
+    # Budgets differ where a broken update's sequences are run one by one: each is a sequence long.
     budget = max(budget for budget, _ in members) * group.size
     own_ids = {id(sequence) for sequence in sequences}
     packed = pack(all_sequences, budget, device)
@@ -102,20 +103,21 @@ def _own_share(whole: Microbatch, own_ids: set[int], group: ContextGroup) -> Mic
     index_T = torch.full((len(whole.token_ids_T),), -1)
     index_T[positions_t] = torch.arange(len(positions_t))
     targets_S = index_T[whole.targets_S.cpu()]
-    # Of the group's sampled tokens: those that this process computes, and those of its sequences.
+    # Indices among the group's sampled tokens: of those that this process computes (`places_s`),
+    # and of those of its sequences (`own_places`).
     places_s = (targets_S >= 0).nonzero()[:, 0]
     is_own_B = torch.tensor([id(sequence) in own_ids for sequence in whole.sequences])
     sequence_S = whole.sequence_S.cpu()
-    own_S = is_own_B[sequence_S].nonzero()[:, 0]
+    own_places = is_own_B[sequence_S].nonzero()[:, 0]
     share = ContextShare(
         split=split,
         targets_s=targets_S[places_s].to(device),
         labels_s=whole.labels_S[places_s.to(device)],
         places_s=places_s.to(device),
-        own=own_S.to(device),
+        own_places=own_places.to(device),
         sampled=len(targets_S),
     )
-    own_S, positions_t = own_S.to(device), positions_t.to(device)
+    own_places, positions_t = own_places.to(device), positions_t.to(device)
     sequences = tuple(sequence for sequence in whole.sequences if id(sequence) in own_ids)
     ref_logprobs_S = whole.ref_logprobs_S  # only this process's own sequences have any
     weights_B = whole.weights_B[is_own_B.to(device)]
@@ -129,11 +131,11 @@ def _own_share(whole: Microbatch, own_ids: set[int], group: ContextGroup) -> Mic
         whole,
         sequences=sequences,
         token_ids_T=whole.token_ids_T[positions_t],
-        targets_S=whole.targets_S[own_S],
-        labels_S=whole.labels_S[own_S],
-        behaviour_S=whole.behaviour_S[own_S],
-        sequence_S=own_index_B[whole.sequence_S[own_S]],
-        advantages_S=whole.advantages_S[own_S],
+        targets_S=whole.targets_S[own_places],
+        labels_S=whole.labels_S[own_places],
+        behaviour_S=whole.behaviour_S[own_places],
+        sequence_S=own_index_B[whole.sequence_S[own_places]],
+        advantages_S=whole.advantages_S[own_places],
         weights_B=weights_B,
         ref_logprobs_S=ref_logprobs_S,
         routes_TLK=None if routes_TLK is None else routes_TLK[positions_t],
@@ -142,7 +144,7 @@ def _own_share(whole: Microbatch, own_ids: set[int], group: ContextGroup) -> Mic
 
 
 def _fill(microbatch: Microbatch, processes: int) -> Microbatch:
-    """Return a microbatch of at least two tokens for each process.
+    """Return a microbatch of at least two tokens for each process, which computes two chunks.
 
     The tokens that are added are a sequence of their own, without a loss.
     """

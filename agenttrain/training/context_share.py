@@ -20,14 +20,15 @@ class ContextShare:
     """A process's part of the forward pass over a microbatch of its group."""
 
     split: Split
+    """The packed tree, with the processes that compute it together."""
     targets_s: Tensor
     """Indices, among this process's tokens, of those whose next token was sampled."""
     labels_s: Tensor
     """The sampled tokens."""
     places_s: Tensor
     """Their indices among the group's S sampled tokens."""
-    own: Tensor
-    """Indices among the S sampled tokens of those of this process's rollouts."""
+    own_places: Tensor
+    """Indices, among the S sampled tokens, of those of this process's rollouts."""
     sampled: int
     """S."""
 
@@ -41,8 +42,8 @@ class _ToOwners(torch.autograd.Function):
     """Send values of tokens from the processes that computed them to those with the rollouts.
 
     `values_2s` are the logprobs and entropies of the tokens that this process computed. Among the
-    `sampled` tokens of the group, `places_s` are the indices of these tokens, and `own` those of
-    the tokens of this process's rollouts.
+    `sampled` tokens of the group, `places_s` are the indices of these tokens, and `own_places`
+    those of the tokens of this process's rollouts.
     """
 
     @staticmethod
@@ -52,7 +53,8 @@ class _ToOwners(torch.autograd.Function):
         values_2S = values_2s.new_zeros(2, share.sampled)
         values_2S[:, share.places_s] = values_2s
         first_S, second_S = share.split.group.add(values_2S)
-        return first_S.index_select(0, share.own), second_S.index_select(0, share.own)
+        own = share.own_places
+        return first_S.index_select(0, own), second_S.index_select(0, own)
 
     @staticmethod
     @once_differentiable
@@ -60,5 +62,5 @@ class _ToOwners(torch.autograd.Function):
         share: ContextShare = ctx.share
         gradient_2S = gradients[0].new_zeros(2, share.sampled)
         # A token's gradient comes from the process with its rollout alone.
-        gradient_2S[:, share.own] = torch.stack(gradients)
+        gradient_2S[:, share.own_places] = torch.stack(gradients)
         return share.split.group.add(gradient_2S).index_select(1, share.places_s), None

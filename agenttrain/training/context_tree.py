@@ -147,11 +147,11 @@ class ContextTree:
             # Siblings attend to all of their prefix, so that they are one call.
             prefix = sorted((p.offset, p.length) for p in first.ancestors if p.owner == source)
             for keys in _join_neighbours(prefix):
-                yield Call(queries, keys, None)
+                yield Call(queries, keys, shift=None)
         if source == self.rank:  # each piece attends to itself, causally
             for piece in held:
                 tokens = slice(piece.offset, piece.offset + piece.length)
-                yield Call(tokens, tokens, 0)
+                yield Call(tokens, tokens, shift=0)
 
     def packed_positions(self) -> Tensor:
         """Return the packed position of each token of this process."""
@@ -222,11 +222,11 @@ def _window_calls(query: TreePiece, key: TreePiece, window: int) -> Iterator[Cal
         high = min(key.length, distance + last - first)
         if low >= high:
             continue
-        shift = distance - low
+        shift = distance - low  # of the first query from the first of these keys
         # The first query sees the last key, and the last query the first key.
         sees_all = high - low - 1 <= shift and last - first - 1 + shift < window
         yield Call(
             slice(query.offset + first, query.offset + last),
             slice(key.offset + low, key.offset + high),
-            None if sees_all else shift,
+            shift=None if sees_all else shift,
         )

@@ -92,6 +92,7 @@ def gather_if_batchwise(
     batchwise = config.scale is Scale.batch or config.advantage is Advantage.batch
     if world.size == 1 or not batchwise:
         return 0, groups
+    # `gather` joins lists: a list of one item keeps the ranks' groups apart.
     shares = world.gather([groups], "the rewards of a batch")
     first = sum(len(share) for share in shares[: world.rank])
     return first, [group for share in shares for group in share]

@@ -54,7 +54,7 @@ def equal_layers_run_twice(
 
     `saved_bytes` returns the bytes that autograd holds so far, by any names (the default, `dict`,
     returns none). A skipped layer returns a copy of its input, and counts for as many bytes as the
-    second layer of its kind.
+    second layer of its kind. The first one may also save tensors that all layers share.
     """
     skipped, kinds = EqualLayers(), dict[Hashable, _Kind]()
 

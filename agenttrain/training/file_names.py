@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
-from agenttrain.training.lora import base_name
+from agenttrain.training.lora import CONVERSIONS, base_name
 from agenttrain.training.quantization import full_state
 
 
@@ -57,14 +57,14 @@ _ONE_BY_ONE: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 def _try_one_by_one(model: PreTrainedModel) -> bool:
     """Return True if meta tensors have the same names and shapes converted alone as together."""
-    conversions = getattr(model, "_weight_conversions", None)
-    if conversions is None:
+    conversions = getattr(model, CONVERSIONS, None)
+    if conversions is None:  # no record of the model's files: the conversions of its family
         conversions = get_model_conversion_mapping(model, add_legacy=False)
     if not any(isinstance(conversion, WeightConverter) for conversion in conversions):
         return True
     shapes: dict[str, Tensor] = {}
     for name, tensor in full_state(model):
-        if "lora_" not in name:
+        if "lora_" not in name:  # the model's files hold no adapters
             shapes |= on_meta({base_name(name): tensor})
     together = {name: t.shape for name, t in in_files(model, shapes).items()}
     alone: dict[str, torch.Size] = {}

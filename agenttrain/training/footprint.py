@@ -139,6 +139,7 @@ class Saved:
 
     def __init__(self, model: PreTrainedModel, autocast: torch.dtype | None) -> None:
         self._model, self._autocast = model, autocast
+        # With a soft cap no fused kernel computes attention: its scores are held in memory.
         softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
         self._longest = TRACED if softcap is None else TRACED_SCORES
         self._traced: dict[int, dict[ActivationCheckpointing, Activations]] = {}
@@ -167,24 +168,24 @@ class Saved:
         if tokens in self._traced:
             return self._traced[tokens]
         tree = PackedTree(one_after_the_other([tokens]), torch.device("cpu"))
-        # Both are made when they are first read. Do so before entering the mode: they depend on
-        # values, which fake tensors lack.
+        # `blocks` and `waves` are made when they are first read. Read them before entering the
+        # mode: they depend on values, which fake tensors lack.
         assert tree.blocks
         assert tree.recurrent.waves
         net = backbone(self._model)
         mode = FakeTensorMode()
         with mode:
             state = {name: _fake(tensor) for name, tensor in net.state_dict(keep_vars=True).items()}
+            # `state_dict` lacks the buffers that are not persistent.
             state |= {name: _fake(tensor) for name, tensor in net.named_buffers()}
             ids = torch.zeros(1, tokens, dtype=torch.long)
             positions = torch.arange(tokens)[None]
         decoder_layers = layers(language_model(self._model))
-        recomputed = {
-            level: recomputed_modules(self._model, level)
+        weights = list(state.values())
+        counts = {
+            level: _LevelCount(weights, recomputed_modules(self._model, level))
             for level in possible_levels(self._model, compiled=False)
         }
-        weights = list(state.values())
-        counts = {level: _LevelCount(weights, modules) for level, modules in recomputed.items()}
 
         def save(tensor: Tensor) -> Tensor:
             """Count a tensor that autograd saves."""
@@ -202,6 +203,7 @@ class Saved:
         # Layers that are skipped because equal ones ran are counted in `skipped.saved_bytes`.
         repeated = equal_layers_run_twice(decoder_layers, kept_bytes)
         with ExitStack() as stack:
+            # First the changes to the model, then the modes of its forward pass.
             stack.enter_context(packing(self._model))
             skipped = stack.enter_context(repeated)
             for count in counts.values():
@@ -381,4 +383,5 @@ def head_bytes(
     # Hidden states in the format of the products, and their gradient in float32.
     states_bytes = tokens * hidden * (number_bytes + FLOAT32)
     kept_bytes = min(logits_bytes, budget)
+    # `max`: the last tile is free when the gradient is cast.
     return kept_bytes + gradient_bytes + max(tiles_bytes, cast_bytes) + states_bytes

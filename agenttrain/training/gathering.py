@@ -89,7 +89,8 @@ def gather(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
             continue
         place = next(part_places)
         parts = buffers[:, place.offset : place.offset + place.size].view(place.dtype)
-        # A copy, unless the tensor is alone in the buffer.
+        # The parts lie apart in the buffers, so that `reshape` copies them, unless the tensor is
+        # alone there.
         yield parts.reshape(len(buffers) * place.rows, *place.shape[1:])[: place.shape[0]]
 
 

@@ -10,7 +10,8 @@ Shapes: t tokens of this process, C channels, K taps, f tokens that others hold.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +45,7 @@ class HandedTree:
         self._state_shapes: dict[tuple[Any, ...], Tensor] = {}
         """Results of `state_like`, cached by the scan's function and the shapes of its inputs."""
 
-    # Left out of torch.compile, as `RecurrentTree` is.
+    # Left out of torch.compile: the layout changes with the microbatch.
     @torch.compiler.disable
     def convolve(self, convolution: Convolution) -> Tensor:
         """Return the convolved states of this process's tokens, [1, C, t].
@@ -70,7 +71,10 @@ class HandedTree:
 
     @torch.compiler.disable
     def scan(self, scan: Scan) -> tuple[Tensor, None]:
-        """Return the output of this process's tokens, [1, t, …]. Raises ValueError for a cache."""
+        """Return the output of this process's tokens, [1, t, …].
+
+        Raises ValueError for a scan that starts from a cache's state or keeps one for it.
+        """
         if scan.state is not None or scan.keeps:
             raise ValueError("a packed tree starts its sequences: it takes no cache")
         inputs = [tensor[0] for tensor in scan.inputs]
@@ -83,7 +87,7 @@ class HandedTree:
         if key not in self._state_shapes:
             with torch.no_grad():
                 tokens = [tensor[:, :1].detach() for tensor in scan.inputs]
-                _, state = scan(tokens, None, True)
+                _, state = scan(tokens, state=None, keeps=True)
             assert state is not None
             self._state_shapes[key] = state[0]
         return self._state_shapes[key]
@@ -214,42 +218,27 @@ class _HandedScan(torch.autograd.Function):
                 )
 
         for chunk in reversed(handed.chunks):
-            layout = chunk.layout
+            given = chunk.layout.given
             if chunk.owner == group.rank:
                 for rank, segments in chunk.sent.items():  # the processes that got the states
                     rows = group.receive((len(segments), *like.shape), like, rank)
                     add(segments, rows.unbind())
-                remaining -= len(layout.given)
-                received_states = starts[remaining : remaining + len(layout.given)]
-                autocast = torch.autocast(inputs[0].device.type, **ctx.autocast)
-                with torch.enable_grad(), autocast:
-                    chunk_inputs = [t[chunk.tokens].detach().requires_grad_() for t in inputs]
-                    chunk_weights = [t.detach().requires_grad_() for t in weights]
-                    initial_states = [t.detach().requires_grad_() for t in received_states]
-                    output, last = layout.scan_waves(
-                        _with_weights(scan, chunk_weights), chunk_inputs, initial_states
-                    )
-                # `parts` below are the gradients of these leaves, in the same order.
-                leaves = [*chunk_inputs, *chunk_weights, *initial_states]
-                with_gradient = [segment for segment in last if segment in state_gradients]
-                gradients = torch.autograd.grad(
-                    (output, *(last[segment] for segment in with_gradient)),
-                    leaves,
-                    (
-                        gradient[chunk.tokens],
-                        *(state_gradients[segment] for segment in with_gradient),
-                    ),
-                    allow_unused=True,
+                remaining -= len(given)
+                input_parts, weight_parts, state_parts = _chunk_gradients(
+                    chunk,
+                    scan,
+                    inputs,
+                    weights,
+                    starts[remaining : remaining + len(given)],
+                    autocast=torch.autocast(inputs[0].device.type, **ctx.autocast),
+                    gradient=gradient[chunk.tokens],
+                    state_gradients=state_gradients,
                 )
-                parts = [
-                    torch.zeros_like(leaf) if part is None else part
-                    for leaf, part in zip(leaves, gradients, strict=True)
-                ]
-                for total, part in zip(total_gradients[:count], parts, strict=False):
+                for total, part in zip(total_gradients[:count], input_parts, strict=True):
                     total[chunk.tokens] += part
-                for total, part in zip(total_gradients[count:], parts[count:], strict=False):
+                for total, part in zip(total_gradients[count:], weight_parts, strict=True):
                     total += part
-                add(layout.given, parts[count + len(chunk_weights) :])
+                add(given, state_parts)
             elif group.rank in chunk.sent:
                 # Later chunks of this process started from these states and are done: the complete
                 # gradients of the states go back.
@@ -261,6 +250,45 @@ class _HandedScan(torch.autograd.Function):
         for work, _ in sending:
             work.wait()
         return None, None, None, *total_gradients
+
+
+def _chunk_gradients(
+    chunk: Chunk,
+    scan: Scan,
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    received_states: Sequence[Tensor],
+    *,
+    autocast: AbstractContextManager[Any],
+    gradient: Tensor,
+    state_gradients: Mapping[Segment, Tensor],
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Scan a chunk again; return the gradients of its inputs, the weights and its initial states.
+
+    `gradient` is that of the chunk's output. `state_gradients` has those of last states from which
+    later chunks start.
+    """
+    with torch.enable_grad(), autocast:
+        chunk_inputs = [t[chunk.tokens].detach().requires_grad_() for t in inputs]
+        chunk_weights = [t.detach().requires_grad_() for t in weights]
+        initial_states = [t.detach().requires_grad_() for t in received_states]
+        output, last = chunk.layout.scan_waves(
+            _with_weights(scan, chunk_weights), chunk_inputs, initial_states
+        )
+    leaves = [*chunk_inputs, *chunk_weights, *initial_states]
+    with_gradient = [segment for segment in last if segment in state_gradients]
+    gradients = torch.autograd.grad(
+        (output, *(last[segment] for segment in with_gradient)),
+        leaves,
+        (gradient, *(state_gradients[segment] for segment in with_gradient)),
+        allow_unused=True,
+    )
+    parts = [
+        torch.zeros_like(leaf) if part is None else part
+        for leaf, part in zip(leaves, gradients, strict=True)
+    ]
+    first_weight, first_state = len(inputs), len(inputs) + len(weights)
+    return parts[:first_weight], parts[first_weight:first_state], parts[first_state:]
 
 
 def _with_weights(scan: Scan, weights: Sequence[Tensor]) -> Any:
@@ -304,7 +332,8 @@ def make_tails(tree: ContextTree, before: int, device: torch.device) -> Tails:
     for piece in tree.pieces:  # parents before their children
         if piece in places:
             first, length = places[piece]
-            # Nothing reaches further back than a tail that is a part of its piece: no parent then.
+            # A tail that is only a part of its piece has no parent: no convolution reaches further
+            # back than its first token.
             is_whole = length == piece.length
             parent = segment_of.get(piece.parent) if is_whole and piece.parent else None
             segment_of[piece] = Segment(first, length, parent)

@@ -70,7 +70,8 @@ def linear_logprobs(
     """Return log softmax(transform(hidden @ weight.T + bias)) at the labels, and entropies, [S].
 
     Products have the type of `hidden` (under autocast, autocast's). Everything else is at least
-    fp32. The entropies carry a gradient only with `entropy_grad`. With `compile`, torch.compile
+    fp32. With `keep` the logits are kept for the backward pass, which otherwise computes them
+    again. The entropies carry a gradient only with `entropy_grad`. With `compile`, torch.compile
     fuses the arithmetic of a tile.
     """
     logprobs_S, entropy_S = _LinearLogprobs.apply(
@@ -150,7 +151,7 @@ class _LinearLogprobs(torch.autograd.Function):
             grad_logprobs_S = torch.zeros_like(normaliser_S)
         # Sums over tiles, at least in fp32, or None for an input that needs no gradient. Autograd
         # casts each to the type of its input.
-        inputs = (product.hidden_SH, weight_VH, bias_V)
+        inputs = (product.hidden_SH, weight_VH, bias_V)  # the first three of `forward`
         sums = [
             torch.zeros_like(tensor, dtype=product.exact)
             if needs_grad and tensor is not None
@@ -197,6 +198,7 @@ class _Product:
         """Choose the tokens and vocabulary entries of a tile for the device."""
         self.type = type
         self.exact = torch.promote_types(torch.float32, type)
+        """Format of the results."""
         self.hidden_SH, self.weight_VH, self.bias_V = hidden_SH.to(type), weight_VH, bias_V
         on_cpu = hidden_SH.device.type == "cpu"
         tokens, logits = CPU_TILE if on_cpu else GPU_TILE

@@ -33,7 +33,7 @@ def hidden_with_images(
 
     With `packed` one forward pass of the language model computes all segments, else one for each.
     With `varlen` a packed pass uses torch's varlen kernel. `begin` is called before the pass of a
-    segment, with the packed positions of its tokens.
+    segment, with the packed positions of its tokens, whose recorded experts it selects.
     """
     # Each image's features are computed once, however many pieces of the tokens show it.
     by_digest = {piece.image.sha256: piece.image for piece in images.pieces}

@@ -98,6 +98,8 @@ def fit(
 ) -> tuple[Tensor, Tensor, Tensor, float | None]:
     """Return (query, key, value, scale) for the same attention in a form that a fused kernel takes.
 
+    Without a `mask` the attention is causal.
+
     Where torch would choose `math`, keys and values are repeated for the heads of their queries,
     and heads are padded with zeros, which change no score. The attention's output is then as wide
     as the padded values.

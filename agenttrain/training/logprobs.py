@@ -77,6 +77,8 @@ class Scorer(nn.Module):
     1. one forward pass per microbatch, with torch's varlen kernel: one attention call per layer
     2. one forward pass per microbatch, with attention block by block
     3. one forward pass per segment, with a warning
+
+    Callers then `pack` sequences, and call the module with the microbatches inside `ready`.
     """
 
     packed: bool
@@ -141,7 +143,8 @@ class Scorer(nn.Module):
 
     def next_level(self) -> ActivationCheckpointing | None:
         """Return the next level that the model supports. None: there is none."""
-        # No recomputation then, as `_check_passes` says.
+        # Experts that are replayed in one pass per segment rule out recomputation: it runs after
+        # the passes, with the experts of the last one (`_check_passes`).
         if self.replay is not None and not self.packed:
             return None
         levels = possible_levels(self.model, compiled=self.use_compile)
@@ -163,6 +166,7 @@ class Scorer(nn.Module):
     ) -> None:
         """Set `packed`, `varlen`, `least_shared`, `kernels`, `replay` by a trial.
 
+        Kernels are counted, and compiled layers compared, under `autocast`, as training computes.
         `context` are the processes that compute microbatches together, if there are any. Raises
         UnsupportedModel and UnknownRouters.
         """
@@ -201,7 +205,7 @@ class Scorer(nn.Module):
         with self._ready(), autocast or nullcontext():
             with torch.no_grad(), counting_calls() as self.kernels:
                 hidden_TH = inside(lambda _: self._hidden(ids_T, segments, split))
-            if self.use_compile:
+            if self.use_compile:  # settings refuse it beside a `context`
                 self._check_compiled(ids_T, hidden_TH)
         # The varlen kernel takes 16 bits: in float32 without autocast no layer called it.
         self.varlen = self.varlen and Kernel.varlen in self.kernels
@@ -641,7 +645,7 @@ def separate_hidden(
     """Return the last hidden states of packed segments by one forward pass each, [T, H].
 
     A pass runs a segment after its prefix, with the model's own attention. `begin` is called before
-    it with the packed positions of its tokens.
+    it with the packed positions of its tokens: a scorer selects their recorded experts.
     """
     pieces = []
     for segment in segments:
@@ -677,10 +681,10 @@ def trial_segments(model: PreTrainedModel) -> tuple[Segment, ...]:
     window = getattr(config, "sliding_window", None) or 0
     # Length that the prompt exceeds. A window that is too long for a trial is not crossed.
     crossed = max(length for length in (0, chunk, window) if length <= LONGEST_CROSSED)
-    if crossed <= TRIAL[-1].prefix_length:
+    if crossed <= PROMPT.length:
         return TRIAL
     alone = TRIAL[0]
-    prompt = Segment(alone.end, crossed + 6)
+    prompt = Segment(alone.end, crossed + PROMPT.length)
     branch = Segment(prompt.end, 2, prompt)
     single = Segment(branch.end, 1, prompt)
     last = Segment(single.end, chunk + 2 if chunk else 5, single)
@@ -756,7 +760,7 @@ def why_not_packed(
                     inside(partial(_input_gradient, separate_hidden, tree_ids_T, tree))
                 )
             with packing(model):
-                with recorded_calls() as calls:
+                with recorded_calls() as calls:  # of recurrent mixers, to check their kernels
                     packed_TH = inside(lambda model: in_one_pass(model, token_ids_T, segments))
                 if gradients:
                     gradients.append(
@@ -783,13 +787,9 @@ def why_not_packed(
     _check_mixer_kernels(calls)
     exact = packed_TH.dtype in EXACT and not needs_cast
     tolerance = 1e-4 if exact else 5e-2
-    packed_TH, separate_TH = packed_TH.float(), separate_TH.float()
-    difference_TH, size_TH = (packed_TH - separate_TH).abs(), separate_TH.abs()
-    if segments is not TRIAL and not exact:
-        # In 16 bits single tokens of a long text may go to other experts: compare means.
-        gap = (difference_TH.mean() / size_TH.mean()).item()
-    else:
-        gap = (difference_TH.max() / size_TH.max()).item()
+    # In 16 bits single tokens of a long text may go to other experts: compare means.
+    by_means = segments is not TRIAL and not exact
+    gap = _hidden_gap(packed_TH.float(), separate_TH.float(), by_means=by_means)
     # Not `gap > tolerance`: NaN has to count as a difference.
     if not gap <= tolerance:
         return f"packed, its hidden states differ by {gap:.2g} (relative; at most {tolerance:g})"
@@ -800,6 +800,14 @@ def why_not_packed(
         if not gap <= (EXACT_GRADIENT_GAP if exact else GRADIENT_GAP):
             return f"packed, its gradients differ by {gap:.2g} (relative)"
     return None
+
+
+def _hidden_gap(packed_TH: Tensor, separate_TH: Tensor, *, by_means: bool) -> float:
+    """Return the relative difference of hidden states: of their largest numbers, or `by_means`."""
+    difference_TH, size_TH = (packed_TH - separate_TH).abs(), separate_TH.abs()
+    if by_means:
+        return (difference_TH.mean() / size_TH.mean()).item()
+    return (difference_TH.max() / size_TH.max()).item()
 
 
 def _check_mixer_kernels(calls: Mapping[str, MixerCall]) -> None:

@@ -79,7 +79,7 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> LoraTargets | No
         )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
-    _cast_adapters(model)
+    _cast_adapters_of_4_bits(model)
     return targets
 
 
@@ -104,7 +104,7 @@ def _add_new_adapters(model: PreTrainedModel, settings: LoraSettings) -> LoraTar
     return targets
 
 
-def _cast_adapters(model: PreTrainedModel) -> None:
+def _cast_adapters_of_4_bits(model: PreTrainedModel) -> None:
     """Cast the adapters of a base in 4 bits to the model's format, as peft does beside others."""
     if has_quantized(model):
         for weight in adapter_parameters(model).values():
@@ -137,7 +137,7 @@ def add_saved_adapters(model: PreTrainedModel, folder: Path) -> None:
     """Add the adapters that a folder describes, with new weights."""
     from peft import LoraConfig
 
-    with _patterns_match():
+    with _without_pattern_warning():
         model.add_adapter(LoraConfig.from_pretrained(str(folder)), ADAPTER)
 
 
@@ -148,14 +148,14 @@ def load_saved_adapters(model: Any, folder: Path) -> None:
     back, because saving the model reads them.
     """
     conversions = getattr(model, CONVERSIONS, None)
-    with _patterns_match():
+    with _without_pattern_warning():
         model.load_adapter(str(folder))
-    _cast_adapters(model)
+    _cast_adapters_of_4_bits(model)
     setattr(model, CONVERSIONS, conversions)
 
 
 @contextmanager
-def _patterns_match() -> Iterator[None]:
+def _without_pattern_warning() -> Iterator[None]:
     """Hide a wrong warning of peft within the block.
 
     A `rank_pattern` of packed experts is applied, but peft 0.21 looks for it among modules alone.
@@ -316,14 +316,14 @@ def merged(
     trained_dtype = adapter_dtype(folder)
     # The 4 bits were made of weights in the format of training.
     load_dtype = torch.float32 if double is None else trained_dtype
-    with keeping_float32():  # as training loads the base
+    with keeping_float32():  # training loads the base in the same formats
         model = auto_class(base).from_pretrained(base, dtype=load_dtype, **loading_options(base))
     if double is not None:
         quantize(model, double=double)
         dequantize(model)
         model = model.float().cpu()
     target_dtype = trained_dtype if isinstance(dtype, str) else dtype
-    with _patterns_match():
+    with _without_pattern_warning():
         adapted = PeftModel.from_pretrained(model, str(folder))
         rounding = _rounding(adapted, target_dtype)
         model = adapted.merge_and_unload()

@@ -183,7 +183,8 @@ def _check_modules(model: PreTrainedModel, targets: list[str]) -> None:
     for target in targets:
         key = f"model.lora.targets={shown(targets)}: {type(model).__name__}"
         is_module = any(f".{name}".endswith(f".{target}") for name in modules)
-        if packed and (target == EXPERTS or (target in EXPERT_LAYERS and not is_module)):
+        names_experts = target == EXPERTS or (target in EXPERT_LAYERS and not is_module)
+        if packed and names_experts:
             raise ConfigError(
                 f"{key} has packed experts, without a module {target}; leave it out, and name "
                 f"weights with model.lora.target_parameters=[{','.join(packed)}]"

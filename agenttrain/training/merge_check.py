@@ -52,7 +52,7 @@ def check_merging(model: PreTrainedModel, score: Callable[[], list[float]]) -> N
     exact = model.dtype is torch.float32 and model.device.type == "cpu"
     limit, floor = (EXACT_LIMIT, 0.0) if exact else (LIMIT, FLOOR)
     before_T = torch.tensor(score())
-    for name in reversed(kinds.values()):
+    for name in reversed(kinds.values()):  # again in the order of the model
         layer, weight = layers[name], weights[name]
         with _random_adapter(layer, weight):
             adapted_T = torch.tensor(score())

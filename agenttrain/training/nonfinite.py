@@ -79,7 +79,7 @@ def check_weights(model: nn.Module, when: str, world: World | None = None) -> No
     finite = torch.stack([_all_finite(local_part(parameter)) for parameter in model.parameters()])
     if all(world.gather([bool(finite.all())], f"the weights {when}")):
         return
-    # With sharded weights, each process sees and counts only its part.
+    # A sharded weight's count is that of one process's part: the last one that has such values.
     broken = dict(world.gather(list(broken_weights(model).items()), "the names of broken weights"))
     where = list_names([f"{name} ({count})" for name, count in broken.items()])
     raise NotFinite(

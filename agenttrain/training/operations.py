@@ -100,7 +100,7 @@ def count_operations(model: PreTrainedModel) -> Operations:
     config: Any = model.config.get_text_config()
     embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     head: Any = model.get_output_embeddings()
-    # They multiply no token, except a head that is tied to an embedding.
+    # Embeddings multiply no token, unless one is tied to the head. Encoders read images.
     uncounted = {id(w) for w in (*embeddings, *encoder_weights(model).values())}
     uncounted -= {id(weight) for weight in (head.parameters() if head is not None else ())}
     used_share = _share_of_experts(config)

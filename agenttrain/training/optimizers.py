@@ -50,7 +50,10 @@ def _sgd(parameters: Mapping[str, Tensor], _: PreTrainedModel, config: SgdSettin
 def _muon(
     parameters: Mapping[str, Tensor], model: PreTrainedModel, config: MuonSettings
 ) -> Optimizer:
-    """Return Muon for the layers' matrices, joined with AdamW for all other parameters."""
+    """Return Muon for the layers' matrices, joined with AdamW for all other parameters.
+
+    `parameters` may be float32 copies: they are told apart by the names of the model's weights.
+    """
     # Muon is for matrices other than the embeddings and the head.
     embedding_and_head = {
         id(weight)
@@ -159,7 +162,7 @@ class MasterWeights(_Wrapper):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update the copies, then round them into the model's weights."""
-        self.fold()
+        self.fold()  # for a caller that has not done so after its last backward pass
         super().step(closure)
         for weight, master in self.pairs:
             weight.copy_(master)

@@ -50,6 +50,8 @@ def nothing_yet(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 def merge(output: Tensor, log: Tensor, part: Tensor, part_log: Tensor) -> None:
     """Merge attention to further keys into `output` [m, h, e] and `log` [m, h], in place.
 
+    `log` and `part_log` are log sum exp of the scores of their keys.
+
     Example: a part of two keys and one of a key, all with score 0, have the logarithms log 2 and 0,
     and weigh 2/3 and 1/3.
     """

@@ -167,7 +167,7 @@ class Policy:
             self._context = ContextGroup(self.world, context_parallel)
         share_weights(self.model, self.world)
         self.sampler = self.model
-        if sharding and sampled:
+        if sharding and sampled:  # before the model is sharded, below
             self.sampler = copy.deepcopy(self.model).requires_grad_(False)
         # Scorer and reference, both sharded or wrapped for several processes.
         level = training.activation_checkpointing
@@ -321,7 +321,7 @@ class Policy:
         return self._scorer.level
 
     def begin_step(self) -> None:
-        """Set the step's learning rate."""
+        """Set the step's learning rate, and remember the peak of memory before its updates."""
         if self.device.type == "cuda":
             self._earlier_peak = torch.cuda.max_memory_allocated(self.device)
         lr = learning_rate(self._config, self.step + 1, self._steps)
@@ -447,15 +447,17 @@ class Policy:
         return f"Set training.activation_checkpointing={level}, which is {self.level} now."
 
     def _check_peak(self) -> None:
-        """Raise the level in all processes if the first update left one without its reserve.
+        """Raise the level in all processes if the first update left one of them too little memory.
 
-        Later updates keep the level.
+        Beside the tensors of an update a GPU needs a reserve (`lacks_reserve`). Later updates keep
+        the level.
         """
         if self.on_level is None or not self._has_computed:
             return
         if self.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.device)
             free, total = torch.cuda.mem_get_info(self.device)
+            # Bytes of the GPU outside this process's allocator.
             others = total - free - torch.cuda.memory_reserved(self.device)
             # The peak may be that of the rollouts, which no level changes.
             is_of_update = peak > self._earlier_peak
@@ -483,8 +485,8 @@ class Policy:
             for batch, logprobs_S, entropy_S in minibatch.scores:
                 store_scores(batch.sequences, logprobs_S, entropy_S)
         # A metric is the sum of all processes' (sum, count). The loss is summed over processes, not
-        # averaged: only the main process counts.
-        loss_count = self._from_main(1.0)[1]
+        # averaged: only the main process counts, as 1.
+        _, loss_count = self._from_main(1.0)
         metrics = {
             "grad_norm": self._from_main(norm),
             "loss": torch.stack((losses.sum(), loss_count)),
@@ -529,7 +531,7 @@ class Policy:
         return mismatch(engine_S, trainer_S, origins, means)
 
     def end_step(self, averages: Averages) -> dict[str, float]:
-        """Finish the step: update the reference, free memory; return the step's metrics.
+        """Finish the step: update the reference, free memory, check its peak. Return the metrics.
 
         The metrics have the same names in every step. If no rollout had a gradient, `loss`,
         `grad_norm` and `train/tokens` are 0 and the others NaN.

@@ -66,7 +66,8 @@ class Branch:
     @property
     def tokens(self) -> int:
         """Number of tokens of this branch and those below it, as the budget counts them."""
-        # All keys up to `end` are repeated for this branch, and may cost more than its tokens.
+        # Attention repeats the keys of the tokens up to `end` for this branch. They may cost more
+        # than its own tokens.
         cost = max(self.end - self.start, self.end // KEYS_PER_TOKEN)
         return cost + sum(child.tokens for child in self.children)
 
@@ -108,7 +109,7 @@ def grow(ids: Sequence[Tensor], least: int | None) -> list[Branch]:
         Their first `start` tokens are equal and belong to branches above. In the example `common`
         is 0 3 1. Places 0 1 2 share ``a``, and their parts are 0 1 and 2.
         """
-        if len(places) == 1 or depth == DEEPEST:  # nothing more is shared
+        if len(places) == 1 or depth == DEEPEST:  # one sequence, or too deep for a recursion
             for index in (order[place] for place in places):
                 yield Branch(start=start, end=len(ids[index]), ending=(index,))
             return

@@ -43,10 +43,11 @@ def nf4_bytes(numbers: int, *, double: bool) -> int:
     Example: 1024 x 3072 numbers: 1,572,864 bytes of indices and 49,152 scales, of 4 bytes each
     1,769,536 bytes with the table; of 8 bits with 192 scales and a mean 1,623,876.
     """
-    indices, scales = ceil(numbers / 2), ceil(numbers / BLOCK)
-    size = indices + VALUES * FLOAT32
+    indices, scales = ceil(numbers / 2), ceil(numbers / BLOCK)  # two indices in a byte
+    size = indices + VALUES * FLOAT32  # with the table of the values that indices stand for
     if not double:
         return size + scales * FLOAT32
+    # A byte for each scale; the scales of these, a mean, and the table of a scale's values.
     return size + scales + (ceil(scales / SCALES) + 1 + SCALE_VALUES) * FLOAT32
 
 

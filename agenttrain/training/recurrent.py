@@ -108,7 +108,7 @@ class RecurrentTree:
     @torch.compiler.disable
     def convolve(self, convolution: Convolution) -> Tensor:
         """Return the convolved states of the packed row, [1, C, T]."""
-        _record(convolution)
+        _record_first(convolution)
         taps = convolution.weight.shape[-1]
         if taps not in self._halos:
             self._halos[taps] = make_halo(self.segments, taps, self.device)
@@ -123,10 +123,13 @@ class RecurrentTree:
 
     @torch.compiler.disable
     def scan(self, scan: Scan) -> tuple[Tensor, None]:
-        """Return the output of the packed row, [1, T, …]. Raises ValueError for a cache."""
+        """Return the output of the packed row, [1, T, …].
+
+        Raises ValueError for a scan that starts from a cache's state or keeps one for it.
+        """
         if scan.state is not None or scan.keeps:
             raise ValueError("a packed tree starts its sequences: it takes no cache")
-        _record(scan)
+        _record_first(scan)
         call: Any = scan
         if torch.is_grad_enabled() and not is_kernel(scan.function):
             # transformers' torch code keeps about ten times its inputs for the backward pass, which
@@ -218,7 +221,8 @@ def make_waves(
                 longest = run[0].length
                 same_use = (run[0] in with_children) == (segment in with_children)
                 fits = max_tokens is None or (len(run) + 1) * longest <= max_tokens
-                if not (same_use and fits and segment.length >= SHORTEST * longest):
+                is_similar = segment.length >= SHORTEST * longest
+                if not (same_use and fits and is_similar):
                     runs.append([])
             runs[-1].append(segment)
     waves: list[Wave] = []
@@ -347,7 +351,7 @@ _calls: dict[str, MixerCall] | None = None
 """First call of each function in the block of `recorded_calls`. None outside one."""
 
 
-def _record(call: MixerCall) -> None:
+def _record_first(call: MixerCall) -> None:
     """Keep a function's first call inside `recorded_calls`."""
     if _calls is not None:
         _calls.setdefault(reference(call.function).__name__, call.detached())
@@ -357,7 +361,7 @@ def _record(call: MixerCall) -> None:
 def recorded_calls() -> Iterator[dict[str, MixerCall]]:
     """Record the first call of each mixer's function in the block, by its name."""
     global _calls
-    outer, _calls = _calls, {}  # `_record` writes into `_calls`
+    outer, _calls = _calls, {}  # `_record_first` writes into `_calls`
     try:
         yield _calls
     finally:

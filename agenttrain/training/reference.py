@@ -157,13 +157,14 @@ def make_reference(
     if is_adapted(scorer.model):
         if synced is not None:
             raise ConfigError(SYNCED_ADAPTERS)
-        if changes_nothing(scorer.model):
+        if changes_nothing(scorer.model):  # the adapters are new
             return AdaptersOff(scorer)
         adapters = adapter_parameters(scorer.model)
         loaded = {name: weight.detach().cpu().clone() for name, weight in adapters.items()}
         return LoadedAdapters(scorer, loaded=loaded)
     frozen_scorer: Scorer = copy.deepcopy(scorer).requires_grad_(False)
     if sharding is None:
+        # evaluation_mode: in the precision of training, but not in DDP.
         frozen_scorer = accelerator.prepare_model(frozen_scorer, evaluation_mode=True)
     else:
         shard(frozen_scorer, accelerator, sharding)

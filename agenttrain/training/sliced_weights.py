@@ -274,8 +274,8 @@ class SlicedWeights:
     def fill(self, model: nn.Module, world: World) -> None:
         """Read buffers, and this process's rows of every weight, into a model that has storage.
 
-        Each weight counts as progress of `world`. Adapters are left alone. Raises WrongWeights for
-        a file that changed or is truncated.
+        Each weight counts as progress of `world`: the watchdog sees that this process works.
+        Adapters are left alone. Raises WrongWeights for a file that changed or is truncated.
         """
         try:
             for _, tensor, source in self._weights_of(model):
@@ -339,7 +339,8 @@ class SlicedWeights:
     def check_copies(self, model: nn.Module, world: World) -> None:
         """Raise WrongWeights in all processes if a rank's files differ from those of rank 0.
 
-        Ranks that share rank 0's files compare them with checksums of the other ranks' rows.
+        Ranks that share rank 0's files compare them with checksums of the other ranks' rows. They
+        wait for one another without a time limit (`patient`), because reading files may take long.
         """
         identities = world.gather([self._identity()], "the files of the weights")
         main_files = identities[0]

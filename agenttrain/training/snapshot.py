@@ -41,7 +41,8 @@ class Snapshot:
     """The files of a checkpoint that one process writes, with what goes into them.
 
     `take_snapshot` makes it, `take_weights` adds the weights, and `write` writes the files and
-    drops them: in a second call it writes the files that were added since.
+    drops them. A second call of `write` writes the files that were added since: a checkpoint that
+    is not made in the background writes the other files while the weights are gathered.
     """
 
     writers: dict[str, Callable[[Path], str]] = field(default_factory=dict)

@@ -92,6 +92,7 @@ class ModelTeacher:
             key="algorithm.teacher.path",
         )
         if sharding is None:
+            # evaluation_mode: in the precision of training, but not in DDP.
             self._scorer = accelerator.prepare_model(self._scorer, evaluation_mode=True)
         else:
             shard(self._scorer, accelerator, sharding)
@@ -143,6 +144,7 @@ class ServedTeacher:
         # A server also samples a token, which is thrown away but has to fit into the context.
         fitting = [sequence for sequence in sequences if sequence.length < self._max_context]
         values: list[list[float]] = []
+        # Without a time limit: the servers of one process may take long.
         with self._world.together("the teacher's servers", TeacherFailed, patient=True):
             try:
                 values = self._servers.score([s.token_ids_T.tolist() for s in fitting])

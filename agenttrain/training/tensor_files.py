@@ -48,6 +48,8 @@ LONGEST_HEADER = 100_000_000
 CHUNK = 2**24
 """Bytes that are read before they are converted or copied to a device, and that are written before
 the system is asked to bring them to disk."""
+LENGTH_BYTES = 8
+"""Bytes at the start of a file with the header's length."""
 ALIGNMENT = 8
 """The data begins at a multiple of this."""
 HASHED_BESIDE = 2**20
@@ -88,12 +90,12 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     """
     length = file.stat().st_size
     with file.open("rb") as stream:
-        header_bytes = int.from_bytes(stream.read(ALIGNMENT), "little")
+        header_bytes = int.from_bytes(stream.read(LENGTH_BYTES), "little")
         if header_bytes > min(LONGEST_HEADER, length):
             raise BadTensorFile(f"{file}: is no safetensors file, or is cut; copy it again")
         try:
             header = json.loads(stream.read(header_bytes))
-            data = ALIGNMENT + header_bytes
+            data = LENGTH_BYTES + header_bytes
             tensors = {
                 name: StoredTensor(
                     file=file,
@@ -230,7 +232,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     with open_hashed(path) as file:
-        file.write(len(text).to_bytes(ALIGNMENT, "little") + text)
+        file.write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
         for name in names:
             if math.prod(tensors[name].shape):
                 file.write(bytes_of(tensors[name].contiguous()))

@@ -246,7 +246,8 @@ async def sync(
     dtype = engine.dtype if isinstance(engine, OwnNumberFormat) else policy.model.dtype
     await engine.update(_weights_for(engine, policy.model, dtype), version)
 
-    # Check them: both sides score the probe.
+    # Check the weights: both sides score the probe.
+    # Weights on the CPU may be offloaded, and computed on a GPU.
     on_cpu = policy.model.device.type == "cpu" and not torch.cuda.is_available()
     exact = on_cpu and policy.model.dtype == dtype == torch.float32
     tolerance = config.tolerance or (EXACT_TOLERANCE if exact else TOLERANCE)
@@ -263,7 +264,7 @@ async def sync(
 
     def score() -> list[float]:
         """Return the policy's log-probabilities of the probe."""
-        if is_sharded(policy.model):
+        if is_sharded(policy.model):  # only the scorer's passes gather all weights
             return policy.probe_logprobs(token_ids)
         return policy_logprobs(policy.model, token_ids)
 
@@ -303,7 +304,7 @@ def _weights_for(
     engine: Separate, model: PreTrainedModel, dtype: torch.dtype
 ) -> Iterable[tuple[str, Tensor]]:
     """Return the weights that a sync sends to `engine`, under the names that it takes."""
-    if isinstance(engine, ModelNames) and engine.model_names:
+    if isinstance(engine, ModelNames) and engine.model_names:  # not those of the model's files
         return named_weights(model, dtype)
     if not (engine.takes_adapters and is_adapted(model)):
         return PolicyWeights(model, dtype)

@@ -256,8 +256,8 @@ class World:
         """Wait for every process. `what` names the barrier in errors.
 
         Signals are handled meanwhile. Raises WorldTimeout after `timeout_s` (None: the world's),
-        not counting time in which this process itself was stopped, and when the process that holds
-        the store is gone.
+        not counting time in which this process itself was stopped. Raises it at once if the process
+        that holds the store is gone.
         """
         if self.size == 1:
             return
@@ -280,7 +280,7 @@ class World:
             ranks = _ranks(missing) or "a rank that arrived while this was written"
             raise WorldTimeout(
                 f"rank {self.rank} waited {limit_s:g} s for {what}: {ranks} did not come "
-                f"({_last_barriers(missing, missing)}; distributed.timeout_s)",
+                f"({_last_barriers(missing, barrier_of=missing)}; distributed.timeout_s)",
                 missing=list(missing),
             ) from error
         except dist.DistNetworkError as error:
@@ -314,7 +314,7 @@ class World:
                 if silent := self._pulse.silent(missing):
                     raise WorldTimeout(
                         f"rank {self.rank} waits for {what}: {_ranks(silent)} showed no life for "
-                        f"{self.timeout_s:g} s ({_last_barriers(silent, missing)}; "
+                        f"{self.timeout_s:g} s ({_last_barriers(silent, barrier_of=missing)}; "
                         "distributed.timeout_s)",
                         missing=silent,
                     ) from error

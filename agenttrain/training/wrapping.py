@@ -93,7 +93,9 @@ def make_mesh(device_type: str, sharding: Sharding) -> DeviceMesh:
 
 
 def shard(scorer: Scorer, accelerator: Any, sharding: Sharding) -> None:
-    """Shard the weights of `scorer` in place. Of accelerate, only the mixed precision is used.
+    """Shard the weights of `scorer` in place.
+
+    Of accelerate, only the mixed precision is used: `evaluation_mode` leaves DDP out.
 
     Gradients are summed in float32 whatever the format of the weights. Under bf16, weights are
     gathered in bf16, half the bytes of float32, and layers compute in it, except those that

@@ -131,7 +131,8 @@ def may_set_alarms(function: Callable[..., Any]) -> str | None:
         names = sorted({*_names_in(value.__code__), *closure})
         if not set(names).isdisjoint(SETTERS):
             return f"{value.__module__}.{value.__qualname__}"
-        # Where the names may lead: the function's own scopes, and the modules that it names.
+        # Where the names may lead: the function's own scopes, and the modules that it names. The
+        # names of these modules' attributes are among `names` too.
         scopes = [closure, value.__globals__, sys.modules, methods]
         named = [scope[name] for scope in scopes for name in names if name in scope]
         scopes += [vars(module) for module in named if isinstance(module, ModuleType)]

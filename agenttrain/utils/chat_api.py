@@ -55,7 +55,8 @@ class ChatBackend(Protocol):
 class ChatApi:
     """One model of one server.
 
-    Example: ``ChatApi(url="http://localhost:8000/v1", model="m").ask(messages)`` -> ``"Hello!"``
+    Example: ``ChatApi(url="http://localhost:8000/v1", model="m").ask(messages, str)`` ->
+    ``"Hello!"``
 
     The key is read from the environment variable `api_key_env` and is never written to a file.
     """
@@ -176,7 +177,7 @@ class ChatApi:
             with suppress(KeyError, ValueError):  # absent, or a date
                 transient.wait_s = float(response.headers["retry-after"])
             raise transient
-        if status in CONVERSATION_STATUSES:
+        if status in CONVERSATION_STATUSES:  # it refuses this conversation, not the settings
             raise ChatUnavailable(f"{self._shown_address}: {answer}")
         if status != 200:
             raise ValueError(

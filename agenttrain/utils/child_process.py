@@ -73,7 +73,11 @@ class _Lifeline:
     def keeper_command(
         self, command: Sequence[str], files: Sequence[int], grace_s: float, *, deaf: bool
     ) -> list[str]:
-        """Return the command line of a keeper that runs `command`; see `keeper.py`."""
+        """Return the command line of a keeper that runs `command`; see `keeper.py`.
+
+        `files` are descriptors that only the command uses. `grace_s` and `deaf` are those of
+        `ChildProcess`.
+        """
         program_files = "".join(f"{file}," for file in files)
         words = [self.theirs, os.getpid(), grace_s, "deaf" if deaf else "", program_files]
         return [sys.executable, "-I", "-S", KEEPER, *map(str, words), *command]
@@ -270,8 +274,8 @@ class ChildProcess:
     def kill(self) -> None:
         """Kill the child with all that it has started, and wait for its end; harmless if it ended.
 
-        Without a keeper only its process group is killed. If the child has been reaped (`alive`,
-        `ended`), nothing is: its process group id may have been reused.
+        Without a keeper only its process group is killed. If the child has been reaped (by `code`,
+        `alive` or `wait_for_end`), nothing is: its process group id may have been reused.
         """
         if self._lifeline is not None:
             self.signal(signal.SIGKILL)

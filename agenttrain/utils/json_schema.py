@@ -52,7 +52,7 @@ def subschemas(schema: Any) -> Iterator[Schema]:
     yield schema
     for key, value in schema.items():
         parts: Sequence[Any] = ()
-        if key in OF_NAMES and isinstance(value, Mapping):
+        if key in OF_NAMES and isinstance(value, Mapping):  # name -> schema
             parts = list(value.values())
         elif key in (*OF_LISTS, *OF_SCHEMAS):
             parts = value if isinstance(value, list) else [value]

@@ -160,6 +160,7 @@ def _linear_validators(kind: Any) -> Any:
         validator: Any, target: Any, instance: Any, schema: Any
     ) -> Iterator[ValidationError]:
         """Follow a `$ref`, unless this value was checked by it already (`remembered_checks`)."""
+        # `checked` keeps the value and the schema alive, so that no others get their ids.
         checked, key = _CHECKED.get(), (id(instance), id(schema))
         if checked is not None and key in checked:
             _, _, was_valid = checked[key]

@@ -114,9 +114,9 @@ def _with_sections(algorithm: Mapping[str, Any]) -> dict[str, Any]:
         sections["correction"] = None
     if old.get("entropy_target") is None and "entropy" in sections:
         sections["entropy"]["adaptive"] = None
-    # Keys that this kind of credit does not read, and has no longer.
-    dropped = {"rollout": ("gamma", "step_weight"), "gigpo": ()}.get(credit, ("step_weight",))
-    for key in dropped:
+    # Keys that this kind of credit does not read, and has no longer: only gigpo has a step_weight.
+    unread_keys = {"rollout": ("gamma", "step_weight"), "gigpo": ()}.get(credit, ("step_weight",))
+    for key in unread_keys:
         sections.get("credit", {}).pop(key, None)
     return sections
 
@@ -145,6 +145,7 @@ def overrides_in_this_layout(overrides: Iterable[str]) -> list[str]:
         if has_sync_steps and word == "algorithm.reference=synced":
             continue  # algorithm.ref_sync_steps implies it
         today = moved_key(f"{key}={value}") or key
-        today = today if "=" in today else f"{today}{equals}{RENAMED.get(value, value)}"
+        if "=" not in today:  # the key alone has moved, or nothing
+            today = f"{today}{equals}{RENAMED.get(value, value)}"
         result.append(f"{prefix}{today}")
     return result

@@ -35,7 +35,7 @@ class _Descriptor(io.RawIOBase):
             return os.write(self._number, data)
         except BlockingIOError:  # another process made the pipe non-blocking, and it is full
             select.select([], [self._number], [])
-            return 0
+            return 0  # nothing was written: the buffer tries again
         except OSError as error:
             if error.errno not in NO_READER:
                 self.error = self.error or error
@@ -76,9 +76,10 @@ class _HidingStream(io.TextIOWrapper):
 
 
 def unfailing(number: int, *, like: io.TextIOWrapper | None = None, hides: bool = False) -> TextIO:
-    """Make a stream on descriptor `number` that never raises; `hides`: secrets in addresses.
+    """Make a stream on descriptor `number` that never raises.
 
-    Its encoding and buffering are those of `like` (default: the locale's encoding, and blocks).
+    With `hides` it hides secrets in addresses (`hide_secrets`). Its encoding and buffering are
+    those of `like` (default: the locale's encoding, and blocks).
     """
     stream_class = _HidingStream if hides else io.TextIOWrapper
     return stream_class(

@@ -14,6 +14,7 @@ def seeds_of(rollout_id: str, seed: int) -> tuple[int, int]:
     *path, occurrence, sample = rollout_id.split("-")
     parts = [int(part) if part.isdecimal() else part for part in path]
     group = (seed, *parts, int(occurrence))
+    # The 0 ends every rollout's path: see `BatchRequest.rollouts`.
     return derive_seed(*group, int(sample), 0), derive_seed(*group)
 
 

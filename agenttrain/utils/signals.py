@@ -82,9 +82,12 @@ class StopRequest:
     """Takes True if this process is to stop, and returns True if any process of the run is. With
     several processes all have to call it at the same points:
     ``lambda stopping: world.max(float(stopping), "a signal") > 0``."""
-    _terms: Insistence = field(default_factory=Insistence, repr=False)
+    _insistence: Insistence = field(default_factory=Insistence, repr=False)
+    """Of SIGTERM, and of a deferred SIGINT."""
     _deferred: bool = False
+    """True within `deferred`: there is something to save, so the first signal only requests."""
     _cancel: Callable[[], object] | None = field(default=None, repr=False)
+    """Cancels the work of `until_stopped`; None while there is none."""
 
     def arrive(self, number: int, frame: FrameType | None = None) -> None:
         """Handle a signal: request a stop or, if nothing would be lost, interrupt at once.
@@ -94,8 +97,8 @@ class StopRequest:
         is_first = self.name is None
         self.name = self.name or self.passed_on() or signal.Signals(number).name
         leave_terminal()
-        insists = number in (signal.SIGTERM, signal.SIGINT)
-        if insists and self._terms.arrive():
+        may_insist = number in (signal.SIGTERM, signal.SIGINT)
+        if may_insist and self._insistence.arrive():
             self.insisted = True
             raise KeyboardInterrupt
         if not is_first:
@@ -114,7 +117,7 @@ class StopRequest:
             os.write(2, NOTICE.format(self.name, again.name).encode())
         if self._cancel is not None:
             self._cancel()
-        time.sleep(SETTLE_S)
+        time.sleep(SETTLE_S)  # a repetition of the signal arrives meanwhile, and is handled as such
 
     @contextmanager
     def deferred(self, save: Callable[[], object]) -> Iterator[None]:
