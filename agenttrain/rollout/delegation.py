@@ -234,7 +234,7 @@ class SubAgents:
         """
         self.used = True  # also where this raises: `check` then ends the rollout
         if asyncio.get_running_loop() is not self._loop:
-            self.failure = ToolUnavailable(
+            self.failure = self.failure or ToolUnavailable(
                 f"tool {tool}: delegates from an event loop of its own; make the tool `async def` "
                 "and await context.delegate(…)"
             )

@@ -210,7 +210,7 @@ class Machines:
             return f"solution.env: {error}"
         result = await grading.solve(machine, task, env)
         if result.timed_out:
-            return f"its solution took longer than {task.agent_timeout_s or 0:g} s"
+            return f"its solution took longer than {task.solution_timeout_s:g} s"
         return None if result.code == 0 else f"its solution ended with exit code {result.code}"
 
     async def release(self, rollout_id: str) -> None:

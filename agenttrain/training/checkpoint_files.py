@@ -194,7 +194,9 @@ def recover(folder: Path) -> None:
     """Undo a `replace` that died between its two renames, and remove other leftovers."""
     for former in folder.glob(f".{PREFIX}*.former"):  # .step-000010.former of step-000010
         path = folder / former.name[1:].removesuffix(".former")
-        if not path.exists():
+        if path.exists():  # `replace` died after its second rename
+            shutil.rmtree(former, ignore_errors=True)
+        else:
             with suppress(FileNotFoundError):  # another process of the run has renamed it
                 former.rename(path)
     for pattern in (f".{PREFIX}*.part", f"{PRUNED}*"):  # half written, half removed

@@ -337,3 +337,27 @@ def test_flat_id_and_type_are_parameters_of_the_tool(dialect: dict[str, Any]) ->
     assert call.malformed is not None
     (call,) = parse_response(text, spec, turn=0, schemas=[FORECAST]).calls
     assert call.malformed is None and call.arguments == {}
+
+
+def test_a_call_keeps_its_own_id_beside_types_of_the_tool() -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "role": {"const": "assistant"},
+            "tool_calls": {
+                "type": "array",
+                "x-regex-iterator": r"<tool_call>\s*(.+?)\s*</tool_call>",
+                "items": {"type": "object", "x-parser": "json"},
+            },
+        },
+    }
+    parameters = {"type": "object", "properties": {"n": {"type": "string"}}}
+    tool = {"type": "function", "function": {"name": "find", "parameters": parameters}}
+    text = (
+        '<tool_call>{"id": "abc", "type": "function", '
+        '"function": {"name": "find", "arguments": {"n": "7"}}}</tool_call>'
+    )
+    spec = make_spec(schema, source="nested")
+    for schemas in ([], [tool]):
+        (call,) = parse_response(text, spec, turn=0, schemas=schemas).calls
+        assert (call.id, call.name, call.arguments) == ("abc", "find", {"n": "7"})

@@ -84,6 +84,14 @@ def test_a_group_file_of_the_users() -> None:
     assert names(resolve(name="mine", spec=dict(OURS)), '<call>{"tool": "f"}</call>') == ["f"]
 
 
+@pytest.mark.parametrize("name", ['["a"]', "{}", "3", "null"])
+def test_a_name_that_is_no_text_names_no_tool(name: str) -> None:
+    spec = resolve(name="mine", spec={"call_open": r"<call>", "call_open_also": r"(?=\{)"})
+    find = {"type": "function", "function": {"name": "find", "parameters": {}}}
+    text = f'{{"name": {name}, "arguments": {{}}}}'
+    assert parse_response(text, spec, turn=0, schemas=[find]).content == text
+
+
 def test_every_file_of_the_group_is_named_as_it_says_and_loads() -> None:
     for name in spec_names():
         content = yaml.safe_load((conf_folder() / "response_schema" / f"{name}.yaml").read_text())

@@ -108,6 +108,15 @@ def test_bash(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert completed(bash, f"cd {home}; . {file}", TYPED) == TYPED
 
 
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_a_home_that_cannot_be_written_gets_the_line_of_its_shell(
+    shell: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (home / ".local").write_text("no folder")
+    assert cli.main(["completion", "install", shell]) == 2
+    assert f'eval "$(agenttrain completion {shell})"' in capsys.readouterr().err
+
+
 @pytest.mark.skipif(shutil.which("zsh") is None, reason=NO_ZSH)
 def test_zsh(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, text = install("zsh", capsys)
@@ -136,9 +145,3 @@ def test_shells_without_completion(
     monkeypatch.setenv("SHELL", "/bin/dash")
     assert cli.main(words) == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_folder_that_cannot_be_written(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (home / ".local").write_text("a file")
-    assert cli.main(["completion", "install", "bash"]) == 2
-    assert "make it writable, or load the script" in capsys.readouterr().err

@@ -484,6 +484,16 @@ def test_a_replacement_that_dies_between_its_renames_is_undone(
     assert checkpoints(tmp_path).load_latest(trained) == {"try": 1, "step": 3}
 
 
+def test_a_replacement_that_dies_after_its_renames_leaves_nothing(tmp_path: Path) -> None:
+    trained, saver = policy(), checkpoints(tmp_path)
+    saver.save(trained, step=3)
+    former = tmp_path / ".step-000003.former"  # `replace` died while it removed the former one
+    former.mkdir()
+    (former / "model.safetensors").write_bytes(b"old")
+    assert checkpoints(tmp_path).load_latest(trained) == {"step": 3}
+    assert not former.exists()
+
+
 def test_no_checkpoint_is_an_error_with_the_folder(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no intact checkpoint"):
         checkpoints(tmp_path).load_latest(policy())

@@ -279,8 +279,8 @@ class MarkedSpec(Syntax):
             if len(calls) > MAX_CALLS:
                 break
             read = READERS[self.syntax](text[start:limit], self, schemas)
-            is_call_of_tool = len(read.calls) == 1 and read.calls[0].name in schemas
-            if not is_call_of_tool:
+            name = read.calls[0].name if len(read.calls) == 1 else None  # JSON of any type
+            if not isinstance(name, str) or name not in schemas:
                 continue
             (call,) = read.calls
             end = limit if call.problem is not None else start + read.end

@@ -295,7 +295,8 @@ class SchemaSpec:
             for key, text in texts.items()
             if isinstance(text, str) and key in schemas[name]
         }
-        return {**function, "arguments": arguments | typed_arguments}
+        typed = {**function, "arguments": arguments | typed_arguments}
+        return {**value, "function": typed} if "function" in value else typed
 
     def _read_list_items(self, node: Node, value: str, schemas: Schemas) -> list[ParsedCall]:
         """Read the calls of a malformed list one by one; return [] if the text is no list.

@@ -77,7 +77,7 @@ def install(shell: str) -> None:
     except OSError as error:
         raise ConfigError(
             f"completion install {shell}: {error.filename}: {error.strerror}; make it writable, or "
-            f"load the script in your shell's startup file: {LOADERS['bash'].strip()}"
+            f'add this line to your shell\'s startup file: eval "$(agenttrain completion {shell})"'
         ) from error
     print(f"{file}: {'is there already' if was_there else 'written'}")
     if shell == "bash":

@@ -65,7 +65,7 @@ async def solve(machine: RolloutMachine, task: HarborTask, env: dict[str, str]) 
     await _run(machine, f"chmod +x {SOLUTION}/solve.sh")
     return await machine.exec(
         ["sh", "-c", f"({SOLUTION}/solve.sh) > /logs/agent/oracle.txt 2>&1"],
-        timeout_s=task.agent_timeout_s or task.verifier_timeout_s,
+        timeout_s=task.solution_timeout_s,
         env={"DEBIAN_FRONTEND": "noninteractive", **env},
     )
 

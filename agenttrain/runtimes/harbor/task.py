@@ -146,6 +146,11 @@ class HarborTask:
         return [folder / "tests" for folder in folders if (folder / "tests").is_dir()]
 
     @property
+    def solution_timeout_s(self) -> float:
+        """Seconds that the solution may take: the agent's, or the verifier's if that has none."""
+        return self.agent_timeout_s or self.verifier_timeout_s
+
+    @property
     def solution(self) -> Path | None:
         """Folder of the solution, the step's before the task's; None if there is none."""
         folder = self.folder / "solution"
