@@ -176,15 +176,16 @@ class Guards:
     def check_evaluation(
         self, label: str, rollouts: Sequence[Rollout], warn: Callable[[str], None]
     ) -> None:
-        """Warn of tools that fail in an evaluation, which is never stopped, and of its reward.
+        """Warn of tools that fail in an evaluation, and of a reward that falls in it.
 
-        `label` begins with the time of the evaluation: ``step-20/sampled``. If its reward falls
-        while that of training rises, and action=stop, the run stops after the next step.
+        An evaluation itself is never stopped. `label` begins with its time: ``step-20/sampled``. If
+        its reward falls while that of training rises, and action=stop, the run stops after the next
+        step.
         """
         if self.config.reward_hacking.limit is not None:
             name = label.partition("/")[2]
             for source, rollouts_of_source in _by_source(rollouts).items():
-                if self._has_ended(source):
+                if self._has_left_training(source):
                     continue
                 alarm = self._watch_of(source).check_evaluation(name, rollouts_of_source)
                 if alarm is not None:
@@ -203,7 +204,7 @@ class Guards:
                 self._tripped.add(key)
                 warn(f"guard: {label}: {problem}")
 
-    def _has_ended(self, source: str) -> bool:
+    def _has_left_training(self, source: str) -> bool:
         """Return True if the latest `window` steps had no task of a source of the mixture.
 
         The policy may then get worse at this source without any rise of its training reward, so a

@@ -222,16 +222,20 @@ def _plan_resumed(command: Command, slurm: Sequence[str], folder: Path) -> Plann
 
 
 def _plan_sweep(command: Command, name: str, first: RunConfig, runs: list[Composed]) -> PlannedJob:
-    """Plan the job array of a sweep, whose first run has the settings `first`."""
+    """Plan the job array of a sweep.
+
+    `first` are the settings of its first run without what the job adds to them in `runs`.
+    """
     _check_sweep(runs[0].config.sweep)
-    folder, record = new_sweep(command, runs)
-    folder = folder.absolute()
-    jobs = [record.arguments(folder, job, "resume=auto") for job in record.jobs]
     if first.servers.nodes:
         raise ConfigError(
             f"servers.nodes={first.servers.nodes}: the jobs of an array have no nodes for "
             "servers; submit the runs one by one, or leave it out"
         )
+    folder, record = new_sweep(command, runs)
+    folder = folder.absolute()
+    # A job that is put back into the queue resumes its run.
+    jobs = [record.arguments(folder, job, "resume=auto") for job in record.jobs]
     script = _job_script(folder, name, jobs, runs[0], array=True)
     return PlannedJob(settings=first.slurm, runs=runs, script=script, record=record, resumes=False)
 

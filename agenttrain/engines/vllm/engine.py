@@ -179,6 +179,7 @@ class VllmEngine:
             # head to the wrong rows, and dies.
             await self._drain()
         try:
+            # Not held back: `_drain` holds the requests of others until this one is done.
             output = await self._request("score", list(token_ids), parameters, may_hold=False)
         finally:
             if self.takes_adapters:
