@@ -144,12 +144,11 @@ def _values_of_component(
     for name, value in component.items():
         if name in settings or (name == "_target_" and (is_bundled or not target)):
             continue
-        if is_bundled and (
-            is_data(hints.get(name), value)
-            or (name in defaults and defaults[name] == value)
-            or value in bundled_targets()[target].get(str(name), ())
-        ):
-            continue
+        if is_bundled:
+            is_default = name in defaults and defaults[name] == value
+            is_in_conf = value in bundled_targets()[target].get(str(name), ())
+            if is_data(hints.get(name), value) or is_default or is_in_conf:
+                continue
         yield from _leaves(value, (*path, str(name)))
 
 
