@@ -260,7 +260,8 @@ class Trainer:
             return await request()
         except EngineRestarted as error:
             self.run.tracker.warn(str(error))
-            # A new engine has no weights of the policy yet.
+            # A new engine has no weights of the policy yet. `collective` waits for all processes,
+            # each of which comes from its own rollouts.
             with self.run.world.collective("the weights of an engine that was started again"):
                 await self._sync(self.finished_steps)
             return await request()
@@ -299,6 +300,7 @@ class Trainer:
         for evaluation in evaluations:
             name = f"{label}/{evaluation.label}"
             self.run.tracker.evaluation(name, step, evaluation.metrics())
+            # Warns and raises nothing, so the other processes, without rollouts, need not follow.
             if self.guards is not None:
                 self.guards.check_evaluation(name, evaluation.rollouts, self.run.tracker.warn)
         # Before the first step there is no checkpoint to mark as the best.

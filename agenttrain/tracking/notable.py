@@ -99,7 +99,7 @@ def notable_rollouts(run_folder: Path, command: str) -> Notable:
     of_steps = (
         f"of steps {latest[0]} to {latest[-1]}" if len(latest) > 1 else f"of step {latest[0]}"
     )
-    if latest == [0]:
+    if latest == [0]:  # `agenttrain eval` writes its rollouts as step 0
         of_steps = "of the evaluation"
     # (title, text) of a section -> the value of a record; the highest ones are listed.
     sections: dict[tuple[str, str], Callable[[Record], tuple[float, ...]]] = {

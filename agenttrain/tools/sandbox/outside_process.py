@@ -176,6 +176,7 @@ class Jail:
             }
             # A file: reading a pipe would take a thread for each rollout.
             with tempfile.TemporaryFile() as output:
+                # -I -S: without the user's packages and without those of site-packages.
                 self._process = ChildProcess(
                     [*wrapper, base_python(), "-I", "-S", "-c", code, json.dumps(settings)],
                     keeper=self.backend == "none",  # otherwise the namespace ends as a whole
