@@ -157,7 +157,7 @@ def _take_saved(overrides: Sequence[str], verb: str) -> tuple[list[str], Path | 
             )
         elif saved is not None:
             raise ConfigError(f"{text}: {expected}={saved} is there already; name one folder")
-        elif value != "null":
+        elif value != "null":  # resume=null names none
             saved = Path(value)
     return settings, saved
 

@@ -99,8 +99,8 @@ def engine_problems(config: RunConfig, *, several: bool | None = None) -> Iterat
             f"rollout.structured_calls=true: engine={engine.name} has no grammars; set "
             f"{names_with(grammars=True)}, or leave it out"
         )
-    apart = has_rollout_process(config)  # the engine is in another process than the trainer
-    if apart and not spec.standalone:
+    # `spec` is the form of the engine for the rollout process (`EngineSpec.apart`), if it has one.
+    if has_rollout_process(config) and not spec.standalone:
         ahead = config.async_training.max_staleness
         cause = f"async_training.max_staleness={ahead}"
         if config.rollout.process is RolloutPlace.own:

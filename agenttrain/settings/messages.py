@@ -243,14 +243,8 @@ def _explain_key_error(
             remedy += f", or choose {section}={'|'.join(options)}"
         return f"{key}: has no value; {remedy}"
     first_line = str(cause).partition("\n")[0]
-    if isinstance(cause, InterpolationToMissingValueError):
-        missing = first_line.rpartition(": ")[2]
-        return f"{missing}: has no value; set it: {missing}=…"
-    if isinstance(cause, InterpolationKeyError):
-        return f"{where}: {first_line}; write the whole key, e.g. ${{optimizer.lr}}"
     if isinstance(cause, InterpolationResolutionError):
-        reason = first_line.partition(": ")[2].strip("\"'") or first_line
-        return f"{where}: the interpolation cannot be resolved: {reason}"
+        return _explain_interpolation(cause, where, first_line)
     if where.startswith("~"):
         expected = _expected(setting, None) or f"set another value: {setting}=…"
         expected = expected.removeprefix("is a section; ")
@@ -260,6 +254,17 @@ def _explain_key_error(
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         return f"{where}: {_about_unknown_key(key, meant, groups)}"
     return f"{where}: {_expected(setting, getattr(cause, 'value', None)) or first_line}"
+
+
+def _explain_interpolation(cause: InterpolationResolutionError, where: str, first_line: str) -> str:
+    """Return the message for an interpolation at `where`; `first_line` is that of its error."""
+    if isinstance(cause, InterpolationToMissingValueError):
+        missing = first_line.rpartition(": ")[2]
+        return f"{missing}: has no value; set it: {missing}=…"
+    if isinstance(cause, InterpolationKeyError):
+        return f"{where}: {first_line}; write the whole key, e.g. ${{optimizer.lr}}"
+    reason = first_line.partition(": ")[2].strip("\"'") or first_line
+    return f"{where}: the interpolation cannot be resolved: {reason}"
 
 
 def _about_unknown_key(key: str, meant: str, groups: Mapping[str, Sequence[str]]) -> str:

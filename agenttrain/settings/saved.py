@@ -337,23 +337,12 @@ def saved_settings(
     plain = cast(dict[str, Any], OmegaConf.to_container(node, enum_to_str=True))
     raise_config_error(empty_mapping_problems(overrides, plain))
     with explained(overrides, source.groups):
-        # First the groups with a new choice, then the single values, as Hydra does.
         groups = source.groups()
         group_choices = [
             o for o in parsed if o.key_or_group in groups and isinstance(o.value(), str | list)
         ]
-        fresh = compose_raw([str(o.input_line) for o in group_choices], source)
-        engine = node.engine.get("name")
-        for override in group_choices:
-            node[override.key_or_group] = fresh[override.key_or_group]
-        if node.engine.get("name") != engine:
-            _forget_servers(node, fresh)
-            if allowed is EVALUABLE and "async_training" in node:
-                # An evaluation trains nothing: these settings must not rule out the new engine.
-                node.async_training = fresh.async_training
-        for override in parsed:
-            if override not in group_choices:
-                OmegaConf.update(node, override.key_or_group, override.value(), force_add=True)
+        values = [override for override in parsed if override not in group_choices]
+        _apply(node, group_choices, values, source, evaluates=allowed is EVALUABLE)
         try:
             composed = convert(node)
             # `data.only` moves a source's sections. Signatures and typed keys know their places in
@@ -366,9 +355,8 @@ def saved_settings(
             raise ConfigError(_with_file(str(error), folder / "config.yaml", parsed)) from error
     # A typed mapping is merged into the saved one: only its own values are the user's.
     typed_paths = [tuple(o.key_or_group.replace("/", ".").split(".")) for o in group_choices]
-    for override in parsed:
-        if override not in group_choices:
-            typed_paths += _value_paths(override.value(), tuple(override.key_or_group.split(".")))
+    for override in values:
+        typed_paths += _value_paths(override.value(), tuple(override.key_or_group.split(".")))
     unsigned = [
         value
         for value in untrusted_values(unmoved.plain, used_sections)
@@ -377,6 +365,28 @@ def saved_settings(
     ]
     check_trusted(argument, unsigned, trust=trust)
     return composed
+
+
+def _apply(
+    node: DictConfig,
+    group_choices: Sequence[Override],
+    values: Sequence[Override],
+    source: Source,
+    *,
+    evaluates: bool,
+) -> None:
+    """Change saved settings by overrides: first groups with a new choice, then values, as Hydra."""
+    fresh = compose_raw([str(o.input_line) for o in group_choices], source)
+    engine = node.engine.get("name")
+    for override in group_choices:
+        node[override.key_or_group] = fresh[override.key_or_group]
+    if node.engine.get("name") != engine:
+        _forget_servers(node, fresh)
+        if evaluates and "async_training" in node:
+            # An evaluation trains nothing: these settings must not rule out the new engine.
+            node.async_training = fresh.async_training
+    for override in values:
+        OmegaConf.update(node, override.key_or_group, override.value(), force_add=True)
 
 
 def _parse_allowed(
