@@ -86,7 +86,10 @@ class BatchSource(Protocol):
     def summarise(
         self, batches: Sequence[StepBatch], training: dict[str, float], seconds: Mapping[str, float]
     ) -> tuple[dict[str, float], list[Rollout]]:
-        """Merge the batches of all processes: return the metrics and the rollouts of the step."""
+        """Merge the batches of all processes: return the metrics and the rollouts of the step.
+
+        `training` are the metrics of the update, `seconds` those of the step's phases.
+        """
         ...
 
     def state_dict(self) -> dict[str, Any]:

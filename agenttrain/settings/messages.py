@@ -246,7 +246,7 @@ def _explain_key_error(
     if isinstance(cause, InterpolationResolutionError):
         return _explain_interpolation(cause, where, first_line)
     if where.startswith("~"):
-        expected = _expected(setting, None) or f"set another value: {setting}=…"
+        expected = _expected(setting, value=None) or f"set another value: {setting}=…"
         expected = expected.removeprefix("is a section; ")
         return f"{where}: cannot be left out, as every run has it; {expected}"
     if (new := moved_key(where)) is not None:

@@ -44,7 +44,8 @@ CHECK_S = 0.2
 class ToolWorker:
     """One worker process of a `ProcessTool`, which runs one call at a time.
 
-    `request` blocks the calling thread. Any thread may call `kill`.
+    `ProcessTool` calls `start`, then `request` for each call, at the end `kill`, and `has_ended`
+    until that is true. `request` blocks the calling thread. Any thread may call `kill`.
     """
 
     def __init__(self, recipe: Recipe) -> None:
