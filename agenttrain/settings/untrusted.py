@@ -68,6 +68,7 @@ def _values_of_class(
     sections = sections_below(cls)
     for name, value in section.items():
         place = (*path, str(name))
+        # `key` is that of a run of one source, also for a section in a source of a mixture.
         key, is_section = ".".join(run_place(place)), isinstance(value, Mapping)
         if is_section and key == SOURCES:
             for source, source_section in value.items():
