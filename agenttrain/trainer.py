@@ -86,7 +86,10 @@ class BatchSource(Protocol):
     def summarise(
         self, batches: Sequence[StepBatch], training: dict[str, float], seconds: Mapping[str, float]
     ) -> tuple[dict[str, float], list[Rollout]]:
-        """Merge the batches of all processes: return the metrics and the rollouts of the step."""
+        """Merge the batches of all processes: return the metrics and the rollouts of the step.
+
+        `training` are the metrics of the update, `seconds` those of the step's phases.
+        """
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -260,7 +263,8 @@ class Trainer:
             return await request()
         except EngineRestarted as error:
             self.run.tracker.warn(str(error))
-            # A new engine has no weights of the policy yet.
+            # A new engine has no weights of the policy yet. `collective` waits for all processes,
+            # each of which comes from its own rollouts.
             with self.run.world.collective("the weights of an engine that was started again"):
                 await self._sync(self.finished_steps)
             return await request()
@@ -299,6 +303,7 @@ class Trainer:
         for evaluation in evaluations:
             name = f"{label}/{evaluation.label}"
             self.run.tracker.evaluation(name, step, evaluation.metrics())
+            # Warns and raises nothing, so the other processes, without rollouts, need not follow.
             if self.guards is not None:
                 self.guards.check_evaluation(name, evaluation.rollouts, self.run.tracker.warn)
         # Before the first step there is no checkpoint to mark as the best.

@@ -44,7 +44,9 @@ def replay(args: Namespace) -> int:
     if failed_stage is None and (live or not (folder / "tools.json").is_file()):
         code = (*code, "tools", "environment", "user")
     with hydra_session(Source()):
-        config = saved_settings(f"replay {folder}", folder, Source(), runs=code, trust=trust).config
+        config = saved_settings(
+            f"replay {folder}", folder, Source(), used_sections=code, trust=trust
+        ).config
     with as_config_error():
         if failed_stage is not None:
             from agenttrain.commands.replay_crash import replay_crash  # torch comes with it
@@ -89,7 +91,7 @@ def rescore(args: Namespace, overrides: Sequence[str]) -> int:
             source,
             overrides=open_keys(settings),  # reward functions have keys that no YAML lists
             allowed=("reward",),
-            runs=SCORING,
+            used_sections=SCORING,
             trust=trust,
         ).config
     validate(config, code=SCORING)

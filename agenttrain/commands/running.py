@@ -204,19 +204,21 @@ def _load_saved(command: Command, saved: Path) -> Composed:
     )
 
     source, trust = command.source, command.trust
-    # `runs` are the sections whose code the verb runs: the user has to trust it. `open_keys` lets
+    # `used` are the sections whose code the verb runs: the user has to trust it. `open_keys` lets
     # overrides name keys that no YAML file lists.
     if command.auto:
         return settings_for_auto_resume(saved, open_keys(command.overrides), source, trust=trust)
     if command.verb in ("play", "serve"):
-        changes, runs = open_keys(command.overrides), USED[command.verb]
-        return settings_for_eval(saved, changes, source, trust=trust, runs=runs)
+        changes, used = open_keys(command.overrides), USED[command.verb]
+        return settings_for_eval(saved, changes, source, trust=trust, used_sections=used)
     if command.verb == "eval":
         # hydra.run.dir= names the evaluation's folder and changes nothing of the run.
         changes = [text for text in command.overrides if not text.startswith(RUN_DIR)]
         return settings_for_eval(saved, open_keys(changes), source, trust=trust)
-    runs = USED.get(command.verb, TRAINED)
-    return settings_for_resume(saved, open_keys(command.overrides), source, trust=trust, runs=runs)
+    used = USED.get(command.verb, TRAINED)
+    return settings_for_resume(
+        saved, open_keys(command.overrides), source, trust=trust, used_sections=used
+    )
 
 
 def _compose_one(overrides: Sequence[str], command: Command) -> Composed:

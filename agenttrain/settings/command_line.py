@@ -28,7 +28,7 @@ EVAL_FOLDERS = (
     f"hydra.sweep.dir=outputs/${{hydra.job.name}}/sweep_${{now:{TIMESTAMP}}}_eval",
 )
 """Folders of `agenttrain eval`; an override of the user's comes later and wins."""
-OF_A_RUN = ("eval", "play", "serve")
+VERBS_WITH_RUN = ("eval", "play", "serve")
 """Verbs that take a saved run by `run=`; the others take it by `resume=`."""
 
 
@@ -37,15 +37,15 @@ class Command:
     """A command line whose settings are composed."""
 
     arguments: list[str]
-    """The command line itself."""
+    """The command line, with the verb."""
     typed: list[str]
-    """The command line without the verb."""
+    """The command line without the verb, as it was typed."""
     verb: str
     """The verb that the settings are for."""
     overrides: list[str]
-    """Overrides without that of `saved`."""
+    """The typed overrides without the one that names `saved`."""
     saved: Path | None
-    """The folder of `resume=` (train, sft, check) or `run=` (`OF_A_RUN`)."""
+    """The folder of `resume=` (train, sft, check) or `run=` (`VERBS_WITH_RUN`)."""
     trust: bool
     """True for `trust=true`: the code that `saved` names may run."""
     auto: bool
@@ -59,7 +59,7 @@ class Command:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The arguments without the verb, for summary.json; empty where a run goes on."""
+        """`typed`, for summary.json; empty with `saved`: a resumed run keeps those of its start."""
         return () if self.saved else tuple(self.typed)
 
     @property
@@ -91,14 +91,14 @@ def command_of(
     if trust and saved is None:
         raise ConfigError(
             f"{TRUSTED}: lets the code run that a saved run names; it goes with "
-            f"{'run=' if verb in OF_A_RUN else 'resume='}, leave it out"
+            f"{'run=' if verb in VERBS_WITH_RUN else 'resume='}, leave it out"
         )
     sweep = args.multirun or "hydra.mode=MULTIRUN" in settings
     if args.multirun and getattr(args, "cfg", None):
         raise ConfigError("--cfg: shows one run; leave -m out")
     if sweep and saved and (verb == "eval" or checks):
         raise ConfigError(f"-m: a sweep starts new runs; it cannot be combined with {saved}")
-    auto = saved == Path(AUTO) and verb not in OF_A_RUN  # resume=auto
+    auto = saved == Path(AUTO) and verb not in VERBS_WITH_RUN  # resume=auto
     if auto:
         folder = named_folder(settings)
         if folder is None:
@@ -107,7 +107,7 @@ def command_of(
                 f"{RUN_DIR}<folder>, the same each time"
             )
         saved = folder if (folder / "config.yaml").exists() else None
-    if saved is None:
+    if saved is None:  # callers open the keys of a saved run's overrides
         settings = open_keys([*(EVAL_FOLDERS if verb == "eval" else ()), *settings])
     return Command(
         arguments=args.command_line,
@@ -139,15 +139,15 @@ def take_trust(words: Sequence[str]) -> tuple[list[str], bool]:
 def _take_saved(overrides: Sequence[str], verb: str) -> tuple[list[str], Path | None]:
     """Return the overrides without `resume=<folder>`, and that folder; None if there is none.
 
-    For a verb in `OF_A_RUN` it is `run=<folder>`. Raises ConfigError for the other one of the two.
+    For a verb in `VERBS_WITH_RUN` it is `run=<folder>`. Raises ConfigError for the other one.
     """
-    expected, other = ("run", "resume") if verb in OF_A_RUN else ("resume", "run")
+    expected, other = ("run", "resume") if verb in VERBS_WITH_RUN else ("resume", "run")
     settings, saved = [], None
     for text in overrides:
         key, _, value = text.partition("=")
         if key == other:
             suggestion = f"run={quote(value)}"
-            remedy = suggestion if verb in OF_A_RUN else f"agenttrain eval {suggestion}"
+            remedy = suggestion if verb in VERBS_WITH_RUN else f"agenttrain eval {suggestion}"
             raise ConfigError(f"{text}: not with `agenttrain {verb}`; did you mean {remedy}?")
         if key != expected:
             settings.append(text)
@@ -157,7 +157,7 @@ def _take_saved(overrides: Sequence[str], verb: str) -> tuple[list[str], Path | 
             )
         elif saved is not None:
             raise ConfigError(f"{text}: {expected}={saved} is there already; name one folder")
-        elif value != "null":
+        elif value != "null":  # resume=null names none
             saved = Path(value)
     return settings, saved
 

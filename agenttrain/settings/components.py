@@ -63,7 +63,11 @@ SETTINGS_BESIDE: Mapping[str, type[Any]] = {
 """Section of components by name -> the settings beside their `_target_`."""
 ONE_BESIDE: Mapping[str, type[Any]] = {"user": UserSettings}
 """Section that is itself one component -> the settings beside its `_target_`."""
-BESIDE: Mapping[str, type[Any]] = {**SETTINGS_BESIDE, **ONE_BESIDE, "tracker": OwnTrackerSettings}
+ALL_BESIDE: Mapping[str, type[Any]] = {
+    **SETTINGS_BESIDE,
+    **ONE_BESIDE,
+    "tracker": OwnTrackerSettings,
+}
 """All sections with settings beside a `_target_`; trackers stand deeper, in `tracker.own`."""
 REWARD = "environment"
 """Name of the reward function that environments share."""
@@ -111,9 +115,9 @@ def section_problems(config: RunConfig) -> Iterator[str]:
                 f"{key}={shown(section)}: has no _target_{hint}; add one: "
                 f"{key}._target_=my_module.{name}"
             )
-        elif kind in BESIDE:
+        elif kind in ALL_BESIDE:  # ToolSettings for `tools`, …
             try:
-                settings, _ = split_section(BESIDE[kind], section, key)
+                settings, _ = split_section(ALL_BESIDE[kind], section, key)
             except ConfigError as error:
                 yield from str(error).splitlines()
             else:
@@ -144,7 +148,7 @@ def _useless_limits(config: RunConfig, key: str, settings: Any) -> Iterator[str]
 
 def _components(config: RunConfig) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
     """Yield (key, section, all sections of its kind) of each component."""
-    for kind in SETTINGS_BESIDE:
+    for kind in SETTINGS_BESIDE:  # tools, environment, reward
         siblings = getattr(config, kind)
         sections = reward_sections(config) if kind == "reward" else siblings
         for name, section in sections.items():
@@ -172,7 +176,7 @@ def code_problems(config: RunConfig, sections: Collection[str] = SECTIONS) -> It
         except ValueError as error:
             yield str(error)
             continue
-        settings = field_names(BESIDE[kind]) if kind in BESIDE else ()
+        settings = field_names(ALL_BESIDE[kind]) if kind in ALL_BESIDE else ()
         parameters = parameter_names(target)  # None: any name, or unknown
         known = (*(parameters or ()), *settings)
         unknown = [n for n in section if n not in (*known, "_target_")]
@@ -222,7 +226,7 @@ def _tool(config: RunConfig, key: str, section: Mapping[str, Any], target: Any) 
     settings, bound = split_section(ToolSettings, section, key)
     yield from _errors_to_retry(key, settings)
     if section["_target_"] == INTERPRETER:
-        from agenttrain.tools.sandbox.tool import interpreter_problems  # its pool comes with it
+        from agenttrain.tools.sandbox.tool import interpreter_problems  # with the pool: late
 
         yield from interpreter_problems(key, settings, bound)
     check = TOOL_CHECKS.get(section["_target_"])

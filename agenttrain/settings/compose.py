@@ -91,7 +91,7 @@ def schema() -> DictConfig:
     # An instance, because OmegaConf does not see pydantic's defaults in the class. It is built from
     # empty sections, for which pydantic needs one validator instead of one for each section.
     config = validated(RunConfig, _empty_sections(RunConfig))
-    config.algorithm.objective = {}  # type: ignore[assignment]
+    config.algorithm.objective = {}  # type: ignore[assignment]  # it takes any key
     node = cast(DictConfig, OmegaConf.structured(config))
     node.engine = {"name": DEFAULT_ENGINE}
     for section, (shared, _) in CHOICES.items():
@@ -188,7 +188,8 @@ def compose_run(overrides: Sequence[str], source: Source, *, with_hydra: bool = 
             composed = convert(sections) if adds_or_deletes else _validate(sections)
         except ConfigError as error:
             raise ConfigError(with_files(str(error), overrides, source.name)) from error
-    if sections["data"].get("only") is None:  # else the source's own sections take their place
+    # With `data.only` the run has that source's sections: a typed `tools=[]` is not about them.
+    if sections["data"].get("only") is None:
         _check_emptied(overrides, composed)
     return replace(composed, raw=raw) if with_hydra else composed
 
@@ -326,7 +327,7 @@ def _validate(sections: Mapping[str, Any]) -> Composed:
     complete = plain(config)  # with the defaults of the choices
     if not has_test_rows(config.data):  # no evaluation; config.yaml still has the typed number
         config.eval.questions = 0
-    complete["engine"] = registry.plain(config.engine)
+    complete["engine"] = registry.plain(config.engine)  # an engine from outside as `_target_`
     # As typed. A user's objective is completed later, because that imports its module.
     complete["algorithm"]["objective"] = sections["algorithm"]["objective"]
     composed = Composed(config=config, plain=complete)
@@ -366,7 +367,7 @@ def in_run_folder(composed: Composed, job: Callable[[Path], int]) -> int:
     """
     raw, hydra = composed.raw, cast(Hydra, GlobalHydra.instance().hydra)
     assert raw is not None, "compose_run(with_hydra=True) keeps it"
-    with read_write(raw.hydra), open_dict(raw.hydra):
+    with read_write(raw.hydra), open_dict(raw.hydra):  # as Hydra.run does
         raw.hydra.mode = RunMode.RUN
     job_started, config_error = False, None
 

@@ -99,8 +99,8 @@ def engine_problems(config: RunConfig, *, several: bool | None = None) -> Iterat
             f"rollout.structured_calls=true: engine={engine.name} has no grammars; set "
             f"{names_with(grammars=True)}, or leave it out"
         )
-    apart = has_rollout_process(config)  # the engine is in another process than the trainer
-    if apart and not spec.standalone:
+    # `spec` is the form of the engine for the rollout process (`EngineSpec.apart`), if it has one.
+    if has_rollout_process(config) and not spec.standalone:
         ahead = config.async_training.max_staleness
         cause = f"async_training.max_staleness={ahead}"
         if config.rollout.process is RolloutPlace.own:
@@ -122,7 +122,8 @@ def engine_problems(config: RunConfig, *, several: bool | None = None) -> Iterat
         )
     if not spec.fleet:
         yield from _servers_unused(config)
-    # For adapters of which only the architecture tells, `runs.loading.check_model` checks again.
+    # None (only the model's architecture tells) counts as merged: `runs.loading.check_model` checks
+    # again once the architecture is known.
     is_merged = merges_adapters(config) is not False
     yield from spec.check(engine, _facts(config, is_merged=is_merged, several=several))
 
@@ -150,8 +151,8 @@ def _facts(config: RunConfig, *, is_merged: bool, several: bool | None = None) -
 def sends_adapters(config: RunConfig, *, is_merged: bool) -> bool:
     """Return True if the engine is sent the policy's adapters as they are.
 
-    `is_merged` says that an engine would read them wrongly, so that they are merged into the
-    weights; see `merges_adapters`.
+    `is_merged`: they are merged into the weights, because the engine would compute something else
+    with them (`merges_adapters`). The transport `files` always sends all weights.
     """
     return (
         config.model.lora.rank > 0
@@ -164,10 +165,10 @@ def sends_adapters(config: RunConfig, *, is_merged: bool) -> bool:
 def merges_adapters(config: RunConfig) -> bool | None:
     """Return True if adapters are merged because vLLM 0.32 would compute something else with them.
 
-    In most families it reads adapters of experts wrongly, and in all those of several ranks or
-    scales. It would add adapters of a base in 4 bits to the weights of the base's files, which are
-    others. None: the settings do not tell whether experts have adapters, the model's architecture
-    does.
+    It reads adapters of experts wrongly in most families of models, and adapters of several ranks
+    or scales in all of them. It would add adapters of a base in 4 bits to the weights of the base's
+    files, which are others. None: the settings do not tell whether experts have adapters, the
+    model's architecture does.
     """
     model = config.model
     if not model.lora.rank:
@@ -180,7 +181,7 @@ def merges_adapters(config: RunConfig) -> bool | None:
         return None
     if (folder / ADAPTER_CONFIG).is_file():
         return why_merged(folder) is not None
-    if model.lora.target_parameters:
+    if model.lora.target_parameters:  # packed weights of experts
         return True
     return None if has_experts(folder) else False
 

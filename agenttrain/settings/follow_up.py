@@ -22,6 +22,7 @@ OF_SFT = (
 ROWS = ("data", "data.path", "data.train", "data.train.path", "data.train._target_")
 """Settings that choose a run's rows."""
 AGENT = ("tools", "stop_tools", "stop", "environment", "agent")
+"""Sections that describe an agent."""
 PLACEHOLDERS = ("data=file", "data.train.path=train.jsonl", "data.test.path=test.jsonl")
 
 
@@ -58,14 +59,8 @@ def after_sft(words: Sequence[str], checkpoint: str) -> FollowUp:
     if has_rl_experiment:  # shop for shop_warmstart
         settings = [f"experiment={rl_experiment}" if text in named else text for text in settings]
         tasks_missing = False
-    elif not any(key_of(text) in ROWS for text in settings):
-        tasks_missing = True  # the rows of the experiment itself are what was learned
-    elif files:  # typed rows were learned in place of those of an experiment
-        bundled_file = _yaml_file(conf_folder(), f"experiment/{experiment}")
-        is_bundled = bundled_file is not None and experiment != "none"
-        tasks_missing = not is_bundled and not any(_chooses_rows(file, folders) for file in files)
-    else:  # the default experiment's tasks, unless the run has an agent of its own
-        tasks_missing = any(_of(text, AGENT) for text in settings)
+    else:
+        tasks_missing = _lacks_tasks(settings, experiment, files, folders)
     # The settings of the agent stay. Those of supervised learning and its rows go.
     kept = [text for text in settings if not _of(text, (*OF_SFT, "data"))]
     kept += [*(PLACEHOLDERS if tasks_missing else ()), f"model.path={checkpoint}"]
@@ -77,6 +72,23 @@ def after_sft(words: Sequence[str], checkpoint: str) -> FollowUp:
         return shell_command([*verb_words, *option_words, *taken])
 
     return FollowUp(evaluate=command("eval"), train=command("train"), tasks_missing=tasks_missing)
+
+
+def _lacks_tasks(
+    settings: Sequence[str], experiment: str | None, files: Sequence[str], folders: Sequence[Path]
+) -> bool:
+    """Return True if `settings` without the rows of supervised learning choose no tasks.
+
+    `files` are the YAML files that may choose rows: those of the experiment and of --config-name.
+    """
+    if not any(key_of(text) in ROWS for text in settings):
+        return True  # the rows of the experiment itself are what was learned
+    if files:  # typed rows were learned in place of those of an experiment
+        bundled_file = _yaml_file(conf_folder(), f"experiment/{experiment}")
+        is_bundled = bundled_file is not None and experiment != "none"
+        return not is_bundled and not any(_chooses_rows(file, folders) for file in files)
+    # The default experiment has tasks, for its own agent.
+    return any(_of(text, AGENT) for text in settings)
 
 
 def _split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:

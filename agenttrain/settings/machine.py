@@ -15,7 +15,7 @@ from agenttrain.engines.vllm_server.spec import installed_problems
 from agenttrain.launch.config import DistributedConfig, DistributedName, uneven_groups
 from agenttrain.settings.command_line import CHECK
 from agenttrain.settings.engine_checks import policy_gpus, replays_routes
-from agenttrain.settings.role_checks import SAMPLING, fleets, used_roles
+from agenttrain.settings.role_checks import VERBS_WITH_SERVERS, fleets, used_roles
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.config import Dtype, MixedPrecision, Transport
 
@@ -32,7 +32,7 @@ def run_gpus(config: RunConfig, verb: str, trainers: int) -> int:
     and of the servers that the run or its job starts. Servers that somebody else starts are not
     counted.
     """
-    if verb not in SAMPLING:
+    if verb not in VERBS_WITH_SERVERS:
         return trainers
     servers = sum(fleet.gpu_count for fleet in fleets(config, verb).values())
     servers += config.servers.gpu_count if config.servers.nodes else 0
@@ -101,7 +101,7 @@ def broadcast_problems(config: RunConfig, count_gpus: Callable[[], int]) -> list
             f"{key}: goes from the trainer's GPU to those of the servers, and there is no GPU "
             "here; set weight_sync.transport=files, or leave it out"
         ]
-    return [*installed_problems(key)]
+    return [*installed_problems(key)]  # it takes vLLM servers
 
 
 def process_count_problem(section: DistributedConfig, gpus: int) -> str | None:

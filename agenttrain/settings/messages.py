@@ -125,6 +125,7 @@ def check_values(
     """Raise ConfigError for values of a wrong type that Hydra accepts or does not explain."""
     options = groups()
     for override in overrides:
+        # The key is typed as that of a section, algorithm.credit, or of a group, algorithm/credit.
         key, value = override.key_or_group, override.value()
         line = as_typed(override.input_line)
         if not key:
@@ -225,8 +226,9 @@ def _explain_key_error(
             # OmegaConf names the first unknown part.
             where, meant = as_typed(override), name
             break
-    chosen = where.partition("=")[0].partition(" ")[0].lstrip("+")
-    if key in groups and key == chosen and key not in setting_keys():
+    typed_key = where.partition("=")[0].partition(" ")[0].lstrip("+")
+    # A group, such as `experiment`, that is no section of the settings: its option was typed.
+    if key in groups and key == typed_key and key not in setting_keys():
         return (
             f"{where}: its file lacks the first line `# @package _global_`, so that its keys would "
             f"stand in a section {key!r}; put that line at its top"
@@ -234,23 +236,17 @@ def _explain_key_error(
     if isinstance(cause, MissingMandatoryValue):
         section = key.rpartition(".")[0].replace(".", "/")
         section = section if section in groups else key.partition(".")[0]
-        needs_path = ("file", "folder", "own")
+        needs_path = ("file", "folder", "own")  # these options lack a value themselves
         options = [name for name in groups.get(section, ()) if name not in needs_path]
         remedy = f"set it: {key}=…"
         if options and section != "reward":  # another reward would leave the key as it is
             remedy += f", or choose {section}={'|'.join(options)}"
         return f"{key}: has no value; {remedy}"
     first_line = str(cause).partition("\n")[0]
-    if isinstance(cause, InterpolationToMissingValueError):
-        missing = first_line.rpartition(": ")[2]
-        return f"{missing}: has no value; set it: {missing}=…"
-    if isinstance(cause, InterpolationKeyError):
-        return f"{where}: {first_line}; write the whole key, e.g. ${{optimizer.lr}}"
     if isinstance(cause, InterpolationResolutionError):
-        reason = first_line.partition(": ")[2].strip("\"'") or first_line
-        return f"{where}: the interpolation cannot be resolved: {reason}"
+        return _explain_interpolation(cause, where, first_line)
     if where.startswith("~"):
-        expected = _expected(setting, None) or f"set another value: {setting}=…"
+        expected = _expected(setting, value=None) or f"set another value: {setting}=…"
         expected = expected.removeprefix("is a section; ")
         return f"{where}: cannot be left out, as every run has it; {expected}"
     if (new := moved_key(where)) is not None:
@@ -260,11 +256,22 @@ def _explain_key_error(
     return f"{where}: {_expected(setting, getattr(cause, 'value', None)) or first_line}"
 
 
+def _explain_interpolation(cause: InterpolationResolutionError, where: str, first_line: str) -> str:
+    """Return the message for an interpolation at `where`; `first_line` is that of its error."""
+    if isinstance(cause, InterpolationToMissingValueError):
+        missing = first_line.rpartition(": ")[2]
+        return f"{missing}: has no value; set it: {missing}=…"
+    if isinstance(cause, InterpolationKeyError):
+        return f"{where}: {first_line}; write the whole key, e.g. ${{optimizer.lr}}"
+    reason = first_line.partition(": ")[2].strip("\"'") or first_line
+    return f"{where}: the interpolation cannot be resolved: {reason}"
+
+
 def _about_unknown_key(key: str, meant: str, groups: Mapping[str, Sequence[str]]) -> str:
     """Return what to do about the unknown `key`; `meant` is the key that the user wrote."""
-    section = ".".join(key.split(".")[1:2]) if key.startswith("hydra.") else ""
-    if section in REPLACED:
-        return REPLACED[section]
+    hydra_section = ".".join(key.split(".")[1:2]) if key.startswith("hydra.") else ""
+    if hydra_section in REPLACED:
+        return REPLACED[hydra_section]
     if key.startswith("hydra."):
         return "Hydra has no such key; `agenttrain --cfg hydra` shows those it has"
     hint = suggest_key(meant, groups)

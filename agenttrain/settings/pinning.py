@@ -144,11 +144,14 @@ def pin(composed: Composed, verb: str) -> None:
             _set_revision(composed, rows, commit)
     for model in hub_models(composed.config, verb):
         folder = model_folder(model.path, (), revision=model.revision, key=model.key)
-        _set_revision(composed, model, folder.name)
+        _set_revision(composed, model, folder.name)  # the cache names a snapshot by its commit
 
 
 def adopt_pins(composed: Composed, started: Composed) -> None:
-    """Copy the commits of `started` to the same models in `composed`, except typed commits."""
+    """Copy the commits of `started` to the same models in `composed`, except typed commits.
+
+    Compares the models of "train", the verb that reads most of them.
+    """
     started_models = {model.key: model for model in _models_and_rows(started.config, "train")}
     for model in _models_and_rows(composed.config, "train"):
         started_model = started_models.get(model.key)
@@ -197,7 +200,7 @@ def fetch(config: RunConfig, verb: str) -> None:
 
 
 def check_cached(configs: Iterable[RunConfig], verb: str) -> None:
-    """Raise ConfigError for models whose weights are not in the cache."""
+    """Raise ConfigError for models whose weights are not in the cache, for slurm.offline=true."""
     models = dict.fromkeys(model for config in configs for model in hub_models(config, verb))
     raise_config_error(
         f"{model.key}={model.path}: its weights are not in the cache, and the nodes have no "

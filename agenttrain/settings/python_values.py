@@ -48,7 +48,7 @@ def as_overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]
     """
     for name, value in settings.items():
         key = f"{prefix}{name}"
-        if key in FOLDERS and value is not None:
+        if key in FOLDERS and value is not None:  # read without Hydra's grammar: unquoted
             yield f"{key}={value}"
         elif _is_code(value):
             target = key if name == "_target_" else f"{key}._target_"

@@ -15,8 +15,8 @@ from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.role_names import ROLE, role_named
 from agenttrain.utils.sections import shown
 
-SAMPLING = ("train", "eval")
-"""Verbs whose runs have the servers of roles."""
+VERBS_WITH_SERVERS = ("train", "eval")
+"""Verbs whose runs start servers: of the policy and of roles."""
 TEACHER = "algorithm.teacher.path"
 
 
@@ -41,7 +41,7 @@ def roles_named(config: RunConfig) -> dict[str, str]:
 
 def used_roles(config: RunConfig, verb: str) -> dict[str, RoleConfig]:
     """Return the roles whose servers a run of `verb` needs, in a fixed order."""
-    if verb not in SAMPLING:
+    if verb not in VERBS_WITH_SERVERS:
         return {}
     named = roles_named(config)
     if verb != "train":  # nothing is trained, so no teacher is asked
@@ -98,7 +98,7 @@ def role_problems(config: RunConfig) -> Iterator[str]:
         arguments = () if model is None else getattr(config.roles, role).args
         for name in arguments:
             if (owner := _owner(role, name)) is not None:
-                instead = f", set {owner}" if owner else ""
+                instead = f", set {owner}" if owner else ""  # "": agenttrain sets it itself
                 yield f"roles.{role}.args.{name}: is set by agenttrain; leave it out{instead}"
     yield from _node_problems(config, named)
     if TEACHER not in named:

@@ -92,16 +92,23 @@ def settings_for_resume(
     source: Source,
     *,
     trust: bool = False,
-    runs: Sequence[str] = TRAINED,
+    used_sections: Sequence[str] = TRAINED,
 ) -> Composed:
     """Return the settings of `resume=<folder>`; raises ConfigError. Needs a `hydra_session`.
 
-    With `trust`, code that the folder's config.yaml names may run. Without it, the sections that
-    the verb `runs` have to hold data only (`untrusted.py`), or be signed by this user.
+    With `trust`, code that the folder's config.yaml names may run. Without it, the sections whose
+    code the verb runs, `used_sections`, have to hold data only (`untrusted.py`), or be signed by
+    this user.
     """
     argument = f"resume={folder}"
     composed = saved_settings(
-        argument, folder, source, overrides=overrides, allowed=RESUMABLE, runs=runs, trust=trust
+        argument,
+        folder,
+        source,
+        overrides=overrides,
+        allowed=RESUMABLE,
+        used_sections=used_sections,
+        trust=trust,
     )
     return _prepare_resume(argument, folder, composed)
 
@@ -118,6 +125,7 @@ def settings_for_auto_resume(
     complete_objective(composed)
     saved_node, _ = _read(argument, folder, trust=trust)
     started = convert(saved_node)
+    # What the first start has chosen: commits, and a level in place of `auto`.
     adopt_pins(composed, started)
     _adopt_level(composed, started)
     raise_config_error(
@@ -151,7 +159,7 @@ def _prepare_resume(argument: str, folder: Path, composed: Composed) -> Composed
             f"or raise it above {done}"
         )
     composed.config.resume = str(folder)
-    composed.plain["resume_changed"] = []  # the setting applies to this start only
+    composed.plain["resume_changed"] = []  # applies to this start: config.yaml does not keep it
     return composed
 
 
@@ -173,28 +181,34 @@ def settings_for_eval(
     source: Source,
     *,
     trust: bool = False,
-    runs: Sequence[str] = EVALUATED,
+    used_sections: Sequence[str] = EVALUATED,
 ) -> Composed:
     """Return the settings of `eval run=<folder>`, with the checkpoint as the model.
 
-    `folder` is that of a checkpoint, or of a run, for its newest checkpoint. `runs` as for
-    `settings_for_resume`. Raises ConfigError. Needs a `hydra_session`.
+    `folder` is that of a checkpoint, or of a run, for its newest checkpoint. `used_sections` as
+    for `settings_for_resume`. Raises ConfigError. Needs a `hydra_session`.
     """
     run = run_of(folder)
     composed = saved_settings(
-        f"run={run}", run, source, overrides=overrides, allowed=EVALUABLE, runs=runs, trust=trust
+        f"run={run}",
+        run,
+        source,
+        overrides=overrides,
+        allowed=EVALUABLE,
+        used_sections=used_sections,
+        trust=trust,
     )
     checkpoint = run / "checkpoints" / "latest" if run == folder else folder
     if not checkpoint.is_dir():
         raise ConfigError(f"run={folder}: has no checkpoint yet")
     changes_data = any(re.match(r"data\b", text) for text in overrides)
     # A verb that scores answers needs tasks.
-    if "reward" in runs and _summary(run).get("verb") == "sft" and not changes_data:
+    if "reward" in used_sections and _summary(run).get("verb") == "sft" and not changes_data:
         raise ConfigError(
             f"run={folder}: its data are demonstrations, which hold the answers; name the tasks to "
             "evaluate on, e.g. data=shop"
         )
-    path = str(checkpoint.resolve())
+    path = str(checkpoint.resolve())  # `latest` is a link, which a run that goes on moves
     composed.config.model.path = composed.plain["model"]["path"] = path
     composed.config.model.revision = composed.plain["model"]["revision"] = None
     composed.config.model.init = Init.pretrained
@@ -236,8 +250,9 @@ def at_step(
 ) -> tuple[Path | None, list[str]]:
     """Return the folder of `run=` (or None), and overrides whose `run=` names its checkpoint.
 
-    `step` is the step of the checkpoint; None leaves `run=` as it is. `typed` is the typed
-    `--step`, if that is not a checkpoint's. Raises ConfigError for a step without a run.
+    `step` is the step of the checkpoint; None leaves `run=` as it is. `typed` is the typed `--step`
+    of no checkpoint, for which `step` is None: ``play --step 0``. Raises ConfigError for a step
+    without a run.
     """
     words = list(overrides)
     folders = [Path(text.removeprefix("run=")) for text in words if text.startswith("run=")]
@@ -305,7 +320,7 @@ def saved_settings(
     *,
     overrides: Sequence[str] = (),
     allowed: Sequence[str] = (),
-    runs: Sequence[str] = (),
+    used_sections: Sequence[str] = (),
     trust: bool = False,
 ) -> Composed:
     """Return the settings of the run in `folder`, changed by overrides of `allowed` settings.
@@ -314,7 +329,7 @@ def saved_settings(
     the whole is validated, and what is neither typed nor signed is checked for code.
 
     `argument` is the typed argument with the folder, e.g. ``resume=outputs/a``. Code that
-    config.yaml names in the sections `runs` is checked by `check_trusted`, unless an override
+    config.yaml names in `used_sections` is checked by `check_trusted`, unless an override
     replaced it.
     """
     parsed = _parse_allowed(argument, overrides, allowed, source)
@@ -322,23 +337,12 @@ def saved_settings(
     plain = cast(dict[str, Any], OmegaConf.to_container(node, enum_to_str=True))
     raise_config_error(empty_mapping_problems(overrides, plain))
     with explained(overrides, source.groups):
-        # First the groups with a new choice, then the single values, as Hydra does.
         groups = source.groups()
         group_choices = [
             o for o in parsed if o.key_or_group in groups and isinstance(o.value(), str | list)
         ]
-        fresh = compose_raw([str(o.input_line) for o in group_choices], source)
-        engine = node.engine.get("name")
-        for override in group_choices:
-            node[override.key_or_group] = fresh[override.key_or_group]
-        if node.engine.get("name") != engine:
-            _forget_servers(node, fresh)
-            if allowed is EVALUABLE and "async_training" in node:  # an evaluation
-                # It trains nothing: these settings must not rule out the new engine.
-                node.async_training = fresh.async_training
-        for override in parsed:
-            if override not in group_choices:
-                OmegaConf.update(node, override.key_or_group, override.value(), force_add=True)
+        values = [override for override in parsed if override not in group_choices]
+        _apply(node, group_choices, values, source, evaluates=allowed is EVALUABLE)
         try:
             composed = convert(node)
             # `data.only` moves a source's sections. Signatures and typed keys know their places in
@@ -351,17 +355,38 @@ def saved_settings(
             raise ConfigError(_with_file(str(error), folder / "config.yaml", parsed)) from error
     # A typed mapping is merged into the saved one: only its own values are the user's.
     typed_paths = [tuple(o.key_or_group.replace("/", ".").split(".")) for o in group_choices]
-    for override in parsed:
-        if override not in group_choices:
-            typed_paths += _value_paths(override.value(), tuple(override.key_or_group.split(".")))
+    for override in values:
+        typed_paths += _value_paths(override.value(), tuple(override.key_or_group.split(".")))
     unsigned = [
         value
-        for value in untrusted_values(unmoved.plain, runs)
+        for value in untrusted_values(unmoved.plain, used_sections)
         if not _is_within(value.path, (*signed, *typed_paths))
-        and _is_used(value.path, composed.in_mixture, runs)
+        and _is_used(value.path, composed.in_mixture, used_sections)
     ]
     check_trusted(argument, unsigned, trust=trust)
     return composed
+
+
+def _apply(
+    node: DictConfig,
+    group_choices: Sequence[Override],
+    values: Sequence[Override],
+    source: Source,
+    *,
+    evaluates: bool,
+) -> None:
+    """Change saved settings by overrides: first groups with a new choice, then values, as Hydra."""
+    fresh = compose_raw([str(o.input_line) for o in group_choices], source)
+    engine = node.engine.get("name")
+    for override in group_choices:
+        node[override.key_or_group] = fresh[override.key_or_group]
+    if node.engine.get("name") != engine:
+        _forget_servers(node, fresh)
+        if evaluates and "async_training" in node:
+            # An evaluation trains nothing: these settings must not rule out the new engine.
+            node.async_training = fresh.async_training
+    for override in values:
+        OmegaConf.update(node, override.key_or_group, override.value(), force_add=True)
 
 
 def _parse_allowed(
@@ -416,8 +441,10 @@ def _is_within(path: tuple[str, ...], sections: Sequence[tuple[str, ...]]) -> bo
     return any(path[: len(section)] == section for section in sections)
 
 
-def _is_used(path: tuple[str, ...], in_mixture: Mapping[str, str], runs: Sequence[str]) -> bool:
-    """Return True if the sections `runs` have the value at `path` of the settings of a mixture.
+def _is_used(
+    path: tuple[str, ...], in_mixture: Mapping[str, str], used_sections: Sequence[str]
+) -> bool:
+    """Return True if `used_sections` have the value at `path` of the settings of a mixture.
 
     `in_mixture` is that of `Composed`. With ``{"data": "data.sources.x"}`` other sources are left
     out. Without `data.only` it is empty, and all values are used.
@@ -426,7 +453,7 @@ def _is_used(path: tuple[str, ...], in_mixture: Mapping[str, str], runs: Sequenc
         return True
     section = run_place(path)[0]
     place = in_mixture.get(section, section)
-    return section in runs and _is_within(path, [tuple(place.split("."))])
+    return section in used_sections and _is_within(path, [tuple(place.split("."))])
 
 
 def _forget_servers(node: DictConfig, fresh: DictConfig) -> None:
@@ -460,14 +487,14 @@ def _read(
         raw.pop("provenance", None)
         unsigned = [value for value in resolvers(raw) if not _is_within(value.path, signed)]
         # After `own_sections`: the signature covers the names that the run wrote.
-        settings = in_this_layout(raw)
+        settings = in_this_layout(raw)  # old names of settings become today's
         data = settings.get("data")
         only = data.get("only") if isinstance(data, Mapping) else None
         if only is not None:
             raise ValueError(
                 f"data.only={only} was written into it, where a run leaves null; type it instead"
             )
-        with explained([], dict):
+        with explained([], groups=dict):  # no override and no group is involved
             typed = OmegaConf.merge(schema(), settings)
         if trust or not unsigned:  # otherwise the `else` below
             OmegaConf.resolve(typed)

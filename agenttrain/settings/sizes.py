@@ -139,7 +139,8 @@ def describe(config: RunConfig) -> str:
     default = AlgorithmConfig()
     for field in fields(AlgorithmConfig):
         value = getattr(algorithm, field.name)
-        if field.name not in (*AXES, *COUNTED) and value != getattr(default, field.name):
+        is_listed = field.name in (*AXES, *COUNTED)  # COUNTED: among the sizes below
+        if not is_listed and value != getattr(default, field.name):
             axes.append(f"{field.name} {shown(plain(value))}")
     parts = {
         "model": f"{config.model.path} ({config.model.dtype})",

@@ -100,13 +100,15 @@ def _check_bundled_path(argument: str, value: UntrustedValue, what: str) -> None
         return
     # RENAMED has the paths of earlier versions that still have a meaning.
     if path not in RENAMED and not _exists_in_package(path):
-        arguments = bundled_targets().values()
-        values = (value for lists in arguments for some in lists.values() for value in some)
-        bundled = [*bundled_targets(), *values]
+        file = what.split()[-1]  # config.yaml of "its config.yaml"
+        # The bundled classes, and the values that their arguments have in conf/.
+        bundled: list[Any] = list(bundled_targets())
+        for values_of_argument in bundled_targets().values():
+            bundled += chain.from_iterable(values_of_argument.values())
         raise ConfigError(
             f"{argument}: {value.key}={path}: is no name of this version of agenttrain"
             f"{did_you_mean(path, map(str, bundled))}; write today's name into "
-            f"{what.split()[-1]}, or use the version that wrote it"
+            f"{file}, or use the version that wrote it"
         )
 
 

@@ -68,6 +68,7 @@ def _values_of_class(
     sections = sections_below(cls)
     for name, value in section.items():
         place = (*path, str(name))
+        # `key` is that of a run of one source, also for a section in a source of a mixture.
         key, is_section = ".".join(run_place(place)), isinstance(value, Mapping)
         if is_section and key == SOURCES:
             for source, source_section in value.items():
@@ -144,12 +145,11 @@ def _values_of_component(
     for name, value in component.items():
         if name in settings or (name == "_target_" and (is_bundled or not target)):
             continue
-        if is_bundled and (
-            is_data(hints.get(name), value)
-            or (name in defaults and defaults[name] == value)
-            or value in bundled_targets()[target].get(str(name), ())
-        ):
-            continue
+        if is_bundled:
+            is_default = name in defaults and defaults[name] == value
+            is_in_conf = value in bundled_targets()[target].get(str(name), ())
+            if is_data(hints.get(name), value) or is_default or is_in_conf:
+                continue
         yield from _leaves(value, (*path, str(name)))
 
 

@@ -35,8 +35,9 @@ def build_toolbox(
     - a class with a method ``tools() -> list[Tool]``: these are the tools;
     - a function annotated to return a Tool or a callable: it is called and returns the tool.
 
-    All tools of a section have its limits. A section with `stop: true` makes stop tools, like the
-    names in `stop_tools`. Raises ValueError with key, value and remedy.
+    At most `threads` blocking calls run at once, and at most `max_stuck` may run past their time
+    limit. All tools of a section have its limits. A section with `stop: true` makes stop tools,
+    like the names in `stop_tools`. Raises ValueError with key, value and remedy.
     """
     tools_by_name: dict[str, Tool] = {}
     limits: dict[str, ToolLimits] = {}

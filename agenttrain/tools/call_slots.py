@@ -62,7 +62,7 @@ class CallSlots:
             finally:
                 self._waits -= 1
                 if not self._waits and not self._ended:
-                    await self._acquire()
+                    await self._acquire()  # may wait for other calls
                     self._waited_s += time.monotonic() - self._waiting_since
                     # Another sub-agent began while this waited for slots, or the call ended.
                     if self._waits or self._ended:

@@ -47,7 +47,7 @@ def read_docstring(text: str) -> Docstring:
     Raises ValueError for choices that are not JSON.
     """
     text = re.sub(r"\r\n?", "\n", text.strip())
-    if _ARGS.search(text) is None:
+    if _ARGS.search(text) is None:  # a heading of another name, e.g. `Parameters:`
         text = _OTHER_NAME.sub(r"\1Args:", text, count=1)
     description = _DESCRIPTION.search(text)
     section = _ARGS.search(text)

@@ -44,7 +44,8 @@ CHECK_S = 0.2
 class ToolWorker:
     """One worker process of a `ProcessTool`, which runs one call at a time.
 
-    `request` blocks the calling thread. Any thread may call `kill`.
+    `ProcessTool` calls `start`, then `request` for each call, at the end `kill`, and `has_ended`
+    until that is true. `request` blocks the calling thread. Any thread may call `kill`.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -87,6 +88,7 @@ class ToolWorker:
                     env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
                 )
                 self._socket = parent_end  # for `kill`, to wake a thread that reads
+                # Of a copy: the connection and the socket each close their own file.
                 self._connection = Connection(os.dup(parent_end.fileno()))
         except BaseException:
             if self.process is None:  # else `has_ended` closes it
@@ -176,7 +178,7 @@ class ProcessTool:
         """
         if os.name != "posix":
             raise ValueError(f"tools.{name}.isolation=process: needs Linux or macOS")
-        if not ADOPTS:
+        if not ADOPTS:  # no subreapers, which adopt the orphans of a worker
             warnings.warn(
                 f"tools.{name}.isolation=process: this system ends the process group of a worker; "
                 "what leaves the group (setsid, start_new_session=True) outlives its call, except "
@@ -244,12 +246,12 @@ class ProcessTool:
             worker.released.append(rollout_id)
         # A busy worker is told by its next request.
         idle = [worker for worker in served if worker in self._idle]
-        await self._notify(idle, WorkerRequest())
+        await self._notify(idle)
 
     async def close(self) -> None:
         """Close the objects in the workers, and end all workers."""
         # A busy worker answers no request: its objects end with it.
-        await self._notify(list(self._idle), WorkerRequest(close=True))
+        await self._notify(list(self._idle), close=True)
         for worker in list(self._all):
             self._kill(worker)
         dying, self._dying = self._dying, []
@@ -296,13 +298,16 @@ class ProcessTool:
             raise outcome.error
         raise ToolUnavailable(f"tool {self.name}: no reply")
 
-    async def _notify(self, workers: Iterable[ToolWorker], request: WorkerRequest) -> None:
-        """Send idle workers a request without a call, and wait CLOSE_S at most for the answers."""
+    async def _notify(self, workers: Iterable[ToolWorker], *, close: bool = False) -> None:
+        """Send idle workers a request without a call, and wait CLOSE_S at most for the answers.
+
+        It has the rollouts that have ended and, with `close`, asks them to close their tools.
+        """
         tasks: dict[ToolWorker, asyncio.Task[Reply]] = {}
         for worker in workers:
             self._idle.remove(worker)
             released, worker.released = tuple(worker.released), []
-            message = WorkerRequest(released=released, close=request.close)
+            message = WorkerRequest(released=released, close=close)
             tasks[worker] = asyncio.create_task(self.ask(worker, message))
         if tasks:
             _, late = await asyncio.wait(tasks.values(), timeout=CLOSE_S)

@@ -135,6 +135,7 @@ def machine_of(context: ToolContext) -> RolloutMachine:
 
 async def run_bash(machine: RolloutMachine, code: str, settings: SandboxSettings) -> str:
     """Run shell code; return what the model reads. Raises ToolFailure and ToolUnavailable."""
+    _check_code(code)
     # CHOOSE runs the script SHELL with the code as its $1, in bash where the machine has it.
     result, text = await _run(machine, ["sh", "-c", CHOOSE, "sh", SHELL, code], settings)
     if result.timed_out:
@@ -164,7 +165,7 @@ async def run_python(machine: RolloutMachine, code: str, settings: SandboxSettin
         )
     if result.code == MISSING:
         raise ToolUnavailable("tool python: the image has no python3")
-    if result.code == FAILED:
+    if result.code == FAILED:  # the code raised, and has printed its traceback
         raise ToolFailure(text)
     if result.code:
         raise ToolFailure(_join_lines(text, f"[{lost}]"))
@@ -183,7 +184,6 @@ async def _run(
     machine: RolloutMachine, command: list[str], settings: SandboxSettings, stdin: bytes = b""
 ) -> tuple[CommandResult, str]:
     """Run a command; return its result, and its output as the model reads it."""
-    _check_code(command[-1])
     output = Output(settings.max_chars)
     # `output` gets everything that is printed, so the result need not hold it too: max_bytes=1.
     result = await machine.exec(

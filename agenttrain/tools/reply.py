@@ -113,7 +113,8 @@ def error_reply(
     exceptions are written for people: their secrets are hidden here, before the model reads them,
     so that token ids, messages and records agree.
 
-    `error` has a fixed text already, as `agenttrain.utils.threads.attempt` makes it. `faults` are
+    `agenttrain.utils.threads.attempt` has replaced a text of `error` that the user's code computes
+    by a fixed one: no `__str__` of the user's runs here. `faults` are
     types of infrastructure errors, which no model should read.
     """
     is_for_model = isinstance(error, ToolFailure | InvalidArguments)

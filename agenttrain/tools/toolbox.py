@@ -123,7 +123,7 @@ class Toolbox:
         self._running: dict[int, RunningCall] = {}
         """By `id`."""
         self._abandoned: dict[asyncio.Task[Reply], tuple[str, float]] = {}
-        """Tasks of abandoned calls -> (tool, time.monotonic() from which the call is stuck)."""
+        """Tasks of abandoned calls -> (tool, time.monotonic() from which the call is overdue)."""
         self._max_stuck = max_stuck
         self._warned: set[str] = set()
         """Tools whose stuck calls were warned of."""
@@ -139,7 +139,7 @@ class Toolbox:
 
     @property
     def stuck(self) -> tuple[str, ...]:
-        """Names of the tools of abandoned calls that still run, one per call."""
+        """Names of the tools of abandoned calls that still run, one per call, overdue or not."""
         return (*self._threads.stuck, *(name for name, _ in self._abandoned.values()))
 
     def blocking(self, limit_s: float) -> str | None:
@@ -197,14 +197,14 @@ class Toolbox:
         self._threads.close()
 
     def _check_stuck(self) -> None:
-        """Warn once of each tool with stuck calls; raise StuckTools if there are too many calls."""
+        """Warn once of each tool with overdue calls; raise StuckTools if these are too many."""
         if not self._abandoned and not self._threads.stuck:
             return
         now = time.monotonic()
-        # A call that was abandoned before its time limit, at the end of its rollout, is not stuck.
-        on_loop = (name for name, stuck_from in self._abandoned.values() if stuck_from <= now)
-        stuck = Counter((*self._threads.overdue, *on_loop))
-        for name in stuck.keys() - self._warned:
+        # A call that was abandoned before its time limit, at its rollout's end, is not overdue.
+        on_loop = (name for name, overdue_from in self._abandoned.values() if overdue_from <= now)
+        overdue = Counter((*self._threads.overdue, *on_loop))
+        for name in overdue.keys() - self._warned:
             self._warned.add(name)
             warnings.warn(
                 f"tool {name}: a call still runs though its {self.limits(name).timeout_s:g} s are "
@@ -212,11 +212,12 @@ class Toolbox:
                 RuntimeWarning,
                 stacklevel=1,
             )
-        if stuck.total() > self._max_stuck:
-            names = ", ".join(f"{name} ({count})" for name, count in stuck.most_common())
+        if overdue.total() > self._max_stuck:
+            names = ", ".join(f"{name} ({count})" for name, count in overdue.most_common())
             raise StuckTools(
-                f"rollout.max_stuck_calls={self._max_stuck}: {stuck.total()} calls of tools still "
-                f"run past their time limit: {names}; {stuck_remedy(stuck.most_common()[0][0])}"
+                f"rollout.max_stuck_calls={self._max_stuck}: {overdue.total()} calls of tools "
+                "still run past their time limit: "
+                f"{names}; {stuck_remedy(overdue.most_common()[0][0])}"
             )
 
     def _check_known(self, name: str, key: str) -> None:
@@ -323,9 +324,9 @@ class Toolbox:
             # The end of the rollout cancels this coroutine, but not the task: abandon it then too.
             is_abandoned = not task.done()
             if is_abandoned:
-                # A cancelled task has a moment to end before it is stuck, and at least its limit.
-                stuck_from = max(deadline, time.monotonic() + CANCEL_S / 2)
-                self._abandoned[task] = request.tool.name, stuck_from
+                # A cancelled task has a moment to end before it is overdue, and at least its limit.
+                overdue_from = max(deadline, time.monotonic() + CANCEL_S / 2)
+                self._abandoned[task] = request.tool.name, overdue_from
                 task.add_done_callback(self._discard)
                 task.cancel()
         if is_abandoned:

@@ -55,6 +55,7 @@ def is_copied(rollout: Rollout, answer: str | None) -> bool:
     stride = max(COPIED_CHARACTERS // 2, len(answer) // PASSAGES)
     starts = range(0, len(answer) - COPIED_CHARACTERS + 1, stride)
     passages = [answer[start : start + COPIED_CHARACTERS] for start in starts]
+    # A stop tool may return the answer itself, as `final_answer` does.
     texts = [result.content for result in rollout.tool_results if not result.stop]
     copied = sum(any(passage in text for text in texts) for passage in passages)
     return 2 * copied >= len(passages)

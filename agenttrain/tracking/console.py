@@ -38,7 +38,7 @@ ROOMY = 110
 
 
 def _of_sources(metrics: Mapping[str, float]) -> list[tuple[str, str, str]]:
-    """Return the rewards of a mixture's sources, as in `_SHOWN`.
+    """Return (metric, label, format) of the rewards of a mixture's sources, as in `_SHOWN`.
 
     A source without a rollout in the step has none. Of more than MOST_SOURCES sources none is
     shown: they would not fit into a line.

@@ -76,7 +76,7 @@ def main() -> None:
         thread = Thread(target=send_all, args=(tracker, *common, end, send_report), daemon=True)
         thread.start()
         threads[tracker["name"]] = (thread, tracker["finish_s"])
-    end.message = sys.stdin.readline()
+    end.message = sys.stdin.readline()  # blocks until the run ends: its last line, or "" if killed
     end.event.set()
     ended_at = time.monotonic()
     for name, (thread, finish_s) in threads.items():

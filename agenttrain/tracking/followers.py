@@ -132,7 +132,10 @@ def tracker_processes(children: Sequence[psutil.Process]) -> set[int]:
 
 
 class Followers:
-    """All trackers of a run and their process, which `check` restarts if it ended early."""
+    """All trackers of a run and their process, which `check` restarts if it ended early.
+
+    `Tracker` calls `check` after each step and evaluation, and `close` at the end of the run.
+    """
 
     def __init__(
         self,

@@ -18,6 +18,8 @@ class MachineLoad:
 
     Example: ``{"system/cpu_percent": 91.5, "system/memory_gb": 11.2, "system/run_memory_gb": 2.1,
     "system/gpu0/percent": 87.0, "system/gpu0/memory_gb": 61.3}``.
+
+    `follow` calls `sample` at intervals, and `take` when it sends metrics.
     """
 
     def __init__(self, pid: int) -> None:

@@ -97,7 +97,9 @@ def agent_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     conversations = sum(rollout.counts.get("agent/conversations", 1) for rollout in with_turns)
     could_continue = turns - conversations
     sampled = sum(rollout.sampled_length for rollout in rollouts)
-    untrained = sum(side.sampled_length for rollout in rollouts for side in rollout.untrained)
+    untrained = sum(
+        conversation.sampled_length for rollout in rollouts for conversation in rollout.untrained
+    )
     total = sampled + untrained
     return {
         **counts,
@@ -145,8 +147,8 @@ def _tool_metrics(rollouts: Sequence[Rollout], declared: Iterable[str]) -> dict[
         "tools/lenient_calls": float(sum(r.call.lenient for r in results)),
         "tools/rollout_share": _mean([bool(rollout.tool_results) for rollout in rollouts]),
     }
-    # A call counts for its executor: rows may bring any number of names. Names that the model made
-    # up get no metric, for the same reason.
+    # A call of a row's own tool counts for the tool of the run that executes it: each row may bring
+    # other names. Names that the model made up get no metric: there is no end of them either.
     by_tool: dict[str, list[ToolResult]] = {}
     existing: list[str] = []  # tools that rows brought or the run has
     for result in results:

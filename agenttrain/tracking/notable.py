@@ -99,25 +99,22 @@ def notable_rollouts(run_folder: Path, command: str) -> Notable:
     of_steps = (
         f"of steps {latest[0]} to {latest[-1]}" if len(latest) > 1 else f"of step {latest[0]}"
     )
-    if latest == [0]:
+    if latest == [0]:  # `agenttrain eval` writes its rollouts as step 0
         of_steps = "of the evaluation"
-    # (title, text) of a section -> the value of a record; the highest ones are listed.
-    sections: dict[tuple[str, str], Callable[[Record], tuple[float, ...]]] = {
-        ("Best", f"highest reward {of_steps}"): lambda r: (r["reward"], _tokens(r)),
-        ("Worst", f"lowest reward {of_steps}"): lambda r: (-r["reward"], _tokens(r)),
-        (
-            "Most surprising",
-            f"furthest from the mean reward of their group, {of_steps}",
-        ): lambda r: (abs(r["reward"] - r["group_reward"]), -r["logprob"]),
-    }
-    for (title, text), value in sections.items():
-        chosen = _highest(rewarded, value)
-        if title == "Most surprising":
-            chosen = [record for record in chosen if record["reward"] != record["group_reward"]]
-        if title == "Worst" and len({record["reward"] for record in rewarded}) == 1:
-            chosen = []  # as in supervised runs: all are as good as the best
-        if chosen:
-            notable.add(title, text, chosen)
+    best = _highest(rewarded, lambda r: (r["reward"], _tokens(r)))
+    worst = _highest(rewarded, lambda r: (-r["reward"], _tokens(r)))
+    if len({record["reward"] for record in rewarded}) == 1:
+        worst = []  # as in supervised runs: all are as good as the best
+    surprising = _highest(rewarded, lambda r: (abs(r["reward"] - r["group_reward"]), -r["logprob"]))
+    surprising = [record for record in surprising if record["reward"] != record["group_reward"]]
+    far_from_mean = f"furthest from the mean reward of their group, {of_steps}"
+    for title, text, records in (
+        ("Best", f"highest reward {of_steps}", best),
+        ("Worst", f"lowest reward {of_steps}", worst),
+        ("Most surprising", far_from_mean, surprising),
+    ):
+        if records:
+            notable.add(title, text, records)
     return notable
 
 

@@ -31,8 +31,8 @@ ARRAYS = "arrays"
 """Key of a record that names its file of arrays."""
 PER_TOKEN = ("token_ids", "logprobs", "trainer_logprobs", "entropies")
 """Keys of a trajectory whose values are lists with an item per token."""
-ROUNDED = ("trainer_logprobs", "entropies")
-"""Those of them whose values are rounded to 6 decimals in records."""
+TRAINER_SCORES = ("trainer_logprobs", "entropies")
+"""Those of them that the trainer computes: of sampled tokens only, rounded to 6 decimals."""
 SHORTEST = 64
 """Items of the shortest list that becomes an array: in JSON it is as long as an array's headers."""
 MOST_TOKENS = 4_194_304
@@ -175,7 +175,7 @@ def _expected_length(trajectory: Mapping[str, Any], holder: Mapping[str, Any], k
     spans = trajectory["spans"]
     if holder is not trajectory:
         return int(holder["end"] - holder["start"])
-    if key in ROUNDED:  # lists of the sampled tokens alone
+    if key in TRAINER_SCORES:  # lists of the sampled tokens alone
         return sum(span["end"] - span["start"] for span in spans if span["origin"] == "sampled")
     return int(spans[-1]["end"]) if spans else 0
 
@@ -245,7 +245,7 @@ def _to_float64(array: np.ndarray, key: str) -> np.ndarray:
     The nearest float32 of a number with 6 decimals is rounded back to it.
     """
     numbers = array.astype(np.float64)
-    return numbers.round(6) if key in ROUNDED and array.dtype == np.float32 else numbers
+    return numbers.round(6) if key in TRAINER_SCORES and array.dtype == np.float32 else numbers
 
 
 def _as_list(array: np.ndarray, key: str) -> list[Any]:

@@ -63,13 +63,14 @@ Record = Mapping[str, Any]
 def rollout_record(rollout: Rollout) -> dict[str, Any]:
     """Return a rollout as a JSON object.
 
-    The `spans` of a trajectory cover its `token_ids` [O] exactly, one after the other. With
-    `parent` (index, position) the first `position` tokens of that trajectory come before them.
-    `logprobs` [O] is 0.0 at tokens that were not sampled; `trainer_logprobs` [S] and `entropies`
-    [S] are those of the sampled tokens, to 6 decimals. Example of a span: ``{"origin": "sampled",
-    "start": 3, "end": 5, "turn": 0, "policy_version": 7, "advantage": 0.5, "finish": "stop"}``.
-    `advantage` is null for other origins or without a reward, and a list where the tokens of a span
-    differ (`algorithm.teacher`). Only the last sampled span of a turn has `finish`.
+    O are the tokens of a trajectory, S the sampled ones of these. The `spans` of a trajectory cover
+    its `token_ids` [O] exactly, one after the other. With `parent` (index, position) the first
+    `position` tokens of that trajectory come before them. `logprobs` [O] is 0.0 at tokens that were
+    not sampled; `trainer_logprobs` [S] and `entropies` [S] are those of the sampled tokens, to 6
+    decimals. Example of a span: ``{"origin": "sampled", "start": 3, "end": 5, "turn": 0,
+    "policy_version": 7, "advantage": 0.5, "finish": "stop"}``. `advantage` is null for other
+    origins or without a reward, and a list where the tokens of a span differ (`algorithm.teacher`).
+    Only the last sampled span of a turn has `finish`.
 
     Trajectories of a sub-agent have a `delegation`, e.g. ``{"caller": [0, 1], "call_id":
     "call_1_0", "schemas": [], "max_turns": 4, "max_tokens": 512}``.
@@ -533,7 +534,7 @@ def _trajectory(record: Record, index: int, before: Sequence[Trajectory]) -> Tra
     # A turn sampled under several policy versions has several spans, but is one completion.
     for (origin, _), spans in groupby(written["spans"], key=lambda s: (s["origin"], s["turn"])):
         if origin == Origin.sampled:
-            trajectory.append_sampled(next(sampled), trajectory.token_ids)
+            trajectory.append_sampled(next(sampled), sent=trajectory.token_ids)
             continue
         for span in spans:
             ids = written["token_ids"][span["start"] : span["end"]]

@@ -97,7 +97,7 @@ def read_processes(run_folder: Path) -> list[Process]:
     for process in processes:
         if process.name != ROLLOUTS:
             process.phases = [
-                *_loading(process),
+                *_loading_phases(process),
                 *(
                     replace(p, name=WAIT) if has_rollout_process and p.name == "rollout" else p
                     for p in process.phases
@@ -112,7 +112,7 @@ def read_processes(run_folder: Path) -> list[Process]:
     return processes
 
 
-def _loading(process: Process) -> Iterator[RecordedPhase]:
+def _loading_phases(process: Process) -> Iterator[RecordedPhase]:
     """Yield a phase from each start of a process to the first thing that it recorded."""
     for start in process.starts:
         later = (begin for begin, _ in process.intervals() if begin >= start)

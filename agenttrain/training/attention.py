@@ -107,6 +107,7 @@ def packed_attention(
     states = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # [T, heads, d]
     if blocks.split is not None:  # several processes compute the tree together
         tree, group = blocks.split
+        # `in_format`: as autocast casts them.
         return ring_attention(*in_format(*states), tree, group, scoring)[None], None
     if blocks.use_varlen and (kernel := varlen_kernel()) is not None:
         query_T, key_T, value_T = in_format(*states)
@@ -128,7 +129,7 @@ def packed_attention(
             scoring,
         )
         output = output.transpose(1, 2).flatten(0, 1)  # [segments x length, heads, d]
-        if block.padding.numel():  # keep the tokens only
+        if block.padding.numel():  # keep the tokens only: (sources, places, unselected)
             output = Select.apply(output, block.scatter, block.gather, block.padding)
         outputs.append(output)
     return torch.cat(outputs)[None], None
@@ -227,7 +228,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tenso
     segments, h heads and k heads of keys and values.
     """
     queries, offset = query.shape[2], key.shape[2] - query.shape[2]
-    if is_slow_backward(query):  # compute in float32
+    if is_faster_in_float32(query):
         # Without autocast, which would cast the states back to bfloat16.
         with torch.autocast("cpu", enabled=False):
             exact = attend(query.float(), key.float(), value.float(), scoring)
@@ -253,7 +254,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tenso
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
-def is_slow_backward(query: Tensor) -> bool:
+def is_faster_in_float32(query: Tensor) -> bool:
     """Return True if the backward pass is faster in float32: on a CPU, bfloat16, few queries.
 
     With 16 to 200 queries over 115 to 256 keys, torch's kernel in bfloat16 takes 1.5 to 2.5
@@ -271,7 +272,7 @@ def _call_kernel(
     padding = query.shape[-1] - size
     if padding > 0:
         value = pad(value, (0, padding))
-    if is_restrictive(query.device):
+    if is_restrictive(query.device):  # a GPU, whose fused kernels refuse some heads and masks
         query, key, value, scale = fit(query, key, value, mask, scale)
     output = scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
@@ -425,9 +426,10 @@ class PackedTree:
 
     def keywords(self, model: PreTrainedModel) -> dict[str, Any]:
         """Return the keywords of a forward pass over this tree, inside `packing`."""
-        layout: MixerLayout = self.recurrent
-        if self.split is not None:
-            layout = HandedTree(*self.split, self.device)
+        # With `split`, processes hand the states of recurrent mixers to each other.
+        layout: MixerLayout = (
+            self.recurrent if self.split is None else HandedTree(*self.split, self.device)
+        )
         return {"blocks": self, "use_cache": False, **layout_keywords(model, layout)}
 
 

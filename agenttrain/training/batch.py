@@ -54,7 +54,7 @@ class SequenceRoutes:
     """Experts by which the tokens of a sequence were sampled.
 
     They are recorded at the positions whose next token was sampled, by this trajectory or in the
-    context that it branches from.
+    context that it branches from. Shapes: R positions, L layers, K experts of a layer.
     """
 
     positions_R: Tensor
@@ -68,7 +68,7 @@ class SequenceRoutes:
 
         Two choices get one number with a probability of about 2**-64.
         """
-        experts_RN = self.experts_RLK.flatten(1).numpy().astype(np.uint64)
+        experts_RN = self.experts_RLK.flatten(1).numpy().astype(np.uint64)  # N = L x K
         # Random factors, the same in every process. Products and sums are modulo 2**64.
         generator = np.random.default_rng(0)
         factors_N = generator.integers(
@@ -304,6 +304,7 @@ def pack(
     memory does so at once.
     """
     trees = grow([sequence.shared_ids_T for sequence in sequences], least)
+    # Neighbouring trees, or parts of a large one, that fit into the budget together.
     runs = cut(trees, token_budget) if trees else []
     microbatches = [_pack_trees(sequences, run, device) for run in runs]
     return sorted(microbatches, key=lambda microbatch: -microbatch.token_ids_T.numel())

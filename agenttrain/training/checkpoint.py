@@ -81,6 +81,9 @@ class Checkpoints:
 
     A run calls `load_latest` when it is resumed. Then `save`, or `begin` and later `finish`, for
     each checkpoint, and `mark_best` after evaluations.
+
+    Where files are read or written the processes wait for each other with `patient`: without a time
+    limit, as long as none of them has died.
     """
 
     def __init__(self, folder: Path, *, tokenizer: Any, keep: int, main: bool = True) -> None:
@@ -324,7 +327,7 @@ class Checkpoints:
             path = self.folder / f"{PREFIX}{step:06d}"
             for source in sources:
                 self._link(f"{BEST}-{source}" if source else BEST, path)
-            self._prune(newest_first(self.folder)[0])
+            self._prune(newest_first(self.folder)[0])  # none was written now: keep the newest
 
     def _link(self, name: str, path: Path) -> None:
         """Point the link `name` to a checkpoint, atomically."""
@@ -426,7 +429,7 @@ def load_weights(model: PreTrainedModel, path: Path, world: World) -> None:
     with only_tensors(path):
         if is_adapted(model):
             load_adapter(model, path)
-        elif is_sharded(model) and why_not_sliced(path) is None:
+        elif is_sharded(model) and why_not_sliced(path) is None:  # each process reads its slices
             SlicedWeights(model, path, world.rank).fill(model, world)
         else:
             with keeping_float32():

@@ -43,10 +43,11 @@ class Sql:
         query_timeout_s: Data[float] = LIMIT_S,
         max_connections: Data[int] = 256,
     ) -> None:
-        """Takes a `database` file, or `connect`, for connections of any thread. Raises ValueError.
+        """Takes a `database` file, or `connect`, which opens a connection. Raises ValueError.
 
-        Longer results are cut to `max_rows` with a note. At most `max_connections` idle connections
-        stay open.
+        Calls run in any thread, so a connection must allow that (`check_same_thread=False`). Longer
+        results are cut to `max_rows` with a note. At most `max_connections` idle connections stay
+        open.
         """
         if (database is None) == (connect is None):
             raise ValueError(

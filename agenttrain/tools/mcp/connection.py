@@ -186,12 +186,14 @@ class Connection:
     async def _reconnect(self) -> _Link:
         """Return a new session, after as many attempts as `reconnect_s` allows."""
         loop = asyncio.get_running_loop()
-        deadline, pause = loop.time() + self._reconnect_s, PAUSES_S[0]
+        deadline = loop.time() + self._reconnect_s
+        first_pause, longest_pause = PAUSES_S
+        pause = first_pause
         if self._link is not None:
             await self._link.end()  # never two server processes at a time
         while True:
             try:
-                remaining_s = max(deadline - loop.time(), PAUSES_S[0])
+                remaining_s = max(deadline - loop.time(), first_pause)
                 self._link = await self._connect(min(remaining_s, self._start_s))
                 return self._link
             except CannotConnect as error:
@@ -200,7 +202,7 @@ class Connection:
                         f"the MCP server did not come back within {self._reconnect_s:g} s: {error}"
                     ) from error
             await asyncio.sleep(pause)
-            pause = min(2 * pause, PAUSES_S[1])
+            pause = min(2 * pause, longest_pause)
 
     async def _close_session(self) -> None:
         if self._connecting is not None:

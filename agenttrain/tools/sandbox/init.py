@@ -65,10 +65,11 @@ class InitProcess:
         try:
             while True:
                 watches_memory = self._running and self._isolated
-                for number, _ in poller.poll(MEMORY_CHECK_MS if watches_memory else None):
-                    if number == wakeup_read:
+                wait_ms = MEMORY_CHECK_MS if watches_memory else None
+                for descriptor, _ in poller.poll(wait_ms):
+                    if descriptor == wakeup_read:
                         with suppress(BlockingIOError):
-                            os.read(number, 4096)
+                            os.read(descriptor, 4096)
                     elif not self._handle_message():
                         return
                 self._report_exits()
@@ -83,7 +84,7 @@ class InitProcess:
     def _report_exits(self) -> None:
         """Reap children that have ended, and tell the parent of the workers among them."""
         with suppress(ChildProcessError):  # there is no child
-            for _ in range(EXITS_AT_ONCE):
+            for _ in range(EXITS_AT_ONCE):  # the parent's messages do not wait for more
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:  # all children run
                     return
@@ -152,6 +153,6 @@ class InitProcess:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         os.dup2(channel, CHANNEL)  # for answers
         os.dup2(channel, 0)  # for commands
-        os.closerange(3, CHANNEL)
+        os.closerange(3, CHANNEL)  # bash gets no other file of this process
         os.closerange(CHANNEL + 1, 64)
         os.execv("/bin/bash", ["bash", "--noprofile", "--norc"])

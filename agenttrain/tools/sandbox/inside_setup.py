@@ -68,7 +68,7 @@ def _isolate(settings: dict[str, Any], control: socket.socket) -> None:
             status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             os._exit(status if status >= 0 else 128 - status)  # 128 + the signal, as in shells
     else:
-        # Switch off lo, as in a new namespace: its buffers would be charged to no process.
+        # bubblewrap switches on the loopback device, whose buffers would be charged to no process.
         with socket.socket() as any_socket:
             loopback_down = struct.pack("16sh", b"lo", 0)
             fcntl.ioctl(any_socket, SIOCSIFFLAGS, loopback_down)

@@ -34,6 +34,7 @@ def memory_in_use(disks: Sequence[str], max_files: int = OPEN_FILES) -> int:
             files = max_files
             with suppress(PermissionError):  # a process that hides its files counts with all
                 files = len(os.listdir(f"/proc/{name}/fd"))
+            # A file may be a socket, whose buffer counts for no process. FREE_FILES are left out.
             total += sum(kilobytes) * 1024 + max(files - FREE_FILES, 0) * FILE_BYTES
     return total
 

@@ -176,6 +176,7 @@ class Jail:
             }
             # A file: reading a pipe would take a thread for each rollout.
             with tempfile.TemporaryFile() as output:
+                # -I -S: without the user's packages and without those of site-packages.
                 self._process = ChildProcess(
                     [*wrapper, base_python(), "-I", "-S", "-c", code, json.dumps(settings)],
                     keeper=self.backend == "none",  # otherwise the namespace ends as a whole
@@ -244,9 +245,10 @@ def next_user() -> int | None:
         return None
     with open("/proc/self/uid_map", encoding="utf-8") as file:
         inner, outer, count = (int(number) for number in file.readline().split())
-    if inner == 0 and outer == 0 and count < 1 << 31:
+    has_ids = count >= 1 << 31  # those below exist for this process
+    if not has_ids and inner == 0 and outer == 0:
         raise PermissionError("this process is the machine's root and can become no other user")
-    if count < 1 << 31:  # root of a container, in which the ids below do not exist
+    if not has_ids:  # root of a container
         return None
     # 16 bits of the process id and 11 of a counter: unused ids, distinct in concurrent runs.
     return 0x7000_0000 + ((os.getpid() & 0xFFFF) << 11) + (next(_user_numbers) & 0x7FF)

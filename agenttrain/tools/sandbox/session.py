@@ -227,7 +227,8 @@ class _Call:
         number = self._worker.output
         data = os.read(number, CHUNK)
         self._output.add(data)
-        self._unwatch(number)  # for PAUSE_S
+        # For PAUSE_S: code that prints byte by byte must not keep the event loop busy.
+        self._unwatch(number)
         if self._output.size > MAX_OUTPUT_BYTES:
             self._finish(End.flood)
         elif data:  # b"": the interpreter has ended, and `_read_control` will read its status

@@ -117,7 +117,7 @@ def interpreter(
 def interpreter_problems(
     key: str, settings: ToolSettings, arguments: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield problems of an interpreter's settings and arguments; all their names are known."""
+    """Yield problems of an interpreter's settings and arguments, whose names are valid."""
     if settings.isolation is Isolation.process:
         yield (
             f"{key}.isolation=process: its code runs in processes of the rollout's own already, "

@@ -32,7 +32,7 @@ class TensorBoard(ExperimentTracker):
         self.shape = tensor_shape_pb2.TensorShapeProto(
             dim=[tensor_shape_pb2.TensorShapeProto.Dim(size=1)]
         )
-        self.text = metadata.create_summary_metadata(None, None)
+        self.text = metadata.create_summary_metadata(display_name=None, description=None)
         folder = run.folder / "tensorboard"
         steps = [
             event_pb2.Event.FromString(content).step

@@ -81,11 +81,12 @@ class Trackio(ExperimentTracker):
             server_url=self.remote["server_url"],
         )
         self._raise_failure()
-        self._held = lambda: SQLiteStorage.get_max_step_for_run(
+        self._stored_step = lambda: SQLiteStorage.get_max_step_for_run(
             run.project, run.name, run_id=self.run.id
         )
         self.last: int | None = None
-        return (self._held() or 0) if self.is_local else None
+        """Last step that was logged."""
+        return (self._stored_step() or 0) if self.is_local else None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log a step; metrics of the machine go to the page of the system."""
@@ -117,8 +118,10 @@ class Trackio(ExperimentTracker):
             self._raise_failure()
             # The buffer keeps rows for a server that does not answer.
             if not (run._queued_logs or run._sending_batch or run._has_local_buffer):
-                held = self._held() if self.is_local else self.last
-                if self.last is None or (held is not None and held >= self.last):
+                if self.last is None or not self.is_local:  # a server has all that was logged
+                    return
+                stored = self._stored_step()
+                if stored is not None and stored >= self.last:
                     return
             time.sleep(0.05)
         raise TimeoutError(f"step {self.last} was not written within {ARRIVAL_S:.0f} s")
