@@ -247,7 +247,7 @@ class EngineWorker:
         """End a session whose logprob is not finite. The error names the likely cause."""
         request = _request_of(seat)
         self.scheduler.release(seat.session)
-        self._is_corrupt = True
+        self._is_corrupt = True  # its row may hold such numbers too
         temperature = request.sampling.temperature
         cause = (
             f"logits divided by so little overflow; take {LEAST_TEMPERATURE:g} or more, or 0"
