@@ -147,7 +147,7 @@ class TaskEvaluator(Evaluator):
             self.config.eval,
             seed=self.config.seed,
             world=self.world,
-            costs=self.source.costs.copy(),  # those of training stay as they are
+            costs=self.source.costs.copy(),  # what evaluation measures stays out of training's
             sources=source_columns(self.config),
         )
 
@@ -209,7 +209,7 @@ class Best:
         return [name for name, best_step in self._steps.items() if best_step == step]
 
     def is_of(self, step: int) -> bool:
-        """Return True if no best evaluation, of the run or a source, is of another step."""
+        """Return True if the best evaluations of the run and of each source are all of a step."""
         return {*self._steps.values()} == {step}
 
     def consider(self, step: int, evaluations: Sequence[Scores | HeldOutLoss]) -> bool:
@@ -255,7 +255,7 @@ async def evaluate(
 
     `sources` maps the sources of a mixture to the columns by which they are broken down. Seeds
     depend only on `seed`, the task and the sample, so that two policies get the same noise. The
-    processes of `world` share the tasks.
+    processes of `world` share the tasks by their expected `costs`, and add what they measure.
     """
     world, costs = world or World(), costs or Costs(config.group_by)
     runs = [("sampled", config.sampling(), config.samples)]
@@ -401,7 +401,8 @@ def to_json(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
         results["questions"] = evaluation.questions
         results[f"reward{suffix}"] = evaluation.reward.mean
         results |= {f"pass@{k}{suffix}": value.mean for k, value in evaluation.pass_at.items()}
-    # Of each evaluation the fields of Scores: no rollouts and no counts of them.
+    # Of each evaluation the fields of Scores: no rollouts and no counts of them. Rollouts are taken
+    # out before `asdict` would copy them.
     names = [field.name for field in fields(Scores)]
     results["scores"] = [
         {name: value for name, value in asdict(replace(e, rollouts=[])).items() if name in names}

@@ -151,7 +151,10 @@ class Vision:
         frozen: bool = True,
         settings: bytes = b"",
     ) -> None:
-        """`frozen`: features stay valid for the whole run. `settings`: for checkpoints."""
+        """With `frozen`, features stay valid for the whole run.
+
+        `settings` is the content of the image processor's file, which checkpoints get too.
+        """
         self.settings = settings
         self.placeholders, self.frozen = placeholders, frozen
         self._processor = processor
@@ -214,7 +217,8 @@ class Vision:
                 torch.cat(pixels).to(device), torch.tensor(grids, device=device), return_dict=True
             )
         counts = [len(rows_VH) for rows_VH in output.pooler_output]
-        # Only some models have such layers. transformers 5.16 does not split them by image.
+        # Only some models have deepstack layers. transformers 5.16 does not split their features by
+        # image.
         deep = [
             layer.split(counts) if isinstance(layer, Tensor) else layer
             for layer in getattr(output, "deepstack_features", None) or ()

@@ -14,6 +14,7 @@ from agenttrain.engines.base import EngineError
 from agenttrain.utils.temporary import TemporaryFolder, remove_abandoned
 
 NOTE = "weights.txt"
+"""File in the run's folder: the folder of its weights, for the next start if this one is killed."""
 VERSIONS = 3
 """Most versions of the weights on disk at once: two, and one that is being written."""
 
@@ -32,7 +33,7 @@ def new_weights_folder(run: Path, parent: Path) -> Path:
             f"weight_sync.folder: {parent}: {error.strerror}; name a folder that can be written"
         ) from error
     run.mkdir(parents=True, exist_ok=True)
-    _held[run.resolve()] = folder
+    _held[run.resolve()] = folder  # for `remove_weights_folder`
     (run / NOTE).write_text(str(folder.path), encoding="utf-8")
     return folder.path
 

@@ -397,6 +397,7 @@ def _to_messages(prompt: Any) -> tuple[Message, ...]:
 
 
 NO_ALARM = "limit the time in another way, such as a process of its own"
+"""Remedy for a method that sets an alarm (`signal.alarm`), which only the main thread can."""
 IDLE_S = 3600.0
 """Seconds that an object's thread waits for the next call: a model may sample for minutes."""
 _ABANDONED: set[asyncio.Future[Any]] = set()
@@ -485,7 +486,7 @@ class Instance:
             if inspect.iscoroutinefunction(function):
                 return await self._on_loop(function(*args, **kwargs))
             outcome = await self.threads.run(call_in_thread, label=self._label, deadline=deadline)
-            if outcome.alarm:
+            if outcome.alarm:  # the method tried to set one
                 warn_of_alarm(self._label, NO_ALARM)
             value = unwrap(outcome)
             return await self._on_loop(value) if inspect.isawaitable(value) else value

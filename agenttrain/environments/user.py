@@ -82,7 +82,7 @@ class SimulatedUser:
         if not blocks(self.function):
             return await self.function(task, messages, seed)
         outcome = await self._threads.run(lambda: self.function(task, messages, seed), label="user")
-        if outcome.alarm:
+        if outcome.alarm:  # the function tried to set one
             warn_of_alarm("user", NO_ALARM)
         reply = unwrap(outcome)
         return await reply if inspect.isawaitable(reply) else reply

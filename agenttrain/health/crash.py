@@ -95,6 +95,7 @@ class Evidence:
         """Write the bundle of an error that all processes raise, with the policy's checkpoint."""
         world = self.policy.world
         all_rollouts = world.to_main(rollouts, "the rollouts of a step that failed")
+        # If the main process fails with OSError, the others raise too instead of waiting for it.
         with world.together("the evidence of a step that failed", OSError):
             if world.is_main:
                 self._write_files(bundle, step, error, all_rollouts)

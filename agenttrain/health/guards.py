@@ -115,9 +115,9 @@ class Guards:
         for name, problem in problems.items():
             if problem is not None:
                 problem = f"{problem} guards.{name}.limit={getattr(guards, name).limit:g}"
-                # In an asynchronous step, older tokens would decide the figures of the cause.
-                cause = None if self.asynchronous else likely_cause(metrics)
-                if name == "logprob_gap" and cause:
+                # Not in an asynchronous step: older tokens would decide the figures of the cause.
+                has_cause = name == "logprob_gap" and not self.asynchronous
+                if has_cause and (cause := likely_cause(metrics)):
                     problem += f"; likely cause: {cause}"
             self._report(name, name, problem, f"step {step}", warn)
         if guards.tool_failures.limit is not None:

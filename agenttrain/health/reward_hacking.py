@@ -128,6 +128,7 @@ class RewardWatch:
     tallies: list[Tally] = field(default_factory=list)
     """The latest `config.window` steps."""
     references: dict[str, Reference] = field(default_factory=dict)
+    """By sign: its share and the reward in the steps in which it was rarest."""
     lengths: tuple[float, float] | None = None
     """Sampled tokens of nearly all rollouts of the first `config.window` steps."""
     held_out: dict[str, tuple[Mean, Mean | None]] = field(default_factory=dict)
@@ -149,12 +150,7 @@ class RewardWatch:
             self._lower_references(tally)
         self.tallies = [*self.tallies, tally][-window:]
         if self.lengths is None:
-            self._first_lengths += [rollout.sampled_length for rollout in rewarded]
-            if len(self.tallies) == window:
-                # The 5th and the 95th percentile.
-                bounds = statistics.quantiles(self._first_lengths, n=20, method="inclusive")
-                self.lengths = bounds[0], bounds[-1]
-                self._first_lengths = []
+            self._learn_lengths(rewarded)
         if len(self.tallies) == window:
             # An evaluation from before the first steps is paired with their reward.
             for name, (evaluation, training) in self.held_out.items():
@@ -165,6 +161,15 @@ class RewardWatch:
         new_signs.sort(key=lambda sign: (sign in ("long", "short"), -rises[sign]))
         self.raised = {*rises, *(sign for sign in self.raised if self._lasts(sign))}
         return self._alarm(step, new_signs) if new_signs else None
+
+    def _learn_lengths(self, rollouts: Sequence[Rollout]) -> None:
+        """Add the lengths of a step, and set `lengths` once the first steps are over."""
+        self._first_lengths += [rollout.sampled_length for rollout in rollouts]
+        if len(self.tallies) == self.config.window:
+            # The 5th and the 95th percentile.
+            bounds = statistics.quantiles(self._first_lengths, n=20, method="inclusive")
+            self.lengths = bounds[0], bounds[-1]
+            self._first_lengths = []
 
     def check_evaluation(self, name: str, rollouts: Sequence[Rollout]) -> Alarm | None:
         """Add an evaluation. Return an alarm if it fell while the training reward rose.

@@ -91,14 +91,9 @@ def run_workers(command: Command, composed: Composed, folder: Path, program: str
         if current_thread() is main_thread():
             for number in (*PASSED_ON, *ELASTIC):
                 stack.callback(signal.signal, number, signal.getsignal(number))
-        # With restarts the servers outlive the workers: this launcher owns them, and ends them.
         if restarts:
-            os.environ[SERVERS_OWNER] = f"{os.getpid()} {folder.resolve()}"
-            for spec in specs().values():  # roles have servers beside any engine
-                if spec.end_servers is not None:
-                    stack.callback(spec.end_servers, folder.resolve())
-            stack.callback(os.environ.pop, SERVERS_OWNER)
-            adopt_orphans()
+            _own_servers(folder.resolve(), stack)
+            adopt_orphans()  # for `_end_orphans`
         for restarts_left in range(restarts, -1, -1):  # the first start, and each restart
             worker_args = WorkerCommand(
                 arguments=arguments,
@@ -118,19 +113,36 @@ def run_workers(command: Command, composed: Composed, folder: Path, program: str
                     return _report(workers, exchange, command.verb, folder, first_node=node == 0)
                 first = _first_failure(workers, exchange)
             assert first is not None, "`_is_restartable` is False without one"
-            checkpoints = newest_first(folder / "checkpoints")
-            print(
-                f"agenttrain: {_rank_name(first)} {_how(first, folder)}; the run is restarted from "
-                f"{f'checkpoints/{checkpoints[0].name}' if checkpoints else 'its beginning'} "
-                f"(distributed.restarts={restarts}, {restarts_left - 1} left)",
-                file=sys.stderr,
-            )
+            _print_restart(first, folder, restarts=restarts, left=restarts_left - 1)
             _end_orphans(folder)
             # A new run that has begun is resumed by its next workers.
             if command.saved is None and (folder / "config.yaml").exists():
                 words = resuming(command.verb).split()
                 arguments = [*words, f"resume={folder.resolve()}", TRUSTED]
     raise AssertionError("unreachable: the last start returns")
+
+
+def _own_servers(folder: Path, stack: ExitStack) -> None:
+    """Make this launcher the owner of a run's servers, which `stack` ends.
+
+    With restarts they outlive the workers.
+    """
+    os.environ[SERVERS_OWNER] = f"{os.getpid()} {folder}"
+    for spec in specs().values():  # roles have servers beside any engine
+        if spec.end_servers is not None:
+            stack.callback(spec.end_servers, folder)
+    stack.callback(os.environ.pop, SERVERS_OWNER)
+
+
+def _print_restart(first: WorkerEnd, folder: Path, *, restarts: int, left: int) -> None:
+    """Print why the run is restarted, and from where."""
+    checkpoints = newest_first(folder / "checkpoints")
+    print(
+        f"agenttrain: {_rank_name(first)} {_how(first, folder)}; the run is restarted from "
+        f"{f'checkpoints/{checkpoints[0].name}' if checkpoints else 'its beginning'} "
+        f"(distributed.restarts={restarts}, {left} left)",
+        file=sys.stderr,
+    )
 
 
 def _is_finished(folder: Path) -> bool:
@@ -236,7 +248,8 @@ def _report(workers: Workers, exchange: Path, verb: str, folder: Path, *, first_
     if first is None and workers.other_node is None:  # they finished, or were asked to stop
         lowest_rank = min(workers.ended, default=None)  # None: no worker has ended
         code = workers.ended[lowest_rank].code if lowest_rank is not None else INTERRUPTED
-        if code in (INTERRUPTED, TERMINATED) or code < 0:  # by the signal forwarded to it
+        # Workers get another signal than the launcher received, which decides on the code.
+        if code in (INTERRUPTED, TERMINATED) or code < 0:
             code = INTERRUPTED if signal.SIGINT in workers.received else TERMINATED
         if code != DONE and first_node:
             _set_status(folder, {"running": "interrupted"})
@@ -254,9 +267,11 @@ def _report(workers: Workers, exchange: Path, verb: str, folder: Path, *, first_
     for rank in workers.killed:
         pid = workers.ended[rank].pid
         message += f"; rank {rank} (process {pid}) did not answer and was killed"
-    # The first rank prints and records its own errors, unless a signal killed it.
-    reports_itself = first is not None and first.rank == 0 and first.code > 0
-    if not reports_itself or crash.get("of_peer") or workers.killed:
+    # The first rank prints and records its own errors, unless a signal killed it. It knows neither
+    # why a peer failed nor which ranks were killed.
+    has_own_error = first is not None and first.rank == 0 and first.code > 0
+    reports_itself = has_own_error and not crash.get("of_peer") and not workers.killed
+    if not reports_itself:
         again = f"agenttrain {resuming(verb)}resume={quote(str(folder))}"
         remedy = "" if verb == "eval" else f". To go on: {again}"
         print(f"agenttrain: {message}; the other processes were stopped{remedy}", file=sys.stderr)

@@ -58,10 +58,8 @@ def write_crash(exchange: Path, rank: str, error: BaseException) -> None:
     from agenttrain.training.world import PeerFailed  # imports torch
 
     line, trace = described(error)
-    record = {
-        **{"time": time.time(), "error": line, "trace": trace},
-        "of_peer": isinstance(error, PeerFailed),
-    }
+    of_peer = isinstance(error, PeerFailed)
+    record = {"time": time.time(), "error": line, "trace": trace, "of_peer": of_peer}
     (exchange / CRASH.format(rank=rank)).write_text(json.dumps(record), encoding="utf-8")
 
 

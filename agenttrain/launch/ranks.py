@@ -57,7 +57,7 @@ def agree(world: World, own: Proposal) -> Proposal:
     Raises Disagreement on every rank if settings differ or a rank has a problem, with a message
     such as ``optimizer.lr=0.1: the first rank has optimizer.lr=0.2; start every rank with …``.
     """
-    _agreed.set()  # `share` would compare them otherwise, at the end
+    _agreed.set()  # else `share` would exchange an empty proposal at the end
     first = world.broadcast(own, "the settings")  # the first rank's, on every rank
     problem = own.problem
     if problem is None and first.problem is None and first.settings:
@@ -112,7 +112,7 @@ def run(command: Command, composed: Composed, folder: Path, *, sweep: bool) -> i
     config.resume = agreed.folder if agreed.resumes else None
     if not world.is_main:
         redirect(Path(agreed.folder) / "logs" / f"rank-{world.rank}.log")
-        faulthandler.enable()
+        faulthandler.enable()  # a crash in C code writes its stack into the log
     from agenttrain.runs.run import Run
 
     return Run(

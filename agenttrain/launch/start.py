@@ -58,7 +58,7 @@ def start(
                 if started_by_others():  # torchrun has decided how many processes there are
                     adopt(composed, ())
                 return run(command, composed, folder, sweep=sweep)
-            with no_garbage_collection():
+            with no_garbage_collection():  # faster: the import makes very many objects
                 from agenttrain.runs.run import Run
 
             return Run(

@@ -29,7 +29,8 @@ the store with it."""
 
 def main() -> int:
     """Run the launcher's command as one rank; return the exit code."""
-    protect()
+    protect()  # output, against a closed terminal or file
+    # The launcher's folder for messages between it and its workers.
     exchange = Path(os.environ["AGENTTRAIN_EXCHANGE"])
 
     def received_signal() -> str | None:
@@ -50,7 +51,7 @@ def main() -> int:
         "the launcher of this process is gone: it stops", after_s=RECORD_S, at_end=remove_exchange
     )
     atexit.register(remove_exchange)
-    hear_interrupts()
+    hear_interrupts()  # the launcher forwards SIGINT, which a shell may have had ignored
     with listening() as stop:  # before the slow imports
         # The name of the launcher's signal, for the summary: this worker gets another one instead.
         stop.passed_on = received_signal

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
@@ -105,7 +105,7 @@ class Workers(LocalElasticAgent):
         insists = received is signal.SIGTERM and self._terms.arrive()
         if insists or received is signal.SIGINT:
             self._forwarded = signal.SIGINT
-        leave_terminal()
+        leave_terminal()  # it may be closed, which is why a SIGHUP came
         with suppress(OSError):
             # The first signal is the reason for the stop, whichever is forwarded.
             self._announce(self.received[0].name)
@@ -146,17 +146,7 @@ class Workers(LocalElasticAgent):
 
     def _reap(self) -> None:
         """Record the workers that have ended, and decide whether the others have to stop."""
-        new = []
-        for rank, pid in self._pids.items():
-            if rank in self.ended:
-                continue
-            # WNOWAIT leaves the exit status for the agent.
-            status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if status is not None:
-                has_exited = status.si_code == os.CLD_EXITED  # else a signal killed it
-                code = status.si_status if has_exited else -status.si_status
-                self.ended[rank] = WorkerEnd(rank=rank, pid=pid, code=code)
-                new.append(self.ended[rank])
+        new = list(self._record_ends())
         # Workers that neither finished nor saved their work.
         early = [ended for ended in new if ended.code not in (DONE, PREEMPTED)]
         if self._stop_at is not None or self._kill_at is not None:  # a stop is under way
@@ -177,6 +167,19 @@ class Workers(LocalElasticAgent):
             # The handler of a signal may have set an earlier time just now.
             kill_at = time.monotonic() + SETTLE_S
             self._kill_at = kill_at if self._kill_at is None else min(self._kill_at, kill_at)
+
+    def _record_ends(self) -> Iterator[WorkerEnd]:
+        """Record the workers that have ended since the last call, and yield their ends."""
+        for rank, pid in self._pids.items():
+            if rank in self.ended:
+                continue
+            # WNOWAIT leaves the exit status for the agent.
+            status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if status is not None:
+                has_exited = status.si_code == os.CLD_EXITED  # else a signal killed it
+                code = status.si_status if has_exited else -status.si_status
+                self.ended[rank] = WorkerEnd(rank=rank, pid=pid, code=code)
+                yield self.ended[rank]
 
     def _exchange_failures(self, store: Any) -> None:
         """Publish this node's failure to the other nodes, or stop for a failure of another node."""

@@ -29,6 +29,7 @@ def mask_names(config: Any) -> set[str]:
     names = {*(getattr(config, "layer_types", None) or ())}
     if names <= {"full_attention"} or names <= {"sliding_attention"}:
         return set()
+    # Bamba and others look masks up by this list, whose names may be other ones.
     names |= {*(getattr(config, "layers_block_type", None) or ())}
     # Falcon-H1 and Zamba look up these two, whatever the types of their layers are called.
     return names | {"full_attention", "linear_attention"}
@@ -42,16 +43,15 @@ def make_masks(
     `names` are the layer types by which the model looks masks up. `window` is that of its sliding
     attention, if it has any.
     """
-    # All layers have the window: the mask of full attention is needed only while it is the same.
-    only_window = window is not None and not names
-    full = None if only_window and is_ring(window, next_pass) else full_mask(next_pass, dtype)
-    sliding = full  # rows that are not longer than the window are read whole
-    if window is not None and is_ring(window, next_pass):
+    has_ring = is_ring(window, next_pass)  # rows are longer than the window
+    # Without `names` all layers have the window, and none reads whole rows beside a ring.
+    full = None if has_ring and not names else full_mask(next_pass, dtype)
+    sliding = full  # without a ring a window holds whole rows
+    if window is not None and has_ring:
         sliding = ring_mask(next_pass, window, dtype)
     if not names:
-        mask = sliding if window is not None else full
-        assert mask is not None
-        return mask
+        assert sliding is not None, "without names only a ring leaves out the full mask"
+        return sliding
     by_kind = {**dict.fromkeys(FULL, full), **dict.fromkeys(SLIDING, sliding)}
     return {name: by_kind.get(name) for name in names}
 
@@ -65,10 +65,10 @@ def full_mask(next_pass: Pass, dtype: torch.dtype) -> Tensor:
 
 
 def ring_mask(next_pass: Pass, window: int, dtype: torch.dtype) -> Tensor:
-    """[N, 1, T, W] Mask over the slots of a ring; with new tokens behind it if T > 1, W + T.
+    """[N, 1, T, W] Mask over the slots of a ring. If T > 1, the new tokens come after them: W + T.
 
-    Example: window 4, a row of 6 tokens gets one. It is written to slot 6 % 4 = 2, so the slots
-    hold positions 4 5 6 3, and the query at position 6 reads all of them.
+    Example: window 4, a row of 6 tokens gets one more. It is written to slot 6 % 4 = 2, so the
+    slots hold positions 4 5 6 3, and the query at position 6 reads all of them.
     """
     start_N1, query_NT1 = next_pass.starts[:, None], next_pass.column_NT[:, :, None]
     # Last position in the ring: a single new token is in it, several are read behind it.

@@ -86,7 +86,7 @@ def sample(
         # A uniform may round to 1 in float32, and the search for the total passes every token.
         target_B1 = torch.minimum(target_B1, torch.nextafter(total_B1, torch.zeros_like(total_B1)))
         drawn_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True)
-        drawn_B1.clamp_(max=logprobs_BV.shape[1] - 1)
+        drawn_B1.clamp_(max=logprobs_BV.shape[1] - 1)  # the search for NaN passes every token too
         ids_B1 = torch.where(settings.greedy_B1, ids_B1, drawn_B1)
     return ids_B1.squeeze(1), logprobs_BV.gather(1, ids_B1).squeeze(1)
 
@@ -98,6 +98,7 @@ def _filter(scores_FV: Tensor, settings: SamplingTensors) -> Tensor:
     sorted_FV = sorted_FV.masked_fill(rank_V >= settings.top_k_F1, -torch.inf)
     probabilities_FV = sorted_FV.softmax(-1)
     before_FV = probabilities_FV.cumsum(-1) - probabilities_FV
+    # The sum before the last tokens may round to 1, and top_p=1 drops nothing.
     drop_FV = (before_FV >= settings.top_p_F1) & (settings.top_p_F1 < 1)
     drop_FV |= probabilities_FV < settings.min_p_F1 * probabilities_FV[:, :1]
     drop_FV[:, 0] = False  # the most probable token always stays

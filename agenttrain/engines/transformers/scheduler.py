@@ -12,7 +12,7 @@ it sits in that of the expected session at the root, which is due again once its
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -65,7 +65,7 @@ class Generation:
         self.versions.append((version, count + 1))
         if token in self.sampling.stop_token_ids:
             return Finish.stop
-        if self.sampling.ends is not None and self.sampling.ends(token):
+        if self.sampling.ends is not None and self.sampling.ends(token):  # the caller wants no more
             return Finish.abort
         return Finish.length if len(self.sampled) == self.budget else None
 
@@ -177,15 +177,17 @@ class Scheduler:
         share_prefix: bool = True,
         copies_exactly: bool = False,
     ) -> None:
-        """With `copies_exactly` a row can be copied only with all of its ids.
+        """In deterministic mode a session is due `rejoin_steps` steps after its last completion.
 
-        So it is where rows hold the states of recurrent layers, or a window.
+        With `copies_exactly` a row can be copied only with all of its ids. So it is where rows hold
+        the states of recurrent layers, or a window.
         """
         self.copies_exactly = copies_exactly
         self.max_rows = max_rows
         self.rejoin_steps = rejoin_steps
         self.share_prefix = share_prefix
         self.clock = 0
+        """Number of the current step."""
         self.evictions = 0
         self.draining = False
         """True: no request joins until all active ones have ended."""
@@ -222,7 +224,7 @@ class Scheduler:
             ticket = Ticket(session, self._expected_count)
             if session not in self._tickets:
                 self._tickets[session] = ticket
-                if session not in self.seats:
+                if session not in self.seats:  # else it need not wait for a row
                     self._expected.append(ticket)
 
     def add(self, request: Generation) -> None:
@@ -258,6 +260,7 @@ class Scheduler:
         """
         if (host := self._hosts.pop(session, None)) is not None:
             return self._release_guest(session, host)
+        # Its guests have no seat from now on.
         self._hosts = {guest: host for guest, host in self._hosts.items() if host != session}
         request = self._waiting.pop(session, None)
         seat = self.seats.get(session)
@@ -280,7 +283,9 @@ class Scheduler:
             return None  # the guest's last request has ended
         if seat in self.active:
             self._remove(seat)
-        seat.request, seat.cached, seat.due = None, 0, self.clock
+        # Not to be continued: the cache may hold sampled ids, which `history` does not have.
+        seat.cached = 0
+        seat.request, seat.due = None, self.clock
         return request
 
     def _drop(self, seat: Seat) -> None:
@@ -391,15 +396,16 @@ class Scheduler:
             if seat.cached and not seat.mixed and (may_be_idle or seat.request is not None)
         ]
         firsts: dict[bytes, Seat] = {}
+        """Prompt -> the seat from which seats with the same prompt copy."""
         if not self.copies_exactly:  # else `_longest_beginning` chooses among the cached rows
-            # `seats` is in the order of use. For each prompt, the seat that was used least
-            # recently: the last that a reversed dict keeps. Leaders have different prompts.
+            # `cached` is in the order of use. Of seats with one prompt the last of the reversed
+            # list stays: the least recently used one.
             firsts = {seat.prompt: seat for seat in reversed(cached)}
         leaders = [*reversed(firsts.values())][:MAX_LEADERS]
         for seat in self._joining:
             seat.source, seat.shared, seat.wave, seat.stops = None, 0, 0, []
         for seat in sorted(self._joining, key=lambda seat: seat.order):
-            if seat.cached:
+            if seat.cached:  # it goes on with its own cache
                 continue
             seat.mixed = False
             seat.prompt = seat.history.tobytes()
@@ -407,15 +413,7 @@ class Scheduler:
             if first is not seat:
                 seat.source, seat.shared = first, len(seat.history) - 1
             else:
-                if self.copies_exactly:
-                    seat.source = _longest_beginning(seat, cached)
-                    seat.shared = seat.source.cached if seat.source else 0
-                for leader in leaders:
-                    # A leader that joins in this step has nothing cached yet, but will have.
-                    cached_ids = leader.history[: leader.cached or None]
-                    shared = common_prefix(cached_ids, seat.history[:-1])
-                    if shared > seat.shared:
-                        seat.source, seat.shared = leader, shared
+                seat.source, seat.shared = self._best_source(seat, cached, leaders)
             if seat.shared < LEAST_SHARED:
                 seat.source, seat.shared = None, 0
                 if first is seat and len(leaders) < MAX_LEADERS:
@@ -424,6 +422,23 @@ class Scheduler:
                 seat.wave = seat.source.wave + 1
         if self.copies_exactly:
             self._add_stops()
+
+    def _best_source(
+        self, seat: Seat, cached: Sequence[Seat], leaders: Sequence[Seat]
+    ) -> tuple[Seat | None, int]:
+        """Return the seat that shares the most ids with a new prompt, and their number."""
+        source: Seat | None = None
+        most_shared = 0
+        if self.copies_exactly:
+            source = _longest_beginning(seat, cached)
+            most_shared = source.cached if source else 0
+        for leader in leaders:
+            # A leader that joins in this step has nothing cached yet, but will have.
+            cached_ids = leader.history[: leader.cached or None]
+            shared = common_prefix(cached_ids, seat.history[:-1])
+            if shared > most_shared:
+                source, most_shared = leader, shared
+        return source, most_shared
 
     def _add_stops(self) -> None:
         """Let seats that are fed in this step pause where others copy their rows."""

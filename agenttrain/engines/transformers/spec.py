@@ -72,7 +72,10 @@ def memory(settings: TransformersSettings, load: EngineLoad, sizes: ModelSizes) 
 def copy_memory(
     settings: TransformersSettings, load: EngineLoad, sizes: ModelSizes, gpus: int
 ) -> EngineMemory:
-    """Estimate the memory of the rollout process, whose copy of the policy is on one GPU."""
+    """Estimate the memory of the rollout process, whose copy of the policy is on one GPU.
+
+    So `gpus` is 1. With a GPU, new weights are read into the host's memory first.
+    """
     copy = MemoryItem(
         name="engine's weights",
         bytes=sizes.weights,
@@ -92,10 +95,11 @@ def _cache_items(load: EngineLoad, sizes: ModelSizes) -> list[MemoryItem]:
     """Return the memory of the rows with all rollouts at their longest."""
     from agenttrain.engines.transformers.cache import final_capacity
 
-    tokens = final_capacity(load.prompt, load.sampled, load.limit)
-    growth = f", in rows that grew to {tokens:,}" if tokens > load.sampled else ""
-    row_bytes = sizes.key_cache(tokens)
-    is_windowed = row_bytes < tokens * sizes.token_cache
+    # Rows grow in large steps: in the end they may hold more than the longest sequence (`sampled`).
+    capacity = final_capacity(load.prompt, load.sampled, load.limit)
+    growth = f", in rows that grew to {capacity:,}" if capacity > load.sampled else ""
+    row_bytes = sizes.key_cache(capacity)
+    is_windowed = row_bytes < capacity * sizes.token_cache  # windows hold fewer tokens
     each = f"at most {sizes.token_cache:,} bytes" if is_windowed else f"{sizes.token_cache:,} bytes"
     items = [
         MemoryItem(

@@ -211,7 +211,8 @@ class EngineWorker:
         """
         self._copy_prefixes(waiting)
         for seat in rows:
-            # A seat whose source did not hold its prefix is now fed all of its ids.
+            # A source does not hold the prefix if the cache was wiped, or if it has copied more ids
+            # at once where rows are copied exactly. Such a seat is now fed all of its ids.
             seat.source, seat.wave = None, 0
         self.stats.prefilled_tokens += sum(seat.pending for seat in rows)
         logits_NV: torch.Tensor | None = None
@@ -248,7 +249,7 @@ class EngineWorker:
         """End a session whose logprob is not finite. The error names the likely cause."""
         request = _request_of(seat)
         self.scheduler.release(seat.session)
-        self._is_corrupt = True
+        self._is_corrupt = True  # its row may hold such numbers too
         temperature = request.sampling.temperature
         cause = (
             f"logits divided by so little overflow; take {LEAST_TEMPERATURE:g} or more, or 0"

@@ -26,7 +26,7 @@ class VllmSettings(EngineSettings):
     """Size of the cache of keys and values; None: what memory_share leaves."""
     tensor_parallel_size: Whole = Field(default=1, ge=1)
     """GPUs that share the engine's weights, each with a process of its own if there are several;
-    weights reach these through memory."""
+    weights reach these processes through shared memory."""
     quantization: Data[str | None] = None
     """Quantization of the engine's weights, by vLLM's names, e.g. fp8."""
     merge_adapters: Data[bool] = False

@@ -176,7 +176,7 @@ class Driver:
         self.llm.engine_core.engine_core.resume_scheduler()
 
     def sleep(self) -> None:
-        """Free the memory of weights and cache. The next update allocates and fills both."""
+        """Free the memory of weights and cache, until the next update fills both and resumes."""
         self.pause()
         self.llm.sleep(SLEEP_LEVEL)
         self._asleep = ["weights", "kv_cache"]

@@ -124,7 +124,7 @@ class VllmEngine:
         """Implement `Engine.generate`. Raises EngineError, ImagesRefused and EngineDead."""
         refuse_images(self, images, session)
         # An unknown id would kill vLLM, and with it every other rollout.
-        ids = np.asarray(token_ids)  # of a ledger's array, without a copy
+        ids = np.asarray(token_ids)  # a ledger gives an array, which is not copied
         is_valid = ids.size > 0 and 0 <= ids.min() <= ids.max() < self._vocabulary
         if not is_valid:
             raise EngineError(
@@ -287,7 +287,7 @@ class VllmEngine:
             driver.release_held()
             raise driver.failure from error
         driver.failure = None
-        # Cached prefixes are of the old weights. In this mode requests in flight lose theirs too.
+        # Cached prefixes are of the old weights. With abort_resume requests in flight lose theirs.
         restarts_requests = self._mode is WeightSyncMode.abort_resume
         llm.reset_prefix_cache(reset_running_requests=restarts_requests)
         llm.set_weight_version(str(version))

@@ -51,7 +51,10 @@ def server_arguments(
     *,
     record_routes: bool = False,
 ) -> dict[str, Any]:
-    """Set vLLM's environment variables, and return the arguments of the server's engine."""
+    """Set vLLM's environment variables, and return the arguments of the server's engine.
+
+    Arguments are those of `build_llm_engine`.
+    """
     import torch
 
     from agenttrain.engines.vllm.setup import engine_arguments, set_environment

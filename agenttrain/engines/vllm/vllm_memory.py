@@ -7,6 +7,7 @@ engine.max_context.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import ceil
 
 from agenttrain.engines.config import EngineDtype
@@ -91,18 +92,28 @@ def memory(settings: VllmSettings, load: EngineLoad, sizes: ModelSizes) -> Engin
             why=f"vLLM's own peak with {batch:,} tokens and {settings.max_rows:,} rows: estimated",
             when=when,
         ),
-        # A sleeping vLLM frees its KV cache, and allocates it last, after a sync.
         MemoryItem(
             name="keys and values",
             bytes=max(0, cache_bytes),
             why=cache_why,
-            when=tuple(w for w in when if w is not When.sync) if settings.sleep else when,
+            # A sleeping vLLM frees its KV cache, and allocates it last, after a sync.
+            when=(When.start, When.rollouts, When.checkpoint) if settings.sleep else EVER,
         ),
     ]
     if graphs:
         parts = "workspaces" if settings.enforce_eager else "CUDA graphs and workspaces"
         why = f"{parts}, asleep too: assumed"
         items.append(MemoryItem(name="engine's graphs", bytes=graphs, why=why))
+    items += _sync_items(settings, load, sizes, itemsize=itemsize, weights=weights)
+    room = Room(has=cache_bytes, needs=least_bytes, tokens=load.limit)
+    return EngineMemory(items=tuple(items), room=room, savings=_savings(settings, load, room))
+
+
+def _sync_items(
+    settings: VllmSettings, load: EngineLoad, sizes: ModelSizes, *, itemsize: int, weights: int
+) -> Iterator[MemoryItem]:
+    """Yield the memory of a weight sync. `weights` are the bytes of one GPU's part of them."""
+    gpus = settings.tensor_parallel_size
     # An engine with adapters gets only these, unless it sleeps, which drops its base weights.
     if not load.adapters or settings.merge_adapters or settings.sleep:
         synced, why = SYNCED * sizes.largest_weight, "the largest weight: gathered, cast"
@@ -111,21 +122,16 @@ def memory(settings: VllmSettings, load: EngineLoad, sizes: ModelSizes) -> Engin
             why = "a layer, gathered, and its largest weight, cast"
         synced = synced * itemsize // sizes.itemsize
         why += ", and as vLLM lays it out"
-        items.append(MemoryItem(name="sync", bytes=synced, why=why, when=(When.sync,)))
+        yield MemoryItem(name="sync", bytes=synced, why=why, when=(When.sync,))
     if gpus > 1:
-        why = "a copy, and one in /dev/shm for the engine's workers"
-        items.append(
-            MemoryItem(
-                name="sent weights",
-                bytes=2 * weights * gpus,
-                why=why,
-                when=(When.sync,),
-                on_host=on_gpu,
-                once=True,
-            )
+        yield MemoryItem(
+            name="sent weights",
+            bytes=2 * weights * gpus,
+            why="a copy, and one in /dev/shm for the engine's workers",
+            when=(When.sync,),
+            on_host=load.on_gpu,
+            once=True,
         )
-    room = Room(has=cache_bytes, needs=least_bytes, tokens=load.limit)
-    return EngineMemory(items=tuple(items), room=room, savings=_savings(settings, load, room))
 
 
 def _savings(settings: VllmSettings, load: EngineLoad, room: Room) -> tuple[Saving, ...]:

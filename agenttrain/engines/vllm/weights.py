@@ -73,6 +73,7 @@ class Manifest:
             with make_folder_for(tensors) as folder:
                 save_file(tensors, folder / "model.safetensors")
                 llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+        # Empty with several workers. Then nothing is comparable, and later loads compute no sums.
         equal = _find_equal_parameters(llm, sums) if sums else {}
         if self.comparable is None:  # the first load
             self.comparable = equal

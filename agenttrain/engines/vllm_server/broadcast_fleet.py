@@ -59,7 +59,8 @@ class BroadcastFleet(Fleet):
     async def assemble(self, version: int) -> Audience:
         """Implement `Broadcasts.assemble`; raises FleetLost."""
         await self._await_start()
-        self._probe, self._is_broadcasting = None, True
+        self._probe = None  # `verify` sets it once the new weights have passed
+        self._is_broadcasting = True
         # `Versions` takes files, but only their version counts here: nothing is read from disk.
         self._versions.add(WeightFiles(folder=self._folder, version=version, digest=""))
         while not (members := [member for member in self.members if member.state in ANSWERING]):
@@ -110,7 +111,7 @@ class BroadcastFleet(Fleet):
         # If no server has the weights, the caller assembles another broadcast at once.
         self._stranded_since, self._is_broadcasting = None, not has_arrived
         self.changed()
-        # Outside servers are counted once, when they get their first weights.
+        # Once, when they get their first weights: enough outside servers have to be usable.
         if has_arrived and self._outside is not None and not self._verified:
             self._check_count(MemberState.loaded)
         return has_arrived
@@ -122,13 +123,13 @@ class BroadcastFleet(Fleet):
     async def _wait(self) -> None:
         """Wait for a change. Raises FleetLost if only a weight sync would help, and none comes."""
         states = {member.state for member in self.members}
-        # Servers in a state of EXAMINED have the weights. If all servers are gone, `super` raises.
+        # Servers in a state of EXAMINED have the weights. If all are gone, `super()._wait` raises.
         is_stranded = not states & {*EXAMINED} and states != {MemberState.gone}
         if self._versions.newest is None or not is_stranded:
             self._stranded_since = None
         else:
             self._stranded_since = self._stranded_since or time.monotonic()
-            # After a broadcast the trainer checks the weights: it sends no others before that.
+            # Between a broadcast and the end of `verify` the trainer sends no other weights.
             is_verifying = self._probe is None and not self._is_broadcasting
             patience_s = 0.0 if is_verifying else self._patience_s
             if time.monotonic() - self._stranded_since >= patience_s:

@@ -19,7 +19,7 @@ BACKEND = "files"
 PLUGIN = "agenttrain"
 """Name of the entry point."""
 OWN_GROUP = "AGENTTRAIN_SERVER_OWN_GROUP"
-"""Environment variable: the server has its own process group, which ends as a whole."""
+"""Environment variable of a run's servers: each has a process group, which ends as a whole."""
 METHODS = "agenttrain.engines.vllm_server.files_transport.WorkerMethods"
 VERIFY = "agenttrain_verify"
 """Name of the method in `WorkerMethods`."""
@@ -65,7 +65,7 @@ class WorkerMethods:
 
 
 def register() -> None:
-    """Add the backend to vLLM, and have vLLM's processes end with their parent."""
+    """Add the backend to vLLM. In a run's server, have vLLM's processes end with their parent."""
     if TOKEN not in os.environ:  # this process is no server of agenttrain's
         return
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory

@@ -60,7 +60,11 @@ class Fleet(WatchedServers):
         *,
         record_routes: bool = False,
     ) -> None:
-        """With `record_routes` completions have their experts."""
+        """`outside` describes servers that somebody else started. None: the run starts them.
+
+        Rollouts go on with the adapters that they began with: `adapters` is the most versions at
+        once. With `record_routes` completions have their experts.
+        """
         # The addresses of servers that the run starts come later, with their records.
         urls = outside.urls if outside is not None else ("",) * servers.count
         members = [
@@ -104,14 +108,15 @@ class Fleet(WatchedServers):
         )
 
     def _may_send(self, sends: int, first_failure: float) -> bool:
-        # A router may not have noticed yet that one of its servers is gone.
+        """Also allow further sends while a router may not have noticed that a server is gone."""
         waited_s = time.monotonic() - first_failure
         return sends < SENDS or (self._router is not None and waited_s < 2 * self._servers.dead_s)
 
     async def _handle_failure(self, member: Member, boot: int, error: ServerFailed) -> None:
-        if self._router is None or (member.boot == boot and member.state is MemberState.live):
+        """Count a failed request, or give a router time to notice that a server is gone."""
+        if self._router is None:
             await super()._handle_failure(member, boot, error)
-        else:  # give the router time to notice that one of its servers is gone
+        else:
             await asyncio.sleep(self._servers.health_s)
 
     def release(self, session: str) -> None:
@@ -127,11 +132,12 @@ class Fleet(WatchedServers):
     async def _pick(self, session: str) -> Member:
         """Return the server for a request. Waits until there is one."""
         while True:
-            # Before the first `verify` only its probe is sampled, from weights not verified yet.
-            state = MemberState.live if self._verified else MemberState.loaded
+            # The first weights are sampled before they are verified: that gives the probe's text.
+            is_first = not self._verified
+            state = MemberState.loaded if is_first else MemberState.live
             has_weights = self._versions.newest is not None
-            # Later, between `load`, which removes the probe, and `verify` nothing is sampled.
-            may_sample = has_weights and (self._probe is not None or not self._verified)
+            # Later weights are not sampled between `load`, which removes the probe, and `verify`.
+            may_sample = has_weights and (is_first or self._probe is not None)
             candidates = [m for m in self.members if m.state is state] if may_sample else []
             loads = {member.number: member.requests for member in candidates}
             if loads and self._router is None:
@@ -163,7 +169,7 @@ class Fleet(WatchedServers):
         """Return a server's completion. Raises ServerFailed as soon as the server is lost."""
         assert member.client is not None
         self._servers_of[session] = member.number
-        files = self._versions.of(session)
+        files = self._versions.of(session)  # the newest weights, or the session's first adapters
         call = member.client.generate(
             token_ids,
             sampling,
@@ -194,7 +200,7 @@ class Fleet(WatchedServers):
             for old in unused:
                 await asyncio.gather(*(self._unload(member, old) for member in members))
                 await asyncio.to_thread(shutil.rmtree, old.folder, ignore_errors=True)
-        # Outside servers are counted once, when they get their first weights.
+        # Once, when they get their first weights: enough outside servers have to be usable.
         if self._outside is not None and not self._verified:
             self._check_count(MemberState.loaded)
         # If all have died, one that is started again gets the weights in `joined`.

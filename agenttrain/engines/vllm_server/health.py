@@ -59,7 +59,9 @@ class MemberState(StrEnum):
 
 
 EXAMINED = (MemberState.loaded, MemberState.live, MemberState.suspect)
-ANSWERING = (MemberState.syncing, MemberState.loaded, MemberState.live, MemberState.suspect)
+"""States with the current weights, in which a server is asked again and again if it answers."""
+ANSWERING = (MemberState.syncing, *EXAMINED)
+"""States of a server that runs. While it loads weights it need not answer examinations."""
 
 
 @dataclass(slots=True)
@@ -290,7 +292,7 @@ async def _examine(member: Member, dead_s: float) -> None:
         for limit_s in (dead_s, GRACE_S):
             await asyncio.wait((call,), timeout=limit_s)
     finally:
-        call.cancel()
+        call.cancel()  # an unfinished call is not `done` yet after this
     if member.boot != boot or member.state not in EXAMINED:  # it has left meanwhile
         return
     if not call.done():

@@ -160,7 +160,7 @@ class LocalServers:
         """Wait until servers of a former process have ended. Raises EngineError if one goes on."""
         from agenttrain.engines.vllm_server.wrapper import END_S  # imports httpx
 
-        deadline = time.monotonic() + 2 * END_S
+        deadline = time.monotonic() + 2 * END_S  # a wrapper gives its server END_S
         for number in numbers:
             record = read_record(self._folder, number)
             # Wrappers without a launcher end by themselves, with the process that started them.
@@ -201,7 +201,8 @@ def reusable_servers(folder: Path, plan: ServerPlan) -> dict[int, ServerRecord]:
     broadcast none is reused, because the servers wait for the former sender. With adapters none is
     reused, because the servers have adapters of steps that are now trained again.
     """
-    if launcher_of(folder) is None or plan.rank or plan.backend != BACKEND:
+    has_adapters, is_broadcast = bool(plan.rank), plan.backend != BACKEND
+    if launcher_of(folder) is None or has_adapters or is_broadcast:
         return {}
     try:
         former_plan = ServerPlan.read(folder)

@@ -210,7 +210,8 @@ async def _watch_with(
     A server that is starting, or away, joins the fleet once it answers and has what the run needs.
     """
     away_since = time.monotonic()
-    attempt_s, next_attempt = servers.health_s, away_since  # of joining the fleet
+    # Attempts to join the fleet: the time to wait after one, and the time of the next one.
+    attempt_s, next_attempt = servers.health_s, away_since
     misses = 0  # examinations in a row without an answer
     while True:
         # As they are when the server is asked: it may join again while its answer is on the way.
@@ -225,14 +226,8 @@ async def _watch_with(
             misses = 0 if failure is None else misses + 1
             if failure is not None:
                 _count_miss(member, str(failure), misses)
-            # The label is None for a server that has the run's adapters.
-            elif member.version == version and label not in (None, str(version)):
-                member.leave(
-                    MemberState.restarting,
-                    f"has weights labelled {label!r}, not {version}: it was started again",
-                )
-            elif member.state is MemberState.suspect:
-                member.state = MemberState.live
+            else:
+                _check_label(member, label, version)
         if member.state in (MemberState.starting, *AWAY):
             # A server that refuses the request may lack a route or the token: the check says so.
             if (failure is None or failure.status in REFUSALS) and now >= next_attempt:
@@ -280,6 +275,20 @@ async def _ask_label(
         return ServerFailed(f"its engine did not answer for servers.dead_s={dead_s:g} s")
     except ServerFailed as error:
         return error
+
+
+def _check_label(member: Member, label: object, version: int | None) -> None:
+    """Drop a server that has lost the weights of `version`, and trust a suspect one again.
+
+    The label is None for a server that has the run's adapters.
+    """
+    if member.version == version and label not in (None, str(version)):
+        member.leave(
+            MemberState.restarting,
+            f"has weights labelled {label!r}, not {version}: it was started again",
+        )
+    elif member.state is MemberState.suspect:
+        member.state = MemberState.live
 
 
 def _count_miss(member: Member, reason: str, misses: int) -> None:

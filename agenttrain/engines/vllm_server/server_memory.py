@@ -29,7 +29,8 @@ def memory(settings: VllmServerSettings, load: EngineLoad, sizes: ModelSizes) ->
         why=why,
         on_host=load.on_gpu,
         once=True,
-        when=(When.rollouts, When.update, When.sync, When.checkpoint),
+        # The first sync writes the first version, after the start.
+        when=tuple(when for when in When if when is not When.start),
     )
     return EngineMemory(items=(files,))
 

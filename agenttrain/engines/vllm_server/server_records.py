@@ -81,7 +81,10 @@ class ServerPlan:
         return int(self.servers.get("nodes", 0))
 
     def write(self, folder: Path) -> None:
-        """Write the plan of the run in `folder`, signed by the user, as it names code to run."""
+        """Write the plan of the run in `folder`, signed by the user, as it names code to run.
+
+        `agenttrain engine-server` checks the signature.
+        """
         plan = asdict(self)
         write_private(folder / FOLDER / PLAN, {**plan, SIGNATURE: sign(plan)})
 

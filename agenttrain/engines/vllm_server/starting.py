@@ -148,7 +148,7 @@ def server_plan(settings: VllmServerSettings, inputs: EngineInputs, module: str)
         engine=plain(settings),
         servers=plain(inputs.servers),
         rank=0 if inputs.adapters is None else inputs.adapters.rank,
-        # Rollouts go on with the adapters that they began with, for as many updates.
+        # Rollouts go on with the adapters that they began with, for up to `max_staleness` updates.
         adapters=ADAPTERS + inputs.max_staleness,
         weights=None,
         backend=NCCL if inputs.transport is Transport.nccl else FILES,

@@ -94,7 +94,7 @@ class Wrapper:
         # SLURM sends SIGTERM to all steps of a job. The run saves then, and ends its servers later.
         in_job = plan.nodes and "SLURM_JOB_ID" in os.environ
         signal.signal(signal.SIGTERM, self._ignore if in_job else self._stop)
-        adopt_orphans()  # this process is the keeper of its server
+        adopt_orphans()  # this process itself ends what its server leaves: `keeper=False`
         former = read_record(self.folder, self.number)
         self._record = ServerRecord.of(self.number, os.getpid())
         if former is not None:
@@ -149,22 +149,7 @@ class Wrapper:
         token = self.token or secrets.token_urlsafe(32)
         # A folder of its own, to be removed: killed processes leave sockets behind.
         sockets = tempfile.mkdtemp(prefix=scratch.SOCKETS)
-        environment = {**os.environ, TOKEN: token, HOST: self.host, "TMPDIR": sockets}
-        if plan.gpus is not None:
-            gpus = plan.gpus[self.number]
-            # The plan numbers a node's GPUs from 0. The node's job may have other names for them.
-            if plan.nodes and (visible := os.environ.get("CUDA_VISIBLE_DEVICES")):
-                gpus = tuple(visible.split(",")[int(position)] for position in gpus)
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-        arguments = [str(self.folder), str(self.number), str(port)]
-        with log_path(self.folder, self.number).open("ab+") as log:
-            process = ChildProcess(
-                [sys.executable, "-m", plan.module, *arguments],
-                keeper=False,
-                env=environment,
-                output=log,
-            )
-        has_answered = False
+        process = self._start_process(plan, port, token, sockets)
         url = f"http://{self.host}:{port}"
         http = httpx.Client(
             base_url=url,
@@ -183,36 +168,59 @@ class Wrapper:
                 end="",
                 scratch=(sockets,),
             )
-            now = time.monotonic()
-            deadline, next_scan = now + plan.servers["start_s"], now + SCAN_S
-            health_checked = 0.0
-            while process.alive and not self._is_stopping():
-                if not has_answered:
-                    has_answered = self._register(http)
-                    if not has_answered and time.monotonic() > deadline:
-                        end = f"did not start within servers.start_s={plan.servers['start_s']:g} s"
-                        self._record = replace(self._record, end=end)
-                        break
-                elif time.monotonic() - health_checked > HEALTH_S:
-                    # vLLM's server waits for its clients' connections to close before it follows
-                    # its dead engine, which may be for ever.
-                    if _has_dead_engine(http):
-                        end = "answered GET /health with 503: its engine has ended"
-                        self._record = replace(self._record, end=end)
-                        break
-                    health_checked = time.monotonic()
-                if plan.nodes and self._beat_and_read_order():
-                    self._record = replace(self._record, end="was killed by the run")
-                    break
-                if time.monotonic() > next_scan:
-                    self._record_scratch(process.pid)
-                    next_scan = time.monotonic() + SCAN_S
-                time.sleep(POLL_S)
+            return self._watch(process, http, plan)
         finally:
             http.close()
             self._record_scratch(process.pid)
             self._end(process)
             scratch.remove(self._record.scratch)
+
+    def _start_process(self, plan: ServerPlan, port: int, token: str, sockets: str) -> ChildProcess:
+        """Start the server's process. Its output goes to the log, its sockets to that folder."""
+        environment = {**os.environ, TOKEN: token, HOST: self.host, "TMPDIR": sockets}
+        if plan.gpus is not None:
+            gpus = plan.gpus[self.number]
+            # The plan numbers a node's GPUs from 0. The node's job may have other names for them.
+            if plan.nodes and (visible := os.environ.get("CUDA_VISIBLE_DEVICES")):
+                gpus = tuple(visible.split(",")[int(position)] for position in gpus)
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        arguments = [str(self.folder), str(self.number), str(port)]
+        with log_path(self.folder, self.number).open("ab+") as log:
+            return ChildProcess(
+                [sys.executable, "-m", plan.module, *arguments],
+                keeper=False,
+                env=environment,
+                output=log,
+            )
+
+    def _watch(self, process: ChildProcess, http: httpx.Client, plan: ServerPlan) -> bool:
+        """Watch the server until it ends or has to end. Return True if it has answered."""
+        has_answered = False
+        now = time.monotonic()
+        deadline, next_scan = now + plan.servers["start_s"], now + SCAN_S
+        health_checked = 0.0
+        while process.alive and not self._is_stopping():
+            if not has_answered:
+                has_answered = self._register(http)
+                if not has_answered and time.monotonic() > deadline:
+                    end = f"did not start within servers.start_s={plan.servers['start_s']:g} s"
+                    self._record = replace(self._record, end=end)
+                    break
+            elif time.monotonic() - health_checked > HEALTH_S:
+                # vLLM's server waits for its clients' connections to close before it follows its
+                # dead engine, which may be for ever.
+                if _has_dead_engine(http):
+                    end = "answered GET /health with 503: its engine has ended"
+                    self._record = replace(self._record, end=end)
+                    break
+                health_checked = time.monotonic()
+            if plan.nodes and self._beat_and_read_order():
+                self._record = replace(self._record, end="was killed by the run")
+                break
+            if time.monotonic() > next_scan:
+                self._record_scratch(process.pid)
+                next_scan = time.monotonic() + SCAN_S
+            time.sleep(POLL_S)
         return has_answered
 
     def _beat_and_read_order(self) -> bool:

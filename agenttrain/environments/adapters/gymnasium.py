@@ -49,7 +49,7 @@ class Gymnasium:
     A row's column `seed` is the episode's seed. Without one the rollouts of a task share a seed.
     """
 
-    pooled = True
+    pooled = True  # instances are used again after a reset
 
     def __init__(
         self,

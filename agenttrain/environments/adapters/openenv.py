@@ -39,7 +39,8 @@ class OpenEnv:
     rewards is the environment's reward) or `turns` (each reward goes to its turn, for the reward
     function `turn_rewards`).
 
-    `session_timeout_s` limits the wait for a free session, `reply_timeout_s` that for each reply.
+    `session_timeout_s` limits the wait for a free session, `reply_timeout_s` that for each reply. A
+    server that answers no ping for `ping_s` counts as gone.
     """
 
     def __init__(

@@ -372,12 +372,12 @@ class BridgeServer:
         self._environment = environment
         return {"tools": tools, "tasks": len(self._tasks)}
 
-    def _check(self, id: str, environment: vf.Env, seat: vf.AgentConfig) -> None:
+    def _check(self, id: str, environment: vf.Env, agent: vf.AgentConfig) -> None:
         """Raise Unsupported for tasks that the policy cannot play."""
         kind = type(environment.taskset).task_type()
         if not self._tasks:
             raise Unsupported(f"id={id}: has no tasks")
-        if kind.NEEDS_CONTAINER and seat.runtime.type == "subprocess":
+        if kind.NEEDS_CONTAINER and agent.runtime.type == "subprocess":
             raise Unsupported(
                 f"id={id}: its tasks need a container; set "
                 f"args={{{self._seat}: {{runtime: {{type: docker}}}}}}"

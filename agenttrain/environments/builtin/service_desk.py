@@ -19,8 +19,8 @@ from agenttrain.types import Message, Rollout, Task, ToolFailure
 class ServiceDesk:
     """The desk of one conversation, with a database of its own.
 
-    The reward is 1 if the database is as after the row's `actions`, else 0, whatever was said. To
-    hand over is part of it, and ends the conversation.
+    The reward is 1 if the database is as after the row's `actions`, else 0, whatever was said. A
+    hand-over ends the conversation, and counts like a change of the database.
     """
 
     def __init__(self) -> None:
@@ -119,8 +119,8 @@ class ServiceDesk:
 def customer(task: Task, spoken: Sequence[Message], seed: int) -> str | None:
     """Reply as the row's customer, by rules: the same reply to the same conversation.
 
-    A question that has a word of one of the row's `facts` is answered with it, and with all that
-    match. Any other question is agreed to. To a message without a question the customer says a fact
+    A question is answered with all of the row's `facts` that have a word of it and were not said
+    yet. Any other question is agreed to. To a message without a question the customer says a fact
     that was not asked for yet, or, when all are said, nothing more: the conversation is over.
     """
     answer = spoken[-1]["content"].casefold()

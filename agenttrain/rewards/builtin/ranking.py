@@ -69,6 +69,9 @@ class Ranking:
     of the group becomes 0 and the highest 1; equal ones are 0.5. Rollouts that look the same are
     shown once and get the same reward. A group of one has nothing to compare: None.
 
+    `show` is the part of a rollout that is shown: its `conversation`, or the `final` message. It is
+    cut to `max_rollout_tokens` in the middle, further if a request is over `max_request_tokens`.
+
     `prompt` has `answers` (all rollouts, each in a tag with its number), and may have columns of
     the row, `question` (the last user message of the prompt), `count` and `instructions` (the form
     of the reply). Rollouts are shown in an order that depends on `seed`, the group and the try.
@@ -100,7 +103,10 @@ class Ranking:
         max_tokens: Data[int] = 1024,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """Check the settings. `extra` is sent along; `max_tokens` are those of a reply."""
+        """Check the settings. Scores of a reply are from `low` to `high`.
+
+        `extra` is sent along. `max_tokens` are those of a reply.
+        """
         self._api = ChatApi(
             url=url,
             model=model,
