@@ -27,7 +27,11 @@ class CallSlots:
         """True once the call is over."""
         self._waits = 0
         """Number of sub-agents that the call waits for."""
-        self._started = self._waiting_since = time.monotonic()
+        self._taking = asyncio.Lock()
+        """Held by the sub-agent's end that takes the slots again."""
+        self._started = time.monotonic()
+        self._waiting_since: float | None = None
+        """When the call gave its slots to sub-agents; None while it has them."""
         self._waited_s = 0.0
         """Seconds that sub-agents took, until the last one ended and the slots were taken again."""
 
@@ -43,8 +47,8 @@ class CallSlots:
     def seconds(self) -> float:
         """Return the seconds since the slots were acquired, without those spent on sub-agents."""
         now = time.monotonic()
-        waited_s = self._waited_s + (now - self._waiting_since if self._waits else 0.0)
-        return now - self._started - waited_s
+        waiting_s = 0.0 if self._waiting_since is None else now - self._waiting_since
+        return now - self._started - self._waited_s - waiting_s
 
     def lent_while(self, run: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         """Return a function that runs `run` without the slots and outside of the call's time."""
@@ -53,7 +57,7 @@ class CallSlots:
         async def run_without_slots(*args: Any, **kwargs: Any) -> Any:
             # A call may run several sub-agents at once: the first gives the slots back, the last
             # takes them again.
-            if not self._waits:
+            if self._waiting_since is None:
                 self._waiting_since = time.monotonic()
                 self._release()
             self._waits += 1
@@ -61,14 +65,21 @@ class CallSlots:
                 return await run(*args, **kwargs)
             finally:
                 self._waits -= 1
-                if not self._waits and not self._ended:
-                    await self._acquire()  # may wait for other calls
-                    self._waited_s += time.monotonic() - self._waiting_since
-                    # Another sub-agent began while this waited for slots, or the call ended.
-                    if self._waits or self._ended:
-                        self._release()
+                await self._take_again()
 
         return run_without_slots
+
+    async def _take_again(self) -> None:
+        """Take the slots after the last sub-agent. One that begins meanwhile keeps them free."""
+        async with self._taking:
+            if self._waits or self._ended or self._held:
+                return
+            await self._acquire()  # may wait for other calls
+            if self._waits or self._ended:
+                self._release()
+            elif self._waiting_since is not None:
+                self._waited_s += time.monotonic() - self._waiting_since
+                self._waiting_since = None
 
     async def _acquire(self) -> None:
         """Take a slot of every semaphore, or of none if that is cancelled."""
