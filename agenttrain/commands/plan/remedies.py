@@ -117,12 +117,10 @@ class Planner:
         """Yield settings that change what is trained, proposed only if nothing else is enough."""
         if not self.config.model.lora.rank:
             yield [(ADAPTERS,)]
-        # Neither autocast nor fsdp2, which may be another remedy of several processes, is made for
-        # layers in 4 bits.
+        # Autocast is not made for layers in 4 bits.
         elif (
             self.config.model.quantization is None
             and self.config.training.mixed_precision is MixedPrecision.no
-            and self.config.distributed.name is DistributedName.single
         ):
             yield [(IN_4_BITS,)]
 
@@ -135,8 +133,6 @@ class Planner:
         choices: Choices = []
         if list(engine_problems(self.config, several=True)):
             return choices  # the engine works in a single process only
-        if self.config.model.quantization is not None:
-            return choices  # fsdp2 is refused, and with ddp each GPU holds as much as one alone
         devices = self.estimate().load.devices
         for count in (devices * 2**power for power in range(1, 10)):
             if count > MOST_GPUS:
@@ -213,7 +209,7 @@ class Planner:
             yield [
                 ((CONTEXT, size),) for size in sizes if size > config.distributed.context_parallel
             ]
-        if config.distributed.name is DistributedName.ddp and config.model.quantization is None:
+        if config.distributed.name is DistributedName.ddp:
             yield [(FSDP2,)]
         if config.distributed.name is DistributedName.fsdp2:
             yield [(("distributed.cpu_offload", True),)]
