@@ -117,10 +117,12 @@ class Planner:
         """Yield settings that change what is trained, proposed only if nothing else is enough."""
         if not self.config.model.lora.rank:
             yield [(ADAPTERS,)]
-        # Autocast is not made for layers in 4 bits.
+        # Layers in 4 bits go neither with autocast nor with weights in host memory, which may be
+        # another remedy of fsdp2.
         elif (
             self.config.model.quantization is None
             and self.config.training.mixed_precision is MixedPrecision.no
+            and self.config.distributed.name is not DistributedName.fsdp2
         ):
             yield [(IN_4_BITS,)]
 
