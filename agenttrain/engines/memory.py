@@ -62,7 +62,11 @@ class ModelSizes(Protocol):
 
     @property
     def weights(self) -> int:
-        """Bytes of all weights."""
+        """Bytes of all weights in the model's format."""
+
+    @property
+    def held(self) -> int:
+        """Bytes of all weights as the trainer stores them, some of them perhaps in 4 bits."""
 
     @property
     def largest_weight(self) -> int:

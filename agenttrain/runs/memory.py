@@ -52,7 +52,7 @@ from agenttrain.training.footprint import (
 )
 from agenttrain.training.images import freeze_encoders
 from agenttrain.training.lora import adapted_experts, adapter_parameters
-from agenttrain.training.quantization import layers_to_quantize, nf4_bytes
+from agenttrain.training.quantization import nf4_bytes, numbers_of, scale_bytes
 from agenttrain.training.recomputation import possible_levels, recomputed_modules
 from agenttrain.types import ConfigError
 from agenttrain.utils.host_memory import host_memory
@@ -387,7 +387,10 @@ def _training_parts(
     why = f"{sizes.parameters:,} x {config.model.dtype}{divided}"
     if sizes.in_4_bits:
         why += f", {sum(sizes.in_4_bits):,} of them in {config.model.quantization}"
-    yield MemoryItem(name="weights", bytes=sizes.held // shards, why=why, on_host=on_host)
+        if sharded:
+            why += f", whose scales ({sizes.scales:,} bytes) are whole"
+    size = (sizes.held - sizes.scales) // shards + sizes.scales
+    yield MemoryItem(name="weights", bytes=size, why=why, on_host=on_host)
     if sizes.in_4_bits:
         yield MemoryItem(
             name="dequantised",
@@ -453,7 +456,7 @@ def _frozen_models(
 
 def _gathered_parts(config: RunConfig, sizes: Sizes) -> Iterator[MemoryItem]:
     """Yield the weights that fsdp2 gathers for a forward pass, a weight sync and a checkpoint."""
-    size, why = _gathered_bytes(sizes.model), "embeddings, head and two layers, unsharded"
+    size, why = _gathered_bytes(sizes.stored), "embeddings, head and two layers, unsharded"
     if config.training.mixed_precision == "bf16" and sizes.itemsize > BFLOAT16:
         size, why = size * BFLOAT16 // sizes.itemsize, f"{why}, in bfloat16"
     teacher = config.algorithm.loaded_teacher
@@ -668,6 +671,13 @@ class Sizes:
         self.model: PreTrainedModel = self._with_config_error(
             lambda: empty_model(architecture, dtype, config.lora, adapters)
         )
+        self.stored = self.model
+        """The same model as the trainer stores it, some of its weights perhaps in 4 bits."""
+        self._double = config.double_quantization
+        if config.quantization is not None:
+            self.stored = empty_model(
+                architecture, dtype, config.lora, adapters, double=self._double
+            )
         if config.vision is VisionTower.frozen:
             freeze_encoders(self.model)
         self.continues = base is not None
@@ -680,14 +690,8 @@ class Sizes:
         )
         """Engines get the adapters merged into the weights: vLLM would read them wrongly, or add
         them to other weights."""
-        self._double = config.double_quantization
-        self.in_4_bits: list[int] = []
+        self.in_4_bits = list(numbers_of(self.stored).values())
         """Numbers of each weight that the trainer stores in 4 bits; empty: of none."""
-        if config.quantization is not None:
-            # The trainer adds adapters later, which hide head and routers from this choice.
-            bare = empty_model(architecture, dtype, LoraSettings(rank=0))
-            quantized = layers_to_quantize(bare).values()
-            self.in_4_bits = [layer.weight.numel() for layer in quantized]
         self._saved = {name: Saved(self.model, dtype) for name, dtype in MIXED_PRECISIONS.items()}
 
     @cached_property
@@ -705,6 +709,11 @@ class Sizes:
         """Bytes of all weights as the trainer stores them, some of them in 4 bits."""
         packed = sum(nf4_bytes(numbers, double=self._double) for numbers in self.in_4_bits)
         return self.weights - sum(self.in_4_bits) * self.itemsize + packed
+
+    @property
+    def scales(self) -> int:
+        """Bytes of `held` that are not divided over processes: the scales of weights in 4 bits."""
+        return sum(scale_bytes(numbers, double=self._double) for numbers in self.in_4_bits)
 
     @cached_property
     def largest_weight(self) -> int:

@@ -127,6 +127,7 @@ def load_empty(config: RunConfig, rank: int) -> tuple[Any, Any] | None:
 
     from agenttrain.training.kernels import disable_cudnn_attention
     from agenttrain.training.lora import load_saved_adapters
+    from agenttrain.training.quantization import check_quantizable, quantize
     from agenttrain.training.sliced_weights import (
         SlicedWeights,
         empty_model,
@@ -150,6 +151,9 @@ def load_empty(config: RunConfig, rank: int) -> tuple[Any, Any] | None:
     dtype = getattr(torch, config.model.dtype)
     model: Any = empty_model(base or source, dtype, uniform=_needs_one_dtype(config))
     weights = SlicedWeights(model, base or source, rank)
+    if config.model.quantization is not None:
+        check_quantizable(model, config.model)
+        quantize(model, double=config.model.double_quantization)
     if base is not None:
         with stand_ins(model), only_tensors(source):  # peft draws no adapters on the meta device
             load_saved_adapters(model, source)
@@ -219,7 +223,8 @@ def _load(config: RunConfig) -> Any:
         model = load_whole(base or source, dtype, uniform=uniform)
         if config.model.quantization is not None:
             check_quantizable(model, config.model)
-            quantize(model, double=config.model.double_quantization)
+            sharded = config.distributed.name is DistributedName.fsdp2
+            quantize(model, double=config.model.double_quantization, on_host=sharded)
         if base is None:
             return model
         load_saved_adapters(model, source)

@@ -267,11 +267,11 @@ def _quantization(config: RunConfig) -> Iterator[str]:
             f"training.mixed_precision={config.training.mixed_precision}: with {key} layers "
             "compute in model.dtype; leave it out, and set model.dtype=bfloat16"
         )
-    if config.distributed.name is DistributedName.fsdp2:
+    if config.distributed.cpu_offload:
         yield (
-            f"{key}: distributed=fsdp2 would cut the packed weights apart from their scales; set "
-            "distributed=ddp or single, where each GPU holds the base in 4 bits, or leave "
-            "model.quantization out"
+            f"distributed.cpu_offload=true: is not made for {key}, whose scales stay beside the "
+            "layers that multiply; set distributed.cpu_offload=false, or leave model.quantization "
+            "out"
         )
     if config.weight_sync.transport is Transport.lora:
         yield (

@@ -310,7 +310,8 @@ class Quantization(StrEnum):
     """Storage of the linear layers of a frozen base model."""
 
     nf4 = "nf4"
-    """4 bits for each number and a scale for each 64 (https://arxiv.org/abs/2305.14314)."""
+    """4 bits for each number, two in a byte of uint8, and a scale for each 64
+    (https://arxiv.org/abs/2305.14314)."""
 
 
 class VisionTower(StrEnum):

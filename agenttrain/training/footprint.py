@@ -36,6 +36,7 @@ from agenttrain.training.equal_layers import equal_layers_run_twice
 from agenttrain.training.head import CPU_TILE, GPU_TILE
 from agenttrain.training.lora import add_lora, add_saved_adapters
 from agenttrain.training.optimizers import MasterWeights, build_optimizer
+from agenttrain.training.quantization import quantize
 from agenttrain.training.recomputation import possible_levels, recomputed_modules
 from agenttrain.training.segments import one_after_the_other
 from agenttrain.training.sharding import layers
@@ -57,11 +58,21 @@ for models whose scores are held in memory: only from there on is the growth lin
 
 
 def empty_model(
-    config: Any, dtype: torch.dtype, lora: LoraSettings, adapters: Path | None = None
+    config: Any,
+    dtype: torch.dtype,
+    lora: LoraSettings,
+    adapters: Path | None = None,
+    *,
+    double: bool | None = None,
 ) -> PreTrainedModel:
-    """Return a config's model without storage, with adapters of `lora` or those in a folder."""
+    """Return a config's model without storage, with adapters of `lora` or those in a folder.
+
+    `double` is not None for a base in 4 bits, and says whether its scales are in 8 bits.
+    """
     with init_empty_weights(include_buffers=True):
         model = model_class(config.model_type).from_config(config, dtype=dtype)
+        if double is not None:
+            quantize(model, double=double)
         if adapters is not None:
             add_saved_adapters(model, adapters)
         if lora.rank:

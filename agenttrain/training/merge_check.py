@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from agenttrain.engines.registry import names_with
 from agenttrain.training.lora import adapted_weights, base_name, delta, zero_matrix
-from agenttrain.training.quantization import dequantized, is_quantized, unquantized
+from agenttrain.training.quantization import is_quantized, linear_like
 from agenttrain.training.sharding import assign, full_tensor
 from agenttrain.types import AgenttrainError
 
@@ -89,7 +89,7 @@ def _random_adapter(layer: Any, weight: Tensor) -> Iterator[None]:
         assign(matrix, values)
         with torch.no_grad():
             base = layer.get_base_layer()
-            base_weight = dequantized(base) if is_quantized(base) else weight
+            base_weight = base.dequantized() if is_quantized(base) else weight
             weight_norm, change_norm = (
                 torch.linalg.vector_norm(full_tensor(tensor), dtype=torch.float32)
                 for tensor in (base_weight, delta(layer, weight))
@@ -105,7 +105,7 @@ def _random_adapter(layer: Any, weight: Tensor) -> Iterator[None]:
 def _merged(layer: Any, weight: Tensor) -> Iterator[None]:
     """Merge an adapter into its weight, and switch the adapter off, within the block.
 
-    A layer in 4 bits is replaced by a linear one of the merged weight.
+    A layer in 4 bits is replaced by a linear one of the merged weight, which is not sharded.
     """
     gradient_flags = [(parameter, parameter.requires_grad) for parameter in layer.parameters()]
     former_layer, former_weight = layer.base_layer, weight.detach().clone()
@@ -113,9 +113,10 @@ def _merged(layer: Any, weight: Tensor) -> Iterator[None]:
     try:
         with torch.no_grad():
             if in_4_bits:
-                layer.base_layer = unquantized(former_layer)
-                weight = layer.base_layer.weight
+                weight = former_layer.dequantized()
             weight.add_(delta(layer, weight).to(weight.dtype))
+            if in_4_bits:
+                layer.base_layer = linear_like(former_layer, full_tensor(weight))
         layer.enable_adapters(False)
         yield
     finally:

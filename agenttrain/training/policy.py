@@ -70,6 +70,7 @@ from agenttrain.training.nonfinite import (
 from agenttrain.training.offload import StateOffload
 from agenttrain.training.operations import StepWork, WorkCounter, count_operations
 from agenttrain.training.optimizers import MasterWeights, build_optimizer, learning_rate
+from agenttrain.training.quantization import scales
 from agenttrain.training.reference import copy_weights, make_reference
 from agenttrain.training.sharding import (
     Sharding,
@@ -219,6 +220,8 @@ class Policy:
         if self.sampler is not self.model:
             give_storage(self.sampler, self.device)
             self.sampler.tie_weights()
+            for target, source in zip(scales(self.sampler), scales(self.model), strict=True):
+                target.copy_(source)
             self.refresh_sampler()
 
     @property

@@ -4,6 +4,9 @@ NF4 (https://arxiv.org/abs/2305.14314, section 3) stores blocks of 64 numbers: a
 number the index of one of 16 values. A layer's weight is dequantised when the layer multiplies, and
 again in its backward pass, and is freed after each. So it is a constant of 16 bits that is stored
 in 4: sampling, training and what an engine is sent all read the same numbers.
+
+The indices of a row are a row of bytes, because no block spans two rows. FSDP2 shards and gathers
+these bytes as it does other weights. Scales are whole in every process.
 """
 
 from __future__ import annotations
@@ -16,11 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from agenttrain.engines.language_model import encoder_pattern
 from agenttrain.training.config import ModelConfig
 from agenttrain.training.lora_targets import linear_modules
+from agenttrain.training.sharding import full_tensor, like_part, local_part, own_rows
 
 NF4 = "nf4"
 """bitsandbytes' name of the format."""
@@ -43,12 +48,15 @@ def nf4_bytes(numbers: int, *, double: bool) -> int:
     Example: 1024 x 3072 numbers: 1,572,864 bytes of indices and 49,152 scales, of 4 bytes each
     1,769,536 bytes with the table; of 8 bits with 192 scales and a mean 1,623,876.
     """
-    indices, scales = ceil(numbers / 2), ceil(numbers / BLOCK)  # two indices in a byte
-    size = indices + VALUES * FLOAT32  # with the table of the values that indices stand for
+    return ceil(numbers / 2) + scale_bytes(numbers, double=double)
+
+
+def scale_bytes(numbers: int, *, double: bool) -> int:
+    """Return the bytes of `nf4_bytes` that are not indices: scales, a mean, tables."""
+    blocks = ceil(numbers / BLOCK)
     if not double:
-        return size + scales * FLOAT32
-    # A byte for each scale; the scales of these, a mean, and the table of a scale's values.
-    return size + scales + (ceil(scales / SCALES) + 1 + SCALE_VALUES) * FLOAT32
+        return (blocks + VALUES) * FLOAT32
+    return blocks + (VALUES + ceil(blocks / SCALES) + 1 + SCALE_VALUES) * FLOAT32
 
 
 def layers_to_quantize(model: PreTrainedModel) -> dict[str, nn.Linear]:
@@ -91,86 +99,185 @@ def check_quantizable(model: PreTrainedModel, config: ModelConfig) -> None:
         )
 
 
-def quantize(model: PreTrainedModel, *, double: bool) -> None:
-    """Store the linear layers of a loaded model in 4 bits, in place, one after the other.
+class QuantizedLinear(nn.Linear):
+    """A frozen linear layer whose weight is stored in NF4.
 
-    On a machine with GPUs they are moved to the current one, which quantises faster than the CPU.
+    `weight` has the indices of the 16 values, two in a byte: [out, in / 2] of uint8. Casts leave
+    bytes alone, and a search for NaN finds none in them.
+    """
+
+    scales: Tensor
+    """Scale of each `BLOCK` of the whole weight, in 8 bits or in float32."""
+    values: Tensor
+    """The 16 values that the indices stand for."""
+    scale_scales: Tensor
+    """Of scales in 8 bits: the scale of each `SCALES` of them."""
+    scale_values: Tensor
+    """Of scales in 8 bits: the values that they stand for."""
+    scale_mean: Tensor
+    """Of scales in 8 bits: a number that is added to each."""
+
+    def __init__(self, linear: nn.Linear, *, double: bool, device: torch.device) -> None:
+        """Make room for the weight of `linear` on `device`, and take its bias.
+
+        `double`: the scales are in 8 bits.
+        """
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.bias = linear.bias
+        self.dtype = linear.weight.dtype
+        """Format of the weight that is packed, and of a dequantised one."""
+        self.has_double_scales = double
+        self.row_blocks = linear.in_features // BLOCK
+        """Blocks of a row of the weight."""
+        packed_shape = (linear.out_features, linear.in_features // 2)
+        packed = torch.empty(packed_shape, dtype=torch.uint8, device=device)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        blocks = linear.out_features * self.row_blocks
+        scale_format = torch.uint8 if double else torch.float32
+        # float32 is said, because a model may be built with another default.
+        shapes = {"scales": (blocks, scale_format), "values": (VALUES, torch.float32)}
+        if double:
+            shapes["scale_scales"] = (ceil(blocks / SCALES), torch.float32)
+            shapes["scale_values"] = (SCALE_VALUES, torch.float32)
+            shapes["scale_mean"] = (1, torch.float32)
+        for name, (length, dtype) in shapes.items():
+            buffer = torch.empty(length, dtype=dtype, device=device)
+            self.register_buffer(name, buffer, persistent=False)
+        self.train(linear.training)
+
+    @torch.no_grad()
+    def store_scales(self, scales_B: Tensor) -> None:
+        """Store the scale of each block of the whole weight, in float32, as bitsandbytes does."""
+        functional = import_module("bitsandbytes.functional")
+        self.values.copy_(functional.get_4bit_type(NF4, device=scales_B.device))
+        if self.has_double_scales:
+            mean = scales_B.mean()
+            scales_B, state = functional.quantize_blockwise(scales_B - mean, blocksize=SCALES)
+            self.scale_scales.copy_(state.absmax)
+            self.scale_values.copy_(state.code)
+            self.scale_mean.copy_(mean)
+        self.scales.copy_(scales_B)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiply by the dequantised weight, which autograd does not keep."""
+        functional = import_module("bitsandbytes.functional")
+        nested = {}
+        if self.has_double_scales:
+            nested = {"offset": self.scale_mean[0], "state2": self._scale_state()}
+        state = functional.QuantState(
+            self.scales,
+            shape=torch.Size((self.out_features, self.in_features)),
+            code=self.values,
+            blocksize=BLOCK,
+            quant_type=NF4,
+            dtype=self.dtype,
+            **nested,
+        )
+        multiply = import_module("bitsandbytes").matmul_4bit
+        output: Tensor = multiply(input, self.weight.view(-1, 1), state, bias=self.bias)
+        return output
+
+    def _scale_state(self) -> Any:
+        """Return bitsandbytes' description of scales in 8 bits."""
+        state = import_module("bitsandbytes.functional").QuantState
+        return state(
+            self.scale_scales, code=self.scale_values, blocksize=SCALES, dtype=torch.float32
+        )
+
+    @torch.no_grad()
+    def dequantized(self) -> Tensor:
+        """Return the weight as it is multiplied, sharded if the layer is."""
+        functional = import_module("bitsandbytes.functional")
+        rows, packed = own_rows(self.weight), local_part(self.weight)
+        scales_B = self.scales
+        if self.has_double_scales:
+            scales_B = functional.dequantize_blockwise(scales_B, self._scale_state())
+            scales_B = scales_B + self.scale_mean
+        state = functional.QuantState(
+            scales_B[rows.start * self.row_blocks : rows.stop * self.row_blocks],
+            shape=torch.Size((len(packed), self.in_features)),
+            blocksize=BLOCK,
+            quant_type=NF4,
+            dtype=self.dtype,
+        )
+        if len(packed):
+            weight: Tensor = functional.dequantize_4bit(packed.view(-1, 1), state)
+        else:  # another process has all rows
+            weight = torch.empty(state.shape, dtype=self.dtype, device=packed.device)
+        if isinstance(self.weight, DTensor):
+            return like_part(self.weight, weight, (self.out_features, self.in_features))
+        return weight
+
+
+@torch.no_grad()
+def pack(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows of a weight as bytes, [rows, in / 2], and the float32 scale of each block.
+
+    Example: 2 rows of 128 numbers give [2, 64] bytes and 4 scales.
+    """
+    width = rows.shape[1] // 2
+    if not len(rows):  # another process has all rows of a sharded weight
+        return rows.new_empty(0, width, dtype=torch.uint8), rows.new_empty(0, dtype=torch.float32)
+    functional = import_module("bitsandbytes.functional")
+    packed, state = functional.quantize_4bit(rows.contiguous(), blocksize=BLOCK, quant_type=NF4)
+    return packed.view(-1, width), state.absmax
+
+
+def quantize(model: PreTrainedModel, *, double: bool, on_host: bool = False) -> None:
+    """Store the linear layers of a model in 4 bits, in place, one after the other.
+
+    On a machine with GPUs they are packed on the current one, which is faster than the CPU, and
+    stay there unless `on_host`. Weights on the meta device are packed later, when they are read.
     `double`: the scales are stored in 8 bits. The model has no adapters yet.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    packing = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for name, linear in layers_to_quantize(model).items():
         parent, _, child = name.rpartition(".")
-        layer = _quantize_layer(linear, device, double=double)
+        device = linear.weight.device if linear.weight.is_meta or on_host else packing
+        layer = QuantizedLinear(linear, double=double, device=device)
+        if not linear.weight.is_meta:
+            packed, scales_B = pack(linear.weight.detach().to(packing))
+            layer.weight.data.copy_(packed)
+            layer.store_scales(scales_B)
         setattr(model.get_submodule(parent), child, layer)
-    model.is_loaded_in_4bit = True  # peft then adds adapters that are made for such layers
 
 
-def _quantize_layer(linear: nn.Linear, device: torch.device, *, double: bool) -> nn.Module:
-    """Return a linear layer in 4 bits with the weight and the bias of `linear`.
+def gather_scales(layer: QuantizedLinear, own_scales_B: Tensor) -> None:
+    """Store the scales of a sharded layer, of which each process has those of its rows.
 
-    `double`: its scales are stored in 8 bits.
+    All processes call it together.
     """
-    bnb = import_module("bitsandbytes.nn")
-    layer: Any = bnb.Linear4bit(
-        linear.in_features,
-        linear.out_features,
-        bias=False,
-        compress_statistics=double,
-        quant_type=NF4,
-        device="meta",
-    )
-    weight = bnb.Params4bit(
-        linear.weight.detach(),
-        requires_grad=False,
-        compress_statistics=double,
-        quant_type=NF4,
-        module=layer,
-    )
-    layer.weight = weight.to(device)  # quantises
-    layer.bias = linear.bias
-    # Else a CPU with AVX512-BF16 repacks the weight in evaluation mode, and multiplies in bfloat16
-    # whatever the format of the model: sampling would differ from training.
-    layer.support_avx512bf16_for_cpu = False
-    return layer.train(linear.training)
+    weight: Any = layer.weight
+    own_scales_RB = own_scales_B.view(-1, layer.row_blocks)
+    shape = (layer.out_features, layer.row_blocks)
+    layer.store_scales(full_tensor(like_part(weight, own_scales_RB, shape)).flatten())
 
 
 def is_quantized(module: nn.Module) -> bool:
     """Return True if a module's own weight is stored in 4 bits by `quantize`."""
-    # Not `module.weight`: peft's layers have it too, as a property.
-    return getattr(module._parameters.get("weight"), "bnb_quantized", False)
+    return isinstance(module, QuantizedLinear)
 
 
 def has_quantized(model: nn.Module) -> bool:
     """Return True if a model has layers in 4 bits."""
-    return bool(getattr(model, "is_loaded_in_4bit", False))
+    return any(map(is_quantized, model.modules()))
 
 
-def quantized_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def quantized_layers(model: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]:
     """Yield (name, layer) of the layers in 4 bits; below an adapter it ends in `base_layer`."""
-    if has_quantized(model):
-        yield from ((n, m) for n, m in model.named_modules() if is_quantized(m))
-
-
-@torch.no_grad()
-def dequantized(layer: Any) -> Tensor:
-    """Return a layer's weight as it is multiplied, in the format that it was quantised from."""
-    functional = import_module("bitsandbytes.functional")
-    weight: Tensor = functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
-    return weight
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            yield name, module
 
 
 def full_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the entries of `state_dict`, one after the other, weights in 4 bits dequantised.
 
-    Their scales, which `state_dict` has under names below theirs, are left out.
+    Sharded weights stay sharded.
     """
     layers = {f"{name}.weight": layer for name, layer in quantized_layers(model)}
-    scale_prefixes = tuple(f"{name}." for name in layers)
     for name, tensor in model.state_dict().items():
-        if name in layers:
-            yield name, dequantized(layers[name])
-        elif not (scale_prefixes and name.startswith(scale_prefixes)):
-            yield name, tensor
+        yield name, layers[name].dequantized() if name in layers else tensor
 
 
 def dequantize(model: PreTrainedModel) -> None:
@@ -180,30 +287,30 @@ def dequantize(model: PreTrainedModel) -> None:
     """
     for name, layer in list(quantized_layers(model)):
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, unquantized(layer))
-    model.is_loaded_in_4bit = False
+        setattr(model.get_submodule(parent), child, linear_like(layer, layer.dequantized()))
 
 
-def unquantized(layer: Any) -> nn.Linear:
-    """Return a linear layer of the numbers that a layer in 4 bits stands for."""
+def linear_like(layer: nn.Linear, weight: Tensor) -> nn.Linear:
+    """Return a frozen linear layer of `weight`, with the bias and the mode of another layer.
+
+    A sharded bias is gathered by all processes together.
+    """
     linear = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
-    linear.weight = nn.Parameter(dequantized(layer), requires_grad=False)
-    linear.bias = layer.bias
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if layer.bias is not None:
+        linear.bias = nn.Parameter(full_tensor(layer.bias), requires_grad=False)
     return linear.train(layer.training)
 
 
 def has_double_scales(model: nn.Module) -> bool:
     """Return True if the scales of a model's layers in 4 bits are in 8 bits."""
-    return any(layer.weight.quant_state.nested for _, layer in quantized_layers(model))
+    return any(layer.has_double_scales for _, layer in quantized_layers(model))
 
 
 def scales(model: nn.Module) -> Iterator[Tensor]:
     """Yield the tensors that layers in 4 bits keep beside their weights: scales, means, tables."""
     for _, layer in quantized_layers(model):
-        state = layer.weight.quant_state
-        yield from (state.absmax, state.code)
-        if state.nested:
-            yield from (state.offset, state.state2.absmax, state.state2.code)
+        yield from layer.buffers(recurse=False)
 
 
 def numbers_of(model: nn.Module) -> dict[str, int]:

@@ -117,15 +117,19 @@ def shard_like(target: Tensor, values: Tensor | TensorParts) -> Tensor:
     return like_part(target, local_rows)
 
 
-def like_part(target: DTensor, local_rows: Tensor) -> DTensor:
-    """Return a tensor that is sharded as `target`, from this process's rows of it."""
+def like_part(target: DTensor, local_rows: Tensor, shape: tuple[int, ...] | None = None) -> DTensor:
+    """Return a tensor that is sharded as `target`, from this process's rows of it.
+
+    `shape` is the full tensor's, which has as many rows as the target; None: that of the target.
+    """
+    like = target if shape is None else torch.empty(shape, device="meta")
     return DTensor.from_local(
         local_rows.to(target.to_local().device),
         target.device_mesh,
         target.placements,
         run_check=False,
-        shape=target.shape,
-        stride=target.stride(),
+        shape=like.shape,
+        stride=like.stride(),
     )
 
 

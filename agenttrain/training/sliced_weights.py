@@ -34,6 +34,12 @@ from transformers.core_model_loading import (
 from agenttrain.engines.mixers import keep_float32, keeping_float32
 from agenttrain.training.checkpoint_files import auto_class, loading_options
 from agenttrain.training.lora import base_name
+from agenttrain.training.quantization import (
+    QuantizedLinear,
+    gather_scales,
+    pack,
+    quantized_layers,
+)
 from agenttrain.training.sharding import RowRange, give_storage, local_part, own_rows
 from agenttrain.training.tensor_files import (
     BadTensorFile,
@@ -271,18 +277,36 @@ class SlicedWeights:
             raise WrongWeights(_wrong_shape(where, shape, name, weight.shape))
         _check_format(where, weight, stored)
 
-    def fill(self, model: nn.Module, world: World) -> None:
+    def fill(self, model: nn.Module, world: World) -> dict[str, Tensor]:
         """Read buffers, and this process's rows of every weight, into a model that has storage.
 
         Each weight counts as progress of `world`: the watchdog sees that this process works.
-        Adapters are left alone. Raises WrongWeights for a file that changed or is truncated.
+        Adapters are left alone. Returns the scales of this process's rows of each weight in 4
+        bits, by the weight's name without adapters (`gather_scales`). Raises WrongWeights for a
+        file that changed or is truncated.
         """
+        in_4_bits, scales = _layers_in_4_bits(model), {}
         try:
-            for _, tensor, source in self._weights_of(model):
-                self._read(source, own_rows(tensor), local_part(tensor))
+            for name, tensor, source in self._weights_of(model):
+                rows, part = own_rows(tensor), local_part(tensor)
+                if name in in_4_bits:
+                    packed, scales[name] = self._read_packed(source, rows, part.device)
+                    part.copy_(packed)
+                else:
+                    self._read(source, rows, part)
                 world.progress += 1
         except (BadTensorFile, OSError) as error:
             raise WrongWeights(f"rank {self.rank}: {error}") from error
+        return scales
+
+    def _read_packed(
+        self, weight: WeightSource, rows: RowRange, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Read rows of a weight and return them in 4 bits, as `pack` does."""
+        shape = (rows.stop - rows.start, *weight.shape[1:])
+        read = torch.empty(shape, dtype=weight.dtype, device=device)
+        self._read(weight, rows, read)
+        return pack(read)
 
     def _weights_of(self, model: nn.Module) -> Iterator[tuple[str, Tensor, WeightSource]]:
         """Yield each weight once: its name without adapters, the weight, and its source."""
@@ -386,10 +410,12 @@ class SlicedWeights:
         another process holds, they are read from this process's files. `check_copies` compares the
         two, to see that both processes have the same files.
         """
-        checksums = {}
+        checksums, in_4_bits = {}, _layers_in_4_bits(model)
         for name, tensor, source in self._weights_of(model):
             if rows is None:
                 part = local_part(tensor)
+            elif name in in_4_bits:  # packed where the other process packed its rows
+                part, _ = self._read_packed(source, rows[name], local_part(tensor).device)
             else:
                 is_scalar = not source.shape
                 shape = (rows[name].stop - rows[name].start, *source.shape[1:])
@@ -397,6 +423,11 @@ class SlicedWeights:
                 self._read(source, rows[name], part)
             checksums[name] = sha256(bytes_of(part.detach().cpu())).hexdigest()
         return checksums
+
+
+def _layers_in_4_bits(model: nn.Module) -> dict[str, QuantizedLinear]:
+    """Return the layers in 4 bits by the names of their weights without adapters."""
+    return {base_name(f"{name}.weight"): layer for name, layer in quantized_layers(model)}
 
 
 def rows_of(model: nn.Module) -> dict[str, RowRange]:
@@ -413,7 +444,9 @@ def read_shards(weights: SlicedWeights, scorer: Any, device: torch.device, world
     """
     give_storage(scorer, device)
     with world.together("the weights in every process", WrongWeights, patient=True):
-        weights.fill(scorer.model, world)
+        scales = weights.fill(scorer.model, world)
+    for name, layer in _layers_in_4_bits(scorer.model).items():
+        gather_scales(layer, scales[name])
     weights.check_copies(scorer.model, world)
 
 

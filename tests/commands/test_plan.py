@@ -124,6 +124,22 @@ def test_what_fsdp2_divides_and_ddp_does_not(capsys, short):
     assert [p["tokens"]["rollouts_in_flight"] for p in (one, four, ddp)] == [128, 50, 50]
 
 
+@pytest.mark.slow
+def test_fsdp2_divides_a_base_in_4_bits_and_not_its_scales(capsys, short):
+    nf4 = ("model.quantization=nf4", "model.lora.rank=8", "model.dtype=bfloat16")
+    _, one = plan(capsys, short, *nf4)
+    _, four = plan(capsys, short, *nf4, "distributed=fsdp2", "distributed.processes=4")
+    # In each of 2 layers q and o have 1024 x 2048 numbers, k and v 1024 x 1024, and three others
+    # 1024 x 3072. 64 numbers share a scale of 1 byte, and 256 scales one of 4 bytes. Each of the 14
+    # weights has tables of 16 and of 256 numbers, and a mean.
+    numbers = 2 * (2 * 1024 * 2048 + 2 * 1024 * 1024 + 3 * 1024 * 3072)
+    scales = numbers // 64 + 4 * numbers // 64 // 256 + 14 * 4 * (16 + 256 + 1)
+    divided = parts(one)["weights"] - scales
+    assert parts(four)["weights"] == divided // 4 + scales
+    assert parts(four)["engine's weights"] == parts(one)["weights"]
+    assert parts(four)["gathered"] == divided  # two layers, which are all, and embeddings
+
+
 def test_a_teacher_is_counted_where_it_is_larger_than_the_policy(capsys, short, tmp_path):
     larger = tmp_path / "teacher"
     larger.mkdir()

@@ -51,3 +51,13 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
     """That of a tensor, or of this process's part of it."""
     own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return own.untyped_storage()
+
+
+def peak_bytes(profile: torch.profiler.profile) -> int:
+    """Most bytes that were allocated at once within a profile, kernels' own included."""
+    live = most = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            most = max(most, live)
+    return most

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from allocated import peak_bytes
 from packing_families import tiny_family
 from recurrent_families import tiny_recurrent
 from safetensors.torch import save_file
@@ -253,16 +254,6 @@ def test_the_peak_of_a_step_is_far_below_that_of_a_base_in_16_bits() -> None:
     plain, stored = (tiny.model(**sizes).bfloat16() for _ in range(2))
     quantize(stored, double=True)
     assert peak(stored) <= 0.65 * peak(plain)
-
-
-def peak_bytes(profile: torch.profiler.profile) -> int:
-    """Most bytes that were allocated at once within a profile, kernels' own included."""
-    live = most = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            most = max(most, live)
-    return most
 
 
 def test_sampling_has_the_scores_of_the_trainer() -> None:

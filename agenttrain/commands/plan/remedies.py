@@ -117,12 +117,12 @@ class Planner:
         """Yield settings that change what is trained, proposed only if nothing else is enough."""
         if not self.config.model.lora.rank:
             yield [(ADAPTERS,)]
-        # Layers in 4 bits work neither under autocast nor with fsdp2. A run with several processes
-        # may have fsdp2 as another remedy.
+        # Layers in 4 bits go neither with autocast nor with weights in host memory, which may be
+        # another remedy of fsdp2.
         elif (
             self.config.model.quantization is None
             and self.config.training.mixed_precision is MixedPrecision.no
-            and self.config.distributed.name is DistributedName.single
+            and self.config.distributed.name is not DistributedName.fsdp2
         ):
             yield [(IN_4_BITS,)]
 
@@ -135,8 +135,6 @@ class Planner:
         choices: Choices = []
         if list(engine_problems(self.config, several=True)):
             return choices  # the engine works in a single process only
-        if self.config.model.quantization is not None:
-            return choices  # fsdp2 is refused, and with ddp each GPU holds as much as one alone
         devices = self.estimate().load.devices
         for count in (devices * 2**power for power in range(1, 10)):
             if count > MOST_GPUS:
@@ -213,7 +211,7 @@ class Planner:
             yield [
                 ((CONTEXT, size),) for size in sizes if size > config.distributed.context_parallel
             ]
-        if config.distributed.name is DistributedName.ddp and config.model.quantization is None:
+        if config.distributed.name is DistributedName.ddp:
             yield [(FSDP2,)]
         if config.distributed.name is DistributedName.fsdp2:
             yield [(("distributed.cpu_offload", True),)]

@@ -58,7 +58,7 @@ def memory(settings: TransformersSettings, load: EngineLoad, sizes: ModelSizes) 
             )
         )
         why = "engine=transformers samples from weights that are whole"
-        items.append(MemoryItem(name="engine's weights", bytes=sizes.weights, why=why))
+        items.append(MemoryItem(name="engine's weights", bytes=sizes.held, why=why))
     items += _cache_items(load, sizes)
     rows = min(settings.max_rows, load.rows)
     fewer_rows = []
