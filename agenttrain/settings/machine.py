@@ -26,11 +26,11 @@ CHECKED_VERBS = (*SAMPLING_VERBS, "sft")
 
 
 def run_gpus(config: RunConfig, verb: str, trainers: int) -> int:
-    """Return the number of GPUs that a run has on machines with enough of them.
+    """Return the number of GPUs that a run asks for.
 
-    They are those of its `trainers` (training processes), of the policy's copy, of in-process vLLM
-    and of the servers that the run or its job starts. Servers that somebody else starts are not
-    counted.
+    They are those of its `trainers` (training processes) and of the policy's copy, and those of the
+    servers that the run or its job starts. vLLM in the trainers' processes shares their GPUs, and
+    may need more. Servers that somebody else starts are not counted.
     """
     if verb not in VERBS_WITH_SERVERS:
         return trainers

@@ -63,12 +63,16 @@ def untrusted_values(
 def _values_of_class(
     cls: type, section: Mapping[str, Any], path: tuple[str, ...]
 ) -> Iterator[UntrustedValue]:
-    """Yield the untrusted values of a section with the settings class `cls` at `path`."""
+    """Yield the untrusted values of a section with the settings class `cls` at `path`.
+
+    Untrusted is what is not declared as data: it could make the program import, run or open
+    something.
+    """
     hints, defaults = _type_hints(cls), _defaults(cls)
     sections = sections_below(cls)
     for name, value in section.items():
         place = (*path, str(name))
-        # `key` is that of a run of one source, also for a section in a source of a mixture.
+        # data.sources.shop.tools is judged as the `tools` of a run of that source alone.
         key, is_section = ".".join(run_place(place)), isinstance(value, Mapping)
         if is_section and key == SOURCES:
             for source, source_section in value.items():

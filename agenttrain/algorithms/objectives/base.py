@@ -45,8 +45,8 @@ class ObjectiveInputs:
     sequences: int
     """B. A sequence may have no token."""
     rollout_tokens_B: Tensor | None = None
-    """Sampled tokens of the whole rollout that each sequence belongs to. None: each sequence is all
-    of its rollout."""
+    """Number of sampled tokens of the rollout that each sequence belongs to, by which `ratio`
+    weights gradients. None: each sequence is all of its rollout."""
     token_advantages: bool = False
     """True if the advantages of a sequence's tokens may differ."""
     correction_S: Tensor | None = None

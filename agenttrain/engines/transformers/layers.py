@@ -163,7 +163,10 @@ class Pass:
         return convolution(convolution.states)
 
     def scan(self, scan: Scan) -> tuple[Tensor, Tensor | None]:
-        """Scan the rows. Padding has inputs of zero, which leave a state as it is."""
+        """Run a layer's recurrence over the rows. Return its outputs, and the states it keeps.
+
+        Padding has inputs of zero, which leave a state as it is.
+        """
         key = "padding"
         if key not in self._on_device:
             self._on_device[key] = self.tensor(self.padding_NT)

@@ -168,6 +168,9 @@ class Scheduler:
     completion has ended, and `release` for a session that has ended. A session's seat keeps its
     cache between its requests. A session with a `parent` is a guest: it sits in the seat of its
     oldest expected ancestor, the host.
+
+    In deterministic mode `expect` names the sessions of a batch in order: who joins at which step
+    then depends on that order alone, never on the time at which a request arrives.
     """
 
     def __init__(
@@ -401,6 +404,7 @@ class Scheduler:
             # `cached` is in the order of use. Of seats with one prompt the last of the reversed
             # list stays: the least recently used one.
             firsts = {seat.prompt: seat for seat in reversed(cached)}
+        # Again in the order of use: the least recently used ones are compared.
         leaders = [*reversed(firsts.values())][:MAX_LEADERS]
         for seat in self._joining:
             seat.source, seat.shared, seat.wave, seat.stops = None, 0, 0, []

@@ -149,7 +149,7 @@ class LocalServers:
             log_path(folder, number).unlink(missing_ok=True)
             wrapper = ChildProcess(
                 [*command, str(number), str(owner)],
-                keeper=False,  # it watches its owner, which may be another process
+                keeper=False,  # the wrapper itself watches its owner, which may be another process
                 print_line=partial(_append, log_path(folder, number)),
             )
             self._wrappers.append(wrapper)

@@ -123,7 +123,7 @@ class GroupQueue:
         first_serial = (step - 1) * source.tasks_per_step
         tasks = (source.curriculum or source.tasks).tasks(first_serial, source.tasks_per_step)
         if source.curriculum is not None:
-            # The next step draws before this one has results: its tasks count as drawn from now on.
+            # The next step draws before these tasks have results. They count as drawn all the same.
             source.curriculum.close(first_serial + source.tasks_per_step)
         for place, task in enumerate(tasks):
             sampling = self._sample(step, place, task)
