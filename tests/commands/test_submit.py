@@ -255,6 +255,7 @@ def test_a_dry_run_needs_no_cluster_though_there_is_an_sbatch(
     assert list(elsewhere.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_what_the_compute_nodes_could_not_load_is_missed_at_submission(
     capsys, elsewhere, monkeypatch
 ):

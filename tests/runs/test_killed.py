@@ -58,6 +58,7 @@ def killed(folder: Path, moment: Moment) -> None:
     assert ended.code == -signal.SIGKILL, ended.said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0])
 def test_a_run_that_is_killed_in_each_phase_equals_one_that_was_not(whole, tmp_path, seed):
     """Rollouts, an update and the writing of a checkpoint; when exactly, the seed says."""

@@ -100,6 +100,7 @@ def fill(disk: Path, left: int) -> None:
     (disk / "filler").write_bytes(bytes(max(free - left, 0)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left", [pytest.param(0, marks=pytest.mark.long), 100_000])
 def test_a_disk_that_fills_up_is_told_and_the_run_goes_on_when_there_is_room(small_disk, left):
     """Nothing fits: neither a row of metrics; or that does, and a checkpoint does not."""

@@ -41,6 +41,7 @@ def newest(folder: Path) -> str:
     return (folder / "checkpoints" / "latest").resolve().name
 
 
+@pytest.mark.slow
 def test_a_run_that_is_preempted_twice_equals_one_that_was_not(whole, tmp_path):
     """In rollouts, which are discarded, and in an update, which is finished."""
     folder = tmp_path / "run"

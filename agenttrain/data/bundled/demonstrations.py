@@ -318,13 +318,13 @@ TASKS: dict[str, DemonstratedTask] = {
     "calculator": DemonstratedTask(
         partial(calculator.row, curriculum=CALCULATOR_MIX), calculator_demonstration, CALCULATOR
     ),
+    "sight": DemonstratedTask(sight.row, sight_demonstration, SIGHT),
     "word_problems": DemonstratedTask(
         _word_problem, partial(word_problem_demonstration, uses_python=False), WORD_PROBLEMS
     ),
     "word_problems_python": DemonstratedTask(
         _word_problem, partial(word_problem_demonstration, uses_python=True), WORD_PROBLEMS
     ),
-    "sight": DemonstratedTask(sight.row, sight_demonstration, SIGHT),
     "reverse_text": DemonstratedTask(reverse_text.row, reverse_text_demonstration, REVERSE_TEXT),
     "alphabet_sort": DemonstratedTask(
         alphabet_sort.row, alphabet_sort_demonstration, ALPHABET_SORT
