@@ -675,8 +675,8 @@ class Sizes:
         """The same model as the trainer stores it, some of its weights perhaps in 4 bits."""
         self._double = config.double_quantization
         if config.quantization is not None:
-            self.stored = empty_model(
-                architecture, dtype, config.lora, adapters, double=self._double
+            self.stored = self._with_config_error(
+                lambda: empty_model(architecture, dtype, config.lora, adapters, double=self._double)
             )
         if config.vision is VisionTower.frozen:
             freeze_encoders(self.model)

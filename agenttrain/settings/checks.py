@@ -34,7 +34,13 @@ from agenttrain.tracking.names import METRICS, metric_row
 from agenttrain.training.config import Dtype, MixedPrecision, ModelConfig, Schedule, Transport
 from agenttrain.types import ConfigError
 from agenttrain.utils.expressions import compiled
-from agenttrain.utils.model_path import BASE_QUANTIZATION, PARTS, model_folder, template_file
+from agenttrain.utils.model_path import (
+    BASE_QUANTIZATION,
+    PARTS,
+    model_folder,
+    template_file,
+    uses_dora,
+)
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.sections import raise_config_error, shown
 from agenttrain.utils.text_templates import TextTemplate
@@ -359,11 +365,18 @@ def _updates(config: RunConfig) -> Iterator[str]:
 
 
 def base_problems(model: ModelConfig, folder: Path) -> Iterator[str]:
-    """Yield the problem if the adapters in a folder were trained on another base than `model`'s.
+    """Yield the problem if the adapters in a folder do not go with the base of `model`.
 
-    `BASE_QUANTIZATION` describes a base in 4 bits. `CHECKS` look at a local folder alone, so this
-    is called again for adapters of the hub.
+    `BASE_QUANTIZATION` describes the base in 4 bits that they were trained on. `CHECKS` look at a
+    local folder alone, so this is called again for adapters of the hub.
     """
+    if model.quantization is not None and uses_dora(folder):
+        yield (
+            f"model.quantization={model.quantization}: model.path={model.path} holds adapters with "
+            "use_dora=true, which read the base's weights in 16 bits; leave model.quantization "
+            "out, or merge them first (agenttrain export)"
+        )
+        return
     file = folder / BASE_QUANTIZATION
     if not file.is_file():
         return

@@ -103,7 +103,7 @@ class QuantizedLinear(nn.Linear):
     """A frozen linear layer whose weight is stored in NF4.
 
     `weight` has the indices of the 16 values, two in a byte: [out, in / 2] of uint8. Casts leave
-    bytes alone, and a search for NaN finds none in them.
+    bytes and scales alone, and a search for NaN finds none in bytes.
     """
 
     scales: Tensor
@@ -144,6 +144,16 @@ class QuantizedLinear(nn.Linear):
             buffer = torch.empty(length, dtype=dtype, device=device)
             self.register_buffer(name, buffer, persistent=False)
         self.train(linear.training)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> QuantizedLinear:
+        """Move the layer. Its scales and tables keep their formats, which bitsandbytes expects."""
+        former = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, buffer in self._buffers.items():
+            before = former[name]
+            if buffer is not None and before is not None and buffer.dtype != before.dtype:
+                self._buffers[name] = before.to(buffer.device)
+        return self
 
     @torch.no_grad()
     def store_scales(self, scales_B: Tensor) -> None:
@@ -231,7 +241,8 @@ def quantize(model: PreTrainedModel, *, double: bool, on_host: bool = False) -> 
     `double`: the scales are stored in 8 bits. The model has no adapters yet.
     """
     packing = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for name, linear in layers_to_quantize(model).items():
+    for name in list(layers_to_quantize(model)):  # by name: nothing else keeps a replaced layer
+        linear: Any = model.get_submodule(name)
         parent, _, child = name.rpartition(".")
         device = linear.weight.device if linear.weight.is_meta or on_host else packing
         layer = QuantizedLinear(linear, double=double, device=device)

@@ -207,6 +207,8 @@ class SlicedWeights:
     def __init__(self, model: PreTrainedModel, folder: Path, rank: int = 0) -> None:
         """Find the weights of `model`, which has no adapters yet. Raises WrongWeights."""
         self.folder, self.rank = folder, rank
+        self._own_scales: dict[str, Tensor] = {}
+        """Name of a weight in 4 bits -> the scales of this process's rows, which `fill` reads."""
         try:
             self._stored = stored_tensors(folder)
         except (BadTensorFile, OSError) as error:
@@ -277,27 +279,30 @@ class SlicedWeights:
             raise WrongWeights(_wrong_shape(where, shape, name, weight.shape))
         _check_format(where, weight, stored)
 
-    def fill(self, model: nn.Module, world: World) -> dict[str, Tensor]:
+    def fill(self, model: nn.Module, world: World) -> None:
         """Read buffers, and this process's rows of every weight, into a model that has storage.
 
         Each weight counts as progress of `world`: the watchdog sees that this process works.
-        Adapters are left alone. Returns the scales of this process's rows of each weight in 4
-        bits, by the weight's name without adapters (`gather_scales`). Raises WrongWeights for a
-        file that changed or is truncated.
+        Adapters are left alone. Layers in 4 bits get their scales from `share_scales`. Raises
+        WrongWeights for a file that changed or is truncated.
         """
-        in_4_bits, scales = _layers_in_4_bits(model), {}
+        in_4_bits = _layers_in_4_bits(model)
         try:
             for name, tensor, source in self._weights_of(model):
                 rows, part = own_rows(tensor), local_part(tensor)
                 if name in in_4_bits:
-                    packed, scales[name] = self._read_packed(source, rows, part.device)
+                    packed, self._own_scales[name] = self._read_packed(source, rows, part.device)
                     part.copy_(packed)
                 else:
                     self._read(source, rows, part)
                 world.progress += 1
         except (BadTensorFile, OSError) as error:
             raise WrongWeights(f"rank {self.rank}: {error}") from error
-        return scales
+
+    def share_scales(self, model: nn.Module) -> None:
+        """Give the layers in 4 bits the scales of all rows. All processes call it together."""
+        for name, layer in _layers_in_4_bits(model).items():
+            gather_scales(layer, self._own_scales[name])
 
     def _read_packed(
         self, weight: WeightSource, rows: RowRange, device: torch.device
@@ -412,16 +417,22 @@ class SlicedWeights:
         """
         checksums, in_4_bits = {}, _layers_in_4_bits(model)
         for name, tensor, source in self._weights_of(model):
+            parts: tuple[Tensor, ...]
             if rows is None:
-                part = local_part(tensor)
+                scales = (self._own_scales[name],) if name in in_4_bits else ()
+                parts = (local_part(tensor), *scales)
             elif name in in_4_bits:  # packed where the other process packed its rows
-                part, _ = self._read_packed(source, rows[name], local_part(tensor).device)
+                parts = self._read_packed(source, rows[name], local_part(tensor).device)
             else:
                 is_scalar = not source.shape
                 shape = (rows[name].stop - rows[name].start, *source.shape[1:])
-                part = torch.empty(() if is_scalar else shape, dtype=source.dtype)
-                self._read(source, rows[name], part)
-            checksums[name] = sha256(bytes_of(part.detach().cpu())).hexdigest()
+                read = torch.empty(() if is_scalar else shape, dtype=source.dtype)
+                self._read(source, rows[name], read)
+                parts = (read,)
+            checksum = sha256()
+            for part in parts:
+                checksum.update(bytes_of(part.detach().cpu()))
+            checksums[name] = checksum.hexdigest()
         return checksums
 
 
@@ -444,9 +455,8 @@ def read_shards(weights: SlicedWeights, scorer: Any, device: torch.device, world
     """
     give_storage(scorer, device)
     with world.together("the weights in every process", WrongWeights, patient=True):
-        scales = weights.fill(scorer.model, world)
-    for name, layer in _layers_in_4_bits(scorer.model).items():
-        gather_scales(layer, scales[name])
+        weights.fill(scorer.model, world)
+    weights.share_scales(scorer.model)
     weights.check_copies(scorer.model, world)
 
 

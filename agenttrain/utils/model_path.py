@@ -186,6 +186,15 @@ def why_not_sent(folder: Path) -> str | None:
     return None
 
 
+def uses_dora(folder: Path) -> bool:
+    """Return True if a folder holds adapters that scale the base's weights too (DoRA)."""
+    try:
+        config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # no adapters, or reported where they are loaded
+        return False
+    return bool(config.get("use_dora"))
+
+
 def bundled_models() -> list[str]:
     """Return the names of the models that come with the package, sorted."""
     return sorted(file.parent.name for file in MODELS.glob("*/config.json"))

@@ -8,6 +8,7 @@ all rollouts and all rows.
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from accelerate.state import AcceleratorState
 from allocated import peak_bytes
 from process_states import keeping, sums
+from safetensors.torch import load_file, save_file
 from torchrun import tell
 from training_cases import policy, random_groups
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
@@ -31,9 +33,15 @@ from agenttrain.training.merge_check import check_merging
 from agenttrain.training.policy import Policy
 from agenttrain.training.quantization import quantize, quantized_layers, scales
 from agenttrain.training.sharding import Sharding, full_tensor, local_part, own_rows
-from agenttrain.training.sliced_weights import SlicedWeights, empty_model, load_whole, stand_ins
+from agenttrain.training.sliced_weights import (
+    SlicedWeights,
+    WrongWeights,
+    empty_model,
+    load_whole,
+    stand_ins,
+)
 from agenttrain.training.weight_sync import named_weights
-from agenttrain.training.world import World
+from agenttrain.training.world import PeerFailed, World
 from agenttrain.utils.exit_codes import DONE
 
 IDS = list(range(7, 60))
@@ -178,6 +186,32 @@ def pass_peak(folder: Path, world: World) -> int:
     return peak_bytes(profile)
 
 
+def refused_copy(folder: Path, world: World) -> str:
+    """The error when the last process reads a copy with a weight of twice the size.
+
+    Its 4-bit numbers are the same, and its scales are not.
+    """
+    own = folder / "model"
+    if world.rank == world.size - 1:
+        own = Path(shutil.copytree(own, folder / "copied"))
+        weights = load_file(own / "model.safetensors")
+        weights["model.layers.1.self_attn.q_proj.weight"] *= 2
+        save_file(weights, own / "model.safetensors", metadata={"format": "pt"})
+    world.barrier("the copy")
+    made = empty_model(own, torch.float32)
+    weights_read = SlicedWeights(made, own, world.rank)
+    quantize(made, double=True)
+    try:
+        policy(
+            made,
+            algorithm={"kl": None},
+            processes={"world": world, "sharding": Sharding(), "weights": weights_read},
+        )
+    except (WrongWeights, PeerFailed) as error:
+        return str(error)
+    return "none"
+
+
 def main() -> None:
     """All of it."""
     world, folder = World.start(), Path(sys.argv[1])
@@ -186,6 +220,7 @@ def main() -> None:
         "whole": told(folder, world, "whole"),
         "32-bit scales": told(folder, world, "slices", double=False),
         "peak": world.gather([pass_peak(folder, world)]),
+        "refused": refused_copy(folder, world),
     }
     tell(world.rank, found)
 

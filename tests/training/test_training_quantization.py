@@ -22,7 +22,7 @@ from agenttrain.engines.mixers import stays_float32
 from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.engine import TransformersEngine
 from agenttrain.runs.memory import Sizes
-from agenttrain.settings.checks import validate
+from agenttrain.settings.checks import base_problems, validate
 from agenttrain.settings.compose import Source, compose_run, hydra_session
 from agenttrain.trainer import train_policy
 from agenttrain.training.checkpoint import Checkpoints
@@ -406,3 +406,26 @@ def test_a_model_that_is_quantised_already_is_refused() -> None:
     settings = ModelConfig(path="m", quantization="nf4", lora=LoraSettings(rank=4))
     with pytest.raises(ValueError, match=r"model\.quantization=nf4"):
         check_quantizable(model, settings)
+
+
+@pytest.mark.parametrize("double", [True, False])
+def test_a_cast_leaves_the_scales_as_they_are(double: bool) -> None:
+    made = tiny.model(**BLOCKS)
+    quantize(made, double=double)
+    ids = torch.tensor([list(range(3, 40))])
+    with torch.no_grad():
+        before = made(ids).logits
+        formats = [tensor.dtype for tensor in scales(made)]
+        made.to(torch.bfloat16)
+        after = made(ids).logits.float()
+    assert [tensor.dtype for tensor in scales(made)] == formats
+    assert (after - before).abs().max() < 0.02 * before.abs().max()
+
+
+def test_adapters_that_read_the_base_s_weights_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 8, "use_dora": true}')
+    lora = LoraSettings(rank=4, alpha=8)
+    in_nf4 = ModelConfig(path=str(tmp_path), quantization="nf4", lora=lora)
+    (problem,) = base_problems(in_nf4, tmp_path)
+    assert problem.startswith(f"model.quantization=nf4: model.path={tmp_path}")
+    assert list(base_problems(ModelConfig(path=str(tmp_path), lora=lora), tmp_path)) == []

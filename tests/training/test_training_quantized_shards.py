@@ -112,3 +112,14 @@ def test_an_export_of_two_processes_computes_what_they_trained(
     export(checkpoint, tmp_path / "adapters", form="adapter")
     saved = json.loads((tmp_path / "adapters" / BASE_QUANTIZATION).read_text())
     assert saved == {"quantization": "nf4", "double_quantization": True}
+
+
+def test_a_copy_whose_scales_differ_is_refused(folder: Path, of_two: dict) -> None:
+    assert (
+        of_two["refused"]
+        .removeprefix("rank 0: WrongWeights: ")
+        .startswith(
+            f"rank 1: {folder}/copied/model.safetensors: its copy of "
+            "model.layers.1.self_attn.q_proj.weight differs from that of rank 0"
+        )
+    )

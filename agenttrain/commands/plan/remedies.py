@@ -213,7 +213,8 @@ class Planner:
             ]
         if config.distributed.name is DistributedName.ddp:
             yield [(FSDP2,)]
-        if config.distributed.name is DistributedName.fsdp2:
+        # Weights in host memory are refused for a base in 4 bits.
+        if config.distributed.name is DistributedName.fsdp2 and config.model.quantization is None:
             yield [(("distributed.cpu_offload", True),)]
 
 
