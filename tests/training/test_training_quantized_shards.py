@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 from process_quantized import IDS, SIZES, model, told
 from torchrun import torchrun
@@ -33,6 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("quantized")
     for name in SIZES:
         model(name).save_pretrained(path / name)
+        tiny.tokenizer().save_pretrained(path / name)
     return path
 
 
