@@ -189,7 +189,7 @@ def build_app(find_open: Callable[[str], OpenRollout | None]) -> Starlette:
         retries = request.headers.get("x-stainless-retry-count", "0")
         is_retry = retries.isdecimal() and bool(retries.strip("0"))
         delivery = entry.replays.deliver(
-            request.scope["path"],
+            request.scope["path"],  # `request.url` would be put together for each request
             body,
             key=request.headers.get("idempotency-key"),
             retry=is_retry,

@@ -80,7 +80,7 @@ def example(
                 max_items = min(schema.get("maxItems", min_items + 2), min_items + 2)
             return [inner(items) for _ in range(rng.randint(min_items, max_items))]
         case "integer" | "number":
-            low, high = _bounds(schema, kind)
+            low, high = _choose_bounds(schema, kind)
             if rng is None:
                 return ceil(low) if kind == "integer" else low
             if kind == "integer":
@@ -97,7 +97,7 @@ def example(
             return text[: schema.get("maxLength", len(text))]
 
 
-def _bounds(schema: Mapping[str, Any], kind: str) -> tuple[float, float]:
+def _choose_bounds(schema: Mapping[str, Any], kind: str) -> tuple[float, float]:
     """Return the bounds of an example of a schema of the `kind` integer or number.
 
     Without a lower bound it is 1, or the upper bound if that is lower. Without an upper bound it is

@@ -189,7 +189,7 @@ def _setting(cls: type, field: Field[Any], hint: Any, key: str) -> Setting:
     default = _default(field, info)
     is_required = info is not None and info.is_required()
     text = "" if is_required or default == "???" else shown(plain(default))
-    kind = ", ".join([_type(hint), *_bounds(() if info is None else info.metadata)])
+    kind = ", ".join([_type(hint), *_describe_bounds(() if info is None else info.metadata)])
     # The values of an enum follow with their own texts: "`sum`: …; `mean`: …".
     types = [part for part in (hint, *get_args(hint)) if isinstance(part, type)]
     enums = [part for part in types if issubclass(part, Enum)]
@@ -208,7 +208,7 @@ def _setting(cls: type, field: Field[Any], hint: Any, key: str) -> Setting:
     return Setting(key=key, type=kind, default=text, description=description, values=tuple(values))
 
 
-def _bounds(metadata: Iterable[Any]) -> Iterator[str]:
+def _describe_bounds(metadata: Iterable[Any]) -> Iterator[str]:
     """Yield the bounds of a field, without LARGEST, which every whole number has.
 
     pydantic keeps them as objects with one attribute of BOUNDS each: Ge(ge=1) -> ">= 1".

@@ -208,7 +208,7 @@ def record() -> None:
 def _certify_family(name: str, family: Family) -> TableRow:
     """Certify a family with its stock templates."""
     certificates: list[Certificate] = []
-    fates: dict[str, None] = {}  # an ordered set
+    treatments: dict[str, None] = {}  # an ordered set
     for source, owner in _sources(family).items():
         if (text := original(source)) is None:
             continue
@@ -219,7 +219,9 @@ def _certify_family(name: str, family: Family) -> TableRow:
         chat = load_chat(tokenizer, template, ResponseSchemaConfig())
         certificate = certify(chat, EXAMPLE_TOOLS if family.tools else ())
         certificates.append(certificate)
-        fates[_fate_of_reasoning(certificate) if chat.renders_reasoning else "none"] = None
+        treatments[_describe_past_reasoning(certificate) if chat.renders_reasoning else "none"] = (
+            None
+        )
     changes = dict.fromkeys(change for c in certificates for change in c.changes)
     # Shown in the place of changes if no template is installed to certify.
     first_fix = family.fixes[0] if family.fixes else ()
@@ -235,12 +237,12 @@ def _certify_family(name: str, family: Family) -> TableRow:
         prefix_preserving=all(c.preserving for c in certificates) if certificates else None,
         fix="; ".join(changes if certificates else reasons),
         parser=family.response,
-        reasoning=" or ".join(fates) if fates else "unknown",
+        reasoning=" or ".join(treatments) if treatments else "unknown",
         certificate=str(status) + note,
     )
 
 
-def _fate_of_reasoning(certificate: Certificate) -> str:
+def _describe_past_reasoning(certificate: Certificate) -> str:
     """Return whether past reasoning is kept, dropped or ``kept by the fix``."""
     probes = [probe for probe in certificate.probes if probe.name in REASONING_PROBES]
     if any("leaves out reasoning" in probe.reason for probe in probes):

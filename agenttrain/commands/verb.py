@@ -174,7 +174,7 @@ class VerbParser(ArgumentParser):
                     if option.dest in seen and not isinstance(option, _AppendAction):
                         raise ConfigError(f"{word}: {option.option_strings[0]} is there already")
                     seen.add(option.dest)
-                arguments += _option_words(option, option_name, word, remaining)
+                arguments += _take_option_words(option, option_name, word, remaining)
             elif word.startswith("-") and word != "-":
                 raise ConfigError(self._unknown_message(word))
             elif (equals and not self._names_folder(word)) or word.startswith(("+", "~")):
@@ -242,7 +242,7 @@ def _is_optional_value(option: Action, word: str) -> bool:
     return word.endswith(".json")
 
 
-def _option_words(option: Action, name: str, word: str, remaining: deque[str]) -> list[str]:
+def _take_option_words(option: Action, name: str, word: str, remaining: deque[str]) -> list[str]:
     """Return the words of an option for argparse: `word`, and its values from those `remaining`.
 
     `name` is the option's spelling for argparse: ``--step`` for the word ``step=3``.

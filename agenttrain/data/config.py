@@ -266,7 +266,7 @@ class DataConfig:
         problems = []
         if self.only is not None:
             problems.append(f"data.only={self.only}: has no effect without data.sources")
-        problems += self._unused_keys()
+        problems += self._find_unused_keys()
 
         def is_endless() -> bool:
             # Asked only where a key needs it: without a data group `train` is still "???".
@@ -302,7 +302,7 @@ class DataConfig:
         raise_problems(problems)
         return self
 
-    def _unused_keys(self) -> Iterator[str]:
+    def _find_unused_keys(self) -> Iterator[str]:
         """Yield keys such as data.path, set without the group (data=file) whose sections use it."""
         for name, group in GROUPS.items():
             value = getattr(self, name)

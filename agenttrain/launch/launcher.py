@@ -92,7 +92,7 @@ def run_workers(command: Command, composed: Composed, folder: Path, program: str
             for number in (*PASSED_ON, *ELASTIC):
                 stack.callback(signal.signal, number, signal.getsignal(number))
         if restarts:
-            _own_servers(folder.resolve(), stack)
+            _take_over_servers(folder.resolve(), stack)
             adopt_orphans()  # for `_end_orphans`
         for restarts_left in range(restarts, -1, -1):  # the first start, and each restart
             worker_args = WorkerCommand(
@@ -122,7 +122,7 @@ def run_workers(command: Command, composed: Composed, folder: Path, program: str
     raise AssertionError("unreachable: the last start returns")
 
 
-def _own_servers(folder: Path, stack: ExitStack) -> None:
+def _take_over_servers(folder: Path, stack: ExitStack) -> None:
     """Make this launcher the owner of a run's servers, which `stack` ends.
 
     With restarts they outlive the workers.

@@ -68,7 +68,7 @@ def _values_of_class(
     Untrusted is what is not declared as data: it could make the program import, run or open
     something.
     """
-    hints, defaults = _type_hints(cls), _defaults(cls)
+    hints, defaults = _read_type_hints(cls), _defaults(cls)
     sections = sections_below(cls)
     for name, value in section.items():
         place = (*path, str(name))
@@ -167,7 +167,7 @@ def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[UntrustedValue]:
 
 
 @cache
-def _type_hints(cls: type) -> Mapping[str, Any]:
+def _read_type_hints(cls: type) -> Mapping[str, Any]:
     """Return the types of a settings class's fields, with what `Annotated` says of them."""
     return get_type_hints(cls, include_extras=True)
 

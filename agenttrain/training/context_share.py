@@ -53,8 +53,8 @@ class _ToOwners(torch.autograd.Function):
         values_2S = values_2s.new_zeros(2, share.sampled)
         values_2S[:, share.places_s] = values_2s
         first_S, second_S = share.split.group.add(values_2S)
-        own = share.own_places
-        return first_S.index_select(0, own), second_S.index_select(0, own)
+        places = share.own_places
+        return first_S.index_select(0, places), second_S.index_select(0, places)
 
     @staticmethod
     @once_differentiable

@@ -218,18 +218,18 @@ class _HandedScan(torch.autograd.Function):
                 )
 
         for chunk in reversed(handed.chunks):
-            given = chunk.layout.given
+            starting = chunk.layout.given  # segments of earlier chunks, from whose states it starts
             if chunk.owner == group.rank:
                 for rank, segments in chunk.sent.items():  # the processes that got the states
                     rows = group.receive((len(segments), *like.shape), like, rank)
                     add(segments, rows.unbind())
-                remaining -= len(given)
-                input_parts, weight_parts, state_parts = _chunk_gradients(
+                remaining -= len(starting)
+                input_parts, weight_parts, state_parts = _compute_chunk_gradients(
                     chunk,
                     scan,
                     inputs,
                     weights,
-                    starts[remaining : remaining + len(given)],
+                    starts[remaining : remaining + len(starting)],
                     autocast=torch.autocast(inputs[0].device.type, **ctx.autocast),
                     gradient=gradient[chunk.tokens],
                     state_gradients=state_gradients,
@@ -238,7 +238,7 @@ class _HandedScan(torch.autograd.Function):
                     total[chunk.tokens] += part
                 for total, part in zip(total_gradients[count:], weight_parts, strict=True):
                     total += part
-                add(given, state_parts)
+                add(starting, state_parts)
             elif group.rank in chunk.sent:
                 # Later chunks of this process started from these states and are done: the complete
                 # gradients of the states go back.
@@ -252,7 +252,7 @@ class _HandedScan(torch.autograd.Function):
         return None, None, None, *total_gradients
 
 
-def _chunk_gradients(
+def _compute_chunk_gradients(
     chunk: Chunk,
     scan: Scan,
     inputs: Sequence[Tensor],

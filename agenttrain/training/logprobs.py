@@ -789,7 +789,7 @@ def why_not_packed(
     tolerance = 1e-4 if exact else 5e-2
     # In 16 bits single tokens of a long text may go to other experts: compare means.
     by_means = segments is not TRIAL and not exact
-    gap = _hidden_gap(packed_TH.float(), separate_TH.float(), by_means=by_means)
+    gap = _measure_hidden_gap(packed_TH.float(), separate_TH.float(), by_means=by_means)
     # Not `gap > tolerance`: NaN has to count as a difference.
     if not gap <= tolerance:
         return f"packed, its hidden states differ by {gap:.2g} (relative; at most {tolerance:g})"
@@ -802,7 +802,7 @@ def why_not_packed(
     return None
 
 
-def _hidden_gap(packed_TH: Tensor, separate_TH: Tensor, *, by_means: bool) -> float:
+def _measure_hidden_gap(packed_TH: Tensor, separate_TH: Tensor, *, by_means: bool) -> float:
     """Return the relative difference of hidden states: of their largest numbers, or `by_means`."""
     difference_TH, size_TH = (packed_TH - separate_TH).abs(), separate_TH.abs()
     if by_means:

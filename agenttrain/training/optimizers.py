@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -186,6 +187,14 @@ class MasterWeights(_Wrapper):
             assign(master, values)
 
 
+@cache
+def _import_get_scheduler() -> Callable[..., Any]:
+    """Import peft's thousand modules with transformers' function, once, in the first step."""
+    with no_garbage_collection():
+        from transformers import get_scheduler
+    return get_scheduler
+
+
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     """Return the learning rate of a step, 1 … steps, by one of transformers' schedules.
 
@@ -197,9 +206,7 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 
     Example: lr 1, 2 steps of warm-up, linear over 6: .5, 1, .8, .6, .4, .2.
     """
-    with no_garbage_collection():
-        from transformers import get_scheduler  # imports peft
-
+    get_scheduler = _import_get_scheduler()
     constant = config.schedule is Schedule.constant  # transformers' has no warm-up
     scheduler = get_scheduler(
         "constant_with_warmup" if constant else str(config.schedule),

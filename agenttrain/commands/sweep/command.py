@@ -140,7 +140,7 @@ def _resume_held(
     if any(key_of(text) == "sweep.trials" for text in sweep_changes):
         record = _with_trials(folder, record, settings.trials or 0)
     jobs = job_states(folder, record)
-    configs = _unfinished_configs(record, jobs, changes, command, compose)
+    configs = _compose_unfinished(record, jobs, changes, command, compose)
     if not configs:
         if command.overrides:
             raise ConfigError(
@@ -173,7 +173,7 @@ def _check_code_trusted(folder: Path, record: SweepRecord, *, trust: bool) -> No
     check_trusted(f"resume={folder}", untrusted, trust=trust, what="its sweep.json")
 
 
-def _unfinished_configs(
+def _compose_unfinished(
     record: SweepRecord,
     jobs: Sequence[JobState],
     changes: Sequence[str],

@@ -128,7 +128,7 @@ def _new_values(
     study = optuna.create_study(sampler=chooser, direction=direction.value)
     distributions = {key: _distribution(axis) for key, axis in axes.items()}
     for trial in trials:
-        study.add_trial(_optuna_trial(trial, distributions))
+        study.add_trial(_to_optuna_trial(trial, distributions))
     seen, vain_draws = {trial.values for trial in trials}, 0
     while vain_draws < ATTEMPTS:
         params = study.ask(distributions).params
@@ -140,7 +140,7 @@ def _new_values(
             yield values
 
 
-def _optuna_trial(trial: Trial, distributions: Mapping[str, BaseDistribution]) -> FrozenTrial:
+def _to_optuna_trial(trial: Trial, distributions: Mapping[str, BaseDistribution]) -> FrozenTrial:
     """Return a trial in Optuna's form: complete, failed, or running."""
     from optuna.trial import TrialState, create_trial
 

@@ -297,7 +297,7 @@ def row(
     return {**columns, "images": question["images"]} if "images" in question else columns
 
 
-def _word_problem(split: str, index: int, seed: int) -> Row:
+def _make_word_problem(split: str, index: int, seed: int) -> Row:
     """Return a word problem with its question as a message."""
     problem = word_problems.row(split, index, seed)
     question = f"{problem['question']}\n\n{word_problems.INSTRUCTION}"
@@ -320,10 +320,10 @@ TASKS: dict[str, DemonstratedTask] = {
     ),
     "sight": DemonstratedTask(sight.row, sight_demonstration, SIGHT),
     "word_problems": DemonstratedTask(
-        _word_problem, partial(word_problem_demonstration, uses_python=False), WORD_PROBLEMS
+        _make_word_problem, partial(word_problem_demonstration, uses_python=False), WORD_PROBLEMS
     ),
     "word_problems_python": DemonstratedTask(
-        _word_problem, partial(word_problem_demonstration, uses_python=True), WORD_PROBLEMS
+        _make_word_problem, partial(word_problem_demonstration, uses_python=True), WORD_PROBLEMS
     ),
     "reverse_text": DemonstratedTask(reverse_text.row, reverse_text_demonstration, REVERSE_TEXT),
     "alphabet_sort": DemonstratedTask(

@@ -417,7 +417,7 @@ class Scheduler:
             if first is not seat:
                 seat.source, seat.shared = first, len(seat.history) - 1
             else:
-                seat.source, seat.shared = self._best_source(seat, cached, leaders)
+                seat.source, seat.shared = self._find_best_source(seat, cached, leaders)
             if seat.shared < LEAST_SHARED:
                 seat.source, seat.shared = None, 0
                 if first is seat and len(leaders) < MAX_LEADERS:
@@ -427,7 +427,7 @@ class Scheduler:
         if self.copies_exactly:
             self._add_stops()
 
-    def _best_source(
+    def _find_best_source(
         self, seat: Seat, cached: Sequence[Seat], leaders: Sequence[Seat]
     ) -> tuple[Seat | None, int]:
         """Return the seat that shares the most ids with a new prompt, and their number."""
