@@ -489,7 +489,7 @@ def test_no_failure_of_the_infrastructure_becomes_a_reward(
                 retries=0,
                 max_starting=50 if kind == "hang" else 4,
                 disk_mb=8 if kind == "full" else 32,
-                memory_mb=32,
+                memory_mb=256,  # more than `full` writes: unwritten pages count as memory too
             )
             fault.write_text(kind)
             done += await asyncio.gather(*(failing(pool, kind, n) for n in range(number)))
