@@ -232,7 +232,7 @@ def test_demonstrations_are_rows_whose_first_ones_rarely_give_up():
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("shop", ["--task", "shop"]),
+        pytest.param("shop", ["--task", "shop"], marks=pytest.mark.slow),
         pytest.param("shop_hybrid", ["--task", "shop", "--hybrid"], marks=pytest.mark.slow),
         pytest.param("sight", ["--task", "sight"], marks=pytest.mark.slow),
     ],

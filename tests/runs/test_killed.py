@@ -184,8 +184,10 @@ def kill_at_operations(folder: Path, stride: int, beside: bool) -> None:
 
 
 @pytest.mark.parametrize("beside", [False, True])
-@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize(
+    "stride", [pytest.param(1, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.slow), 9]
+)
 def test_a_checkpoint_that_is_killed_while_it_is_written_never_loads_half(tmp_path, stride, beside):
-    """At each, or each third, of the operations on files and folders that it takes."""
+    """At each, each third or each ninth of the operations on files and folders that it takes."""
     work = partial(kill_at_operations, tmp_path / "checkpoints", stride, beside)
     in_child(work, tmp_path / "log.txt")

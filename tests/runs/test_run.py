@@ -135,6 +135,7 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(uninterrupted, tmp
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)
 
 
+@pytest.mark.slow
 def test_a_run_with_recurrent_layers_repeats_and_resumes_to_the_bit(tmp_path, monkeypatch):
     """Sampled with their states by the engine, and scored packed by the trainer."""
     start = hybrid_folder(tmp_path / "hybrid")
@@ -223,7 +224,7 @@ def test_a_checkpoint_loads_in_plain_transformers(uninterrupted):
     ("experiment", "algorithm"),
     [
         ("calculator", "grpo"),
-        ("shop", "rloo"),
+        pytest.param("shop", "rloo", marks=pytest.mark.slow),
         pytest.param("calculator", "rloo", marks=pytest.mark.slow),
         pytest.param("shop", "grpo", marks=pytest.mark.slow),
     ],

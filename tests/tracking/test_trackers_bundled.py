@@ -192,6 +192,17 @@ def test_wandb_has_every_step_once(finished):
     assert config["seed"] == 7 and config["optimizer"] == {"name": "adamw", "lr": 0.001}
 
 
+def test_tensorboard_has_the_steps_of_a_run(tmp_path):
+    with tracked(tmp_path, io.StringIO(), "tensorboard") as tracker:
+        for step in (1, 2):
+            tracker.step(step, {"reward": step / 100}, three())
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    rewards = [(event.step, round(event.value, 4)) for event in events.Scalars("reward")]
+    assert rewards == [(1, 0.01), (2, 0.02)]
+
+
+@pytest.mark.slow
 def test_tensorboard_has_every_step_once(finished):
     events = EventAccumulator(str(finished.folder / "tensorboard"), size_guidance={"tensors": 0})
     events.Reload()
@@ -211,6 +222,7 @@ def test_tensorboard_has_every_step_once(finished):
     assert '"seed":7' in config.tensor_proto.string_val[0].decode()
 
 
+@pytest.mark.slow
 def test_mlflow_has_every_step_once(finished, monkeypatch):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     client = MlflowClient(tracking_uri=(finished.shared / "mlflow").as_uri())
