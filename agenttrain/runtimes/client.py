@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from agenttrain.runtimes.base import MachineLost
 
@@ -40,10 +41,12 @@ async def call_client(
     timeout_s: float,
     stdin: bytes = b"",
     on_output: Callable[[bytes], object] | None = None,
+    cwd: Path | None = None,
 ) -> ClientResult:
     """Run a client to its end. Raises MachineLost if it is missing, ClientTimeout if it hangs.
 
-    With `on_output` standard output and error go there together.
+    With `on_output` standard output and error go there together. `cwd` is the client's working
+    folder, by default this process's.
     """
     # Without the keeper of other child processes: it ends all that a child leaves behind, and so
     # the monitors that podman leaves beside its containers.
@@ -54,6 +57,7 @@ async def call_client(
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE if on_output is None else asyncio.subprocess.STDOUT,
             start_new_session=True,  # a Ctrl-C of the run must not end it halfway
+            cwd=cwd,
         )
     except OSError as error:
         raise MachineLost(f"{arguments[0]}: {error.strerror}") from error

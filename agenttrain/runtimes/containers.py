@@ -314,6 +314,8 @@ class Containers:
                 result = await call_client(
                     [self.client, *options, spec.image, "-c", START],
                     timeout_s=self._start_timeout_s,
+                    # podman's monitor writes a file `oom` where it was started.
+                    cwd=self._folder.path,
                 )
             if result.code:
                 raise MachineLost(f"image {spec.image}: no container starts: {result.problem}")

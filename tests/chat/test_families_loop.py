@@ -20,11 +20,13 @@ TWO = ADD.removesuffix("<|im_end|>") + "\n" + call("add", '{"a": 5, "b": 6}')
 ANSWER = "The answer is 7.<|im_end|>"
 
 
-def run(mode: OnParallelCalls, monkeypatch: pytest.MonkeyPatch, **limits: object) -> Rollout:
+def run(
+    mode: OnParallelCalls, monkeypatch: pytest.MonkeyPatch, calls: str = TWO, **limits: object
+) -> Rollout:
     one = copy.copy(tiny.tokenizer())
     one.chat_template = ONE + tiny.TEMPLATE
     monkeypatch.setattr(tiny, "tokenizer", lambda: one)
-    return rollout(TWO, ANSWER, on_parallel_calls=mode, **limits)
+    return rollout(calls, ANSWER, on_parallel_calls=mode, **limits)
 
 
 def test_the_first_call_is_run_and_its_reply_says_so_of_the_others(
@@ -47,6 +49,12 @@ def test_or_the_rollout_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     done = run(OnParallelCalls.stop, monkeypatch)
     assert done.stop_reason is StopReason.max_tool_calls
     assert done.tool_results == []
+
+
+def test_a_single_call_is_run_where_several_would_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = run(OnParallelCalls.stop, monkeypatch, calls=ADD)
+    assert done.stop_reason is StopReason.completed
+    assert [result.content for result in done.tool_results] == ["7"]
 
 
 def test_all_calls_are_run_where_the_template_renders_them() -> None:

@@ -363,7 +363,9 @@ def test_escapes_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(work())
 
 
-def test_limits_hold() -> None:
+def test_limits_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
     async def work() -> None:
         async with machine(memory_mb=64, processes=32) as box:
             bomb = "f() { f | f & }; f; sleep 1; ls -d /proc/[0-9]* | wc -l"
@@ -376,6 +378,7 @@ def test_limits_hold() -> None:
                 ["sh", "-c", "tail /dev/zero; echo $?"], timeout_s=30, max_bytes=100
             )
             assert "137" in result.text  # killed by the kernel
+            assert not [*tmp_path.iterdir()]
         async with machine(disk_mb=8) as box:
             fill = "dd if=/dev/zero of=/tmp/a bs=1M count=64"
             await box.exec(["sh", "-c", fill], timeout_s=30)
