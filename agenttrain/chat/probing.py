@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any, Protocol
 
@@ -97,6 +97,21 @@ class TemplateBehaviour:
 
 def probe_behaviour(render: Render) -> TemplateBehaviour:
     """Render probe conversations and return the template's behaviour."""
+    behaviour = _probe(render)
+    if behaviour.renders_calls:
+        return behaviour
+
+    def render_text_arguments(messages: Sequence[Message], *, generation_prompt: bool) -> str:
+        adapted = [_with_text_arguments(m) if "tool_calls" in m else m for m in messages]
+        return render(adapted, generation_prompt=generation_prompt)
+
+    # Some templates render only calls whose arguments are JSON text.
+    with_text = _probe(render_text_arguments)
+    return replace(with_text, text_arguments=True) if with_text.renders_calls else behaviour
+
+
+def _probe(render: Render) -> TemplateBehaviour:
+    """Return the behaviour of a template for arguments as `render` passes them on."""
     usual, short = ("call_0_0", "call_0_1"), ("abcdefgh1", "abcdefgh2")
     # Some templates accept only short ids: in calls, or only in the replies to them.
     renders_usual_ids = _shows(render, [_call_message(("one", usual[0]))], "one")
@@ -116,14 +131,13 @@ def probe_behaviour(render: Render) -> TemplateBehaviour:
         for turn in turns
         if _shows(render, [{**turn, key: f"{PROBE}why{PROBE}why"}], "why")
     )
-    with_text = _with_text_arguments(_call_message(("one", usual[0])))
     return TemplateBehaviour(
         renders_calls=renders_calls,
         one_call_per_turn=renders_calls and not renders_pair,
         reasoning_key=next(reasoning_keys, None),
         short_ids=short_ids,
         shows_ids=_shows_reply(render, ids[0], text=ids[0]),
-        text_arguments=not renders_calls and _shows(render, [with_text], "one"),
+        text_arguments=False,
     )
 
 

@@ -253,7 +253,8 @@ class Machines:
             parts = [] if harbor is None else [harbor, *harbor.steps]
             places = [place for part in parts for place in (part.place, part.verifier_place)]
             for place in filter(None, places):
-                timeouts[place.image] = min(place.build_timeout_s, self.settings.build_timeout_s)
+                limit_s = min(place.build_timeout_s, self.settings.build_timeout_s)
+                timeouts[place.image] = max(limit_s, timeouts.get(place.image, 0))
             if harbor is None:
                 timeouts[self._image_name(task)] = self.settings.build_timeout_s
         self._check_trust(_files_to_trust(tasks, timeouts))

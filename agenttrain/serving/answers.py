@@ -145,7 +145,7 @@ class ChatServer:
             **options,
             max_tokens=min(question.max_tokens or remaining_tokens, remaining_tokens),
             stop_token_ids=self.chat.stop_token_ids,
-            seed=secrets.randbits(62) if seed is None else abs(seed),
+            seed=secrets.randbits(62) if seed is None else seed % 2**62,  # clients may send -1
         )
         return Answering(
             question=question, prompt=prompt, sampling=sampling, head=AnswerHead(model=self.model)

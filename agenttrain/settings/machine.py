@@ -108,7 +108,7 @@ def process_count_problem(section: DistributedConfig, gpus: int) -> str | None:
     """Return the problem of the number of processes on a machine with `gpus` GPUs."""
     if section.processes is None and gpus:  # a process for each
         return next(uneven_groups(section, gpus), None)
-    if section.processes is None and gpus == 0:
+    if section.processes is None:
         return (
             f"distributed={section.name}: there is no GPU here to run a process on each; say how "
             "many there are to be on the CPU, e.g. distributed.processes=2"

@@ -267,7 +267,6 @@ class Page:
                     self._begins[1:], self._windows, self._windows[1:], strict=False
                 )
             ],
-            "clock": self._windows[0][0],
             "steps": [[step, self._place(start)] for step, start, _ in self.steps()],
             "phases": {
                 name: [

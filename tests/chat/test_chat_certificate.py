@@ -117,6 +117,23 @@ def test_a_template_that_renders_one_call_only_is_certified_so() -> None:
     assert "rollout.on_parallel_calls" in certificate.warnings[-1]
 
 
+@pytest.mark.parametrize("expression", ["call.function.arguments", "'' + call.function.arguments"])
+def test_a_template_that_reads_arguments_only_as_json_text_is_certified(expression: str) -> None:
+    # Of a dict, the first would write Python's repr, and the second raises an error.
+    chat = built(TEMPLATE.replace("call.function.arguments | tojson", expression))
+    certificate = certify(chat, SCHEMAS)
+    certificate.raise_if_refused()
+    assert [probe.name for probe in certificate.probes] == PROBES
+    assert chat.renders_calls
+    arguments = {"arguments": {"a": 3, "b": 4}}
+    call = {"id": "call_0_0", "type": "function", "function": {"name": "add", **arguments}}
+    messages = [
+        {"role": "user", "content": "3 + 4?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    assert chat.rendered_ids(messages, SCHEMAS) == built(TEMPLATE).rendered_ids(messages, SCHEMAS)
+
+
 def test_messages_that_a_template_leaves_out_or_refuses_are_named() -> None:
     assert certify(built(TEMPLATE), SCHEMAS).left_out == ()
     refuses = "{%- for m in messages[1:] if m.role == 'system' %}"

@@ -287,6 +287,15 @@ def test_a_stranger_s_files_need_trust() -> None:
     assert len(Machines(RuntimeConfig(name="podman", trust=True)).images_of(tasks)) == 10
 
 
+def test_an_image_of_several_tasks_may_build_as_long_as_the_slowest_says(tmp_path: Path) -> None:
+    for name, seconds in (("a", 900), ("b", 60)):
+        toml = f'[environment]\ndocker_image = "shared"\nbuild_timeout_sec = {seconds}\n'
+        make_task(tmp_path / name, toml)
+    tasks = [to_task(row, n) for n, row in enumerate(harbor_rows(str(tmp_path)))]
+    machines = Machines(RuntimeConfig(name="podman", trust=True))
+    assert machines.images_of(tasks) == {"shared": 900.0}
+
+
 def test_the_page_lists_every_key() -> None:
     page = PAGE.read_text()
     assert all(f"| `{key}` | {use} |" in page for key, use in KEYS.items())

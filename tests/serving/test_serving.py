@@ -354,6 +354,15 @@ def test_stop_texts_seed_and_limits(serve) -> None:
     assert (sampling.seed, sampling.temperature, sampling.top_p) == (5, 0.5, 0.9)
 
 
+def test_seeds_of_either_sign_differ(serve) -> None:
+    served = serve(*["one<|im_end|>"] * 3)
+    for seed in (-3, 3, 2**63 - 1):
+        served.ask(ASK, seed=seed)
+    seeds = [request.sampling.seed for request in served.engine.sent]
+    assert len(set(seeds)) == 3
+    assert all(0 <= seed < 2**62 for seed in seeds)
+
+
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
 
 

@@ -200,6 +200,13 @@ def test_a_rollouts_connection_is_kept_and_the_oldest_closed():
     assert all(closed(connection) for connection in opened)
 
 
+def test_a_rollout_id_with_another_task_closes_the_connection_of_the_first():
+    opened, sql = counting()
+    for question in ("first", "second"):
+        sql("SELECT 1", context("r0", question=question))
+    assert [closed(connection) for connection in opened] == [True, False]
+
+
 def test_calls_at_once_have_a_connection_each():
     meet = threading.Barrier(2, timeout=20)
     opened: list[sqlite3.Connection] = []

@@ -101,7 +101,10 @@ class Sql:
         with self._lock:
             task, connection = self._idle.pop(context.rollout_id, (None, None))
         # A rollout id may come again with another task, whose database is another one.
-        if connection is None or task is not context.task:
+        if connection is not None and task is not context.task:
+            connection.close()
+            connection = None
+        if connection is None:
             connection = self._connect(context.task.columns)
             restrict(connection)
         try:
