@@ -106,7 +106,7 @@ class FunctionScorer:
         calls of `score`. None: calls of a sync function run one by one, so that it need not be
         thread-safe, and those of an async function all at once.
         """
-        # The function, and the limits and means of its calls.
+        # The function, and how it is called.
         self.name = name
         self._function = function
         self.scores_groups = is_of_groups(function)
@@ -131,11 +131,14 @@ class FunctionScorer:
         # The first parameter gets the rollout, or the group. TRL passes all by name.
         rollout_parameters = [] if self._trl else parameters[:1]
         self._no_columns = {*bound, *(parameter.name for parameter in rollout_parameters)}
+        """Names of parameters that get no column: the rollout's, and those set already."""
         column_parameters = [p for p in parameters if p.name not in self._no_columns]
         self._takes_all = any(p.kind is Parameter.VAR_KEYWORD for p in column_parameters)
+        """True for a function with `**columns`, which gets every column."""
         by_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
         column_parameters = [p for p in column_parameters if p.kind in by_name]
         self._names = [parameter.name for parameter in column_parameters]
+        """Columns that parameters name, and of these those without a default (`_required`)."""
         self._required = [p.name for p in column_parameters if p.default is Parameter.empty]
         # A callable may also name columns in an attribute `columns`.
         names = (*getattr(function, "columns", ()), *self._required)
@@ -313,9 +316,10 @@ class FunctionScorer:
         return {k: available[k] for k in names if k in available and k not in self._no_columns}
 
     async def _run(self, call: Call) -> Outcome:
-        """Return the outcome of a call, RewardUnavailable if it takes too long.
+        """Return the outcome of a call; its error is RewardUnavailable if it takes too long.
 
-        A call that sets an alarm in a thread, which fails, is made again in the main thread.
+        A function may set an alarm (SIGALRM), as math_verify does. That fails in a thread:
+        `outcome.alarm` is true, and the call is made again in the main thread.
         """
         if self.sets_alarms:
             return await self._run_in_main_thread(call)

@@ -48,14 +48,19 @@ class Syntax:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadCalls:
-    """The calls read from the beginning of a body, which is the text after an opening mark."""
+    """The calls read from the beginning of a body, which is the text after an opening mark.
+
+    Example: in the body ``{"name": "f"}</tool_call>`` there is one call, and `end` is 13.
+    """
 
     calls: Sequence[ParsedCall] = ()
-    """The `text` of a single call is empty: it is the whole body."""
+    """Calls of a list have their own span as `text`. A call that is no list item has "" there: the
+    caller sets it to the whole region between the marks."""
     end: int = 0
     """Position in the body after the calls."""
     is_cut_off: bool = False
-    """The body ended inside a string, so that its closing mark may be part of it."""
+    """The body ended inside a string, so the mark that ended it may be part of that string: the
+    caller may read again with a longer body."""
 
 
 Schemas = Mapping[str, Mapping[str, Sequence[str]]]

@@ -56,7 +56,8 @@ class MarkedSpec(Syntax):
     def _opening_source(self) -> str:
         """The regular expression for the beginning of a call.
 
-        In a format without an opening mark, `call_open_also` may begin one too.
+        In a format without an opening mark (`call_open` is empty), what matches `call_open_also`
+        begins a call too.
         """
         if self.call_open or self.call_open_also is None:
             return self.call_open_pattern or re.escape(self.call_open)
@@ -96,7 +97,7 @@ class MarkedSpec(Syntax):
     def parse(
         self, text: str, *, in_reasoning: bool, schemas: Sequence[Mapping]
     ) -> ParsedCompletion:
-        """See ResponseSpec."""
+        """Split a completion into content, reasoning and calls; see `ResponseSpec.parse`."""
         reasoning, text = self._split_reasoning(text, in_reasoning)
         content, calls = self._split_calls(text, types_by_tool(schemas))
         for mark in self.ignored:
@@ -244,7 +245,8 @@ class MarkedSpec(Syntax):
     ) -> list[ParsedCall]:
         """Return the calls of a region that is a list; calls that lost arguments become malformed.
 
-        `unread` is the text between the list and the next mark. `problem` is the region's.
+        `read_calls` has at least one call. `unread` is the text between the list and the next mark.
+        `problem` is that of the region: it is not closed, or text follows the list.
         """
         calls = [call if call.text else replace(call, text=region) for call in read_calls]
         if calls and _may_lack_arguments(calls[-1], unread):
@@ -270,7 +272,7 @@ class MarkedSpec(Syntax):
         The separator alone is no content. A call without its opening mark ends before the next
         one, so that a value that is not closed cannot run over it.
         """
-        if self._unmarked_pattern is None:
+        if self._unmarked_pattern is None:  # every call has its mark: all of the text is content
             return "" if calls and self.separator and text.strip() == self.separator else text
         openings = [opening.start() for opening in self._unmarked_pattern.finditer(text)]
         content: list[str] = []
@@ -279,7 +281,9 @@ class MarkedSpec(Syntax):
             if len(calls) > MAX_CALLS:
                 break
             read = READERS[self.syntax](text[start:limit], self, schemas)
-            name = read.calls[0].name if len(read.calls) == 1 else None  # JSON of any type
+            name = read.calls[0].name if len(read.calls) == 1 else None
+            # Without the mark only the name of a tool shows that the text is a call. The model may
+            # write any JSON as name.
             if not isinstance(name, str) or name not in schemas:
                 continue
             (call,) = read.calls
@@ -308,7 +312,8 @@ class MarkedSpec(Syntax):
             if first is None:
                 first = read
             elif not read.is_cut_off:
-                # The longer text is right only if it completes the call that ran into the mark.
+                # The longer text is right only if it completes the call that ran into the mark,
+                # which was the last call of the first try.
                 cut_index = min(len(first.calls), len(read.calls)) - 1
                 return read if read.calls[cut_index].problem is None else first
             if not read.is_cut_off:

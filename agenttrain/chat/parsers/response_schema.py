@@ -96,7 +96,7 @@ class SchemaSpec:
     def parse(
         self, text: str, *, in_reasoning: bool, schemas: Sequence[Mapping]
     ) -> ParsedCompletion:
-        """See ResponseSpec."""
+        """Split a completion into content, reasoning and calls; see `ResponseSpec.parse`."""
         text = self.reasoning[0] + text if in_reasoning else text
         outside = ""  # text between calls that are read one by one
         fields = self.root.split(text)
@@ -123,7 +123,8 @@ class SchemaSpec:
         # A call in the reasoning is none: search after the closing mark. A closing mark without
         # an opening mark does not turn the call before it into reasoning.
         if first >= 0 and closing and opening in text[:first]:
-            first = text.find(self._opener, max(text.find(closing), 0))
+            reasoning_end = max(text.find(closing), 0)  # 0: it is not closed, and ends nowhere
+            first = text.find(self._opener, reasoning_end)
         return len(text) if first < 0 else first
 
     @cached_property
@@ -169,9 +170,12 @@ class SchemaSpec:
         return self._read_whole_value(node, value, schemas)
 
     def _read_whole_value(self, node: Node, value: str, schemas: Schemas) -> list[ParsedCall]:
-        """Read calls that are one value: a whole list, or item by item if it cannot be read."""
+        """Read calls that are one value: a whole list, or item by item if it cannot be read.
+
+        `node` is that of `tool_calls`, and `value` is its text, e.g. ``[{"name": "f"}]``.
+        """
         is_loose, problem = False, ""
-        for root in self._roots:
+        for root in self._roots:  # strict JSON first, then (if `lenient`) almost JSON
             try:
                 calls_value = root.properties[CALLS].value(value)
                 is_loose = root is self.loose
@@ -251,7 +255,7 @@ class SchemaSpec:
         """Read the call that `iterator` has matched; `text` is that of the match."""
         captured = captured_groups(match)
         is_loose, problem = False, ""
-        for root in self._roots:
+        for root in self._roots:  # strict JSON first, then (if `lenient`) almost JSON
             try:
                 value = self._value_with_types(captured, schemas, root)
                 is_loose = root is self.loose
@@ -332,7 +336,7 @@ def make_schema_spec(schema: Mapping[str, Any]) -> SchemaSpec:
     if root.type not in ("object", None) or not root.properties:
         raise ValueError("response_schema: the root must be an object with properties")
     sources = list(root.sources())
-    # One may capture the members of an object without its braces: \{(?P<arguments>.*)\}
+    # An expression may capture an object's members without its braces: \{(?P<arguments>.*)\}
     lacks_braces = any(CAPTURED_WITHOUT_BRACES.search(source) for source in sources)
     # Without their escapes, to find the marks in them.
     patterns = "\n".join(sources).replace("\\n", "\n").replace("\\", "")
@@ -449,7 +453,11 @@ class Node:
         return self.convert(value, raw=raw)
 
     def convert(self, value: Any, *, raw: bool = False) -> Any:
-        """Convert the result of `extract`: split, parse and transform it. Raises ContentError."""
+        """Convert the result of `extract`: split, parse and transform it. Raises ContentError.
+
+        With `raw`, a value that may be text or JSON (`allow_non_json`), such as a parameter's,
+        stays text: the tool's schema decides later what it is.
+        """
         pattern = self.iterator or self.key_value
         if pattern is not None:
             if not isinstance(value, str):

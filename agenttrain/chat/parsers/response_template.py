@@ -143,7 +143,7 @@ class TemplateSpec:
     def parse(
         self, text: str, *, in_reasoning: bool, schemas: Sequence[Mapping]
     ) -> ParsedCompletion:
-        """See ResponseSpec."""
+        """Split a completion into content, reasoning and calls; see `ResponseSpec.parse`."""
         reasoning_field = next((f for f in self.fields if f.name in REASONING), None)
         regions = self._split_regions(text, begins_in=reasoning_field if in_reasoning else None)
         types_by_name = types_by_tool(schemas)
@@ -275,13 +275,15 @@ def _read_calls(region: _Region, marks: _Marks) -> _Region:
     """Read the value of a region of calls; return the region, perhaps with a later end.
 
     A mark inside a string is part of the string: ``{"x": "</tool_call>"}</tool_call>``. So while
-    the value is cut inside a string, it is read again up to the next closing mark.
+    the value ends inside a string, it is read again up to the next closing mark. The tries, and the
+    length of a region, are limited so that parsing stays linear.
     """
     field, max_marks = region.field, MARKS_IN_STRINGS[-1]
-    # Strings in the region may hold `max_marks` openings of calls. At one more the region must end.
+    # Up to `max_marks` opening marks may be text of the value's strings. The region must end before
+    # the one after these.
     openings = marks.call_openings(field, region.body, count=max_marks + 1)
     limit = openings[-1] if len(openings) > max_marks else len(marks.text)
-    # A region that runs over more is not read at all, so that parsing stays linear.
+    # A longer region is not read: it is handled as one that ends inside a string.
     is_cut_off = _read_value(region, marks) if region.stop <= limit else True
     longer = region
     for _ in range(max_marks):
@@ -387,9 +389,9 @@ def with_all_arguments(call: ParsedCall, json_value: Any, schemas: Schemas) -> P
     if call.problem is not None or not isinstance(function, dict) or is_arguments:
         return call
     present = [key for key in ARGUMENT_KEYS if key in function]
-    # The keys whose values may be arguments: not the name's, which may stand under any key and is
-    # found by its value, and not those without a value. ARGUMENT_KEYS stay: given twice, they are
-    # a problem, with any value.
+    # Find the keys whose values may be arguments. Leave out the name, which is found by its value
+    # because its key is not known, and keys with an empty value. ARGUMENT_KEYS stay in any case:
+    # two of them are a problem even if they are empty.
     without_name = {k: v for k, v in function.items() if v != call.name or k in ARGUMENT_KEYS}
     filled = {k: v for k, v in without_name.items() if v not in EMPTY or k in present}
     types = schemas.get(call.name, {}) if isinstance(call.name, str) else {}
@@ -404,9 +406,9 @@ def with_all_arguments(call: ParsedCall, json_value: Any, schemas: Schemas) -> P
 
 
 def pair_with_json(values: Sequence[Any], json_value: Any) -> list[tuple[Any, Any]]:
-    """Pair each call with the JSON object that it was made of.
+    """Return the pairs (call, JSON object that it was made of); `values` are the calls.
 
-    With another number of objects than calls, the pairs are not clear: each call gets None.
+    If there are fewer objects than calls, the pairs are not clear: each call gets None.
     """
     objects = json_value[: len(values)] if isinstance(json_value, list) else [json_value]
     if len(objects) != len(values):
@@ -598,7 +600,11 @@ CONTENT: dict[str, Callable[[str, Mapping[str, Any]], Any]] = {
 
 
 def check_content(name: Any, args: Any, transform: Any, scope: str) -> None:
-    """Raise ValueError for a field's content, arguments or transform that cannot work."""
+    """Raise ValueError for settings of a template's field that cannot work.
+
+    `name` is the content's parser, such as ``json``, `args` are its arguments, `transform` is the
+    shape of the result, and `scope` is the field's path for errors: ``fields.tool_calls``.
+    """
     if name not in CONTENT:
         raise ValueError(f"{scope}.content: {name!r} is not one of {', '.join(CONTENT)}")
     if not isinstance(args, Mapping):
@@ -610,21 +616,24 @@ def check_content(name: Any, args: Any, transform: Any, scope: str) -> None:
     if name == "json":
         quotes = args.get("string_delims", [])
         for pair in quotes if isinstance(quotes, list) else [quotes]:
-            # Neither of the two may be an empty text.
+            # `all`: neither of the two may be an empty text.
             if not isinstance(pair, list) or len(pair) != 2 or not all(map(str, pair)):
                 raise ValueError(
                     f"{scope}.content_args.string_delims: must be a list of [opening, closing], "
                     f"not {quotes!r}"
                 )
-    for key in ("line_sep", "kv_sep") if name == "kv-lines" else ():
-        text = args.get(key, ":")  # any default that is valid
-        if not isinstance(text, str) or not text:
-            raise ValueError(f"{scope}.content_args.{key}: must be a text, not {text!r}")
-    if (parser := args.get("value_parser")) is not None:
-        inner = f"{scope}.content_args.value_parser"
-        if not isinstance(parser, Mapping):
-            raise ValueError(f"{inner}: must be a mapping, as {{name: json}}, not {parser!r}")
-        check_content(parser.get("name", "text"), parser.get("args") or {}, None, inner)
+    if name == "kv-lines":
+        for key in ("line_sep", "kv_sep"):
+            if key in args and (not isinstance(args[key], str) or not args[key]):
+                raise ValueError(f"{scope}.content_args.{key}: must be a text, not {args[key]!r}")
+    if (value_parser := args.get("value_parser")) is not None:
+        parser_scope = f"{scope}.content_args.value_parser"
+        if not isinstance(value_parser, Mapping):
+            raise ValueError(
+                f"{parser_scope}: must be a mapping, as {{name: json}}, not {value_parser!r}"
+            )
+        parser_args = value_parser.get("args") or {}
+        check_content(value_parser.get("name", "text"), parser_args, None, parser_scope)
     _check_transform(transform, scope)
 
 

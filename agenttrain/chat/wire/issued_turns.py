@@ -185,8 +185,9 @@ class IssuedTurns(Generic[T]):
         """Return messages with calls as they were issued, and the ids of calls that were respelled.
 
         Clients write defaults of a tool's schema into calls, or leave them out, and replace a
-        malformed call by one of their own. A call with an issued id that differs only so is taken
-        for the issued call. Other differences are edits of the client, and stay.
+        malformed call by one of their own. A call with an issued id that differs only in these ways
+        counts as respelled, and is replaced by the issued call. If any call of a message differs in
+        another way, the client has edited it, and the message stays.
         """
         restored, respelled = list(messages), set()
         for index, message in enumerate(messages):
@@ -199,17 +200,18 @@ class IssuedTurns(Generic[T]):
                 continue
             if [call["id"] for call in issued_calls] != [call["id"] for call in calls]:
                 continue
-            pairs = [
+            # Calls with equal keys are the same but for spellings such as 3.0 in place of 3.
+            differing = [
                 (sent, issued)
                 for sent, issued in zip(calls, issued_calls, strict=True)
                 if sent != issued and _call_key(sent) != _call_key(issued)
             ]
-            if pairs and all(
+            if differing and all(
                 is_respelled(sent["function"], issued["function"], schemas)
-                for sent, issued in pairs
+                for sent, issued in differing
             ):
                 restored[index] = {**message, "tool_calls": issued_calls}
-                respelled |= {issued["id"] for _, issued in pairs}
+                respelled |= {issued["id"] for _, issued in differing}
         return restored, respelled
 
     def match(self, messages: Sequence[Message], tools: bytes) -> Match[T]:
@@ -370,8 +372,8 @@ def reasoning_agrees(sent: Sequence[Message], issued: Sequence[Message]) -> bool
 def canonical_bytes(message: Message) -> bytes:
     """Return a message without reasoning in a form that is the same for all spellings of it.
 
-    Blanks around an answer, and 3.0 in place of 3 in arguments, do not matter. Bytes of several
-    messages one after the other are those of no other messages.
+    Blanks around an answer, and 3.0 in place of 3 in arguments, do not matter. The bytes of several
+    messages may be joined without a separator: no other list of messages has the same bytes.
     """
     content = str(message["content"])
     if message["role"] == "assistant":
@@ -398,7 +400,9 @@ def _call_key(call: Mapping[str, Any]) -> list[Any]:
 def is_respelled(
     sent: Mapping[str, Any], issued: Mapping[str, Any], schemas: Sequence[Mapping[str, Any]]
 ) -> bool:
-    """Return True if the function of a sent call is the issued one but for defaults of its schema.
+    """Return True if a client's call equals the issued one apart from defaults of its schema.
+
+    `sent` and `issued` are the ``{"name": …, "arguments": …}`` of the two calls.
 
     A malformed call counts as respelled whatever was sent in its place: clients replace it.
     """

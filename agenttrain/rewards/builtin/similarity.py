@@ -94,6 +94,7 @@ class TurnSimilarity:
             tag = self._tags[min(turn, len(self._tags) - 1)]
             attempts = texts_in_tags(answers[turn], tag) if turn < len(answers) else []
             scores = [similarity(_plain(attempt), _plain(text)) for attempt in attempts]
+            # An answer that is tried again must improve: repeating the tag gains nothing.
             each_is_better = all(scores[i] < scores[i + 1] for i in range(len(scores) - 1))
             total += scores[-1] ** turn_power if scores and each_is_better else 0.0
         return (total / len(expected)) ** mean_power

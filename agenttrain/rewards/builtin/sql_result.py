@@ -25,10 +25,10 @@ INNERMOST_PARENTHESES = re.compile(r"\([^()]*\)")
 class SqlResult(AnswerReward):
     """1 if the handed-in query and the row's have equal results, else 0.
 
-    Rows are compared with their columns in order, in any order of rows unless the row's own query
-    sorts them (an ORDER BY that is not in parentheses), and each as often as it occurs. Queries run
-    on a connection that can only read, which `connect` opens for the row's columns, within
-    `query_timeout_s` and `max_rows`. A query of the model that fails earns 0; one of the row that
+    The columns must be in the same order, and each row must occur equally often. The order of rows
+    counts only if the row's own query sorts them (an ORDER BY that is not in parentheses). Queries
+    run within `query_timeout_s` and `max_rows`, on a connection that can only read. `connect` opens
+    it for the row's columns. A query of the model that fails earns 0; one of the row that
     fails stops the run. Example: for ``SELECT name FROM products WHERE price > 50`` the query
     ``SELECT name FROM products WHERE price >= 51`` earns 1 if all prices are whole numbers.
     """
