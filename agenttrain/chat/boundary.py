@@ -67,7 +67,7 @@ class TurnBoundary:
     render: Render
     """Renders messages to marked text: control tokens in the messages' own texts are wrapped."""
     encoder: Encoder
-    """Tells the template's control tokens from other text."""
+    """Splits marked text into the template's control tokens and other text."""
 
     def split(
         self, turn: AssistantTurn, replies: Sequence[Message], *, generation_prompt: bool
@@ -109,6 +109,7 @@ class TurnBoundary:
     def _calls_end(self, assistant: Message) -> tuple[str, str]:
         """Return (text that closes the calls, end of the turn) of a message that nothing follows.
 
+        BODY ends the last argument of `assistant`'s calls, so the text after BODY closes them.
         Example: ``("}\\n</tool_call>", "<|im_end|>")``.
         """
         end = self.answer_end()
@@ -318,8 +319,8 @@ def fill_suffix(
             if not is_reply or not piece:
                 continue
             start = position - len(piece)
-            # The tokens from the first that ends after `start` to the last that begins before the
-            # part's end.
+            # The reply's tokens hold any of its characters: from the first that ends after `start`
+            # to the last that begins before the reply's end.
             first = bisect_right(offsets, start, lo=next_token, key=lambda o: o[1])
             end = bisect_left(offsets, position, lo=first, key=lambda o: o[0])
             unmerged += [(Origin.template, ids[next_token:first]), (Origin.tool, ids[first:end])]

@@ -179,7 +179,7 @@ def _probe_control_tokens(chat: Chat, schemas: Sequence[dict]) -> Probe:
         )
         return [token_id for _, ids in spans for token_id in ids]
 
-    # The places where such text may stand, each with the ids of a context that holds a given text.
+    # Place where such text may stand -> function that returns the ids of a context with it there.
     places: dict[str, Callable[[str], Sequence[int]]] = {
         "a user's message": lambda text: chat.rendered_ids(
             [{"role": "user", "content": text}], schemas

@@ -279,16 +279,18 @@ class FunctionScorer:
         return self._call_on_copies(group, lambda copies: copies)
 
     def _call_on_copies(
-        self, rollouts: Sequence[Rollout], argument: Callable[[list[Rollout]], Any]
+        self, rollouts: Sequence[Rollout], as_argument: Callable[[list[Rollout]], Any]
     ) -> Any:
-        """Call the function with `argument(copies)` and the columns of the rollouts' task.
+        """Call the function with copies of the rollouts and the columns of their task.
 
-        Check afterwards that it left the copies as they were: after a sync call at once, after an
-        async one in the awaitable that is returned.
+        `as_argument(copies)` is its first argument: a single copy, or the list. Check afterwards
+        that it left the copies as they were: after a sync call at once, after an async one in the
+        awaitable that is returned.
         """
         copies = [copy_rollout(rollout) for rollout in rollouts]
         columns = self._columns_of(rollouts[0].task.columns)
-        value = self._function(argument(copies), **{n: copy_value(v) for n, v in columns.items()})
+        column_copies = {name: copy_value(column) for name, column in columns.items()}
+        value = self._function(as_argument(copies), **column_copies)
 
         def check_all() -> None:
             for rollout_copy, rollout in zip(copies, rollouts, strict=True):
@@ -357,7 +359,8 @@ class FunctionScorer:
 
     async def _read(self, outcome: Outcome, rollout: Rollout) -> Score:
         """Return the score of a call's outcome; raise RewardError for an error or a bad value."""
-        # To read a value of another package's class may run code of the user's: in a thread.
+        # An object of a user's class may run the user's code when it is converted to a number, so
+        # it is read in a thread.
         is_trusted = type(outcome.value).__module__.partition(".")[0] in TRUSTED_PACKAGES
         # A function of several rollouts may return RewardUnavailable for one of them.
         is_unavailable = isinstance(outcome.value, RewardUnavailable)
@@ -648,7 +651,10 @@ def _different_fields(record: Any, original: Any) -> list[str]:
 
 
 def _is_equal(value: Any, original: Any) -> bool:
-    """Return True if JSON values or our records are equal; other objects count as equal."""
+    """Return True if JSON values or our records are equal.
+
+    Objects of any other type, such as an open file, count as equal: comparing them is not safe.
+    """
     if value is original:
         return True
     kind = type(value)

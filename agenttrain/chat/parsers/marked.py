@@ -153,8 +153,8 @@ class MarkedSpec(Syntax):
             if len(calls) >= MAX_CALLS:
                 beyond = ParsedCall(text=text[mark.start() :], problem=TOO_MANY)
                 return "".join(content), [*calls, beyond]
-            read = self._read_at(text, mark.end(), marks, index, schemas)  # the calls in the region
-            end = mark.end() + read.end
+            read = self._read_at(text, mark.end(), marks, index, schemas)
+            end = mark.end() + read.end  # of the calls in the region
             while index < len(marks) and marks[index].start() < end:  # marks inside the call
                 index += 1
             # In a format without marks the opening matches no text: it is the place of the call's
@@ -168,7 +168,8 @@ class MarkedSpec(Syntax):
                 after = text[mark.start() :]
                 if calls and not between and _may_lack_arguments(calls[-1], after):
                     calls[-1] = replace(calls[-1], problem=_text_after_call(after))
-                position = mark.start()  # the object becomes content with the text after it
+                # The object becomes content later, with the text after it.
+                position = mark.start()
                 continue
             next_mark = marks[index] if index < len(marks) else None
             region_calls, position = self._finish_region(text, mark.start(), end, read, next_mark)
@@ -215,11 +216,12 @@ class MarkedSpec(Syntax):
         """
         is_malformed = any(call.problem is not None for call in read.calls)
         limit = next_mark.start() if next_mark is not None else len(text)
-        unread = text[end:limit]
+        unread = text[end:limit]  # between the calls and the next mark
         problem = None
+        # Find `position`, the end of the region, and the problem of a region that ends badly.
         if self.call_close is None:
-            # A good call ends with its arguments. A malformed one has all text up to the next mark,
-            # and so has one whose arguments may stand in that text.
+            # Without closing marks a good call ends with its arguments. A malformed one has all
+            # text up to the next mark, and so has one whose arguments may stand in that text.
             lacks_arguments = bool(read.calls) and _may_lack_arguments(read.calls[-1], unread)
             position = limit if is_malformed or lacks_arguments else end
             if lacks_arguments:
@@ -234,7 +236,7 @@ class MarkedSpec(Syntax):
         if is_malformed and self.separator:
             # The separator after a malformed call is not part of the call.
             region = region.rstrip(self.separator + " \t\r\n")
-        # Calls of a list have texts of their own, that of a single call is the region.
+        # Calls of a list have texts of their own. The text of a single call is the region.
         if len(read.calls) == 1 and not read.calls[0].text:
             (call,) = read.calls
             return [replace(call, text=region, problem=problem or call.problem)], position
@@ -289,7 +291,7 @@ class MarkedSpec(Syntax):
             (call,) = read.calls
             end = limit if call.problem is not None else start + read.end
             if (closing := self._closing_pattern.match(text, end)) is not None:
-                end = closing.end()
+                end = closing.end()  # the model may write the closing mark all the same
             calls.append(replace(call, text=text[start:end]))
             content.append(text[position:start])
             position = end

@@ -284,22 +284,17 @@ class SchemaSpec:
         name = call_from_item(value, "", {}).name
         if not isinstance(name, str) or not schemas.get(name):
             return value
-        raw = items.value(captured, raw=True)  # the same call, with texts for parameters
-        # A schema may give a call any shape: types need a mapping of arguments in both.
-        if not isinstance(value, dict) or not isinstance(raw, dict):
-            return value
-        function, raw_function = value.get("function", value), raw.get("function", raw)
-        if not isinstance(function, dict) or not isinstance(raw_function, dict):
-            return value
-        arguments, texts = function.get("arguments"), raw_function.get("arguments")
-        if not isinstance(arguments, dict) or not isinstance(texts, dict):
+        function = _function_with_arguments(value)
+        # The same call, with texts for parameters.
+        raw_function = _function_with_arguments(items.value(captured, raw=True))
+        if function is None or raw_function is None:
             return value
         typed_arguments = {
             key: typed_value(text, schemas[name][key])
-            for key, text in texts.items()
+            for key, text in raw_function["arguments"].items()
             if isinstance(text, str) and key in schemas[name]
         }
-        typed = {**function, "arguments": arguments | typed_arguments}
+        typed = {**function, "arguments": function["arguments"] | typed_arguments}
         return {**value, "function": typed} if "function" in value else typed
 
     def _read_list_items(self, node: Node, value: str, schemas: Schemas) -> list[ParsedCall]:
@@ -315,12 +310,13 @@ class SchemaSpec:
             return []
         key = "tool_name" if '"tool_name"' in inner else "name"  # Cohere writes tool_name
         calls: list[ParsedCall] = []
-        for item in read_items(inner, skip_blank(inner) + 1, key, limit=MAX_CALLS + 1)[0]:
+        items, _ = read_items(inner, skip_blank(inner) + 1, key, limit=MAX_CALLS + 1)
+        for item in items:
             if item.problem is not None:
                 calls.append(ParsedCall(text=item.text, name=item.name, problem=item.problem))
                 continue
             try:
-                parsed = node.convert(f"[{item.text}]")
+                parsed = node.convert(f"[{item.text}]")  # the node reads lists: one of this item
                 calls += [
                     with_all_arguments(call_from_item(call, item.text, {}), item.value, schemas)
                     for call in parsed or ()
@@ -328,6 +324,16 @@ class SchemaSpec:
             except ContentError as error:
                 calls.append(ParsedCall(text=item.text, problem=str(error)))
         return calls
+
+
+def _function_with_arguments(call: Any) -> dict[str, Any] | None:
+    """Return the ``{"name": …, "arguments": {…}}`` of a call, which may stand under `function`.
+
+    None for a call of another shape: a schema may give a call any.
+    """
+    function = call.get("function", call) if isinstance(call, dict) else None
+    has_arguments = isinstance(function, dict) and isinstance(function.get("arguments"), dict)
+    return function if has_arguments else None
 
 
 def make_schema_spec(schema: Mapping[str, Any]) -> SchemaSpec:
@@ -371,8 +377,8 @@ NOTHING = object()
 class Node:
     """A node of a `response_schema`, made by `compile_node`: it converts a text to a value.
 
-    `value` is `extract`, which applies the regular expression, then `convert`, which parses the
-    result. The root is used by `split` too. The fields without a docstring are JSON schema's
+    `value` runs `extract`, which applies the regular expression, and then `convert`, which parses
+    the result. The root is used by `split` too. The fields without a docstring are JSON schema's
     keywords.
     """
 

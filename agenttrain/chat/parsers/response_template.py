@@ -187,7 +187,7 @@ class TemplateSpec:
         if outside is not None and outside.close is not None:
             searches.append((None, outside.close))
         marks = _Marks(text, searches, lenient=self.lenient)
-        at = 0  # the text before this position is split
+        at = 0  # end of the text that has been split
         calls = 0  # regions of calls so far
         if begins_in is not None:
             regions.append(_find_end(_Region(begins_in, start=0, body=0, captures={}), marks))
@@ -345,7 +345,9 @@ def call_from_item(
 ) -> ParsedCall:
     """Make a call of ``{"function": {"name": …, "arguments": …}}``, or of the mapping inside it.
 
-    `lacks_braces`: arguments that are text are members of an object without its braces: ``"x": 1``.
+    `text` is the span of the completion that the call was read from. `schemas` give types to
+    arguments that are text; without types these stay text. `lacks_braces`: `arguments` may be the
+    text of an object's members without its braces: ``"x": 1``.
     """
     function = value.get("function", value) if isinstance(value, dict) else value
     if not isinstance(function, dict):
@@ -354,7 +356,8 @@ def call_from_item(
     key, keys_problem = find_arguments_key(function)
     name, arguments = function.get("name"), function.get(key)
     if lacks_braces and isinstance(arguments, str) and arguments.strip():
-        arguments = arguments if arguments.lstrip().startswith("{") else f"{{{arguments}}}"
+        has_braces = arguments.lstrip().startswith("{")
+        arguments = arguments if has_braces else f"{{{arguments}}}"
     types: Mapping[str, Sequence[str]] = schemas.get(name, {}) if isinstance(name, str) else {}
     if isinstance(arguments, dict) and types:
         arguments = {
@@ -385,7 +388,8 @@ def with_all_arguments(call: ParsedCall, json_value: Any, schemas: Schemas) -> P
     `id` and `type` are unexpected if they are parameters of the tool in `schemas`.
     """
     function = json_value.get("function", json_value) if isinstance(json_value, dict) else None
-    is_arguments = call.arguments is json_value  # the object is no call, but its arguments
+    # The name stands outside the JSON, as in f{"x": 1}: the object is the arguments.
+    is_arguments = call.arguments is json_value
     if call.problem is not None or not isinstance(function, dict) or is_arguments:
         return call
     present = [key for key in ARGUMENT_KEYS if key in function]
@@ -517,7 +521,12 @@ def parse_number(text: str, args: Mapping[str, Any]) -> int | float:
 
 
 def parse_json(text: str, args: Mapping[str, Any]) -> Any:
-    """Read a JSON value, or the near-JSON that the arguments describe. Raises ContentError."""
+    """Read a text that is one JSON value, or the near-JSON that the parser's `args` describe.
+
+    `args` are `content_args` of a `response_template`, such as ``{"unquoted_keys": True}``, and our
+    own LACKS_BRACES and LOOSE. With `allow_non_json`, other text is returned as it is. Otherwise it
+    raises ContentError.
+    """
     quotes = [(str(opening), str(closing)) for opening, closing in args.get("string_delims", ())]
     if quotes or args.get("unquoted_keys"):
         words = {"true": True, "false": False, "null": None}
@@ -531,7 +540,7 @@ def parse_json(text: str, args: Mapping[str, Any]) -> Any:
         braced, end, braced_problem, _ = read_json(f"{{{text}}}")
         if braced_problem is None and end == len(text) + 2:
             return braced
-    # Almost JSON: {x: 1}.
+    # The text may be almost JSON: {x: 1}
     if problem is not None and args.get(LOOSE) and not args.get("allow_non_json"):
         loose = read_loose(text)
         if loose.problem is None:

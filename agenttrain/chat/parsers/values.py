@@ -322,7 +322,10 @@ def _replace_escapes(text: str, *, python: bool = False) -> str:
 
 
 def _convert_python_number(number: re.Match[str]) -> int | float:
-    """Return a number in Python's notation. Raises LiteralError."""
+    """Return the value of a number in Python's notation, such as ``-1_000``. Raises LiteralError.
+
+    `number` is a match with one of the groups `float`, `based` (``0x1f``) and `whole`.
+    """
     sign = -1 if number["sign"] == "-" else 1
     if number["float"] is not None:
         value = float(number["float"])

@@ -51,7 +51,7 @@ class IssuedTurn:
     tools: bytes
     """Digest of the request's tools."""
     request_hash: HASH
-    """SHA-256 of the messages of the request, to copy: nothing updates it."""
+    """SHA-256 of the messages of the request. Take a copy to add a message to it."""
 
     @property
     def message(self) -> Message:
@@ -80,8 +80,9 @@ class IssuedTurn:
         contents = {m["tool_call_id"]: m["content"] for m in new_messages if m["role"] == "tool"}
         replies: list[Message] = []
         for call_id, call in zip(self.call_ids, self.turn.calls, strict=True):
-            unseen = CUT_CALL if call.malformed is None else call.malformed_reply
-            content = contents.get(call_id, unseen)
+            # The content for a call that the client never saw as a call.
+            default_content = CUT_CALL if call.malformed is None else call.malformed_reply
+            content = contents.get(call_id, default_content)
             replies.append(
                 {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
             )
@@ -281,8 +282,9 @@ def _render_with_late_system(
 def _merge_late_system(messages: Sequence[Message], first: int) -> list[Message]:
     """Return messages in which late system messages, from index `first` on, are the user's.
 
-    The text of one joins the user's or the system's message before it. If that is the user's, the
-    user's message after it joins too, so that no two messages of the user stand side by side.
+    The text of a late message is appended to the message before it, if that is the user's or the
+    system's. A message of the user that follows is appended too, so that no two messages of the
+    user stand side by side.
     Example: ``[user "a", system "b", user "c"]`` is ``[user "a\\n\\nb\\n\\nc"]``.
     """
     shown: list[Message] = []
@@ -348,7 +350,7 @@ def in_call_order(messages: Sequence[Message]) -> list[Message]:
             index += 1
         if len(replies) < len(call_ids):
             unanswered = [call_id for call_id in call_ids if call_id not in replies]
-            # Without an unanswered id, two calls have the same one.
+            # If no id is unanswered, two calls have the same id.
             raise RequestError(
                 f"messages: the assistant made the calls {', '.join(call_ids)}, and each needs "
                 f"exactly one tool message behind it; {', '.join(unanswered) or 'an id'} has "

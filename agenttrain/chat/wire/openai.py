@@ -356,7 +356,10 @@ def read_role(name: str, roles: Mapping[str, str]) -> str | None:
 def _assistant_fields(
     item: Mapping[str, Any], content: str, where: str, text_arguments: bool
 ) -> Message:
-    """Return the fields that only an assistant message has: a refusal, reasoning, calls."""
+    """Return the fields that only an assistant message has: reasoning and calls.
+
+    `content` is the message's text so far. If it is empty, a refusal takes its place.
+    """
     fields: Message = {}
     if not content and isinstance(item.get("refusal"), str):
         fields["content"] = item["refusal"]

@@ -41,6 +41,7 @@ class Similarity(AnswerReward):
         self._tag, self._power = tag, power
 
     def __call__(self, rollout: Rollout, **columns: Any) -> float:
+        """Return the similarity of the answer and the column's text, raised to `power`."""
         expected, answer = as_text(self.expected(columns)), self.answer(rollout)
         if answer is None:
             return 0.0
@@ -84,6 +85,7 @@ class TurnSimilarity:
         """Columns that every row must have."""
 
     def __call__(self, rollout: Rollout, **columns: Any) -> float:
+        """Return the mean similarity of the turns' answers and the column's texts."""
         expected = columns[self._column]
         if isinstance(expected, str) or not expected:
             raise ValueError(f"the column {self._column!r} must list a text for each turn")

@@ -43,6 +43,10 @@ class SqlResult(AnswerReward):
         max_rows: Data[int] = 10_000,
         query_timeout_s: Data[float] = 5.0,
     ) -> None:
+        """`connect` is a function, or its dotted path, that opens a connection for a row's columns.
+
+        `tool`, `argument` and `column` say where the two queries stand: see AnswerReward.
+        """
         super().__init__(tool=tool, argument=argument, column=column)
         if max_rows < 1 or not query_timeout_s > 0:
             raise ValueError(
@@ -52,6 +56,7 @@ class SqlResult(AnswerReward):
         self._max_rows, self._query_timeout_s = max_rows, query_timeout_s
 
     def __call__(self, rollout: Rollout, **columns: Any) -> float:
+        """Return 1 if the rollout's query and the row's have equal results, else 0."""
         expected_query, query = str(self.expected(columns)), self.answer(rollout)
         if not isinstance(query, str) or not query.strip():
             return 0.0
