@@ -172,7 +172,8 @@ def _check_effect(
 
     The user has named this family, and the template may be a fork of the family's own. The family
     has an effect if two things hold. The fixed template writes calls as the family does. And the
-    template is of no known family, or the fix changed it.
+    template is of no known family, or the fix changed it. `reads(family, template)` is True if the
+    family's parser reads a call that the template renders.
     """
     recognised = recognise(fix.stock, all_families, reads)
     fits = family.tools and reads(family, fix.template)

@@ -136,7 +136,7 @@ def find_arguments_key(
 ) -> tuple[str, str | None]:
     """Return (the key of a JSON call that holds its arguments, a problem of its keys or None).
 
-    An unexpected key is a problem: its value may be an argument, without which the call would run.
+    An unexpected key is a problem: its value may be an argument, and the call would run without it.
     Example: for ``{"name": "find", "q": "tea"}`` the problem names the key ``q``. ``id`` and
     ``type`` are unexpected in a call without arguments if the tool has `parameters` of these names.
     """

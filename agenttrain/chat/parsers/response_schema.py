@@ -503,7 +503,10 @@ class Node:
         return [n.value(v, raw=raw) for n, v in zip(self.prefix_items, value, strict=True)]
 
     def _convert_object(self, value: Any, *, raw: bool) -> dict[str, Any]:
-        """Convert the properties of a mapping; each property of a text gets the whole text."""
+        """Convert the properties of a mapping, or of a text.
+
+        Each property of a text gets the whole text: its own expression finds its part there.
+        """
         if isinstance(value, str):
             value = dict.fromkeys(self.properties, value)
         elif not isinstance(value, dict):

@@ -262,10 +262,11 @@ def render_prompt(
 def _render_with_late_system(
     render: Callable[[list[Message]], R], messages: list[Message], *, first: int
 ) -> tuple[list[Message], R]:
-    """Return messages and their rendering; late system messages become the user's if they must.
+    """Return (messages as the template can show them, their rendering).
 
-    A system message is late from the index `first` on. Late ones become the user's if the template
-    refuses the messages as they are. Raises ChatError if it refuses both forms.
+    Some templates refuse late system messages: those at the index `first` or after it. If the
+    template refuses the messages as they are, late system messages become the user's. Raises
+    ChatError if it refuses both forms.
     """
     try:
         return messages, render(messages)

@@ -406,8 +406,8 @@ def _reasoning_item(
 ) -> dict[str, Any]:
     """Return an item of reasoning.
 
-    `handle` names the issued turn. `encrypted` is None while the reasoning is streamed, and then
-    the handle too: clients send this field back unchanged, by which the turn is found again.
+    `handle` names the issued turn. `encrypted` is None while the reasoning is streamed. Then it is
+    the handle too: clients send this field back unchanged, so that the turn is found again.
     """
     return {
         "id": f"rs_{handle}",

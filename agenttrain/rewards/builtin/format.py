@@ -104,6 +104,7 @@ class Format:
         turns: Data[str] = "last",
         whole: Data[bool] = True,
     ) -> None:
+        """Compile the pattern, and check `part` and `turns`, which choose the texts to match."""
         for name, value, choices in (("part", part, PARTS), ("turns", turns, TURNS)):
             if value not in choices:
                 raise ValueError(f"{name}={value}: must be one of {', '.join(choices)}")

@@ -76,6 +76,7 @@ class TurnSimilarity:
         power: Data[float] = 1.0,
         each_turn: Data[bool] = False,
     ) -> None:
+        """With `each_turn`, `power` applies to the similarity of each turn, else to their mean."""
         if not tags or isinstance(tags, str):
             raise ValueError(f"tags={tags!r}: must be a list with a tag for each turn, or one tag")
         _check_power(power)
