@@ -67,7 +67,7 @@ class TurnBoundary:
     render: Render
     """Renders messages to marked text: control tokens in the messages' own texts are wrapped."""
     encoder: Encoder
-    """Tells the template's control tokens from other text."""
+    """Splits marked text into the template's control tokens and other text."""
 
     def split(
         self, turn: AssistantTurn, replies: Sequence[Message], *, generation_prompt: bool
@@ -109,6 +109,7 @@ class TurnBoundary:
     def _calls_end(self, assistant: Message) -> tuple[str, str]:
         """Return (text that closes the calls, end of the turn) of a message that nothing follows.
 
+        BODY ends the last argument of `assistant`'s calls, so the text after BODY closes them.
         Example: ``("}\\n</tool_call>", "<|im_end|>")``.
         """
         end = self.answer_end()
@@ -209,7 +210,11 @@ class ReplyTexts:
         return self.boundary.split(turn, [reply], generation_prompt=True)
 
     def _rendered_text(self, role: str, text: str) -> str:
-        """Return a reply's text as it is rendered, without the constant text around it."""
+        """Return a reply's text as it is rendered, without the constant text around it.
+
+        A template may change the text, e.g. strip it. The text around it is found once per role,
+        by rendering a slot (a placeholder) in place of the text.
+        """
         if role not in self._frames:
             _, frame = self.after_turn(role, slot(0))
             before, _, after = frame.partition(slot(0))
@@ -260,7 +265,8 @@ def build_suffix(end: str, text: str, encoder: Encoder, *, replies: int) -> Suff
 
     `text` has the slots 0 to `replies` - 1, one for each reply's text. Text between control
     tokens that holds a slot becomes a ReplyBlock, which `fill_suffix` tokenises with each
-    reply. All other text is constant.
+    reply. All other text is constant. The suffix's `glue_length` counts the tokens that remain
+    if all replies are empty.
     """
     if _REPLY.findall(text) != [str(index) for index in range(replies)]:
         raise ChatError(
@@ -275,11 +281,13 @@ def build_suffix(end: str, text: str, encoder: Encoder, *, replies: int) -> Suff
             continue
         blocks += [tuple(encoder.encode(constant))] if constant else []
         constant = ""
-        # re.split with a group: literal, index, literal, …: ["\n", "0", "\n"]
-        parts = _REPLY.split(piece)
-        blocks.append(
-            ReplyBlock(parts=tuple(int(p) if i % 2 else unmark(p) for i, p in enumerate(parts)))
+        # re.split with a group puts the indices of replies at odd places: ["\n", "0", "\n"].
+        literals_and_indices = _REPLY.split(piece)
+        parts = tuple(
+            int(part) if place % 2 else unmark(part)
+            for place, part in enumerate(literals_and_indices)
         )
+        blocks.append(ReplyBlock(parts=parts))
     blocks += [tuple(encoder.encode(constant))] if constant else []
     return Suffix(
         end_ids=tuple(encoder.encode(end)),
@@ -311,8 +319,8 @@ def fill_suffix(
             if not is_reply or not piece:
                 continue
             start = position - len(piece)
-            # The tokens from the first that ends after `start` to the last that begins before the
-            # part's end.
+            # The reply's tokens hold any of its characters: from the first that ends after `start`
+            # to the last that begins before the reply's end.
             first = bisect_right(offsets, start, lo=next_token, key=lambda o: o[1])
             end = bisect_left(offsets, position, lo=first, key=lambda o: o[0])
             unmerged += [(Origin.template, ids[next_token:first]), (Origin.tool, ids[first:end])]

@@ -491,7 +491,8 @@ def _replay(
         if turn.reasoning and turn.reasoning != parsed.reasoning:
             remarks[f"{REASONING_LEFT_OUT}; the ledger keeps what was sampled"] = None
         if not turn.calls and probe_replies and (ends := _answer_end_texts(chat)):
-            remarks[f"{ends[0]} stays where it was sampled, in place of {ends[1]}"] = None
+            sampled_end, rendered_end = ends  # in harmony, <|return|> and <|end|>
+            remarks[f"{sampled_end} stays where it was sampled, in place of {rendered_end}"] = None
         between_turns += suffix
         ledger = full  # = ledger + completion + suffix, as was checked
     return between_turns, list(remarks)
@@ -500,12 +501,14 @@ def _replay(
 def as_parsed(chat: Chat, turn: AssistantTurn, after: str) -> AssistantTurn:
     """Return the turn as it is parsed from a completion after a message of role `after`.
 
-    The turn loses its reasoning if the generation prompt closes the reasoning. It gets THOUGHT as
-    its reasoning if the prompt opens one and the turn has none. Empty reasoning would not do: its
-    line break merges with the prompt's, but only in the full rendering.
+    A generation prompt decides whether a completion has reasoning. If the prompt closes the
+    reasoning, the turn loses its own. If the prompt opens it and the turn has none, the turn gets a
+    short stand-in (THOUGHT).
     """
     if chat.thinking_is_off:
         return replace(turn, reasoning=None)
+    # Not "": the line break after empty reasoning merges with the prompt's line break in a full
+    # rendering, and would look like a mismatch of the template.
     needs_reasoning = chat.opens_reasoning(after) and not turn.reasoning
     return replace(turn, reasoning=THOUGHT) if needs_reasoning else turn
 

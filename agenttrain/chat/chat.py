@@ -661,20 +661,21 @@ class Chat:
 
         Harmony's ``<|end|>`` ends the reasoning inside a turn too: sampling must not stop at it.
         """
-        inside: list[int] = []
+        ids_inside: list[int] = []
         with suppress(ChatError):
             # The ids between the generation prompt and the content of an answer with reasoning.
             answer = {"role": "assistant", "content": BODY, REASONING_KEYS[0]: "r"}
             prompt = self.render([USER], generation_prompt=True)
             before = self.render([USER, answer]).partition(BODY)[0]
             if before.startswith(prompt):
-                inside = self.encoder.encode(before[len(prompt) :])
-        ids = []
+                ids_inside = self.encoder.encode(before[len(prompt) :])
+        end_ids = []
         for role in ("tool", "user"):
             with suppress(ChatError):  # a template without tools still ends an answer
                 end, _ = self._reply_text.after_turn(role, "r")
-                ids += self.encoder.encode(end)[-1:]
-        return [token_id for token_id in ids if token_id not in inside]
+                # Blanks may stand before the control token, which is the last one.
+                end_ids += self.encoder.encode(end)[-1:]
+        return [token_id for token_id in end_ids if token_id not in ids_inside]
 
 
 def _shape_of(reply: Message, indices: Mapping[str, int]) -> tuple[tuple[str, Any], ...]:

@@ -246,10 +246,12 @@ def _alternatives(texts: Collection[str]) -> str:
     optional = branches.pop("", None) is not None  # one text ends here
     parts = []
     for group in branches.values():
-        # The texts of a group share a beginning: that of the first and last in sorted order.
+        # What the first and the last text in sorted order share, all texts between them share too.
         first, last = min(group), max(group)
-        pairs = enumerate(zip(first, last, strict=False))
-        head = first[: next((i for i, (a, b) in pairs if a != b), len(first))]
+        length = 0
+        while length < len(first) and first[length] == last[length]:
+            length += 1
+        head = first[:length]
         parts.append(re.escape(head) + _alternatives([text[len(head) :] for text in group]))
     pattern = "|".join(parts)
     if not parts or (len(parts) == 1 and not optional):

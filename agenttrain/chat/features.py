@@ -113,15 +113,16 @@ def feature_probes(chat: Chat, schemas: Sequence[dict]) -> list[Probe]:
 def _probe_generation_prompt(chat: Chat) -> Probe:
     """Check that the template, not the model, writes the header of an assistant's turn."""
     name = "generation prompt"
-    # E.g. <|im_start|>assistant must stand in `opened`, as it does in `answered` before "ok".
     try:
-        bare, opened = chat.render(QUESTION), chat.render(QUESTION, generation_prompt=True)
-        answered = chat.render([*QUESTION, {"role": "assistant", "content": "ok"}])
+        question = chat.render(QUESTION)
+        with_prompt = chat.render(QUESTION, generation_prompt=True)
+        with_answer = chat.render([*QUESTION, {"role": "assistant", "content": "ok"}])
     except ChatError as error:
         return refused_probe(name, str(error))
-    header = answered.removeprefix(bare).partition("ok")[0]
-    writes_none = opened == bare
-    if writes_none and answered.startswith(bare) and header.strip():
+    # An answer's header, e.g. <|im_start|>assistant, must be what the generation prompt adds.
+    header = with_answer.removeprefix(question).partition("ok")[0]
+    writes_none = with_prompt == question
+    if writes_none and with_answer.startswith(question) and header.strip():
         return refused_probe(
             name, f"the template writes none, though a turn begins with {header!r}"
         )
@@ -178,7 +179,7 @@ def _probe_control_tokens(chat: Chat, schemas: Sequence[dict]) -> Probe:
         )
         return [token_id for _, ids in spans for token_id in ids]
 
-    # The places where such text may stand, each with the ids of a context that holds a given text.
+    # Place where such text may stand -> function that returns the ids of a context with it there.
     places: dict[str, Callable[[str], Sequence[int]]] = {
         "a user's message": lambda text: chat.rendered_ids(
             [{"role": "user", "content": text}], schemas

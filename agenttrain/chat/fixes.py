@@ -197,8 +197,9 @@ class Fix:
 def apply_fix(name: str, family: Family, stock: str) -> Fix:
     """Apply the first of the family's fixes that fits the template. Raises ChatError if none does.
 
-    Each fix is for some revisions of the template. A last fix without edits accepts any revision:
-    only the certificate shows if the template works, and `Fix.problem` says what was not found.
+    Each fix is for some revisions of the template. A family may end its list with a fix without
+    edits, which leaves any other revision as it is: only the certificate shows if that template
+    works, and `Fix.problem` names the text that the first fix did not find.
     """
     if not family.fixes:
         return Fix(family=name, stock=stock, template=stock)

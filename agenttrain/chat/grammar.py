@@ -155,7 +155,7 @@ class CallGrammar:
         # Without tools no call is allowed, so the opening mark is excluded.
         excluded = [] if calls else [spec.call_open]
         any_call = _either(calls)
-        # Free text with any number of calls (`loop`), each of which its opening mark begins.
+        # Free text with any number of calls (`loop`), each after its opening mark.
         answer = _dispatch([(spec.call_open, any_call)] if calls else [], excluded, loop=True)
         # Reasoning that is closed, and the answer after it; or reasoning that is never closed.
         reasoning = {"type": "any_text", "excludes": [spec.reasoning_close]}

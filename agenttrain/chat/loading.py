@@ -87,9 +87,10 @@ def load_chat(
     fix = replace(make_fix(tokenizer, source, template, all_families), chosen=template_note)
     _check_variables(fix.template, template.kwargs)
     family = all_families.get(fix.family or "")
-    # If the fix added the tool format of another family (hermes), the tokens that are ordinary text
-    # in the template's own family stay ordinary.
+    # Two families may match: the fix may add the tool format of another family (hermes) to the
+    # template. The tokens that either family lists as ordinary text are ordinary.
     matching = [f for f in all_families.values() if f == family or matches_source(source, f)]
+    plain = {text: entry.why for f in matching for entry in f.plain for text in entry.tokens}
     make_chat = partial(
         Chat,
         tokenizer,
@@ -97,7 +98,7 @@ def load_chat(
         kwargs=template.kwargs,
         eos_token_ids=_eos_token_ids(tokenizer),
         fix=fix,
-        plain={text: plain.why for f in matching for plain in f.plain for text in plain.tokens},
+        plain=plain,
         placeholders=None if isinstance(placeholders, str) else placeholders,
         no_images=placeholders if isinstance(placeholders, str) else "",
         roles=template.roles,
@@ -110,8 +111,9 @@ def load_chat(
     format_added = family is not None and not family.marks and bool(fix.changes)
     spec = resolve_spec(None if format_added else tokenizer, response_schema, response)
     if family is not None and isinstance(spec, TemplateSpec) and response_schema.name == "auto":
-        # A checkpoint of ours carries the family's format in transformers' dialect, which can
-        # express less. If the family's format is saved as what this one carries, it is used.
+        # The tokenizer may come from a checkpoint of ours, which saves the family's format in
+        # transformers' dialect. That dialect can express less. So if the family's own format would
+        # be saved as exactly this dialect text, the family's own format is used.
         chat = make_chat(load_spec(family.response))
         if response_template(chat) == spec.source:
             return chat
@@ -168,9 +170,10 @@ def _check_effect(
 ) -> None:
     """Raise ChatError if a family has no effect on the template, which lacks the family's marks.
 
-    The family has an effect if the fixed template writes calls as the family does, and either the
-    template is of no known family or the fix changed it. A fork of the family's template is such a
-    template.
+    The user has named this family, and the template may be a fork of the family's own. The family
+    has an effect if two things hold. The fixed template writes calls as the family does. And the
+    template is of no known family, or the fix changed it. `reads(family, template)` is True if the
+    family's parser reads a call that the template renders.
     """
     recognised = recognise(fix.stock, all_families, reads)
     fits = family.tools and reads(family, fix.template)

@@ -66,14 +66,17 @@ def _filled_texts(content: Any) -> list[str]:
 
 
 def _with_probe_words(message: Message, index: int) -> Message:
-    """Return a message whose texts are replaced by probe words of its index, one for each part."""
+    """Return a message whose texts are replaced by probe words of its index, one for each part.
+
+    Empty texts and images stay as they are.
+    """
     content = message.get("content")
     if isinstance(content, list | tuple):
-        numbered = enumerate(content)
-        words = [
-            {**p, "text": _probe_word(index, n)} if _filled_texts([p]) else p for n, p in numbered
+        parts = [
+            {**part, "text": _probe_word(index, number)} if _filled_texts([part]) else part
+            for number, part in enumerate(content)
         ]
-        return {**message, "content": words}
+        return {**message, "content": parts}
     return {**message, "content": _probe_word(index)} if _filled_texts(content) else message
 
 

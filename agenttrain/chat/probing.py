@@ -120,8 +120,8 @@ def _probe(render: Render) -> TemplateBehaviour:
         short_ids = _shows_reply(render, short[0])
     renders_calls = renders_usual_ids or short_ids
     ids = short if short_ids else usual
-    pair = _call_message(("one", ids[0]), ("two", ids[1]))
-    renders_pair = _shows(render, [pair], "one") and _shows(render, [pair], "two")
+    two_calls = _call_message(("one", ids[0]), ("two", ids[1]))
+    renders_both = all(_shows(render, [two_calls], word) for word in ("one", "two"))
     # Some templates show reasoning only beside calls, whose id is one that any template accepts.
     # The probe word stands in the reasoning twice, because `_shows` demands that of calls.
     turns = ({"role": "assistant", "content": "c"}, _call_message(("one", short[0])))
@@ -133,7 +133,7 @@ def _probe(render: Render) -> TemplateBehaviour:
     )
     return TemplateBehaviour(
         renders_calls=renders_calls,
-        one_call_per_turn=renders_calls and not renders_pair,
+        one_call_per_turn=renders_calls and not renders_both,
         reasoning_key=next(reasoning_keys, None),
         short_ids=short_ids,
         shows_ids=_shows_reply(render, ids[0], text=ids[0]),

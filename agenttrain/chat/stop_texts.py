@@ -17,6 +17,7 @@ class StopScan:
     """
 
     def __init__(self, text_of: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
+        """`text_of` decodes token ids. `stops` are the stop texts."""
         self.stops = stops
         self.text = ""
         """The text so far; once there is a stop text, the text before it."""

@@ -37,7 +37,8 @@ def load_placeholders(folder: Path) -> Placeholders | str:
             "its folder has no preprocessor_config.json, which says how images are scaled; copy it "
             "from the model"
         )
-    # The "edges" are numbers of pixels too. Older files name them min_pixels and max_pixels.
+    # In spite of their names, `shortest_edge` and `longest_edge` are numbers of pixels of an image.
+    # Older files name them min_pixels and max_pixels.
     size = processor.get("size") or {}
     return Placeholders(
         token_id=config["image_token_id"],

@@ -106,7 +106,7 @@ class FunctionScorer:
         calls of `score`. None: calls of a sync function run one by one, so that it need not be
         thread-safe, and those of an async function all at once.
         """
-        # The function, and the limits and means of its calls.
+        # The function, and how it is called.
         self.name = name
         self._function = function
         self.scores_groups = is_of_groups(function)
@@ -131,11 +131,14 @@ class FunctionScorer:
         # The first parameter gets the rollout, or the group. TRL passes all by name.
         rollout_parameters = [] if self._trl else parameters[:1]
         self._no_columns = {*bound, *(parameter.name for parameter in rollout_parameters)}
+        """Names of parameters that get no column: the rollout's, and those set already."""
         column_parameters = [p for p in parameters if p.name not in self._no_columns]
         self._takes_all = any(p.kind is Parameter.VAR_KEYWORD for p in column_parameters)
+        """True for a function with `**columns`, which gets every column."""
         by_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
         column_parameters = [p for p in column_parameters if p.kind in by_name]
         self._names = [parameter.name for parameter in column_parameters]
+        """Columns that parameters name, and of these those without a default (`_required`)."""
         self._required = [p.name for p in column_parameters if p.default is Parameter.empty]
         # A callable may also name columns in an attribute `columns`.
         names = (*getattr(function, "columns", ()), *self._required)
@@ -276,16 +279,18 @@ class FunctionScorer:
         return self._call_on_copies(group, lambda copies: copies)
 
     def _call_on_copies(
-        self, rollouts: Sequence[Rollout], argument: Callable[[list[Rollout]], Any]
+        self, rollouts: Sequence[Rollout], as_argument: Callable[[list[Rollout]], Any]
     ) -> Any:
-        """Call the function with `argument(copies)` and the columns of the rollouts' task.
+        """Call the function with copies of the rollouts and the columns of their task.
 
-        Check afterwards that it left the copies as they were: after a sync call at once, after an
-        async one in the awaitable that is returned.
+        `as_argument(copies)` is its first argument: a single copy, or the list. Check afterwards
+        that it left the copies as they were: after a sync call at once, after an async one in the
+        awaitable that is returned.
         """
         copies = [copy_rollout(rollout) for rollout in rollouts]
         columns = self._columns_of(rollouts[0].task.columns)
-        value = self._function(argument(copies), **{n: copy_value(v) for n, v in columns.items()})
+        column_copies = {name: copy_value(column) for name, column in columns.items()}
+        value = self._function(as_argument(copies), **column_copies)
 
         def check_all() -> None:
             for rollout_copy, rollout in zip(copies, rollouts, strict=True):
@@ -313,9 +318,10 @@ class FunctionScorer:
         return {k: available[k] for k in names if k in available and k not in self._no_columns}
 
     async def _run(self, call: Call) -> Outcome:
-        """Return the outcome of a call, RewardUnavailable if it takes too long.
+        """Return the outcome of a call; its error is RewardUnavailable if it takes too long.
 
-        A call that sets an alarm in a thread, which fails, is made again in the main thread.
+        A function may set an alarm (SIGALRM), as math_verify does. That fails in a thread:
+        `outcome.alarm` is true, and the call is made again in the main thread.
         """
         if self.sets_alarms:
             return await self._run_in_main_thread(call)
@@ -353,7 +359,8 @@ class FunctionScorer:
 
     async def _read(self, outcome: Outcome, rollout: Rollout) -> Score:
         """Return the score of a call's outcome; raise RewardError for an error or a bad value."""
-        # To read a value of another package's class may run code of the user's: in a thread.
+        # An object of a user's class may run the user's code when it is converted to a number, so
+        # it is read in a thread.
         is_trusted = type(outcome.value).__module__.partition(".")[0] in TRUSTED_PACKAGES
         # A function of several rollouts may return RewardUnavailable for one of them.
         is_unavailable = isinstance(outcome.value, RewardUnavailable)
@@ -644,7 +651,10 @@ def _different_fields(record: Any, original: Any) -> list[str]:
 
 
 def _is_equal(value: Any, original: Any) -> bool:
-    """Return True if JSON values or our records are equal; other objects count as equal."""
+    """Return True if JSON values or our records are equal.
+
+    Objects of any other type, such as an open file, count as equal: comparing them is not safe.
+    """
     if value is original:
         return True
     kind = type(value)

@@ -48,14 +48,19 @@ class Syntax:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadCalls:
-    """The calls read from the beginning of a body, which is the text after an opening mark."""
+    """The calls read from the beginning of a body, which is the text after an opening mark.
+
+    Example: in the body ``{"name": "f"}</tool_call>`` there is one call, and `end` is 13.
+    """
 
     calls: Sequence[ParsedCall] = ()
-    """The `text` of a single call is empty: it is the whole body."""
+    """Calls of a list have their own span as `text`. A call that is no list item has "" there: the
+    caller sets it to the whole region between the marks."""
     end: int = 0
     """Position in the body after the calls."""
     is_cut_off: bool = False
-    """The body ended inside a string, so that its closing mark may be part of it."""
+    """The body ended inside a string, so the mark that ended it may be part of that string: the
+    caller may read again with a longer body."""
 
 
 Schemas = Mapping[str, Mapping[str, Sequence[str]]]
@@ -79,7 +84,10 @@ def _is_loose(text: str, syntax: Syntax, at: int = 0) -> bool:
 
 
 def read_object(body: str, syntax: Syntax, schemas: Schemas) -> ReadCalls:
-    """Read ``{"name": "f", "arguments": {"x": 1}}``."""
+    """Read the call in a body (the text after an opening mark).
+
+    Example: ``{"name": "f", "arguments": {"x": 1}}``
+    """
     value, end, problem, is_cut_off = _read_value(body, 0, syntax)
     if problem is not None:
         return _malformed(
@@ -128,7 +136,7 @@ def find_arguments_key(
 ) -> tuple[str, str | None]:
     """Return (the key of a JSON call that holds its arguments, a problem of its keys or None).
 
-    An unexpected key is a problem: its value may be an argument, without which the call would run.
+    An unexpected key is a problem: its value may be an argument, and the call would run without it.
     Example: for ``{"name": "find", "q": "tea"}`` the problem names the key ``q``. ``id`` and
     ``type`` are unexpected in a call without arguments if the tool has `parameters` of these names.
     """
@@ -145,7 +153,10 @@ def find_arguments_key(
 
 
 def read_list(body: str, syntax: Syntax, schemas: Schemas) -> ReadCalls:
-    """Read ``[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]``."""
+    """Read the list of calls in a body (the text after an opening mark).
+
+    Example: ``[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]``
+    """
     start = skip_blank(body)
     if not body.startswith("[", start):
         return _malformed("the calls must be a JSON array")
@@ -169,20 +180,22 @@ def read_list(body: str, syntax: Syntax, schemas: Schemas) -> ReadCalls:
 
 
 def read_named(body: str, syntax: Syntax, schemas: Schemas) -> ReadCalls:
-    """Read a header with the name and then the arguments, ``f[ARGS]{"x": 1}``, or an array."""
+    """Read the call in a body: a header with the tool's name, the arguments, perhaps a footer.
+
+    Example: ``f[ARGS]{"x": 1}``. The body may also be an array of JSON calls.
+    """
     start = skip_blank(body)
     # A bracket begins an array of JSON calls, unless it is that of a header without a name.
     if body.startswith("[", start) and not body.startswith("[ARGS]", start):
         return read_list(body, syntax, schemas)
-    # A spec with this syntax has a header.
+    # Every spec with this syntax has a header: `or ""` is for the type checker.
     header = re.compile(syntax.header or "", re.DOTALL).match(body, start)
     if header is None:
         return _malformed(f"the call must begin with the name of a tool: {excerpt(body)}")
     groups = header.groupdict()
     name = groups["name"]
-    (value, end, problem, is_cut_off), footer, is_loose = _read_named_arguments(
-        body, header, syntax
-    )
+    reading, footer, is_loose = _read_named_arguments(body, header, syntax)
+    value, end, problem, is_cut_off = reading
     if problem is not None:
         return _malformed(problem, name=name, is_cut_off=is_cut_off)
     if footer:
@@ -211,10 +224,11 @@ def _read_named_arguments(
     at, footer = header.end(), syntax.footer or ""
     if header.group().rstrip().endswith("{"):
         brace = body.rindex("{", 0, at)
-        for text in (body, f"{body}}}"):  # with the closing brace, or where a mark has taken it
+        # The second try adds the closing brace, which the closing mark of the call may include.
+        for text in (body, f"{body}}}"):
             value = _read_value(text, brace, syntax)
             if value.problem is None:
-                end = min(value.end, len(body))
+                end = min(value.end, len(body))  # an added brace is not in the body
                 footer = footer.lstrip().removeprefix("}")
                 return value._replace(end=end), footer, _is_loose(text, syntax, brace)
     # A key in place of a value begins an object whose braces are missing: f x: 1
@@ -229,7 +243,11 @@ _GEMMA_NAME = re.compile(r"\s*call:(?P<name>[\w.-]*)\s*")
 
 
 def read_gemma(body: str, syntax: Syntax, schemas: Schemas) -> ReadCalls:
-    """Read ``call:f{city:<|"|>Oslo<|"|>,days:2}``."""
+    """Read the call in a body (the text after an opening mark) in Gemma's syntax.
+
+    Example: ``call:f{city:<|"|>Oslo<|"|>,days:2}``. Syntax and schemas are not needed: the format
+    has no variants, and its arguments have types.
+    """
     header = _GEMMA_NAME.match(body)
     if header is None:
         return _malformed(f"the call must begin with call:NAME: {excerpt(body)}")
@@ -269,7 +287,10 @@ def _runs_over(value: str, key: str, parameters: Container[str]) -> bool:
 
 
 def read_xml(body: str, syntax: Syntax, schemas: Schemas) -> ReadCalls:
-    """Read ``<function=f>\\n<parameter=x>\\n1\\n</parameter>\\n</function>``."""
+    """Read the call in a body, whose parameters stand in tags; the tool's schema gives them types.
+
+    Example: ``<function=f>\\n<parameter=x>\\n1\\n</parameter>\\n</function>``
+    """
     header = _FUNCTION.match(body)
     if header is None:
         return _malformed(f"the call must begin with <function=NAME>: {excerpt(body)}")
@@ -305,7 +326,11 @@ _VALUE_END = re.compile(r"</arg_value>(?=\s*+(?:<arg_key>|$|</tool_call>))")
 
 
 def read_pairs(body: str, syntax: Syntax, schemas: Schemas) -> ReadCalls:
-    """Read ``f\\n<arg_key>x</arg_key>\\n<arg_value>1</arg_value>``."""
+    """Read the call in a body: the tool's name, then pairs of a parameter's key and value.
+
+    Example: ``f\\n<arg_key>x</arg_key>\\n<arg_value>1</arg_value>``. The tool's schema gives the
+    values types.
+    """
     tag = body.find("<")
     at = tag if tag >= 0 else len(body)
     name = body[:at].strip()
@@ -376,7 +401,10 @@ _ARGUMENT = re.compile(r"(?P<key>[^\W\d]\w*)\s*=")
 
 
 def read_python(body: str, syntax: Syntax, schemas: Schemas) -> ReadCalls:
-    """Read ``[f(x=1, y='a'), g()]``, or an array of JSON calls."""
+    """Read the calls in a body (the text after an opening mark), written in Python's syntax.
+
+    Examples: ``[f(x=1, y='a'), g()]`` and ``f(x=1)``. An array of JSON calls is read too.
+    """
     start = skip_blank(body)
     if not body.startswith("[", start):  # f(x=1)
         call, end, is_cut_off = _read_python_call(body, start)

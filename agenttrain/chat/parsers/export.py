@@ -116,7 +116,7 @@ def _field_candidates(chat: Chat, stops: str) -> Iterator[dict[str, Field]]:
     if isinstance(spec, HarmonySpec):
         start = r"(?:<\|end\|>)?(?:<\|start\|>assistant)?<\|channel\|>"
         end = r"\s*<\|(?:end|return|call)\|>"
-        joined = {"repeats": True, "join": "\n"}
+        joined = {"repeats": True, "join": "\n"}  # several messages become one text
         yield {
             "reasoning_content": {
                 "open_pattern": rf"{start}analysis<\|message\|>",

@@ -60,7 +60,7 @@ class HarmonySpec:
     def parse(
         self, text: str, *, in_reasoning: bool, schemas: Sequence[Mapping]
     ) -> ParsedCompletion:
-        """See ResponseSpec."""
+        """Split a completion into content, reasoning and calls; see `ResponseSpec.parse`."""
         content: list[str] = []
         reasoning: list[str] = []
         calls: list[ParsedCall] = []

@@ -56,7 +56,8 @@ class MarkedSpec(Syntax):
     def _opening_source(self) -> str:
         """The regular expression for the beginning of a call.
 
-        In a format without an opening mark, `call_open_also` may begin one too.
+        In a format without an opening mark (`call_open` is empty), what matches `call_open_also`
+        begins a call too.
         """
         if self.call_open or self.call_open_also is None:
             return self.call_open_pattern or re.escape(self.call_open)
@@ -96,7 +97,7 @@ class MarkedSpec(Syntax):
     def parse(
         self, text: str, *, in_reasoning: bool, schemas: Sequence[Mapping]
     ) -> ParsedCompletion:
-        """See ResponseSpec."""
+        """Split a completion into content, reasoning and calls; see `ResponseSpec.parse`."""
         reasoning, text = self._split_reasoning(text, in_reasoning)
         content, calls = self._split_calls(text, types_by_tool(schemas))
         for mark in self.ignored:
@@ -152,8 +153,8 @@ class MarkedSpec(Syntax):
             if len(calls) >= MAX_CALLS:
                 beyond = ParsedCall(text=text[mark.start() :], problem=TOO_MANY)
                 return "".join(content), [*calls, beyond]
-            read = self._read_at(text, mark.end(), marks, index, schemas)  # the calls in the region
-            end = mark.end() + read.end
+            read = self._read_at(text, mark.end(), marks, index, schemas)
+            end = mark.end() + read.end  # of the calls in the region
             while index < len(marks) and marks[index].start() < end:  # marks inside the call
                 index += 1
             # In a format without marks the opening matches no text: it is the place of the call's
@@ -167,7 +168,8 @@ class MarkedSpec(Syntax):
                 after = text[mark.start() :]
                 if calls and not between and _may_lack_arguments(calls[-1], after):
                     calls[-1] = replace(calls[-1], problem=_text_after_call(after))
-                position = mark.start()  # the object becomes content with the text after it
+                # The object becomes content later, with the text after it.
+                position = mark.start()
                 continue
             next_mark = marks[index] if index < len(marks) else None
             region_calls, position = self._finish_region(text, mark.start(), end, read, next_mark)
@@ -214,11 +216,12 @@ class MarkedSpec(Syntax):
         """
         is_malformed = any(call.problem is not None for call in read.calls)
         limit = next_mark.start() if next_mark is not None else len(text)
-        unread = text[end:limit]
+        unread = text[end:limit]  # between the calls and the next mark
         problem = None
+        # Find `position`, the end of the region, and the problem of a region that ends badly.
         if self.call_close is None:
-            # A good call ends with its arguments. A malformed one has all text up to the next mark,
-            # and so has one whose arguments may stand in that text.
+            # Without closing marks a good call ends with its arguments. A malformed one has all
+            # text up to the next mark, and so has one whose arguments may stand in that text.
             lacks_arguments = bool(read.calls) and _may_lack_arguments(read.calls[-1], unread)
             position = limit if is_malformed or lacks_arguments else end
             if lacks_arguments:
@@ -233,7 +236,7 @@ class MarkedSpec(Syntax):
         if is_malformed and self.separator:
             # The separator after a malformed call is not part of the call.
             region = region.rstrip(self.separator + " \t\r\n")
-        # Calls of a list have texts of their own, that of a single call is the region.
+        # Calls of a list have texts of their own. The text of a single call is the region.
         if len(read.calls) == 1 and not read.calls[0].text:
             (call,) = read.calls
             return [replace(call, text=region, problem=problem or call.problem)], position
@@ -244,7 +247,8 @@ class MarkedSpec(Syntax):
     ) -> list[ParsedCall]:
         """Return the calls of a region that is a list; calls that lost arguments become malformed.
 
-        `unread` is the text between the list and the next mark. `problem` is the region's.
+        `read_calls` has at least one call. `unread` is the text between the list and the next mark.
+        `problem` is that of the region: it is not closed, or text follows the list.
         """
         calls = [call if call.text else replace(call, text=region) for call in read_calls]
         if calls and _may_lack_arguments(calls[-1], unread):
@@ -270,7 +274,7 @@ class MarkedSpec(Syntax):
         The separator alone is no content. A call without its opening mark ends before the next
         one, so that a value that is not closed cannot run over it.
         """
-        if self._unmarked_pattern is None:
+        if self._unmarked_pattern is None:  # every call has its mark: all of the text is content
             return "" if calls and self.separator and text.strip() == self.separator else text
         openings = [opening.start() for opening in self._unmarked_pattern.finditer(text)]
         content: list[str] = []
@@ -279,13 +283,15 @@ class MarkedSpec(Syntax):
             if len(calls) > MAX_CALLS:
                 break
             read = READERS[self.syntax](text[start:limit], self, schemas)
-            name = read.calls[0].name if len(read.calls) == 1 else None  # JSON of any type
+            name = read.calls[0].name if len(read.calls) == 1 else None
+            # Without the mark only the name of a tool shows that the text is a call. The model may
+            # write any JSON as name.
             if not isinstance(name, str) or name not in schemas:
                 continue
             (call,) = read.calls
             end = limit if call.problem is not None else start + read.end
             if (closing := self._closing_pattern.match(text, end)) is not None:
-                end = closing.end()
+                end = closing.end()  # the model may write the closing mark all the same
             calls.append(replace(call, text=text[start:end]))
             content.append(text[position:start])
             position = end
@@ -308,7 +314,8 @@ class MarkedSpec(Syntax):
             if first is None:
                 first = read
             elif not read.is_cut_off:
-                # The longer text is right only if it completes the call that ran into the mark.
+                # The longer text is right only if it completes the call that ran into the mark,
+                # which was the last call of the first try.
                 cut_index = min(len(first.calls), len(read.calls)) - 1
                 return read if read.calls[cut_index].problem is None else first
             if not read.is_cut_off:

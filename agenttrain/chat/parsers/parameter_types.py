@@ -37,7 +37,7 @@ class ParameterTypes(Mapping[str, list[str]]):
         for pattern, types in by_pattern:
             if pattern.search(name) is not None:
                 return types
-        if additional is None:
+        if additional is None:  # the schema does not describe other parameters
             raise KeyError(name)
         return additional
 

@@ -115,6 +115,7 @@ class Pattern:
                 matches.extend(self._compiled.finditer(text, timeout=seconds))
             return matches
 
+        # A cached result is returned without a call of `collect`; None: no time is left.
         return cast(list[Any], self._run_limited(collect, "all", text, 0) or [])
 
     def substitute(self, replacement: str, text: str) -> str:
@@ -130,10 +131,11 @@ class Pattern:
     def _run_limited(self, work: Callable[[float], Any], *cache_key: Any) -> Any:
         """Run `work(seconds)` with the expression's remaining seconds; return None if they run out.
 
-        A slow result is cached under the expression and `cache_key`: operation and arguments.
-        Each use costs the seconds of the first, so that a completion is always read the same way.
+        `cache_key` is the operation with its arguments. A slow result is cached under it. Each use
+        of a cached result costs as many seconds as the first search, so that the same completion
+        always runs out of time at the same place, and is read the same way.
         """
-        budget = _BUDGET.get()
+        budget = _BUDGET.get()  # expression -> seconds left; None outside of `search_budget`
         remaining = LIMIT_S if budget is None else budget.get(self.source, LIMIT_S)
         if remaining <= 0:
             return None

@@ -96,7 +96,7 @@ class SchemaSpec:
     def parse(
         self, text: str, *, in_reasoning: bool, schemas: Sequence[Mapping]
     ) -> ParsedCompletion:
-        """See ResponseSpec."""
+        """Split a completion into content, reasoning and calls; see `ResponseSpec.parse`."""
         text = self.reasoning[0] + text if in_reasoning else text
         outside = ""  # text between calls that are read one by one
         fields = self.root.split(text)
@@ -123,7 +123,8 @@ class SchemaSpec:
         # A call in the reasoning is none: search after the closing mark. A closing mark without
         # an opening mark does not turn the call before it into reasoning.
         if first >= 0 and closing and opening in text[:first]:
-            first = text.find(self._opener, max(text.find(closing), 0))
+            reasoning_end = max(text.find(closing), 0)  # 0: it is not closed, and ends nowhere
+            first = text.find(self._opener, reasoning_end)
         return len(text) if first < 0 else first
 
     @cached_property
@@ -169,9 +170,12 @@ class SchemaSpec:
         return self._read_whole_value(node, value, schemas)
 
     def _read_whole_value(self, node: Node, value: str, schemas: Schemas) -> list[ParsedCall]:
-        """Read calls that are one value: a whole list, or item by item if it cannot be read."""
+        """Read calls that are one value: a whole list, or item by item if it cannot be read.
+
+        `node` is that of `tool_calls`, and `value` is its text, e.g. ``[{"name": "f"}]``.
+        """
         is_loose, problem = False, ""
-        for root in self._roots:
+        for root in self._roots:  # strict JSON first, then (if `lenient`) almost JSON
             try:
                 calls_value = root.properties[CALLS].value(value)
                 is_loose = root is self.loose
@@ -251,7 +255,7 @@ class SchemaSpec:
         """Read the call that `iterator` has matched; `text` is that of the match."""
         captured = captured_groups(match)
         is_loose, problem = False, ""
-        for root in self._roots:
+        for root in self._roots:  # strict JSON first, then (if `lenient`) almost JSON
             try:
                 value = self._value_with_types(captured, schemas, root)
                 is_loose = root is self.loose
@@ -280,22 +284,17 @@ class SchemaSpec:
         name = call_from_item(value, "", {}).name
         if not isinstance(name, str) or not schemas.get(name):
             return value
-        raw = items.value(captured, raw=True)  # the same call, with texts for parameters
-        # A schema may give a call any shape: types need a mapping of arguments in both.
-        if not isinstance(value, dict) or not isinstance(raw, dict):
-            return value
-        function, raw_function = value.get("function", value), raw.get("function", raw)
-        if not isinstance(function, dict) or not isinstance(raw_function, dict):
-            return value
-        arguments, texts = function.get("arguments"), raw_function.get("arguments")
-        if not isinstance(arguments, dict) or not isinstance(texts, dict):
+        function = _function_with_arguments(value)
+        # The same call, with texts for parameters.
+        raw_function = _function_with_arguments(items.value(captured, raw=True))
+        if function is None or raw_function is None:
             return value
         typed_arguments = {
             key: typed_value(text, schemas[name][key])
-            for key, text in texts.items()
+            for key, text in raw_function["arguments"].items()
             if isinstance(text, str) and key in schemas[name]
         }
-        typed = {**function, "arguments": arguments | typed_arguments}
+        typed = {**function, "arguments": function["arguments"] | typed_arguments}
         return {**value, "function": typed} if "function" in value else typed
 
     def _read_list_items(self, node: Node, value: str, schemas: Schemas) -> list[ParsedCall]:
@@ -311,12 +310,13 @@ class SchemaSpec:
             return []
         key = "tool_name" if '"tool_name"' in inner else "name"  # Cohere writes tool_name
         calls: list[ParsedCall] = []
-        for item in read_items(inner, skip_blank(inner) + 1, key, limit=MAX_CALLS + 1)[0]:
+        items, _ = read_items(inner, skip_blank(inner) + 1, key, limit=MAX_CALLS + 1)
+        for item in items:
             if item.problem is not None:
                 calls.append(ParsedCall(text=item.text, name=item.name, problem=item.problem))
                 continue
             try:
-                parsed = node.convert(f"[{item.text}]")
+                parsed = node.convert(f"[{item.text}]")  # the node reads lists: one of this item
                 calls += [
                     with_all_arguments(call_from_item(call, item.text, {}), item.value, schemas)
                     for call in parsed or ()
@@ -326,13 +326,23 @@ class SchemaSpec:
         return calls
 
 
+def _function_with_arguments(call: Any) -> dict[str, Any] | None:
+    """Return the ``{"name": …, "arguments": {…}}`` of a call, which may stand under `function`.
+
+    None for a call of another shape: a schema may give a call any.
+    """
+    function = call.get("function", call) if isinstance(call, dict) else None
+    has_arguments = isinstance(function, dict) and isinstance(function.get("arguments"), dict)
+    return function if has_arguments else None
+
+
 def make_schema_spec(schema: Mapping[str, Any]) -> SchemaSpec:
     """Make a spec of a `response_schema`. Raises ValueError that names a wrong key."""
     root = compile_node(schema)
     if root.type not in ("object", None) or not root.properties:
         raise ValueError("response_schema: the root must be an object with properties")
     sources = list(root.sources())
-    # One may capture the members of an object without its braces: \{(?P<arguments>.*)\}
+    # An expression may capture an object's members without its braces: \{(?P<arguments>.*)\}
     lacks_braces = any(CAPTURED_WITHOUT_BRACES.search(source) for source in sources)
     # Without their escapes, to find the marks in them.
     patterns = "\n".join(sources).replace("\\n", "\n").replace("\\", "")
@@ -367,8 +377,8 @@ NOTHING = object()
 class Node:
     """A node of a `response_schema`, made by `compile_node`: it converts a text to a value.
 
-    `value` is `extract`, which applies the regular expression, then `convert`, which parses the
-    result. The root is used by `split` too. The fields without a docstring are JSON schema's
+    `value` runs `extract`, which applies the regular expression, and then `convert`, which parses
+    the result. The root is used by `split` too. The fields without a docstring are JSON schema's
     keywords.
     """
 
@@ -449,7 +459,11 @@ class Node:
         return self.convert(value, raw=raw)
 
     def convert(self, value: Any, *, raw: bool = False) -> Any:
-        """Convert the result of `extract`: split, parse and transform it. Raises ContentError."""
+        """Convert the result of `extract`: split, parse and transform it. Raises ContentError.
+
+        With `raw`, a value that may be text or JSON (`allow_non_json`), such as a parameter's,
+        stays text: the tool's schema decides later what it is.
+        """
         pattern = self.iterator or self.key_value
         if pattern is not None:
             if not isinstance(value, str):
@@ -489,7 +503,10 @@ class Node:
         return [n.value(v, raw=raw) for n, v in zip(self.prefix_items, value, strict=True)]
 
     def _convert_object(self, value: Any, *, raw: bool) -> dict[str, Any]:
-        """Convert the properties of a mapping; each property of a text gets the whole text."""
+        """Convert the properties of a mapping, or of a text.
+
+        Each property of a text gets the whole text: its own expression finds its part there.
+        """
         if isinstance(value, str):
             value = dict.fromkeys(self.properties, value)
         elif not isinstance(value, dict):

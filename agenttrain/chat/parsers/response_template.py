@@ -143,7 +143,7 @@ class TemplateSpec:
     def parse(
         self, text: str, *, in_reasoning: bool, schemas: Sequence[Mapping]
     ) -> ParsedCompletion:
-        """See ResponseSpec."""
+        """Split a completion into content, reasoning and calls; see `ResponseSpec.parse`."""
         reasoning_field = next((f for f in self.fields if f.name in REASONING), None)
         regions = self._split_regions(text, begins_in=reasoning_field if in_reasoning else None)
         types_by_name = types_by_tool(schemas)
@@ -187,7 +187,7 @@ class TemplateSpec:
         if outside is not None and outside.close is not None:
             searches.append((None, outside.close))
         marks = _Marks(text, searches, lenient=self.lenient)
-        at = 0  # the text before this position is split
+        at = 0  # end of the text that has been split
         calls = 0  # regions of calls so far
         if begins_in is not None:
             regions.append(_find_end(_Region(begins_in, start=0, body=0, captures={}), marks))
@@ -275,13 +275,15 @@ def _read_calls(region: _Region, marks: _Marks) -> _Region:
     """Read the value of a region of calls; return the region, perhaps with a later end.
 
     A mark inside a string is part of the string: ``{"x": "</tool_call>"}</tool_call>``. So while
-    the value is cut inside a string, it is read again up to the next closing mark.
+    the value ends inside a string, it is read again up to the next closing mark. The tries, and the
+    length of a region, are limited so that parsing stays linear.
     """
     field, max_marks = region.field, MARKS_IN_STRINGS[-1]
-    # Strings in the region may hold `max_marks` openings of calls. At one more the region must end.
+    # Up to `max_marks` opening marks may be text of the value's strings. The region must end before
+    # the one after these.
     openings = marks.call_openings(field, region.body, count=max_marks + 1)
     limit = openings[-1] if len(openings) > max_marks else len(marks.text)
-    # A region that runs over more is not read at all, so that parsing stays linear.
+    # A longer region is not read: it is handled as one that ends inside a string.
     is_cut_off = _read_value(region, marks) if region.stop <= limit else True
     longer = region
     for _ in range(max_marks):
@@ -343,7 +345,9 @@ def call_from_item(
 ) -> ParsedCall:
     """Make a call of ``{"function": {"name": …, "arguments": …}}``, or of the mapping inside it.
 
-    `lacks_braces`: arguments that are text are members of an object without its braces: ``"x": 1``.
+    `text` is the span of the completion that the call was read from. `schemas` give types to
+    arguments that are text; without types these stay text. `lacks_braces`: `arguments` may be the
+    text of an object's members without its braces: ``"x": 1``.
     """
     function = value.get("function", value) if isinstance(value, dict) else value
     if not isinstance(function, dict):
@@ -352,7 +356,8 @@ def call_from_item(
     key, keys_problem = find_arguments_key(function)
     name, arguments = function.get("name"), function.get(key)
     if lacks_braces and isinstance(arguments, str) and arguments.strip():
-        arguments = arguments if arguments.lstrip().startswith("{") else f"{{{arguments}}}"
+        has_braces = arguments.lstrip().startswith("{")
+        arguments = arguments if has_braces else f"{{{arguments}}}"
     types: Mapping[str, Sequence[str]] = schemas.get(name, {}) if isinstance(name, str) else {}
     if isinstance(arguments, dict) and types:
         arguments = {
@@ -383,13 +388,14 @@ def with_all_arguments(call: ParsedCall, json_value: Any, schemas: Schemas) -> P
     `id` and `type` are unexpected if they are parameters of the tool in `schemas`.
     """
     function = json_value.get("function", json_value) if isinstance(json_value, dict) else None
-    is_arguments = call.arguments is json_value  # the object is no call, but its arguments
+    # The name stands outside the JSON, as in f{"x": 1}: the object is the arguments.
+    is_arguments = call.arguments is json_value
     if call.problem is not None or not isinstance(function, dict) or is_arguments:
         return call
     present = [key for key in ARGUMENT_KEYS if key in function]
-    # The keys whose values may be arguments: not the name's, which may stand under any key and is
-    # found by its value, and not those without a value. ARGUMENT_KEYS stay: given twice, they are
-    # a problem, with any value.
+    # Find the keys whose values may be arguments. Leave out the name, which is found by its value
+    # because its key is not known, and keys with an empty value. ARGUMENT_KEYS stay in any case:
+    # two of them are a problem even if they are empty.
     without_name = {k: v for k, v in function.items() if v != call.name or k in ARGUMENT_KEYS}
     filled = {k: v for k, v in without_name.items() if v not in EMPTY or k in present}
     types = schemas.get(call.name, {}) if isinstance(call.name, str) else {}
@@ -404,9 +410,9 @@ def with_all_arguments(call: ParsedCall, json_value: Any, schemas: Schemas) -> P
 
 
 def pair_with_json(values: Sequence[Any], json_value: Any) -> list[tuple[Any, Any]]:
-    """Pair each call with the JSON object that it was made of.
+    """Return the pairs (call, JSON object that it was made of); `values` are the calls.
 
-    With another number of objects than calls, the pairs are not clear: each call gets None.
+    If there are fewer objects than calls, the pairs are not clear: each call gets None.
     """
     objects = json_value[: len(values)] if isinstance(json_value, list) else [json_value]
     if len(objects) != len(values):
@@ -515,7 +521,12 @@ def parse_number(text: str, args: Mapping[str, Any]) -> int | float:
 
 
 def parse_json(text: str, args: Mapping[str, Any]) -> Any:
-    """Read a JSON value, or the near-JSON that the arguments describe. Raises ContentError."""
+    """Read a text that is one JSON value, or the near-JSON that the parser's `args` describe.
+
+    `args` are `content_args` of a `response_template`, such as ``{"unquoted_keys": True}``, and our
+    own LACKS_BRACES and LOOSE. With `allow_non_json`, other text is returned as it is. Otherwise it
+    raises ContentError.
+    """
     quotes = [(str(opening), str(closing)) for opening, closing in args.get("string_delims", ())]
     if quotes or args.get("unquoted_keys"):
         words = {"true": True, "false": False, "null": None}
@@ -529,7 +540,7 @@ def parse_json(text: str, args: Mapping[str, Any]) -> Any:
         braced, end, braced_problem, _ = read_json(f"{{{text}}}")
         if braced_problem is None and end == len(text) + 2:
             return braced
-    # Almost JSON: {x: 1}.
+    # The text may be almost JSON: {x: 1}
     if problem is not None and args.get(LOOSE) and not args.get("allow_non_json"):
         loose = read_loose(text)
         if loose.problem is None:
@@ -598,7 +609,11 @@ CONTENT: dict[str, Callable[[str, Mapping[str, Any]], Any]] = {
 
 
 def check_content(name: Any, args: Any, transform: Any, scope: str) -> None:
-    """Raise ValueError for a field's content, arguments or transform that cannot work."""
+    """Raise ValueError for settings of a template's field that cannot work.
+
+    `name` is the content's parser, such as ``json``, `args` are its arguments, `transform` is the
+    shape of the result, and `scope` is the field's path for errors: ``fields.tool_calls``.
+    """
     if name not in CONTENT:
         raise ValueError(f"{scope}.content: {name!r} is not one of {', '.join(CONTENT)}")
     if not isinstance(args, Mapping):
@@ -610,21 +625,24 @@ def check_content(name: Any, args: Any, transform: Any, scope: str) -> None:
     if name == "json":
         quotes = args.get("string_delims", [])
         for pair in quotes if isinstance(quotes, list) else [quotes]:
-            # Neither of the two may be an empty text.
+            # `all`: neither of the two may be an empty text.
             if not isinstance(pair, list) or len(pair) != 2 or not all(map(str, pair)):
                 raise ValueError(
                     f"{scope}.content_args.string_delims: must be a list of [opening, closing], "
                     f"not {quotes!r}"
                 )
-    for key in ("line_sep", "kv_sep") if name == "kv-lines" else ():
-        text = args.get(key, ":")  # any default that is valid
-        if not isinstance(text, str) or not text:
-            raise ValueError(f"{scope}.content_args.{key}: must be a text, not {text!r}")
-    if (parser := args.get("value_parser")) is not None:
-        inner = f"{scope}.content_args.value_parser"
-        if not isinstance(parser, Mapping):
-            raise ValueError(f"{inner}: must be a mapping, as {{name: json}}, not {parser!r}")
-        check_content(parser.get("name", "text"), parser.get("args") or {}, None, inner)
+    if name == "kv-lines":
+        for key in ("line_sep", "kv_sep"):
+            if key in args and (not isinstance(args[key], str) or not args[key]):
+                raise ValueError(f"{scope}.content_args.{key}: must be a text, not {args[key]!r}")
+    if (value_parser := args.get("value_parser")) is not None:
+        parser_scope = f"{scope}.content_args.value_parser"
+        if not isinstance(value_parser, Mapping):
+            raise ValueError(
+                f"{parser_scope}: must be a mapping, as {{name: json}}, not {value_parser!r}"
+            )
+        parser_args = value_parser.get("args") or {}
+        check_content(value_parser.get("name", "text"), parser_args, None, parser_scope)
     _check_transform(transform, scope)
 
 

@@ -297,8 +297,11 @@ def _replace_escapes(text: str, *, python: bool = False) -> str:
     pattern, escaped = (_PYTHON_ESCAPE, _PYTHON_ESCAPED) if python else (_ESCAPE, _ESCAPED)
 
     def character(escape: re.Match[str]) -> str:
-        """Return the character of one escape; an unknown escape stays as it is."""
-        code = escape[1]
+        """Return the character of one escape; an unknown escape stays as it is.
+
+        `escaped` maps the escapes of one letter to their characters.
+        """
+        code = escape[1]  # without the backslash
         if code in escaped:  # n
             return escaped[code]
         if len(code) > 1 and code[0] in "xuU":  # x41, u0041
@@ -319,7 +322,10 @@ def _replace_escapes(text: str, *, python: bool = False) -> str:
 
 
 def _convert_python_number(number: re.Match[str]) -> int | float:
-    """Return a number in Python's notation. Raises LiteralError."""
+    """Return the value of a number in Python's notation, such as ``-1_000``. Raises LiteralError.
+
+    `number` is a match with one of the groups `float`, `based` (``0x1f``) and `whole`.
+    """
     sign = -1 if number["sign"] == "-" else 1
     if number["float"] is not None:
         value = float(number["float"])
@@ -347,7 +353,10 @@ class _Reader:
     """The ways in which the text may depart from JSON: Python's literals, keys without quotes."""
 
     def read(self, at: int, depth: int) -> tuple[Any, int]:
-        """Read the value at `at`, which may have at most `depth` levels."""
+        """Read the value at the position `at`; return (value, position after it).
+
+        The value may be nested at most `depth` levels deep, else LiteralError is raised.
+        """
         if depth == 0:
             raise LiteralError(f"nested more than {MAX_DEPTH} levels deep")
         first = self.text[at : at + 1]
@@ -444,7 +453,10 @@ class _Reader:
         return at
 
     def _read_strings(self, at: int) -> tuple[str, int] | None:
-        """Read a string; None if there is none. In Python, ``'a' 'b'`` is one string."""
+        """Read the string at `at`; return (text, position after it), or None if there is none.
+
+        In Python's dialect, ``'a' 'b'`` is one string, ``ab``.
+        """
         if not self.dialect.python:
             return self._read_string(at)
         texts: list[str] = []

@@ -16,7 +16,7 @@ RequestError."""
 
 
 class StreamWriter(Protocol):
-    """Writes an answer as server-sent events, as far as it is known.
+    """Writes an answer as server-sent events while its text is sampled.
 
     `begin` comes first, then `add` for new text, then `end`. `fail` may take the place of any.
     """

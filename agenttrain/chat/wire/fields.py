@@ -97,10 +97,11 @@ SHAPE = ("n", "logprobs", "top_logprobs", "functions", "function_call", "modalit
 def unfollowed_fields(
     data: Mapping[str, Any], read: Collection[str], neutral: Neutral
 ) -> dict[str, Any]:
-    """Return the fields of a request that would change its answer and are not in `read`.
+    """Return the fields of a request that would change its answer, but that nothing here follows.
 
-    Example: ``unfollowed_fields({"n": 1, "min_tokens": 9, "user": "x"}, (), OPENAI)`` is
-    ``{"min_tokens": 9}``.
+    `read` are the names of the fields that the endpoint follows. `neutral` maps a field to the
+    values that change nothing. Example:
+    ``unfollowed_fields({"n": 1, "min_tokens": 9, "user": "x"}, (), OPENAI) == {"min_tokens": 9}``
     """
     return {
         name: value

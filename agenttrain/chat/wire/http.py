@@ -175,7 +175,9 @@ class BoundedHead(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         """Parse what arrived, and close a connection with too long an unfinished header."""
         before = self._callbacks
         super().data_received(data)
-        self._unfinished = self._unfinished + len(data) if before == self._callbacks else 0
+        # Data that caused no callback continues an unfinished header.
+        is_unfinished = self._callbacks == before
+        self._unfinished = self._unfinished + len(data) if is_unfinished else 0
         # Without httptools uvicorn takes h11, which has its own bound and calls none of the above.
         is_httptools = self._callbacks > 0
         if self._unfinished > MAX_HEAD and is_httptools and not self.transport.is_closing():

@@ -51,7 +51,7 @@ class IssuedTurn:
     tools: bytes
     """Digest of the request's tools."""
     request_hash: HASH
-    """SHA-256 of the messages of the request, to copy: nothing updates it."""
+    """SHA-256 of the messages of the request. Take a copy to add a message to it."""
 
     @property
     def message(self) -> Message:
@@ -80,8 +80,9 @@ class IssuedTurn:
         contents = {m["tool_call_id"]: m["content"] for m in new_messages if m["role"] == "tool"}
         replies: list[Message] = []
         for call_id, call in zip(self.call_ids, self.turn.calls, strict=True):
-            unseen = CUT_CALL if call.malformed is None else call.malformed_reply
-            content = contents.get(call_id, unseen)
+            # The content for a call that the client never saw as a call.
+            default_content = CUT_CALL if call.malformed is None else call.malformed_reply
+            content = contents.get(call_id, default_content)
             replies.append(
                 {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
             )
@@ -185,8 +186,9 @@ class IssuedTurns(Generic[T]):
         """Return messages with calls as they were issued, and the ids of calls that were respelled.
 
         Clients write defaults of a tool's schema into calls, or leave them out, and replace a
-        malformed call by one of their own. A call with an issued id that differs only so is taken
-        for the issued call. Other differences are edits of the client, and stay.
+        malformed call by one of their own. A call with an issued id that differs only in these ways
+        counts as respelled, and is replaced by the issued call. If any call of a message differs in
+        another way, the client has edited it, and the message stays.
         """
         restored, respelled = list(messages), set()
         for index, message in enumerate(messages):
@@ -199,17 +201,18 @@ class IssuedTurns(Generic[T]):
                 continue
             if [call["id"] for call in issued_calls] != [call["id"] for call in calls]:
                 continue
-            pairs = [
+            # Calls with equal keys are the same but for spellings such as 3.0 in place of 3.
+            differing = [
                 (sent, issued)
                 for sent, issued in zip(calls, issued_calls, strict=True)
                 if sent != issued and _call_key(sent) != _call_key(issued)
             ]
-            if pairs and all(
+            if differing and all(
                 is_respelled(sent["function"], issued["function"], schemas)
-                for sent, issued in pairs
+                for sent, issued in differing
             ):
                 restored[index] = {**message, "tool_calls": issued_calls}
-                respelled |= {issued["id"] for _, issued in pairs}
+                respelled |= {issued["id"] for _, issued in differing}
         return restored, respelled
 
     def match(self, messages: Sequence[Message], tools: bytes) -> Match[T]:
@@ -259,10 +262,11 @@ def render_prompt(
 def _render_with_late_system(
     render: Callable[[list[Message]], R], messages: list[Message], *, first: int
 ) -> tuple[list[Message], R]:
-    """Return messages and their rendering; late system messages become the user's if they must.
+    """Return (messages as the template can show them, their rendering).
 
-    A system message is late from the index `first` on. Late ones become the user's if the template
-    refuses the messages as they are. Raises ChatError if it refuses both forms.
+    Some templates refuse late system messages: those at the index `first` or after it. If the
+    template refuses the messages as they are, late system messages become the user's. Raises
+    ChatError if it refuses both forms.
     """
     try:
         return messages, render(messages)
@@ -279,8 +283,9 @@ def _render_with_late_system(
 def _merge_late_system(messages: Sequence[Message], first: int) -> list[Message]:
     """Return messages in which late system messages, from index `first` on, are the user's.
 
-    The text of one joins the user's or the system's message before it. If that is the user's, the
-    user's message after it joins too, so that no two messages of the user stand side by side.
+    The text of a late message is appended to the message before it, if that is the user's or the
+    system's. A message of the user that follows is appended too, so that no two messages of the
+    user stand side by side.
     Example: ``[user "a", system "b", user "c"]`` is ``[user "a\\n\\nb\\n\\nc"]``.
     """
     shown: list[Message] = []
@@ -346,7 +351,7 @@ def in_call_order(messages: Sequence[Message]) -> list[Message]:
             index += 1
         if len(replies) < len(call_ids):
             unanswered = [call_id for call_id in call_ids if call_id not in replies]
-            # Without an unanswered id, two calls have the same one.
+            # If no id is unanswered, two calls have the same id.
             raise RequestError(
                 f"messages: the assistant made the calls {', '.join(call_ids)}, and each needs "
                 f"exactly one tool message behind it; {', '.join(unanswered) or 'an id'} has "
@@ -370,8 +375,8 @@ def reasoning_agrees(sent: Sequence[Message], issued: Sequence[Message]) -> bool
 def canonical_bytes(message: Message) -> bytes:
     """Return a message without reasoning in a form that is the same for all spellings of it.
 
-    Blanks around an answer, and 3.0 in place of 3 in arguments, do not matter. Bytes of several
-    messages one after the other are those of no other messages.
+    Blanks around an answer, and 3.0 in place of 3 in arguments, do not matter. The bytes of several
+    messages may be joined without a separator: no other list of messages has the same bytes.
     """
     content = str(message["content"])
     if message["role"] == "assistant":
@@ -398,7 +403,9 @@ def _call_key(call: Mapping[str, Any]) -> list[Any]:
 def is_respelled(
     sent: Mapping[str, Any], issued: Mapping[str, Any], schemas: Sequence[Mapping[str, Any]]
 ) -> bool:
-    """Return True if the function of a sent call is the issued one but for defaults of its schema.
+    """Return True if a client's call equals the issued one apart from defaults of its schema.
+
+    `sent` and `issued` are the ``{"name": …, "arguments": …}`` of the two calls.
 
     A malformed call counts as respelled whatever was sent in its place: clients replace it.
     """

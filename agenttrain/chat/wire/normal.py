@@ -83,10 +83,12 @@ class Answer(AnswerHead):
     prompt_tokens: int
     sampled_tokens: int
     cached_tokens: int | None = None
-    """Tokens of the prompt that an earlier answer held."""
+    """Tokens of the prompt that were reused from an earlier answer, not encoded anew; None if that
+    is not counted."""
     token_ids: tuple[Sequence[int], Sequence[int]] | None = None
     """Prompt and completion, if the client asked for them."""
     namespaces: Namespaces = field(default_factory=dict)
+    """Name of a tool for the model -> (namespace, name) of the tool for the client."""
 
 
 def issue(

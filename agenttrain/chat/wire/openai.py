@@ -144,9 +144,10 @@ def parse_request(body: bytes, roles: Mapping[str, str] = MappingProxyType({})) 
 
 
 def read_served(data: Mapping[str, Any], roles: Mapping[str, str]) -> Question:
-    """Return a request's body as a Question of which each field is followed, for `serve`.
+    """Return the body of a request to `agenttrain serve` as a Question.
 
-    `roles` are those of `chat_template.roles`. Raises RequestError for the first field at fault.
+    `roles` are those of `chat_template.roles`. Raises RequestError for the first field that is
+    wrong, or that `serve` would not follow.
     """
     for name, value in unfollowed_fields(data, ChatRequest.model_fields, OPENAI).items():
         raise _refused_field(name, value)  # the first of them
@@ -355,7 +356,10 @@ def read_role(name: str, roles: Mapping[str, str]) -> str | None:
 def _assistant_fields(
     item: Mapping[str, Any], content: str, where: str, text_arguments: bool
 ) -> Message:
-    """Return the fields that only an assistant message has: a refusal, reasoning, calls."""
+    """Return the fields that only an assistant message has: reasoning and calls.
+
+    `content` is the message's text so far. If it is empty, a refusal takes its place.
+    """
     fields: Message = {}
     if not content and isinstance(item.get("refusal"), str):
         fields["content"] = item["refusal"]

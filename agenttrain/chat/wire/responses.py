@@ -110,7 +110,10 @@ def read_question(
 def read_served(
     data: Mapping[str, Any], roles: Mapping[str, str], find_issued: FindIssued
 ) -> Question:
-    """Return a request's body as a Question of which each field is followed, for `serve`."""
+    """Return the body of a request to `agenttrain serve` as a Question.
+
+    Raises RequestError for a field that `serve` would not follow.
+    """
     question = read_question(data, roles, find_issued)
     for name, value in question.sampling.items():
         if name not in SAMPLING:
@@ -206,6 +209,11 @@ class _ItemReader:
     def __init__(
         self, roles: Mapping[str, str], find_issued: FindIssued, namespaces: Namespaces
     ) -> None:
+        """`roles` are those of `chat_template.roles`.
+
+        `find_issued` returns the answer that was issued under a handle or with a call's id, or
+        None. `namespaces` maps a tool's name for the model to (namespace, name) for the client.
+        """
         self.roles, self.find_issued = roles, find_issued
         self.model_names = {tool: name for name, tool in namespaces.items()}
         """(namespace, name) of a tool for the client -> its name for the model."""
@@ -310,7 +318,7 @@ class _ItemReader:
             turn["content"] += text
         else:
             self.messages.append({"role": role, "content": text})
-            self.turn = self.issued = None
+            self.turn = self.issued = None  # later items of the assistant begin a new turn
 
     def _read_call(self, item: Mapping[str, Any], where: str) -> None:
         """Add a call to the turn that it belongs to."""
@@ -346,6 +354,7 @@ class _ItemReader:
             turn = {"role": "assistant", "content": ""}
             self.messages.append(turn)
             self.issued = None
+        # An item that we did not issue, inside a turn that we did, leaves `self.issued` as it is.
         self.turn, self.issued = turn, issued or self.issued
         assert turn is not None
         return turn
@@ -395,7 +404,11 @@ def output_items(
 def _reasoning_item(
     handle: str, content: list[dict[str, Any]], encrypted: str | None
 ) -> dict[str, Any]:
-    """Return an item of reasoning. `encrypted` is the handle once the reasoning is complete."""
+    """Return an item of reasoning.
+
+    `handle` names the issued turn. `encrypted` is None while the reasoning is streamed. Then it is
+    the handle too: clients send this field back unchanged, so that the turn is found again.
+    """
     return {
         "id": f"rs_{handle}",
         "type": "reasoning",
@@ -415,8 +428,9 @@ def _output_text(text: str) -> dict[str, Any]:
 
 
 def _call_item(call: Mapping[str, Any], namespaces: Namespaces) -> dict[str, Any]:
-    """Return the item of a call, with the tool's name and namespace for the client."""
+    """Return the output item of a call, with the tool's name and namespace for the client."""
     function = call["function"]
+    # A tool in a namespace has another name for the model: {"mail__find": ("mail", "find")}.
     namespace, name = namespaces.get(function["name"], (None, function["name"]))
     item = {
         "id": f"fc_{call['id']}",

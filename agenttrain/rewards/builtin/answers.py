@@ -66,6 +66,7 @@ class NumericClose(AnswerReward):
         relative: Data[float] = 1e-6,
         absolute: Data[float] = 1e-9,
     ) -> None:
+        """`relative` and `absolute` are the tolerances of `math.isclose`."""
         super().__init__(tool=tool, argument=argument, column=column)
         for name, value in (("relative", relative), ("absolute", absolute)):
             if not (value >= 0 and math.isfinite(value)):
@@ -73,6 +74,7 @@ class NumericClose(AnswerReward):
         self._relative, self._absolute = relative, absolute
 
     def __call__(self, rollout: Rollout, **columns: Any) -> float:
+        """Return 1 if the last numbers of the answer and of the column are close, else 0."""
         expected = last_number(self.expected(columns))
         if expected is None:
             raise ValueError(
@@ -127,6 +129,7 @@ class ExactMatch(AnswerReward):
         self._ignore_case = ignore_case
 
     def __call__(self, rollout: Rollout, **columns: Any) -> float:
+        """Return 1 if the answer equals the column's value, else 0."""
         expected, answer = self.expected(columns), self.answer(rollout)
         if answer is None:
             return 0.0
@@ -156,6 +159,7 @@ class Contains(AnswerReward):
         self._flags = re.IGNORECASE if ignore_case else 0
 
     def __call__(self, rollout: Rollout, **columns: Any) -> float:
+        """Return 1 if the answer contains one of the column's texts as whole words, else 0."""
         expected, answer = self.expected(columns), self.answer(rollout)
         if answer is None:
             return 0.0

@@ -52,6 +52,7 @@ class JsonSchema:
         self._validator = None if schema is None else _validator(schema)
 
     def __call__(self, rollout: Rollout, **columns: Any) -> float:
+        """Return 1 if the answer is JSON that the schema allows, else 0."""
         validator = self._validator
         if validator is None:
             assert self._column is not None, "either a schema or a column is set"
@@ -103,6 +104,7 @@ class Format:
         turns: Data[str] = "last",
         whole: Data[bool] = True,
     ) -> None:
+        """Compile the pattern, and check `part` and `turns`, which choose the texts to match."""
         for name, value, choices in (("part", part, PARTS), ("turns", turns, TURNS)):
             if value not in choices:
                 raise ValueError(f"{name}={value}: must be one of {', '.join(choices)}")
@@ -116,6 +118,7 @@ class Format:
         self._all, self._whole = turns == "all", whole
 
     def __call__(self, rollout: Rollout) -> float:
+        """Return 1 if the pattern matches the last message, or all of them, else 0."""
         messages = assistant_messages(rollout)
         messages = messages if self._all else messages[-1:]
         match = self._pattern.fullmatch if self._whole else self._pattern.search

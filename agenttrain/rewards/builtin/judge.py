@@ -78,6 +78,7 @@ class Judge:
         self.columns = tuple(name for name in self._prompt.fields if name not in ROLLOUT_FIELDS)
 
     def __call__(self, rollout: Rollout, **columns: Any) -> float:
+        """Return the judge's score, scaled to [0, 1]; raise RewardUnavailable without a score."""
         view = rollout_view(rollout)
         first, *later = rollout.trajectories
         # The prompts of later trajectories repeat earlier messages: only their own are shown.

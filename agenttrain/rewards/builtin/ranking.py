@@ -140,6 +140,7 @@ class Ranking:
         self._seed, self._retries = seed, retries
 
     def __call__(self, rollouts: Sequence[Rollout], **columns: Any) -> Sequence[float | None]:
+        """Return a reward for each rollout of a group; None for a group of one."""
         if len(rollouts) == 1:
             return [None]
         texts = [self._shown_text(rollout) for rollout in rollouts]
@@ -163,7 +164,10 @@ class Ranking:
     def _compare(
         self, texts: Sequence[str], fields: Mapping[str, Any], group_id: str
     ) -> list[float]:
-        """Return a value for each of `texts`, more for better ones; raise RewardUnavailable."""
+        """Return the judge's value for each of `texts`, higher for better ones.
+
+        Raises RewardUnavailable if no try gets a reply that can be read.
+        """
         fields = {**fields, "instructions": self._instructions(len(texts))}
         cut_texts = self._fit(texts, fields)
         order = list(range(len(texts)))
@@ -184,7 +188,7 @@ class Ranking:
             except Transient as error:
                 problem = str(error)
                 continue
-            # Position n of the reply is the text `order[n]`.
+            # `values[n]` is that of the text shown at place n, whose index is `order[n]`.
             value_at = dict(zip(order, values, strict=True))
             return [value_at[index] for index in range(len(texts))]
         raise RewardUnavailable(
@@ -230,14 +234,20 @@ class Ranking:
         return [cut_middle(text, limit) for text in texts]
 
     def _read(self, reply: str, count: int) -> list[float]:
-        """Return the value at each position of a reply; raise Transient unless it has all."""
+        """Return the value that a reply gives to each of the answers 1 to `count`, in that order.
+
+        Raises Transient, so that the judge is asked again, if the reply cannot be read, has other
+        numbers, or has a score out of range.
+        """
         is_ranking = self._reply is ReplyForm.ranking
-        values = read_ranking(reply) if is_ranking else read_scores(reply)
-        if sorted(values) != list(range(1, count + 1)):
-            raise Transient(f"{self._reply} of {sorted(values)}, and there are 1 to {count}")
-        if not is_ranking and not all(self._low <= v <= self._high for v in values.values()):
+        value_by_number = read_ranking(reply) if is_ranking else read_scores(reply)
+        numbers = sorted(value_by_number)
+        if numbers != list(range(1, count + 1)):
+            raise Transient(f"{self._reply} of {numbers}, and there are 1 to {count}")
+        values = [value_by_number[number] for number in numbers]
+        if not is_ranking and not all(self._low <= value <= self._high for value in values):
             raise Transient(f"a score is not in [{self._low:g}, {self._high:g}]")
-        return [values[number] for number in range(1, count + 1)]
+        return values
 
 
 def shares_beaten(values: Sequence[float]) -> list[float]:

@@ -41,6 +41,7 @@ class Similarity(AnswerReward):
         self._tag, self._power = tag, power
 
     def __call__(self, rollout: Rollout, **columns: Any) -> float:
+        """Return the similarity of the answer and the column's text, raised to `power`."""
         expected, answer = as_text(self.expected(columns)), self.answer(rollout)
         if answer is None:
             return 0.0
@@ -75,6 +76,7 @@ class TurnSimilarity:
         power: Data[float] = 1.0,
         each_turn: Data[bool] = False,
     ) -> None:
+        """With `each_turn`, `power` applies to the similarity of each turn, else to their mean."""
         if not tags or isinstance(tags, str):
             raise ValueError(f"tags={tags!r}: must be a list with a tag for each turn, or one tag")
         _check_power(power)
@@ -84,6 +86,7 @@ class TurnSimilarity:
         """Columns that every row must have."""
 
     def __call__(self, rollout: Rollout, **columns: Any) -> float:
+        """Return the mean similarity of the turns' answers and the column's texts."""
         expected = columns[self._column]
         if isinstance(expected, str) or not expected:
             raise ValueError(f"the column {self._column!r} must list a text for each turn")
@@ -94,6 +97,7 @@ class TurnSimilarity:
             tag = self._tags[min(turn, len(self._tags) - 1)]
             attempts = texts_in_tags(answers[turn], tag) if turn < len(answers) else []
             scores = [similarity(_plain(attempt), _plain(text)) for attempt in attempts]
+            # An answer that is tried again must improve: repeating the tag gains nothing.
             each_is_better = all(scores[i] < scores[i + 1] for i in range(len(scores) - 1))
             total += scores[-1] ** turn_power if scores and each_is_better else 0.0
         return (total / len(expected)) ** mean_power

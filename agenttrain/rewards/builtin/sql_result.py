@@ -25,10 +25,10 @@ INNERMOST_PARENTHESES = re.compile(r"\([^()]*\)")
 class SqlResult(AnswerReward):
     """1 if the handed-in query and the row's have equal results, else 0.
 
-    Rows are compared with their columns in order, in any order of rows unless the row's own query
-    sorts them (an ORDER BY that is not in parentheses), and each as often as it occurs. Queries run
-    on a connection that can only read, which `connect` opens for the row's columns, within
-    `query_timeout_s` and `max_rows`. A query of the model that fails earns 0; one of the row that
+    The columns must be in the same order, and each row must occur equally often. The order of rows
+    counts only if the row's own query sorts them (an ORDER BY that is not in parentheses). Queries
+    run within `query_timeout_s` and `max_rows`, on a connection that can only read. `connect` opens
+    it for the row's columns. A query of the model that fails earns 0; one of the row that
     fails stops the run. Example: for ``SELECT name FROM products WHERE price > 50`` the query
     ``SELECT name FROM products WHERE price >= 51`` earns 1 if all prices are whole numbers.
     """
@@ -43,6 +43,10 @@ class SqlResult(AnswerReward):
         max_rows: Data[int] = 10_000,
         query_timeout_s: Data[float] = 5.0,
     ) -> None:
+        """`connect` is a function, or its dotted path, that opens a connection for a row's columns.
+
+        `tool`, `argument` and `column` say where the two queries stand: see AnswerReward.
+        """
         super().__init__(tool=tool, argument=argument, column=column)
         if max_rows < 1 or not query_timeout_s > 0:
             raise ValueError(
@@ -52,6 +56,7 @@ class SqlResult(AnswerReward):
         self._max_rows, self._query_timeout_s = max_rows, query_timeout_s
 
     def __call__(self, rollout: Rollout, **columns: Any) -> float:
+        """Return 1 if the rollout's query and the row's have equal results, else 0."""
         expected_query, query = str(self.expected(columns)), self.answer(rollout)
         if not isinstance(query, str) or not query.strip():
             return 0.0

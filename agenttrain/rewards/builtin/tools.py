@@ -36,6 +36,7 @@ class ToolPenalty:
         at_most: Data[float] = 1.0,
         only: Data[Sequence[str] | None] = None,
     ) -> None:
+        """Check the amounts of the penalty. `only` lists the tools whose calls count; None: all."""
         amounts = {"per_error": per_error, "per_call": per_call, "at_most": at_most}
         for name, value in {**amounts, "free_calls": free_calls}.items():
             if not 0 <= value < float("inf"):
