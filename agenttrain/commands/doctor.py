@@ -30,6 +30,7 @@ from rich.text import Text
 from agenttrain.commands.verb import STDOUT, write_report
 from agenttrain.engines.registry import specs
 from agenttrain.runtimes.machines import client_problem
+from agenttrain.utils.host_memory import host_memory
 from agenttrain.utils.redaction import hide_secrets
 
 GIB = 2**30
@@ -281,13 +282,15 @@ def _processor() -> Finding:
     flags = info.read_text(encoding="utf-8") if info.is_file() else ""
     units = [unit for unit in UNITS if f" {unit}" in flags]
     memory = psutil.virtual_memory()
-    low = memory.available < 2 * GIB
+    limit = host_memory() or memory.total  # a container or a job may have less than the machine
+    share = f", {limit / GIB:.1f} GiB of it for this process" if limit < memory.total else ""
+    low = min(memory.available, limit) < 2 * GIB
     fast = "bfloat16 is fast" if {"avx512_bf16", "amx_bf16"} & set(units) else "float32 is faster"
     return Finding(
         "processor",
         State.warn if low else State.ok,
         f"{cores} cores, {', '.join(units) or platform.machine()} ({fast}), "
-        f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free",
+        f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free{share}",
         "end other programs: a run needs 2 GiB or more" if low else "",
     )
 
