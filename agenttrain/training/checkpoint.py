@@ -145,7 +145,10 @@ class Checkpoints:
         writing.start()
 
     def _take_weights(self, writing: Writing, policy: Policy, *, copies: bool) -> None:
-        """Add the weights to a snapshot, then wait for the thread, if it writes the other files."""
+        """Add the weights to a snapshot, with `copies` as copies that later updates do not change.
+
+        At the end wait for the thread of `writing`, if it was started to write the other files.
+        """
         try:
             writing.snapshot.take_weights(policy, copies=copies)
         except BaseException as error:

@@ -144,9 +144,9 @@ def _own_share(whole: Microbatch, own_ids: set[int], group: ContextGroup) -> Mic
 
 
 def _fill(microbatch: Microbatch, processes: int) -> Microbatch:
-    """Return a microbatch of at least two tokens for each process, which computes two chunks.
+    """Return a microbatch of at least two tokens for each process, as each computes two chunks.
 
-    The tokens that are added are a sequence of their own, without a loss.
+    Tokens that are missing are added as a sequence of their own, without a loss.
     """
     segments = fill(microbatch.segments, processes)
     ids_T, routes_TLK = microbatch.token_ids_T, microbatch.routes_TLK

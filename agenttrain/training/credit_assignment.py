@@ -101,6 +101,9 @@ def gather_if_batchwise(
 def _tabulate(rewards: Sequence[Sequence[Mapping[str, float | None]]]) -> tuple[list[str], Tensor]:
     """Return the names of the reward functions and their rewards, [F, P, G] in float64.
 
+    F functions, P groups of rollouts, G rollouts of the largest group. `rewards` has for each group
+    and rollout the functions' rewards by name, e.g. ``[[{"correct": 1.0}, {"correct": 0.0}]]``.
+
     NaN where there is none: a function gave none, or the group has fewer than G rollouts.
     """
     # Without any rollout F and G are 1, so that the advantages of no groups can be computed too.

@@ -256,7 +256,11 @@ class _LevelCount:
         self._count(tensor, self._kept if self._module is None else self._module)
 
     def _count(self, tensor: Tensor, group: dict[int, torch.UntypedStorage]) -> None:
-        """Add the storage of a tensor to the kept ones, or to those of the running module."""
+        """Add the storage of a tensor to `group`, unless it is counted already or a weight's.
+
+        `group` is `_kept`, or while a recomputed module runs `_module`, whose bytes are summed when
+        the module ends.
+        """
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address in self._weight_ids or address in self._kept or address in group:

@@ -197,15 +197,18 @@ class _Product:
     ) -> None:
         """Choose the tokens and vocabulary entries of a tile for the device."""
         self.type = type
+        """Format in which the factors are multiplied."""
         self.exact = torch.promote_types(torch.float32, type)
         """Format of the results."""
         self.hidden_SH, self.weight_VH, self.bias_V = hidden_SH.to(type), weight_VH, bias_V
         on_cpu = hidden_SH.device.type == "cpu"
         tokens, logits = CPU_TILE if on_cpu else GPU_TILE
         self.tokens = max(1, min(tokens, hidden_SH.shape[0]))
+        """Tokens of a tile."""
         entries = max(1, logits // self.tokens)
         # A GPU's fast kernels need aligned rows.
         self.entries = entries if on_cpu else entries - entries % ALIGNED
+        """Vocabulary entries of a tile."""
 
     def tiles(self) -> Iterator[tuple[slice, slice]]:
         """Yield the tokens and vocabulary entries of each tile, always in the same order."""
@@ -228,7 +231,10 @@ class _Statistics:
     """Sums over the vocabulary entries of the tiles so far, for each token's softmax (`fold`)."""
 
     def __init__(self, labels_S: Tensor, type: torch.dtype, fold: Callable[..., None]) -> None:
-        """`fold` is the function `_fold`, perhaps compiled."""
+        """Begin with sums over no vocabulary entry, in the format `type`.
+
+        `fold` is the function `_fold`, perhaps compiled, which adds the logits of a tile.
+        """
         self._fold = fold
         zeros_S = torch.zeros(labels_S.shape, dtype=type, device=labels_S.device)
         self.labels_S = labels_S

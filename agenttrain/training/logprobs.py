@@ -212,7 +212,12 @@ class Scorer(nn.Module):
         release_gathered(self)
 
     def _check_passes(self, name: str) -> None:
-        """Raise UnsupportedModel if layers would be computed again with another pass's experts."""
+        """Raise UnsupportedModel if recomputed layers would replay the wrong experts.
+
+        The experts to replay are set before each forward pass. Without packing there are several
+        passes, all before the backward pass, in which recomputed layers would get the last pass's
+        experts.
+        """
         if not self.packed and self._recomputed:
             raise UnsupportedModel(
                 f"algorithm.router_replay=rollout: {name} is trained with one forward pass per "
@@ -419,40 +424,41 @@ def check_context(
 
 
 def _why_not_split(scorer: Scorer, device: torch.device, context: ContextGroup) -> str | None:
-    """Return why hidden states or gradients of a trial differ from those of one process.
+    """Return why this model is computed wrongly by several processes; None if it is not.
 
-    Each process computes the whole trial alone, and its part of it together with the others. The
-    part must agree with the same tokens of the whole.
+    The test is a short made-up tree of sequences, the trial. Each process computes all of it alone,
+    and then its part of it together with the other processes of `context`. Hidden states and
+    gradients of the part must agree with those of the same tokens computed alone.
     """
     model = scorer.model
-    segments = fill(trial_segments(model), context.size)
+    segments = fill(trial_segments(model), context.size)  # at least two tokens for each process
     ids_T = trial_ids(model, device, segments)
     split = split_tree(segments, context)
     places_t = split.tree.packed_positions().to(device)  # of this process's tokens
     compute_part = partial(packed_hidden, split=split)
 
-    def hidden(function: HiddenFunction, ids: Tensor) -> Tensor:
-        """Return the hidden states that `function` computes from token ids."""
+    def hidden(forward: HiddenFunction, ids: Tensor) -> Tensor:
+        """Return the hidden states that `forward` computes from token ids."""
         with torch.no_grad():
-            states: Tensor = scorer.inside(lambda model: function(model, ids, segments))
+            states: Tensor = scorer.inside(lambda model: forward(model, ids, segments))
         return states
 
-    def gradient(function: HiddenFunction, ids: Tensor) -> Tensor:
-        """Return the gradient of these states by the tokens' embeddings.
+    def gradient(forward: HiddenFunction, ids: Tensor) -> Tensor:
+        """Return the gradient of these states with respect to the tokens' embeddings.
 
         Each process begins with its own states. The backward pass adds the other processes' parts.
         """
-        by_embedding: Tensor = scorer.inside(partial(_input_gradient, function, ids, segments))
-        return by_embedding
+        of_embeddings: Tensor = scorer.inside(partial(_input_gradient, forward, ids, segments))
+        return of_embeddings
 
     is_exact, reason = True, None
     # (what is compared, how it is computed, tolerances in `EXACT` formats and in others)
-    for name, function, tolerances in (
+    for name, compute, tolerances in (
         ("hidden states", hidden, (1e-4, 5e-2)),
         ("gradients", gradient, (EXACT_GRADIENT_GAP, GRADIENT_GAP)),
     ):
-        whole = function(packed_hidden, ids_T)
-        part = function(compute_part, ids_T[places_t])
+        whole = compute(packed_hidden, ids_T)
+        part = compute(compute_part, ids_T[places_t])
         # Once False it stays so: gradients may be in float32 although FSDP2 computed the states in
         # a shorter format.
         is_exact = is_exact and whole.dtype in EXACT
@@ -672,6 +678,9 @@ families of recurrent models differ by up to 2e-6 and 0.05."""
 def trial_segments(model: PreTrainedModel) -> tuple[Segment, ...]:
     """Return the segments of the trial: `TRIAL`, or longer ones for a window or for scans.
 
+    The trial is a short made-up tree of sequences. Computing it shows whether a model gives packed
+    sequences the same hidden states as separate ones.
+
     The prompt is longer than the model's sliding window and than a chunk of its scans. After it, a
     branch of two tokens is shorter than a convolution. Another branch goes on after a single token,
     and crosses a chunk from the state there.
@@ -835,9 +844,10 @@ def _input_gradient(
     *,
     start: int = 0,
 ) -> Tensor:
-    """Return the gradient of hidden states from `start` on by each token's embedding, [T, H].
+    """Return the gradient of a sum of hidden states with respect to the embeddings, [T, H].
 
-    A hook adds zeros to the embeddings, and the gradient is taken by these zeros.
+    The sum weighs the hidden states from position `start` on. A hook adds a tensor of zeros to the
+    embeddings, and the gradient is taken with respect to that tensor.
     """
     table = model.get_input_embeddings()
     zeros_TH = table.weight.new_zeros(len(token_ids_T), table.weight.shape[1]).requires_grad_()
@@ -890,7 +900,10 @@ class LengthLimits:
     """Limits with a set of frequencies for each longer length."""
 
     def kind(self, length: int) -> tuple[int, ...]:
-        """Return the kind of a length, which is equal for lengths with the same frequencies.
+        """Return the kind of a length, which is equal for lengths with the same rotary frequencies.
+
+        Models change these for sequences longer than one of `self.long`, once, and with each token
+        beyond one of `self.dynamic`.
 
         Example: with long=(4096,) lengths 10 and 4096 are (0,), 4097 and 9000 are (1,).
         """

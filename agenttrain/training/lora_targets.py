@@ -98,9 +98,10 @@ def _all_linear(model: PreTrainedModel, encoders: str | None) -> list[str]:
 def _linear_modules(
     model: PreTrainedModel, encoders: str | None
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the linear layers that can have adapters, and the others' last names -> reasons.
+    """Return the names of the linear layers that can have adapters, and why others cannot.
 
-    Head and encoders are in neither: nobody expects adapters of them.
+    The reasons are by the last part of a layer's name, e.g. ``{"gate": "a router"}``. Head and
+    encoders are in neither: nobody expects adapters of them.
     """
     linear = _all_linear(model, encoders)
     routers = set(_routers(model))
@@ -203,7 +204,10 @@ def _check_modules(model: PreTrainedModel, targets: list[str]) -> None:
 
 
 def _check_parameter(model: PreTrainedModel, target: str, packed: list[str]) -> None:
-    """Raise ConfigError for a target parameter that is no packed weight of experts."""
+    """Raise ConfigError for a target parameter that is no packed weight of experts.
+
+    `packed` has the last parts of the names of those that exist, for the message.
+    """
     if any(f".{name}".endswith(f".{target}") for name in packed_experts(model)):
         return
     key = f"model.lora.target_parameters=[{target}]"

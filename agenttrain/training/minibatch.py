@@ -43,7 +43,7 @@ class Minibatch:
     """Pass over the step's rollouts, from 0."""
     first: bool = False
     """True for the first minibatch of a step: the policy is still the one that sampled."""
-    kept: Mapping[SequenceKey, Tensor] | None = None
+    top_entropy_masks: Mapping[SequenceKey, Tensor] | None = None
     """Mask of the sampled tokens of top entropy, by sequence key; None: all tokens are trained."""
     bonus_tokens: int = 0
     """Tokens of all processes that the entropy bonus acts on."""
@@ -56,7 +56,7 @@ class Minibatch:
     entropy: list[Tensor] = field(default_factory=list)
     """Sum of each microbatch's entropies over the tokens that the bonus acts on."""
 
-    def trained(self, config: AlgorithmConfig) -> list[TrainingSequence]:
+    def trained_sequences(self, config: AlgorithmConfig) -> list[TrainingSequence]:
         """Return the sequences that have a gradient; the others need no forward pass."""
         # KL and entropy have a gradient also where the advantage is 0.
         has_other_terms = config.kl_in_loss is not None or config.has_bonus
@@ -131,9 +131,13 @@ def loss_inputs(
     tokens of top entropy.
     """
     kept_S = None
-    if minibatch.kept is not None:
+    if minibatch.top_entropy_masks is not None:
         # The stand-in of a process without sequences has no token and no mask.
-        masks = [minibatch.kept[s.key] for s in microbatch.sequences if s.sampled_length]
+        masks = [
+            minibatch.top_entropy_masks[sequence.key]
+            for sequence in microbatch.sequences
+            if sequence.sampled_length
+        ]
         kept_S = torch.cat([torch.zeros(0, dtype=torch.bool), *masks]).to(logprobs_S.device)
     behaviour_S = microbatch.behaviour_S
     if config.behaviour is Behaviour.recomputed:

@@ -200,7 +200,10 @@ class WorkCounter:
         self._trained += microbatch.targets_S.numel() if backward else 0
 
     def take(self, peak: float | None = None) -> StepWork:
-        """Return the work since the last call; `peak` is the card's in TFLOP/s, if it is given."""
+        """Return the work since the last call.
+
+        `peak` is the card's peak in TFLOP/s. None: looked up by the card's name, and None on a CPU.
+        """
         peak_gb = None
         if self.device.type == "cuda":
             peak_gb = torch.cuda.max_memory_allocated(self.device) / GB

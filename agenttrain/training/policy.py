@@ -213,7 +213,7 @@ class Policy:
             self._offload.to_host()
 
     def _read(self, weights: SlicedWeights) -> None:
-        """Read this process's part of the weights; give the reference and the sampler theirs."""
+        """Read this process's part of the weights, and copy it to the reference and the sampler."""
         read_shards(weights, self._scorer, self.storage, self.world)
         if self._reference is not None:
             copy_weights(self._reference, self._scorer)
@@ -371,19 +371,20 @@ class Policy:
             masked = algorithm.mask_truncated and sequence.rollout.truncated
             weighted.append(replace(sequence, weight=0.0 if masked else weight))
         minibatch = Minibatch(sequences=weighted, tokens=tokens)
-        if self._sum_of_ranks(len(minibatch.trained(algorithm))) == 0:
+        if self._sum_of_ranks(len(minibatch.trained_sequences(algorithm))) == 0:
             return None
         trained_tokens = sum(s.sampled_length for s in weighted if s.weight > 0)
         if algorithm.top_entropy < 1:
-            minibatch.kept = top_entropy(weighted, algorithm.top_entropy, self.world)
-            trained_tokens = sum(int(kept_S.sum()) for kept_S in minibatch.kept.values())
+            masks = top_entropy(weighted, algorithm.top_entropy, self.world)
+            minibatch.top_entropy_masks = masks
+            trained_tokens = sum(int(mask_S.sum()) for mask_S in masks.values())
         minibatch.bonus_tokens = self._sum_of_ranks(trained_tokens)
         minibatch.bonus = self._bonus.weight(algorithm) / max(minibatch.bonus_tokens, 1)
         return minibatch
 
     def microbatches(self, minibatch: Minibatch) -> Iterator[Microbatch]:
         """Yield the microbatches of an update; the last backward pass syncs the gradients."""
-        microbatches = self._pack(minibatch.trained(self.algorithm))
+        microbatches = self._pack(minibatch.trained_sequences(self.algorithm))
         if not microbatches:
             # The other processes wait for this one in the backward pass.
             microbatches = self._pack([stand_in()])
@@ -510,15 +511,17 @@ class Policy:
     def _route_mismatch(self, minibatch: Minibatch) -> MetricParts:
         """Compare the replayed experts with the policy's own, on the update's first microbatch.
 
-        One more forward pass, without a gradient, in which the routers choose.
+        One more forward pass, without a gradient, in which the routers choose. `equal` is
+        the number of (token, layer) pairs for which they choose the replayed experts, and that of
+        all pairs.
         """
         microbatch, replayed_S, _ = minibatch.scores[0]
         replay = self._scorer.replay
         assert replay is not None, "algorithm.router_replay=rollout"
         with torch.no_grad(), replay.comparing(self.device) as equal:
-            own_S, _ = self._scorer(microbatch)
+            unreplayed_S, _ = self._scorer(microbatch)
         release_gathered(self._scorer)
-        return route_mismatch(microbatch.behaviour_S, replayed_S, own_S, equal)
+        return route_mismatch(microbatch.behaviour_S, replayed_S, unreplayed_S, equal)
 
     def _mismatch(self, minibatch: Minibatch) -> MetricParts:
         """Compare the engine's logprobs with the policy's from before the step's first update."""
@@ -657,7 +660,7 @@ class Policy:
     def _broken_update(self, losses: Tensor, minibatch: Minibatch) -> BrokenUpdate:
         """Return the error that names the rollouts or weights that broke an update."""
         self.optimizer.zero_grad()  # the broken gradients, before each sequence has its own
-        trained = minibatch.trained(self.algorithm)
+        trained = minibatch.trained_sequences(self.algorithm)
 
         def score_alone(sequence: TrainingSequence) -> tuple[Tensor, Tensor]:
             """Run one sequence forward and backward; return its loss and logprobs, [S]."""

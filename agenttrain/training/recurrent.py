@@ -107,7 +107,10 @@ class RecurrentTree:
     # Left out of torch.compile: the layout changes with the microbatch.
     @torch.compiler.disable
     def convolve(self, convolution: Convolution) -> Tensor:
-        """Return the convolved states of the packed row, [1, C, T]."""
+        """Return the convolved states of the packed row, [1, C, T].
+
+        T tokens with the copies between them (or zeros) are the U columns of an extended row.
+        """
         _record_first(convolution)
         taps = convolution.weight.shape[-1]
         if taps not in self._halos:

@@ -68,6 +68,7 @@ class _RingAttention(torch.autograd.Function):
         """
         size = key.shape[-1]
         with torch.autocast(query.device.type, enabled=False):
+            # Over the keys so far: output, and log of the sum of exp(score), by which parts merge.
             output, log = nothing_yet(query, value)
             states = torch.cat((key, value), dim=-1)
             for source, received in _circulate(states, tree, group):

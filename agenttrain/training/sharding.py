@@ -104,7 +104,10 @@ def assign(target: Tensor, values: Tensor | TensorParts) -> None:
 
 
 def shard_like(target: Tensor, values: Tensor | TensorParts) -> Tensor:
-    """Return the values sharded as `target` is: this process's rows of them."""
+    """Return full values sharded as `target` is: this process's rows of them.
+
+    `TensorParts` are full values that are read from several files row by row.
+    """
     rows = own_rows(target)
     # Nothing to shard: the target is not sharded, or the values are already.
     if not isinstance(target, DTensor) or isinstance(values, DTensor):

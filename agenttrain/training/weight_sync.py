@@ -397,12 +397,12 @@ def checkpoint_adapters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 def named_weights(
     model: PreTrainedModel, dtype: torch.dtype | None = None, *, merged: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every weight by its name in the model without adapters, tied ones under each name.
+    """Yield (name, weight) of every weight, named as in the model without adapters.
 
-    Adapters are merged, one weight at a time, or left out if not `merged`. Either way the engine
-    gets a model without adapters. With `dtype`, weights in the model's own format are cast to it,
-    but not those that stay in float32 (`stays_float32`, and the model's own). Sharded weights are
-    gathered layer by layer, after the cast, so every process has to consume the iterator.
+    A tied weight comes under each of its names. Adapters are merged, one weight at a time, or left
+    out if not `merged`. Either way the engine gets a model without adapters. With `dtype`, weights
+    are cast to it, except those that always stay in float32. Sharded weights are gathered layer by
+    layer, after the cast, so every process has to consume the iterator.
     """
     for name, tensor in gather_by_layer(model, _own_parts(model, dtype, merged)):
         yield base_name(name), tensor
@@ -425,9 +425,10 @@ def _checkpoint_pieces(
 def _own_parts(
     model: PreTrainedModel, dtype: torch.dtype | None, merged: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield what `named_weights` does, but of a sharded weight only this process's part.
+    """Yield (name, weight) of every weight, but of a sharded weight only this process's part.
 
-    `delta` is the change that a layer's adapters make to its weight.
+    If `merged`, a layer's adapters are added to its weight, else left out. `dtype` is the format to
+    cast to; None: no cast.
     """
     in_fp32: set[str] = set()  # names of modules whose weights the model keeps in float32
     for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):

@@ -199,8 +199,9 @@ class World:
         try:
             yield
         except RuntimeError as error:
-            if not any(late in str(error) for late in LATE):
-                raise  # not a timeout
+            is_timeout = any(text in str(error) for text in LATE)
+            if not is_timeout:
+                raise
             stopped = self._pulse.find_stopped(peers)
             finding = f"{_ranks(stopped)} stood still" if stopped else "no rank stands still now"
             raise WorldTimeout(
@@ -393,8 +394,9 @@ class Pulse:
     def silent(self, ranks: Iterable[int]) -> list[int]:
         """Return the ranks whose counter has not moved for `limit_s`.
 
-        Call it while waiting: of the time between two calls at most `LONGEST_CHECK_S` counts. A
-        rank that has not started to count is never silent.
+        Each rank increments its counter as a heartbeat. Call this method while waiting: of the time
+        between two calls at most `LONGEST_CHECK_S` counts, because after more this process itself
+        was stopped. A rank that has not started to count is never silent.
         """
         now = time.monotonic()
         elapsed_s = min(now - self._checked_at, LONGEST_CHECK_S)
