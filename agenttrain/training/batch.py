@@ -202,8 +202,9 @@ def _recorded_routes(rollout: Rollout, trajectory: Trajectory) -> SequenceRoutes
         inherited = _recorded_routes(rollout, rollout.trajectories[parent])
         # A token sampled at the branch comes from the last position of the context, whose experts
         # are then in this trajectory's own record.
-        is_sampled = bool(trajectory.spans) and trajectory.spans[0].origin is Origin.sampled
-        end = length - 1 if is_sampled else length
+        spans = trajectory.spans
+        branches_at_sampled = bool(spans) and spans[0].origin is Origin.sampled
+        end = length - 1 if branches_at_sampled else length
         is_kept_R = inherited.positions_R < end
         positions.append(inherited.positions_R[is_kept_R])
         experts.append(inherited.experts_RLK[is_kept_R])

@@ -124,7 +124,7 @@ def _own_share(whole: Microbatch, own_ids: set[int], group: ContextGroup) -> Mic
     if not sequences:
         sequences, weights_B = (stand_in(),), whole.weights_B.new_zeros(1)
         ref_logprobs_S = whole.behaviour_S.new_zeros(0)
-    # Index of each sequence of this process among them.
+    # Index of each sequence of this process among `sequences`; the others' values are not used.
     own_index_B = (is_own_B.cumsum(0) - 1).to(device)
     routes_TLK = whole.routes_TLK
     return replace(

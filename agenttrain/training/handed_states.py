@@ -101,8 +101,8 @@ class Chunk:
     tokens: slice
     """Indices of its tokens among those of the owner."""
     layout: RecurrentTree
-    """Its pieces. They start from the last states of `layout.given`, which are pieces of earlier
-    chunks. Those of `layout.wanted` leave last states that later chunks need."""
+    """Its pieces. They start from the last states of `layout.earlier_parents`, which are pieces of
+    earlier chunks. Those of `layout.needed_later` leave last states that later chunks need."""
     sent: dict[int, tuple[Segment, ...]]
     """Pieces whose last states other processes need, by process."""
 
@@ -135,8 +135,8 @@ def _make_chunks(tree: ContextTree, device: torch.device) -> list[Chunk]:
                 layout=RecurrentTree(
                     [piece.segment for piece in pieces],
                     device,
-                    given=[piece.segment for piece in starting_pieces],
-                    wanted=[piece.segment for piece in needed[number]],
+                    earlier_parents=[piece.segment for piece in starting_pieces],
+                    needed_later=[piece.segment for piece in needed[number]],
                 ),
                 sent={
                     rank: tuple(p.segment for p, ranks in needed[number].items() if rank in ranks)
@@ -175,7 +175,7 @@ class _HandedScan(torch.autograd.Function):
                 states |= dict(zip(awaited_segments, rows.unbind(), strict=True))
             if chunk.owner != group.rank:
                 continue
-            initial_states = [states[segment] for segment in chunk.layout.given]
+            initial_states = [states[segment] for segment in chunk.layout.earlier_parents]
             all_initial_states += initial_states
             output, last = chunk.layout.scan_waves(
                 scan, [tensor[chunk.tokens] for tensor in inputs], initial_states
@@ -226,7 +226,7 @@ class _HandedScan(torch.autograd.Function):
 
         for chunk in reversed(handed.chunks):
             # Segments of earlier chunks, from whose last states this chunk starts.
-            earlier_segments = chunk.layout.given
+            earlier_segments = chunk.layout.earlier_parents
             if chunk.owner == group.rank:
                 for rank, segments in chunk.sent.items():  # the processes that got the states
                     rows = group.receive((len(segments), *like.shape), like, rank)
@@ -401,9 +401,10 @@ class _FetchTails(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_fC: Tensor) -> tuple[Tensor, None, None]:
-        """Return the gradient of this process's tokens, [t, C], which is that of fetched ones.
+        """Return the gradient of this process's tokens [t, C] as inputs of other processes.
 
-        The gradients of the tokens that this process fetched go to their owners.
+        It is 0 for tokens that no process fetched. The gradients `gradient_fC` of the tokens that
+        this process fetched go to their owners.
         """
         tails: Tails = ctx.tails
         parts = gradient_fC.split(list(tails.fetched.values())) if tails.fetched else ()

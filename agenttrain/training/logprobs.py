@@ -196,20 +196,31 @@ class Scorer(nn.Module):
         if self._replays_routes:
             self._check_passes(name)
             self.replay = RouteReplay(inside(find_routers))
-        # The trial's pass: it counts attention kernels, and compiled layers are compared with it.
+        self._run_trial(device, autocast, context)
+        # The varlen kernel takes 16 bits: in float32 without autocast no layer called it.
+        self.varlen = self.varlen and Kernel.varlen in self.kernels
+        release_gathered(self)
+
+    def _run_trial(
+        self,
+        device: torch.device,
+        autocast: AbstractContextManager[None] | None,
+        context: ContextGroup | None,
+    ) -> None:
+        """Compute a few made-up tokens in the chosen layout, and count the attention `kernels`.
+
+        Compiled layers are run too, and compared with the same layers uncompiled.
+        """
         segments = TRIAL if context is None else fill(TRIAL, context.size)
-        ids_T = trial_ids(model, device, segments)
+        ids_T = trial_ids(self.model, device, segments)
         split = None if context is None else split_tree(segments, context)
         if split is not None:  # this process's tokens only
             ids_T = ids_T[split.tree.packed_positions().to(device)]
         with self._ready(), autocast or nullcontext():
             with torch.no_grad(), counting_calls() as self.kernels:
-                hidden_TH = inside(lambda _: self._hidden(ids_T, segments, split))
+                hidden_TH = self.inside(lambda _: self._hidden(ids_T, segments, split))
             if self.use_compile:  # settings refuse it beside a `context`
                 self._check_compiled(ids_T, hidden_TH)
-        # The varlen kernel takes 16 bits: in float32 without autocast no layer called it.
-        self.varlen = self.varlen and Kernel.varlen in self.kernels
-        release_gathered(self)
 
     def _check_passes(self, name: str) -> None:
         """Raise UnsupportedModel if recomputed layers would replay the wrong experts.
@@ -775,14 +786,7 @@ def why_not_packed(
                     gradients.append(
                         inside(partial(_input_gradient, in_one_pass, tree_ids_T, tree))
                     )
-                # `tree` begins with a rollout, and a prompt with two branches after it. Nothing
-                # after the rollout may depend on it, and no branch on its sibling. One `inside` for
-                # each, because a backward pass frees the weights that FSDP2 gathered.
-                rollout, _, branch, sibling, *_ = tree
-                leaks = any(
-                    inside(partial(_depends_on, in_one_pass, tree_ids_T, tree, start, earlier))
-                    for start, earlier in ((rollout.end, rollout), (sibling.start, branch))
-                )
+                leaks = _has_leak(inside, in_one_pass, tree_ids_T, tree)
     except UnsupportedAttention as error:
         return str(error)
     except TypeError as error:
@@ -867,6 +871,22 @@ def _input_gradient(
     weights_H = torch.linspace(-1, 1, hidden_TH.shape[1], device=hidden_TH.device)
     (gradient_TH,) = torch.autograd.grad((hidden_TH[start:] * weights_H).sum(), zeros_TH)
     return gradient_TH
+
+
+def _has_leak(
+    inside: Inside, forward: HiddenFunction, token_ids_T: Tensor, tree: Sequence[Segment]
+) -> bool:
+    """Return True if packed hidden states depend on tokens that are not before them in a sequence.
+
+    `tree` begins with a rollout, and a prompt with two branches after it. Nothing after the rollout
+    may depend on it, and no branch on its sibling.
+    """
+    rollout, _, branch, sibling, *_ = tree
+    return any(
+        # One `inside` for each, because a backward pass frees the weights that FSDP2 gathered.
+        inside(partial(_depends_on, forward, token_ids_T, tree, start, earlier))
+        for start, earlier in ((rollout.end, rollout), (sibling.start, branch))
+    )
 
 
 def _depends_on(

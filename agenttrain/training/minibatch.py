@@ -89,7 +89,7 @@ def top_entropy(
     comes first by group and sample. So they do not depend on which process holds a rollout, or on
     what is packed with it.
     """
-    # The order of a sequence (group, sample, sequence key), alike in every process; its entropies.
+    # (sort key, entropies) of each sequence. The sort key is alike in every process.
     local: list[tuple[tuple[Any, ...], Tensor]] = [
         ((sequence.rollout.group_id, sequence.rollout.sample, sequence.key), sequence.old_entropy_S)
         for sequence in sequences
@@ -98,22 +98,22 @@ def top_entropy(
     # `gather` joins the lists of all processes. Each gives a list of one item: its `local`.
     by_rank = world.gather([local], "the entropies of an update")
     entropies = [entry for entries in by_rank for entry in entries]
-    index_of = {order: i for i, order in enumerate(sorted(order for order, _ in entropies))}
+    numbers = {key: number for number, key in enumerate(sorted(key for key, _ in entropies))}
     entropy_N = torch.cat([torch.zeros(0), *(entropy_S for _, entropy_S in entropies)])
     # Unique numbers that sort by position in the sequence first, then by sequence.
     place_N = torch.cat(
         [
             torch.zeros(0, dtype=torch.long),
-            *(torch.arange(len(e)) * len(index_of) + index_of[order] for order, e in entropies),
+            *(torch.arange(len(e)) * len(numbers) + numbers[key] for key, e in entropies),
         ]
     )
-    kept_N = top_entropy_mask(entropy_N, place_N, share)
-    masks = kept_N.split([len(entropy_S) for _, entropy_S in entropies])
+    mask_N = top_entropy_mask(entropy_N, place_N, share)
+    masks = mask_N.split([len(entropy_S) for _, entropy_S in entropies])
     # This process's masks follow those of earlier processes.
     first = sum(len(entries) for entries in by_rank[: world.rank])
     own_masks = masks[first : first + len(local)]
-    local_keys = [order[-1] for order, _ in local]
-    return dict(zip(local_keys, own_masks, strict=True))
+    sequence_keys = [sort_key[-1] for sort_key, _ in local]
+    return dict(zip(sequence_keys, own_masks, strict=True))
 
 
 def loss_inputs(

@@ -184,7 +184,9 @@ class WorkCounter:
     operations: Operations
     device: torch.device
     _computed: int = 0
+    """Tokens of forward passes since the last `take`."""
     _trained: int = 0
+    """Sampled tokens of backward passes since then."""
     _operations_done: float = 0.0
 
     def add(self, microbatch: Microbatch, *, backward: bool) -> None:

@@ -99,8 +99,9 @@ def partial_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value by the queries' attention to these keys.
 
-    `output` and `log` are those over all keys, `gradient` is that of the output. `shift` is that of
-    `attend_partially`.
+    `output` [m, h, e] is the attention's result over all keys of all processes, `log` [m, h] log
+    sum exp of their scores, and `gradient` the gradient of `output`. Query a attends to key b if
+    b <= a + shift, to all keys if `shift` is None.
     """
     if _is_fused(query, value, scoring, shift):
         states = _for_kernel(query, key, value)
@@ -150,14 +151,15 @@ def _is_fused(query: Tensor, value: Tensor, scoring: Scoring, shift: int | None)
     It knows no soft cap. `shift` must be None (all keys), or 0 (causal) without a window.
     """
     is_causal = shift == 0 and not scoring.window
-    plain = scoring.softcap is None and (shift is None or is_causal)
+    is_plain = scoring.softcap is None and (shift is None or is_causal)
     size = query.shape[-1]
-    if not plain or size != value.shape[-1]:
+    if not is_plain or size != value.shape[-1]:
         return False
     if query.device.type == "cpu":
         return True
-    short = query.dtype in (torch.float16, torch.bfloat16)
-    return query.device.type == "cuda" and short and size <= FUSED_HEAD and size % MULTIPLE == 0
+    has_16_bits = query.dtype in (torch.float16, torch.bfloat16)
+    has_fused_size = size <= FUSED_HEAD and size % MULTIPLE == 0
+    return query.device.type == "cuda" and has_16_bits and has_fused_size
 
 
 _FORWARD = {
@@ -183,7 +185,7 @@ def _fused_gradients(
     """Return the gradients of query, key and value by torch's FlashAttention.
 
     `states` are these three, `saved` are the output's gradient and the output, all [1, heads,
-    tokens, d].
+    tokens, d]. `log` [tokens, heads] is log sum exp of each query's scores over all its keys.
     """
     query, key, value = states
     gradient, output = (tensor.to(query.dtype) for tensor in saved)

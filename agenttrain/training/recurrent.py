@@ -72,12 +72,17 @@ class RecurrentTree:
         segments: Sequence[Segment],
         device: torch.device,
         *,
-        given: Sequence[Segment] = (),
-        wanted: Collection[Segment] = (),
+        earlier_parents: Sequence[Segment] = (),
+        needed_later: Collection[Segment] = (),
     ) -> None:
-        """Take segments that follow each other. `given` and `wanted` are for `scan_waves`."""
+        """Take segments that follow each other in the packed row.
+
+        The row may be one of several chunks. `earlier_parents` are segments of earlier chunks, from
+        whose last states some of these segments start. `needed_later` are those of these segments
+        whose last states later chunks need.
+        """
         self.segments, self.device = tuple(segments), device
-        self.given, self.wanted = tuple(given), frozenset(wanted)
+        self.earlier_parents, self.needed_later = tuple(earlier_parents), frozenset(needed_later)
         self._halos: dict[int, Halo] = {}
         """Cached by the number of a convolution's taps."""
 
@@ -86,7 +91,11 @@ class RecurrentTree:
         """Waves in the order in which they are scanned, parents before their children."""
         max_tokens = CPU_WAVE if self.device.type == "cpu" else None
         return make_waves(
-            self.segments, max_tokens, self.device, given=self.given, wanted=self.wanted
+            self.segments,
+            max_tokens,
+            self.device,
+            earlier_parents=self.earlier_parents,
+            needed_later=self.needed_later,
         )
 
     @cached_property
@@ -144,11 +153,10 @@ class RecurrentTree:
     def scan_waves(
         self, call: Any, tensors: Sequence[Tensor], states: Sequence[Tensor]
     ) -> tuple[Tensor, dict[Segment, Tensor]]:
-        """Return the output of inputs [T, …], and the last states of the `wanted` segments.
+        """Return the output of inputs [T, …], and the last states of segments `needed_later`.
 
         `call` maps (inputs, first states, keeps) of a wave's rows to their output and, if `keeps`,
-        their last states. `states` are the last states of the `given` segments, which come before
-        these and are parents of some.
+        their last states. `states` are the last states of `earlier_parents`, in their order.
         """
         order = self._order
         sizes = [wave.rows.scatter.numel() for wave in self.waves]  # tokens of each wave
@@ -176,7 +184,7 @@ class RecurrentTree:
         packed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         if order is not None:
             packed = Select.apply(packed, *reversed(order), None)
-        return packed, {segment: last[segment] for segment in last if segment in self.wanted}
+        return packed, {segment: last[segment] for segment in last if segment in self.needed_later}
 
 
 def _pad(wave: Wave, tokens: Tensor) -> Tensor:
@@ -201,16 +209,17 @@ def make_waves(
     max_tokens: int | None,
     device: torch.device,
     *,
-    given: Sequence[Segment] = (),
-    wanted: Collection[Segment] = (),
+    earlier_parents: Sequence[Segment] = (),
+    needed_later: Collection[Segment] = (),
 ) -> tuple[Wave, ...]:
     """Divide segments into waves of at most `max_tokens` padded tokens. None: of any size.
 
     The segments of a wave have equally many ancestors and similar lengths. Either all of them have
-    children, whose scans start from their last states, or none has. The states of the `given`
-    segments come before those of the waves. The `wanted` segments count as having children.
+    children, whose scans start from their last states, or none has. The states of
+    `earlier_parents`, segments of earlier chunks, come before those of the waves. The segments
+    `needed_later`, by later chunks, count as having children.
     """
-    with_children = {*wanted, *(segment.parent for segment in segments)}
+    with_children = {*needed_later, *(segment.parent for segment in segments)}
     levels: dict[int, list[Segment]] = defaultdict(list)
     for segment in segments:
         levels[len(segment.prefix)].append(segment)
@@ -229,8 +238,10 @@ def make_waves(
                     runs.append([])
             runs[-1].append(segment)
     waves: list[Wave] = []
-    # Index among the last states of all waves so far.
-    state_of: dict[Segment | None, int] = {segment: i for i, segment in enumerate(given)}
+    # Index among the last states of the earlier parents and all waves so far.
+    state_index: dict[Segment | None, int] = {
+        segment: index for index, segment in enumerate(earlier_parents)
+    }
     for run in runs:
         keeps = run[0] in with_children
         waves.append(
@@ -238,12 +249,12 @@ def make_waves(
                 segments=tuple(run),
                 length=run[0].length,
                 rows=pad_rows([segment.length for segment in run], device),
-                parents=tuple(state_of[segment.parent] for segment in run if segment.parent),
+                parents=tuple(state_index[segment.parent] for segment in run if segment.parent),
                 keeps=keeps,
             )
         )
         if keeps:
-            state_of |= {segment: len(state_of) + row for row, segment in enumerate(run)}
+            state_index |= {segment: len(state_index) + row for row, segment in enumerate(run)}
     return tuple(waves)
 
 
@@ -325,6 +336,7 @@ class _Extend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows_TC: Tensor, halo: Halo) -> Tensor:
+        """Return the columns: each token, copies of tokens before its segment, and zeros."""
         ctx.halo = halo
         return rows_TC.index_select(0, halo.token_U).index_fill_(0, halo.blank, 0)
 

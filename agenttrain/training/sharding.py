@@ -285,7 +285,7 @@ def own_part(state: Any, *, copies: bool = False) -> Any:
 
 
 def _join(parts: Sequence[Any], indices: Sequence[int], count: int, source: str) -> Any:
-    """Join the states that the processes `indices` of `count` wrote.
+    """Join the states `parts` that the processes `indices`, successive ones of `count`, wrote.
 
     A sharded tensor becomes a TensorParts. `source` names files and key in errors.
     """

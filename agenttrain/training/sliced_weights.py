@@ -335,9 +335,12 @@ class SlicedWeights:
             return
         sources, start = source.sources, rows.start
         if source.by_expert:  # a row is an expert: read the tensors of these experts alone
-            patterns = dict.fromkeys(pattern for pattern, _ in sources)
-            by_pattern = {p: [entry for entry in sources if entry[0] == p] for p in patterns}
-            sources = tuple(chain(*(by_pattern[p][rows.start : rows.stop] for p in patterns)))
+            # (pattern, tensor) pairs by pattern, such as gate and up, in the order of the experts.
+            by_pattern: dict[str, list[tuple[str, StoredTensor]]] = {}
+            for pattern, tensor in sources:
+                by_pattern.setdefault(pattern, []).append((pattern, tensor))
+            experts = (pairs[rows.start : rows.stop] for pairs in by_pattern.values())
+            sources = tuple(chain(*experts))
             start = 0  # the rows before were not read
         weights = self._convert(source, sources, torch.device("cpu"), weight.dtype)
         into.copy_(weights[weight.name][start : start + rows.stop - rows.start])

@@ -221,13 +221,15 @@ async def sync(
     """Give `engine` the policy's weights, with which it samples from now on as version `version`.
 
     An engine that samples from `policy.sampler` itself only drops its caches, and the result is
-    None. An engine with a copy of the weights is sent them and then scores the probe. If it sleeps
+    None. An engine with a copy of the weights is sent them. Then policy and engine both score the
+    probe, a text that stays the same, and the results are compared. If the engine sleeps
     (`Separate.sleep`), its `update` wakes it.
 
     Raises WrongMerge at the first sync if merged adapters do not compute what the adapters do.
     Raises StaleWeights if the engine's log-probabilities of the probe differ from the policy's, and
-    if they did not change since the last sync (`before`) although the policy's did. A quantised
-    engine's may stay the same. With several copies it is raised if all of them fail.
+    if they did not change since the last sync (`before`) although the policy's did. They may stay
+    the same where the engine's copy is rounded, as a quantised one is. With several copies it is
+    raised if all of them fail.
 
     The probe's text is that of the last sync. At the first sync the engine samples it after the end
     of `prompt_ids`, so that it is as likely as the texts of the run. Without a prompt it is a fixed
@@ -275,7 +277,7 @@ async def sync(
         token_ids=tuple(token_ids),
         start=start,
         policy=tuple(policy_T),
-        # The first sync's probe has no `first`: it is the first itself.
+        # The gap of the first sync, which the first sync's own probe does not repeat in `first`.
         first=None if before is None else before.first or before.gap,
         warned=bool(before and before.warned),
         before=None if must_differ_from is None else must_differ_from.scores,
