@@ -326,13 +326,13 @@ def make_tails(tree: ContextTree, before: int, device: torch.device) -> Tails:
     These are tails: the last tokens of other processes' pieces. They are put behind the tokens of
     this process's own pieces.
     """
-    # reached[a][b]: tails that process a fetches from process b, as {piece: number of tokens}.
-    reached = [_reached(tree, rank, before) for rank in range(tree.processes)]
+    # needed[a][b]: tails that process a fetches from process b, as {piece: number of tokens}.
+    needed = [_needed_tails(tree, rank, before) for rank in range(tree.processes)]
     # (first index, length) of this process's pieces, and of the tails behind them.
     places = {piece: (piece.offset, piece.length) for piece in tree.held[tree.rank]}
     fetched: dict[int, int] = {}  # number of tokens from each process
     start = tree.counts[tree.rank]
-    for owner, tails in enumerate(reached[tree.rank]):
+    for owner, tails in enumerate(needed[tree.rank]):
         for piece, length in tails.items():
             places[piece] = (start, length)
             start += length
@@ -350,7 +350,7 @@ def make_tails(tree: ContextTree, before: int, device: torch.device) -> Tails:
     layout = sorted(segment_of.values(), key=lambda segment: segment.start)
     sent = {}  # indices of this process's tokens that each other process fetches
     for rank in range(tree.processes):
-        tails = reached[rank][tree.rank] if rank != tree.rank else {}
+        tails = needed[rank][tree.rank] if rank != tree.rank else {}
         if tails:
             # (index after the last token, number of tokens) of each tail.
             ends = [(p.offset + p.length, length) for p, length in tails.items()]
@@ -358,14 +358,14 @@ def make_tails(tree: ContextTree, before: int, device: torch.device) -> Tails:
     return Tails(layout=RecurrentTree(layout, device), sent=sent, fetched=fetched)
 
 
-def _reached(tree: ContextTree, rank: int, before: int) -> list[dict[TreePiece, int]]:
+def _needed_tails(tree: ContextTree, rank: int, before: int) -> list[dict[TreePiece, int]]:
     """Return the tails that process `rank` fetches, by their owner: piece -> number of last tokens.
 
     Its convolutions reach `before` tokens back from each of its pieces.
     """
     tails: list[dict[TreePiece, int]] = [{} for _ in range(tree.processes)]
     for piece in tree.held[rank]:
-        missing = before
+        missing = before  # tokens before the piece that are not found yet
         for ancestor in piece.ancestors:
             if missing <= 0:
                 break

@@ -107,8 +107,9 @@ class Scorer(nn.Module):
         replays_routes: bool = False,
         level: ActivationCheckpointing = ActivationCheckpointing.none,
     ) -> None:
-        """`key` is the setting that names the model, for errors. `vision` reads its images.
+        """Prepare a model to score sequences as sampled at `temperature`.
 
+        `key` is the setting that names the model, for errors. `vision` reads its images.
         With `replays_routes` forward passes use the experts that a microbatch has. `level` says
         which activations backward passes compute again. With `defer` the caller calls
         `choose_layout`, once the model is on its device and sharded.

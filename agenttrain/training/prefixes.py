@@ -152,6 +152,9 @@ def cut(branches: Iterable[Branch], budget: int, above: int = 0) -> list[tuple[B
     A branch that is too long is divided among several runs, each of which repeats the branch's own
     tokens. A sequence over the budget is a run by itself. Branches of similar length are in one
     run.
+
+    Example: a branch of 2 tokens with children of 3, 3 and 2 has 10 tokens. With a budget of 8 it
+    becomes two runs: the branch with children of 3 and 3, and one branch of 2 + 2 tokens.
     """
     fitting: list[Branch] = []
     for branch in branches:

@@ -249,6 +249,7 @@ class SlicedWeights:
         state, prefix = model.state_dict(), model.base_model_prefix
         sources_of: dict[str, list[tuple[str, StoredTensor]]] = {}  # by a conversion's first weight
         for key in sorted(self._stored, key=dot_natural_key):
+            # The weight's name in the model, and the pattern of a converter that needs this tensor.
             name, pattern = rename_source_key(key, renamings, converters, prefix, state)
             if name not in state and key in state:  # the renaming is meant for other files
                 name, pattern = rename_source_key(key, [], [], prefix, state)
