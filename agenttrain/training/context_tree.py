@@ -220,19 +220,19 @@ def _join_neighbours(parts: Sequence[tuple[int, int]]) -> list[slice]:
 
 def _window_calls(query: TreePiece, key: TreePiece, window: int) -> Iterator[Call]:
     """Yield calls of a piece's queries over the keys of another one, or of itself, in a window."""
-    for first in range(0, query.length, QUERIES):
-        last = min(first + QUERIES, query.length)
-        distance = query.position + first - key.position  # of the first query from the first key
+    for start in range(0, query.length, QUERIES):
+        stop = min(start + QUERIES, query.length)
+        distance = query.position + start - key.position  # of the first query from the first key
         # Keys `low` to `high` - 1 are seen by at least one of these queries.
         low = max(0, distance - window + 1)
-        high = min(key.length, distance + last - first)
+        high = min(key.length, distance + stop - start)
         if low >= high:
             continue
         shift = distance - low  # of the first query from the first of these keys
         # The first query sees the last key, and the last query the first key.
-        sees_all = high - low - 1 <= shift and last - first - 1 + shift < window
+        sees_all = high - low - 1 <= shift and stop - start - 1 + shift < window
         yield Call(
-            slice(query.offset + first, query.offset + last),
+            slice(query.offset + start, query.offset + stop),
             slice(key.offset + low, key.offset + high),
             shift=None if sees_all else shift,
         )

@@ -53,10 +53,10 @@ class HandedTree:
         Tokens of other processes that it reaches are fetched and put behind this process's own.
         Their outputs are dropped.
         """
-        before = convolution.weight.shape[-1] - 1  # tokens that a convolution reaches back
-        if before not in self._tails:
-            self._tails[before] = make_tails(self.tree, before, self.device)
-        tails = self._tails[before]
+        reach = convolution.weight.shape[-1] - 1  # tokens that a convolution reaches back
+        if reach not in self._tails:
+            self._tails[reach] = make_tails(self.tree, reach, self.device)
+        tails = self._tails[reach]
         rows_tC = convolution.states[0].transpose(0, 1)
         fetched_fC = _FetchTails.apply(rows_tC, tails, self.group)
         extended = torch.cat((rows_tC, fetched_fC)).transpose(0, 1)[None]
@@ -177,13 +177,13 @@ class _HandedScan(torch.autograd.Function):
                 continue
             initial_states = [states[segment] for segment in chunk.layout.earlier_parents]
             all_initial_states += initial_states
-            output, last = chunk.layout.scan_waves(
+            output, last_states = chunk.layout.scan_waves(
                 scan, [tensor[chunk.tokens] for tensor in inputs], initial_states
             )
             outputs.append(output)
-            states |= last
+            states |= last_states
             for rank, segments in chunk.sent.items():
-                rows = torch.stack([last[segment] for segment in segments]).to(like.dtype)
+                rows = torch.stack([last_states[segment] for segment in segments]).to(like.dtype)
                 sending.append((group.send(rows, rank), rows))
         for work, _ in sending:
             work.wait()
@@ -280,13 +280,13 @@ def _compute_chunk_gradients(
         chunk_inputs = [t[chunk.tokens].detach().requires_grad_() for t in inputs]
         chunk_weights = [t.detach().requires_grad_() for t in weights]
         initial_states = [t.detach().requires_grad_() for t in received_states]
-        output, last = chunk.layout.scan_waves(
+        output, last_states = chunk.layout.scan_waves(
             _with_weights(scan, chunk_weights), chunk_inputs, initial_states
         )
     leaves = [*chunk_inputs, *chunk_weights, *initial_states]
-    with_gradient = [segment for segment in last if segment in state_gradients]
+    with_gradient = [segment for segment in last_states if segment in state_gradients]
     gradients = torch.autograd.grad(
-        (output, *(last[segment] for segment in with_gradient)),
+        (output, *(last_states[segment] for segment in with_gradient)),
         leaves,
         (gradient, *(state_gradients[segment] for segment in with_gradient)),
         allow_unused=True,
@@ -320,14 +320,14 @@ class Tails:
     """Number of tokens that come from each process, in this order."""
 
 
-def make_tails(tree: ContextTree, before: int, device: torch.device) -> Tails:
-    """Return what a convolution that reaches `before` tokens back has to fetch.
+def make_tails(tree: ContextTree, reach: int, device: torch.device) -> Tails:
+    """Return what a convolution that reaches `reach` tokens back has to fetch.
 
     These are tails: the last tokens of other processes' pieces. They are put behind the tokens of
     this process's own pieces.
     """
     # needed[a][b]: tails that process a fetches from process b, as {piece: number of tokens}.
-    needed = [_needed_tails(tree, rank, before) for rank in range(tree.processes)]
+    needed = [_needed_tails(tree, rank, reach) for rank in range(tree.processes)]
     # (first index, length) of this process's pieces, and of the tails behind them.
     places = {piece: (piece.offset, piece.length) for piece in tree.held[tree.rank]}
     fetched: dict[int, int] = {}  # number of tokens from each process
@@ -358,14 +358,14 @@ def make_tails(tree: ContextTree, before: int, device: torch.device) -> Tails:
     return Tails(layout=RecurrentTree(layout, device), sent=sent, fetched=fetched)
 
 
-def _needed_tails(tree: ContextTree, rank: int, before: int) -> list[dict[TreePiece, int]]:
+def _needed_tails(tree: ContextTree, rank: int, reach: int) -> list[dict[TreePiece, int]]:
     """Return the tails that process `rank` fetches, by their owner: piece -> number of last tokens.
 
-    Its convolutions reach `before` tokens back from each of its pieces.
+    Its convolutions reach `reach` tokens back from each of its pieces.
     """
     tails: list[dict[TreePiece, int]] = [{} for _ in range(tree.processes)]
     for piece in tree.held[rank]:
-        missing = before  # tokens before the piece that are not found yet
+        missing = reach  # tokens before the piece that are not found yet
         for ancestor in piece.ancestors:
             if missing <= 0:
                 break

@@ -211,13 +211,13 @@ class _Product:
         """Vocabulary entries of a tile."""
 
     def tiles(self) -> Iterator[tuple[slice, slice]]:
-        """Yield the tokens and vocabulary entries of each tile, always in the same order."""
+        """Yield (tokens, vocabulary entries) of each tile, always in the same order."""
         tokens, entries = self.hidden_SH.shape[0], self.weight_VH.shape[0]
-        for low in range(0, entries, self.entries):
-            for first in range(0, tokens, self.tokens):
+        for first_entry in range(0, entries, self.entries):
+            for first_token in range(0, tokens, self.tokens):
                 yield (
-                    slice(first, min(first + self.tokens, tokens)),
-                    slice(low, min(low + self.entries, entries)),
+                    slice(first_token, min(first_token + self.tokens, tokens)),
+                    slice(first_entry, min(first_entry + self.entries, entries)),
                 )
 
     def __call__(self, tokens: slice, vocabulary: slice) -> Tensor:

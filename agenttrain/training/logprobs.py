@@ -469,14 +469,14 @@ def _why_not_split(scorer: Scorer, device: torch.device, context: ContextGroup) 
         ("hidden states", hidden, (1e-4, 5e-2)),
         ("gradients", gradient, (EXACT_GRADIENT_GAP, GRADIENT_GAP)),
     ):
-        whole = compute(packed_hidden, ids_T)
-        part = compute(compute_part, ids_T[places_t])
+        alone = compute(packed_hidden, ids_T)
+        together = compute(compute_part, ids_T[places_t])
         # Once False it stays so: gradients may be in float32 although FSDP2 computed the states in
         # a shorter format.
-        is_exact = is_exact and whole.dtype in EXACT
+        is_exact = is_exact and alone.dtype in EXACT
         tolerance = tolerances[0] if is_exact else tolerances[1]
         # Relative to all tokens: this process may have two of them, whose gradients are small.
-        gap = ((part - whole[places_t]).abs().max() / whole.abs().max()).item()
+        gap = ((together - alone[places_t]).abs().max() / alone.abs().max()).item()
         # The passes with gradients follow in any case: the other processes wait for their parts.
         if reason is None and not gap <= tolerance:  # NaN counts as a difference
             reason = f"its {name} differ by {gap:.2g} (relative)"

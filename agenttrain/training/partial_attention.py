@@ -221,15 +221,19 @@ def _fused_gradients(
 def _tiles(
     queries: int, keys: int, shift: int | None, window: int | None
 ) -> Iterator[tuple[slice, slice]]:
-    """Yield the tiles of queries and keys in which a query attends to a key."""
-    for first in range(0, queries, TILE[0]):
-        last = min(first + TILE[0], queries)
+    """Yield the tiles (queries, keys) in which a query attends to a key.
+
+    Query a attends to key b if b <= a + shift, within the window; to all keys if `shift` is None.
+    """
+    for start in range(0, queries, TILE[0]):
+        stop = min(start + TILE[0], queries)
+        # Keys `low` to `high` - 1 are seen by at least one of these queries.
         low, high = 0, keys
         if shift is not None:
-            high = min(keys, last + shift)
-            low = 0 if window is None else max(0, first + shift - window + 1)
-        for start in range(low, high, TILE[1]):
-            yield slice(first, last), slice(start, min(start + TILE[1], high))
+            high = min(keys, stop + shift)
+            low = 0 if window is None else max(0, start + shift - window + 1)
+        for key_start in range(low, high, TILE[1]):
+            yield slice(start, stop), slice(key_start, min(key_start + TILE[1], high))
 
 
 def _scores(

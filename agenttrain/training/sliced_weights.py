@@ -310,9 +310,9 @@ class SlicedWeights:
     ) -> tuple[Tensor, Tensor]:
         """Read rows of a weight and return them in 4 bits, as `pack` does."""
         shape = (rows.stop - rows.start, *weight.shape[1:])
-        read = torch.empty(shape, dtype=weight.dtype, device=device)
-        self._read(weight, rows, read)
-        return pack(read)
+        values = torch.empty(shape, dtype=weight.dtype, device=device)
+        self._read(weight, rows, values)
+        return pack(values)
 
     def _weights_of(self, model: nn.Module) -> Iterator[tuple[str, Tensor, WeightSource]]:
         """Yield each weight once: its name without adapters, the weight, and its source."""
@@ -430,9 +430,9 @@ class SlicedWeights:
             else:
                 is_scalar = not source.shape
                 shape = (rows[name].stop - rows[name].start, *source.shape[1:])
-                read = torch.empty(() if is_scalar else shape, dtype=source.dtype)
-                self._read(source, rows[name], read)
-                parts = (read,)
+                values = torch.empty(() if is_scalar else shape, dtype=source.dtype)
+                self._read(source, rows[name], values)
+                parts = (values,)
             checksum = sha256()
             for part in parts:
                 checksum.update(bytes_of(part.detach().cpu()))

@@ -77,7 +77,7 @@ class World:
         self.rank = dist.get_rank() if has_peers else 0
         self.size = dist.get_world_size() if has_peers else 1
         self.is_main = self.rank == 0
-        """True on the process that writes and prints for all."""
+        """True on the process, rank 0, that writes and prints for all."""
         self.timeout_s = timeout_s
         self.progress = 0
         """Counter that rises while this process waits in `barrier`, and with each weight that it
@@ -374,6 +374,7 @@ class Pulse:
         """Start to count in a thread, until the process ends or the store is gone."""
 
         def count() -> None:
+            """Increment this process's counter in the store from time to time."""
             number = 0
             with suppress(dist.DistError):  # without the store no process can wait for this one
                 # The first count is written at once.
