@@ -136,9 +136,10 @@ class Checkpoints:
         state: Mapping[str, Any] | None = None,
         rng: Mapping[str, Any] | None = None,
     ) -> None:
-        """Begin what `save` does: copy the policy, and write the copy in a thread.
+        """Begin a checkpoint in the background: copy the policy, and write the copy in a thread.
 
-        `finish` waits for the thread and completes the checkpoint.
+        `finish` waits for the thread and completes the checkpoint. `state` and `rng` are those of
+        `save`: JSON and random states that `load` returns and restores.
         """
         writing = self._begin(policy, step, state, rng, copies=True)
         self._take_weights(writing, policy, copies=True)
@@ -167,7 +168,7 @@ class Checkpoints:
         """Complete the checkpoint that was begun and return its folder. All processes together.
 
         Returns None if none was begun, or, without `wait`, while a process is still writing. Raises
-        what `save` does.
+        OSError or CheckpointError if the checkpoint cannot be written.
         """
         writing = self._writing
         if writing is None:
@@ -257,7 +258,10 @@ class Checkpoints:
         return self._load(policy, path)
 
     def _load(self, policy: Policy, path: Path) -> dict[str, Any]:
-        """Restore a checkpoint that was verified, as `load` does."""
+        """Restore a verified checkpoint, and return its JSON state.
+
+        It has weights, the optimizer's state and the random states of each process.
+        """
         world = policy.world
         with world.together(f"{path.name}: its content", CheckpointError, patient=True):
             try:

@@ -326,7 +326,7 @@ class CachedLayer:
     """Numbers that a layer's cache holds of a sequence."""
 
     token: int = 0
-    """Of each token: its keys and values."""
+    """Numbers of each token: its keys and values."""
     window: int | None = None
     """Most tokens whose keys and values are held. None: all."""
     convolution: int = 0

@@ -277,6 +277,7 @@ def _compute_chunk_gradients(
     later chunks start.
     """
     with torch.enable_grad(), autocast:
+        # Detached: leaves of a new graph, which holds the activations of this chunk alone.
         chunk_inputs = [t[chunk.tokens].detach().requires_grad_() for t in inputs]
         chunk_weights = [t.detach().requires_grad_() for t in weights]
         initial_states = [t.detach().requires_grad_() for t in received_states]

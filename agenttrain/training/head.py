@@ -172,7 +172,7 @@ class _LinearLogprobs(torch.autograd.Function):
             index, is_inside = _in_tile(labels_S[tokens], vocabulary)
             at_label = torch.where(is_inside, grad_logprobs_S[tokens], 0.0)
             gradient.scatter_add_(-1, index[:, None], at_label[:, None])
-            # From the gradient by the logits to that by the head's output, before `transform`.
+            # From d loss / d logits to d loss / d output of the head, which is before `transform`.
             gradient.mul_(ctx.transform.slope(logits))
             product_gradient = gradient.to(product.type)
             if sum_hidden_SH is not None:

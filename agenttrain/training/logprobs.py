@@ -328,7 +328,10 @@ class Scorer(nn.Module):
 
     @contextmanager
     def _ready(self) -> Iterator[None]:
-        """Do what `ready` does, without compiled layers and without recomputation."""
+        """Switch dropout off, and install packed attention and replayed experts for the block.
+
+        `ready` adds compiled layers and recomputation.
+        """
         training = self.model.training
         # With dropout the policy would not be the one that sampled.
         self.model.eval()

@@ -43,7 +43,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 CONVERSIONS = "_weight_conversions"
 """transformers' attribute with the conversions of the files that a model was loaded from."""
 PEFT = "base_model.model."
-"""What peft puts before the names of a model's modules."""
+"""Prefix that peft puts before the names of a model's modules."""
 
 
 def add_lora(model: PreTrainedModel, settings: LoraSettings) -> LoraTargets | None:

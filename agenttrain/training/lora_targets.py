@@ -31,9 +31,10 @@ OUT_PROJ = "out_proj"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraTargets:
-    """What gets adapters, by names or ends of names."""
+    """Modules and weights that get adapters, by names or ends of names."""
 
     modules: list[str]
+    """Modules, such as ``q_proj`` or ``model.layers.0.self_attn.q_proj``."""
     parameters: list[str]
     """Packed weights of experts."""
     left_out: dict[str, str] = field(default_factory=dict)

@@ -96,7 +96,7 @@ def partial_gradients(
     lse: Tensor,
     gradient: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value by the queries' attention to these keys.
+    """Return the gradients of query, key and value, as far as they come from these keys.
 
     `output` [m, h, e] is the attention's result over all keys of all processes, `lse` [m, h] log
     sum exp of their scores, and `gradient` the gradient of `output`. Query a attends to key b if

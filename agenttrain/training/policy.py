@@ -571,7 +571,7 @@ class Policy:
             behaviour_S=torch.zeros(len(targets_S)),
             ref_logprobs_S=None,
         )
-        transform = self._scorer.transform
+        transform = self._scorer.transform  # has the temperature of the rollouts
         self._scorer.transform = replace(transform, temperature=1.0)
         try:
             packed = self._scorer.pack([sequence], len(token_ids), self.device)
@@ -678,6 +678,7 @@ class Policy:
                 )
                 loss, _ = policy_loss(inputs, self.algorithm)
                 loss.backward()
+            # Members of a context group have a part of the gradient each. FSDP2 adds them up.
             if self._context is not None and self._sharding is None:
                 self._context.add_gradients(self.model)
             return loss.detach(), inputs.logprobs_S.detach()

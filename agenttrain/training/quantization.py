@@ -113,11 +113,11 @@ class QuantizedLinear(nn.Linear):
     values: Tensor
     """The 16 values that the indices stand for."""
     scale_scales: Tensor
-    """Of scales in 8 bits: the scale of each `SCALES` of them."""
+    """For scales in 8 bits: the scale of each `SCALES` of them."""
     scale_values: Tensor
-    """Of scales in 8 bits: the values that they stand for."""
+    """For scales in 8 bits: the table of values that they are indices of."""
     scale_mean: Tensor
-    """Of scales in 8 bits: a number that is added to each."""
+    """For scales in 8 bits: a number that is added to each."""
 
     def __init__(self, linear: nn.Linear, *, double: bool, device: torch.device) -> None:
         """Make room for the weight of `linear` on `device`, and take its bias.
@@ -174,7 +174,7 @@ class QuantizedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Multiply by the dequantised weight, which autograd does not keep."""
         functional = import_module("bitsandbytes.functional")
-        nested = {}
+        nested = {}  # bitsandbytes' arguments for scales in 8 bits
         if self.has_double_scales:
             nested = {"offset": self.scale_mean[0], "state2": self._scale_state()}
         state = functional.QuantState(

@@ -159,6 +159,7 @@ def load_whole(folder: Path, dtype: torch.dtype | str, *, uniform: bool = False)
         model, info = auto_class(folder).from_pretrained(
             folder,
             dtype=dtype,
+            # Other shapes are reported in `info` instead of raised, for the errors below.
             output_loading_info=True,
             ignore_mismatched_sizes=True,
             **loading_options(folder),
@@ -308,7 +309,7 @@ class SlicedWeights:
     def _read_packed(
         self, weight: WeightSource, rows: RowRange, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Read rows of a weight and return them in 4 bits, as `pack` does."""
+        """Read rows of a weight; return them in 4 bits, and the scale of each of their blocks."""
         shape = (rows.stop - rows.start, *weight.shape[1:])
         values = torch.empty(shape, dtype=weight.dtype, device=device)
         self._read(weight, rows, values)

@@ -158,7 +158,8 @@ class World:
         """Make the block fail in all processes if it fails in one with an error of these kinds.
 
         The processes meet at the end of the block. A process without an error then raises
-        PeerFailed. The block itself must not communicate. `patient` is that of `exchange`.
+        PeerFailed. The block itself must not communicate. With `patient` they wait there without a
+        time limit, as long as the heartbeats of all go on.
         """
         failure: Exception | None = None
         try:
