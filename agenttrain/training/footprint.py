@@ -142,7 +142,7 @@ class Activations:
     """The most that a recomputed module holds while its part of the backward pass runs."""
 
 
-class Saved:
+class SavedActivations:
     """Activations of a forward pass over a rollout, by the level of checkpointing.
 
     Call it with a rollout's number of tokens. `autocast` is the format in which layers compute.
