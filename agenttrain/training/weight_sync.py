@@ -403,8 +403,8 @@ def named_weights(
 
     A tied weight comes under each of its names. Adapters are merged, one weight at a time, or left
     out if not `merged`. Either way the engine gets a model without adapters. With `dtype`, weights
-    are cast to it, except those that always stay in float32. Sharded weights are gathered layer by
-    layer, after the cast, so every process has to consume the iterator.
+    in the model's format are cast to it, except those that always stay in float32. Sharded weights
+    are gathered layer by layer, after the cast, so every process has to consume the iterator.
     """
     for name, tensor in gather_by_layer(model, _own_parts(model, dtype, merged)):
         yield base_name(name), tensor
