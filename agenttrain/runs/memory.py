@@ -43,7 +43,7 @@ from agenttrain.training.footprint import (
     RESERVE,
     Activations,
     CachedLayer,
-    Saved,
+    SavedActivations,
     cached_layers,
     empty_model,
     head_bytes,
@@ -692,7 +692,9 @@ class Sizes:
         them to other weights."""
         self.in_4_bits = list(numbers_of(self.stored).values())
         """Numbers of each weight that the trainer stores in 4 bits; empty: of none."""
-        self._saved = {name: Saved(self.model, dtype) for name, dtype in MIXED_PRECISIONS.items()}
+        self._saved = {
+            name: SavedActivations(self.model, dtype) for name, dtype in MIXED_PRECISIONS.items()
+        }
 
     @cached_property
     def parameters(self) -> int:

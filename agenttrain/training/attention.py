@@ -66,7 +66,7 @@ class WindowMask:
     def __getitem__(self, queries: Any) -> WindowMask:
         """Return the mask of some of the queries, which has the same window.
 
-        Gemma 4 asks before the layers that reuse keys of earlier ones, for all queries.
+        Gemma 4 indexes the masks of layers that reuse keys of earlier ones, always by all queries.
         """
         return self
 
@@ -405,7 +405,11 @@ class PackedTree:
         use_varlen: bool = False,
         split: Split | None = None,
     ) -> None:
-        """With `split` the forward pass has this process's tokens of the segments."""
+        """Take segments that follow each other. Layouts are made when they are first read.
+
+        With `split` several processes compute the segments, and the forward pass has this process's
+        tokens alone.
+        """
         self.segments, self.device, self.use_varlen = segments, device, use_varlen
         self.split = split
 

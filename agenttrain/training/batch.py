@@ -64,9 +64,9 @@ class SequenceRoutes:
 
     @cached_property
     def keys_R(self) -> Tensor:
-        """A number for the experts of each position. Different experts have different numbers.
+        """Hash of the experts chosen at each position, over all L layers, int64.
 
-        Two choices get one number with a probability of about 2**-64.
+        Two different choices have the same hash with a probability of about 2**-64.
         """
         experts_RN = self.experts_RLK.flatten(1).numpy().astype(np.uint64)  # N = L x K
         # Random factors, the same in every process. Products and sums are modulo 2**64.
@@ -202,8 +202,9 @@ def _recorded_routes(rollout: Rollout, trajectory: Trajectory) -> SequenceRoutes
         inherited = _recorded_routes(rollout, rollout.trajectories[parent])
         # A token sampled at the branch comes from the last position of the context, whose experts
         # are then in this trajectory's own record.
-        is_sampled = bool(trajectory.spans) and trajectory.spans[0].origin is Origin.sampled
-        end = length - 1 if is_sampled else length
+        spans = trajectory.spans
+        branches_at_sampled = bool(spans) and spans[0].origin is Origin.sampled
+        end = length - 1 if branches_at_sampled else length
         is_kept_R = inherited.positions_R < end
         positions.append(inherited.positions_R[is_kept_R])
         experts.append(inherited.experts_RLK[is_kept_R])
@@ -465,7 +466,11 @@ class PaddedRows(NamedTuple):
 
 
 def pad_rows(lengths: Sequence[int], device: torch.device) -> PaddedRows:
-    """Return the padded layout of rows of these lengths."""
+    """Return the layout of rows of these lengths, each padded to the longest one.
+
+    Example: rows of 3 and 1 tokens are packed as 0 1 2 3 and padded as 0 1 2 | 3 3 3. `gather` is
+    0 1 2 3 3 3, `scatter` 0 1 2 3 (padded places of tokens), and `padding` 4 5.
+    """
     # Made on the host: on a GPU `nonzero` would wait for all work that is queued there.
     position_L = torch.arange(max(lengths))
     lengths_N1 = torch.tensor(lengths)[:, None]

@@ -136,16 +136,20 @@ class Checkpoints:
         state: Mapping[str, Any] | None = None,
         rng: Mapping[str, Any] | None = None,
     ) -> None:
-        """Begin what `save` does: copy the policy, and write the copy in a thread.
+        """Begin a checkpoint in the background: copy the policy, and write the copy in a thread.
 
-        `finish` waits for the thread and completes the checkpoint.
+        `finish` waits for the thread and completes the checkpoint. `state` and `rng` are those of
+        `save`: JSON and random states that `load` returns and restores.
         """
         writing = self._begin(policy, step, state, rng, copies=True)
         self._take_weights(writing, policy, copies=True)
         writing.start()
 
     def _take_weights(self, writing: Writing, policy: Policy, *, copies: bool) -> None:
-        """Add the weights to a snapshot, then wait for the thread, if it writes the other files."""
+        """Add the weights to a snapshot, with `copies` as copies that later updates do not change.
+
+        At the end wait for the thread of `writing`, if it was started to write the other files.
+        """
         try:
             writing.snapshot.take_weights(policy, copies=copies)
         except BaseException as error:
@@ -164,7 +168,7 @@ class Checkpoints:
         """Complete the checkpoint that was begun and return its folder. All processes together.
 
         Returns None if none was begun, or, without `wait`, while a process is still writing. Raises
-        what `save` does.
+        OSError or CheckpointError if the checkpoint cannot be written.
         """
         writing = self._writing
         if writing is None:
@@ -254,7 +258,10 @@ class Checkpoints:
         return self._load(policy, path)
 
     def _load(self, policy: Policy, path: Path) -> dict[str, Any]:
-        """Restore a checkpoint that was verified, as `load` does."""
+        """Restore a verified checkpoint, and return its JSON state.
+
+        It has weights, the optimizer's state and the random states of each process.
+        """
         world = policy.world
         with world.together(f"{path.name}: its content", CheckpointError, patient=True):
             try:

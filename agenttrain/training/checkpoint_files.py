@@ -80,8 +80,8 @@ def set_stop_tokens(model: Any, token_ids: Sequence[int]) -> None:
     for settings in (model.config, model.config.get_text_config(), model.generation_config):
         if not hasattr(settings, "eos_token_id"):  # no such key, or no generation_config.json
             continue
-        former = settings.eos_token_id
-        if set(former if isinstance(former, list) else [former]) != set(token_ids):
+        current = settings.eos_token_id
+        if set(current if isinstance(current, list) else [current]) != set(token_ids):
             settings.eos_token_id = ids
 
 

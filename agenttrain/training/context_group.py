@@ -45,8 +45,8 @@ class ContextGroup:
             if first == self._first:
                 self._group = group
         if size > 1:
-            # NCCL's first operation in a group needs all members. One of `exchanging` may be
-            # between two of them, so the first is made here.
+            # NCCL's first operation in a group needs all members. `exchanging` may begin with one
+            # between two of them, so a sum over all comes before it, here.
             device = "cpu" if dist.get_backend(self._group) == "gloo" else "cuda"
             self.add(torch.zeros(1, device=device))
 

@@ -89,53 +89,53 @@ def pack_together(
     return [_own_share(microbatch, own_ids, group) for microbatch in packed]
 
 
-def _own_share(whole: Microbatch, own_ids: set[int], group: ContextGroup) -> Microbatch:
-    """Return this process's part of its group's microbatch, `whole`.
+def _own_share(microbatch: Microbatch, own_ids: set[int], group: ContextGroup) -> Microbatch:
+    """Return this process's part of a microbatch of its group.
 
     The part has the loss of this process's sequences, whose Python ids are `own_ids`. It has the
     tokens and routes that this process computes, which may be those of other members' sequences.
     """
-    device = whole.token_ids_T.device
-    whole = _fill(whole, group.size)
-    split = split_tree(whole.segments, group)
+    device = microbatch.token_ids_T.device
+    microbatch = _fill(microbatch, group.size)
+    split = split_tree(microbatch.segments, group)
     positions_t = split.tree.packed_positions()
     # Index of each token among those that this process computes. -1: another one computes it.
-    index_T = torch.full((len(whole.token_ids_T),), -1)
+    index_T = torch.full((len(microbatch.token_ids_T),), -1)
     index_T[positions_t] = torch.arange(len(positions_t))
-    targets_S = index_T[whole.targets_S.cpu()]
+    targets_S = index_T[microbatch.targets_S.cpu()]
     # Indices among the group's sampled tokens: of those that this process computes (`places_s`),
     # and of those of its sequences (`own_places`).
     places_s = (targets_S >= 0).nonzero()[:, 0]
-    is_own_B = torch.tensor([id(sequence) in own_ids for sequence in whole.sequences])
-    sequence_S = whole.sequence_S.cpu()
+    is_own_B = torch.tensor([id(sequence) in own_ids for sequence in microbatch.sequences])
+    sequence_S = microbatch.sequence_S.cpu()
     own_places = is_own_B[sequence_S].nonzero()[:, 0]
     share = ContextShare(
         split=split,
         targets_s=targets_S[places_s].to(device),
-        labels_s=whole.labels_S[places_s.to(device)],
+        labels_s=microbatch.labels_S[places_s.to(device)],
         places_s=places_s.to(device),
         own_places=own_places.to(device),
         sampled=len(targets_S),
     )
     own_places, positions_t = own_places.to(device), positions_t.to(device)
-    sequences = tuple(sequence for sequence in whole.sequences if id(sequence) in own_ids)
-    ref_logprobs_S = whole.ref_logprobs_S  # only this process's own sequences have any
-    weights_B = whole.weights_B[is_own_B.to(device)]
+    sequences = tuple(sequence for sequence in microbatch.sequences if id(sequence) in own_ids)
+    ref_logprobs_S = microbatch.ref_logprobs_S  # only this process's own sequences have any
+    weights_B = microbatch.weights_B[is_own_B.to(device)]
     if not sequences:
-        sequences, weights_B = (stand_in(),), whole.weights_B.new_zeros(1)
-        ref_logprobs_S = whole.behaviour_S.new_zeros(0)
-    # Index of each sequence of this process among them.
+        sequences, weights_B = (stand_in(),), microbatch.weights_B.new_zeros(1)
+        ref_logprobs_S = microbatch.behaviour_S.new_zeros(0)
+    # Index of each sequence of this process among `sequences`; the others' values are not used.
     own_index_B = (is_own_B.cumsum(0) - 1).to(device)
-    routes_TLK = whole.routes_TLK
+    routes_TLK = microbatch.routes_TLK
     return replace(
-        whole,
+        microbatch,
         sequences=sequences,
-        token_ids_T=whole.token_ids_T[positions_t],
-        targets_S=whole.targets_S[own_places],
-        labels_S=whole.labels_S[own_places],
-        behaviour_S=whole.behaviour_S[own_places],
-        sequence_S=own_index_B[whole.sequence_S[own_places]],
-        advantages_S=whole.advantages_S[own_places],
+        token_ids_T=microbatch.token_ids_T[positions_t],
+        targets_S=microbatch.targets_S[own_places],
+        labels_S=microbatch.labels_S[own_places],
+        behaviour_S=microbatch.behaviour_S[own_places],
+        sequence_S=own_index_B[microbatch.sequence_S[own_places]],
+        advantages_S=microbatch.advantages_S[own_places],
         weights_B=weights_B,
         ref_logprobs_S=ref_logprobs_S,
         routes_TLK=None if routes_TLK is None else routes_TLK[positions_t],
@@ -144,9 +144,9 @@ def _own_share(whole: Microbatch, own_ids: set[int], group: ContextGroup) -> Mic
 
 
 def _fill(microbatch: Microbatch, processes: int) -> Microbatch:
-    """Return a microbatch of at least two tokens for each process, which computes two chunks.
+    """Return a microbatch of at least two tokens for each process, as each computes two chunks.
 
-    The tokens that are added are a sequence of their own, without a loss.
+    Tokens that are missing are added as a sequence of their own, without a loss.
     """
     segments = fill(microbatch.segments, processes)
     ids_T, routes_TLK = microbatch.token_ids_T, microbatch.routes_TLK

@@ -48,6 +48,10 @@ class _ToOwners(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values_2s: Tensor, share: ContextShare) -> tuple[Tensor, Tensor]:
+        """Return logprobs and entropies of the tokens of this process's rollouts.
+
+        `values_2s` has those of the s tokens that this process computed. S are the group's tokens.
+        """
         ctx.share = share
         # Each token is computed by one process and is 0 in the others, so the sum is its value.
         values_2S = values_2s.new_zeros(2, share.sampled)
@@ -59,6 +63,7 @@ class _ToOwners(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of `values_2s`, from the processes with the tokens' rollouts."""
         share: ContextShare = ctx.share
         gradient_2S = gradients[0].new_zeros(2, share.sampled)
         # A token's gradient comes from the process with its rollout alone.

@@ -71,13 +71,15 @@ class ContextTree:
     """The pieces of a packed tree, as process `rank` of `processes` computes them.
 
     The packed row is cut into two chunks for each process, an early and a late one, because late
-    tokens attend to more keys. Segments are cut into pieces at the ends of chunks.
+    tokens attend to more keys. Segments are cut into pieces at the ends of chunks. `calls` says how
+    a process's queries attend to the keys of each process, `positions` where its tokens are.
     """
 
     def __init__(self, segments: Sequence[Segment], *, rank: int, processes: int) -> None:
         """Cut segments of at least two tokens for each process, as `fill` makes them."""
         self.rank, self.processes = rank, processes
         self._calls: dict[tuple[int, int | None], list[Call]] = {}
+        """Results of `calls`, cached by their arguments: one row serves many layers."""
         chunks = 2 * processes
         tokens = segments[-1].end
         self.bounds = [tokens * chunk // chunks for chunk in range(chunks + 1)]
@@ -98,58 +100,62 @@ class ContextTree:
     def _cut(self, segments: Sequence[Segment]) -> tuple[TreePiece, ...]:
         """Cut segments at the ends of chunks; the pieces of a segment are a chain of parents."""
         pieces: list[TreePiece] = []
-        last_of: dict[int, TreePiece] = {}  # last piece of a segment, by the segment's start
-        counts = [0] * self.processes
+        last_pieces: dict[int, TreePiece] = {}  # of each segment, by the segment's start
+        counts = [0] * self.processes  # tokens of each process's pieces so far
         for segment in segments:
-            parent = None if segment.parent is None else last_of[segment.parent.start]
+            # The piece before the next one: of this segment, or at first of its parent.
+            previous = None if segment.parent is None else last_pieces[segment.parent.start]
             start = segment.start
             while start < segment.end:
                 chunk = bisect_right(self.bounds, start) - 1
                 end = min(segment.end, self.bounds[chunk + 1])
                 owner = self.owner(chunk)
-                parent_segment = None if parent is None else parent.segment
-                parent = TreePiece(
+                parent_segment = None if previous is None else previous.segment
+                previous = TreePiece(
                     segment=Segment(start, end - start, parent_segment),
-                    parent=parent,
+                    parent=previous,
                     chunk=chunk,
                     owner=owner,
                     offset=counts[owner],
-                    position=0 if parent is None else parent.position + parent.length,
+                    position=0 if previous is None else previous.position + previous.length,
                 )
-                pieces.append(parent)
+                pieces.append(previous)
                 counts[owner] += end - start
                 start = end
-            assert parent is not None  # a segment has tokens
-            last_of[segment.start] = parent
+            assert previous is not None  # a segment has tokens
+            last_pieces[segment.start] = previous
         return tuple(pieces)
 
     def calls(self, source: int, window: int | None) -> list[Call]:
-        """Return the calls of this process's queries over the keys of process `source`."""
+        """Return the attention calls of this process's queries over the keys of process `source`.
+
+        `window` is the layer's sliding window in tokens; None: full attention.
+        """
         if (source, window) not in self._calls:
             self._calls[source, window] = list(self._make_calls(source, window))
         return self._calls[source, window]
 
     def _make_calls(self, source: int, window: int | None) -> Iterator[Call]:
-        """Yield the calls of this process's queries over the keys of process `source`.
+        """Yield the attention calls that `calls` returns.
 
         Siblings attend to their prefix in one call. With a window each piece has calls of its own.
         """
-        held = self.held[self.rank]
+        own_pieces = self.held[self.rank]
         if window is not None:
-            for piece in held:
-                for key in (piece, *piece.ancestors):
-                    if key.owner == source:
-                        yield from _window_calls(piece, key, window)
+            for piece in own_pieces:
+                for key_piece in (piece, *piece.ancestors):
+                    if key_piece.owner == source:
+                        yield from _window_calls(piece, key_piece, window)
             return
-        for siblings in _sibling_runs(held):
+        for siblings in _sibling_runs(own_pieces):
             first, last = siblings[0], siblings[-1]
             queries = slice(first.offset, last.offset + last.length)
-            # Siblings attend to all of their prefix, so that they are one call.
+            # Siblings attend to all of their prefix, without a mask, so that they are one call.
             prefix = sorted((p.offset, p.length) for p in first.ancestors if p.owner == source)
             for keys in _join_neighbours(prefix):
                 yield Call(queries, keys, shift=None)
         if source == self.rank:  # each piece attends to itself, causally
-            for piece in held:
+            for piece in own_pieces:
                 tokens = slice(piece.offset, piece.offset + piece.length)
                 yield Call(tokens, tokens, shift=0)
 
@@ -214,19 +220,19 @@ def _join_neighbours(parts: Sequence[tuple[int, int]]) -> list[slice]:
 
 def _window_calls(query: TreePiece, key: TreePiece, window: int) -> Iterator[Call]:
     """Yield calls of a piece's queries over the keys of another one, or of itself, in a window."""
-    for first in range(0, query.length, QUERIES):
-        last = min(first + QUERIES, query.length)
-        distance = query.position + first - key.position  # of the first query from the first key
+    for start in range(0, query.length, QUERIES):
+        stop = min(start + QUERIES, query.length)
+        distance = query.position + start - key.position  # of the first query from the first key
         # Keys `low` to `high` - 1 are seen by at least one of these queries.
         low = max(0, distance - window + 1)
-        high = min(key.length, distance + last - first)
+        high = min(key.length, distance + stop - start)
         if low >= high:
             continue
         shift = distance - low  # of the first query from the first of these keys
         # The first query sees the last key, and the last query the first key.
-        sees_all = high - low - 1 <= shift and last - first - 1 + shift < window
+        sees_all = high - low - 1 <= shift and stop - start - 1 + shift < window
         yield Call(
-            slice(query.offset + first, query.offset + last),
+            slice(query.offset + start, query.offset + stop),
             slice(key.offset + low, key.offset + high),
             shift=None if sees_all else shift,
         )

@@ -66,7 +66,8 @@ def assign_advantages(
                     for rollout in group
                 ]
             )
-    first, rewards = gather_if_batchwise(rewards, config, world)  # `groups` begin at `first`
+    # `rewards` may become those of all processes. Those of `groups` then begin at `first_group`.
+    first_group, rewards = gather_if_batchwise(rewards, config, world)
     names, rewards_FPG = _tabulate(rewards)
     if config.rewards is Rewards.normalize_each:
         weights = [reward_weights.get(name, 1.0) for name in names]
@@ -74,7 +75,7 @@ def assign_advantages(
     else:
         rewards_PG = rewards_FPG[0]  # the only function, which is their sum
         advantages_PG = advantages(rewards_PG, baseline=config.advantage, scale=config.scale)
-    local_PG = advantages_PG[first : first + len(groups)].tolist()
+    local_PG = advantages_PG[first_group : first_group + len(groups)].tolist()
     for group, advantages_G in zip(groups, local_PG, strict=True):
         for rollout, advantage in zip(group, advantages_G, strict=False):  # short groups are padded
             # NaN: no reward, or none by a function of non-zero weight.
@@ -94,12 +95,15 @@ def gather_if_batchwise(
         return 0, groups
     # `gather` joins lists: a list of one item keeps the ranks' groups apart.
     shares = world.gather([groups], "the rewards of a batch")
-    first = sum(len(share) for share in shares[: world.rank])
-    return first, [group for share in shares for group in share]
+    first_group = sum(len(share) for share in shares[: world.rank])
+    return first_group, [group for share in shares for group in share]
 
 
 def _tabulate(rewards: Sequence[Sequence[Mapping[str, float | None]]]) -> tuple[list[str], Tensor]:
     """Return the names of the reward functions and their rewards, [F, P, G] in float64.
+
+    F functions, P groups of rollouts, G rollouts of the largest group. `rewards` has for each group
+    and rollout the functions' rewards by name, e.g. ``[[{"correct": 1.0}, {"correct": 0.0}]]``.
 
     NaN where there is none: a function gave none, or the group has fewer than G rollouts.
     """
@@ -125,11 +129,11 @@ def _assign_by_turn(
 
     Returns the metrics.
     """
-    first, all_rewards = gather_if_batchwise(rewards, config, world)
+    first_group, all_rewards = gather_if_batchwise(rewards, config, world)
     result = turn_advantages(all_rewards, config)
-    local = slice(first, first + len(groups))  # the groups of this process
+    own_groups = slice(first_group, first_group + len(groups))  # the groups of this process
     by_turn: list[list[float]] = [[] for _ in range(VARIANCES)]  # advantages of each turn
-    for group, advantages_G in zip(groups, result.advantages[local], strict=True):
+    for group, advantages_G in zip(groups, result.advantages[own_groups], strict=True):
         for rollout, advantages_K in zip(group, advantages_G, strict=True):
             set_advantages(rollout, advantages_K)
             # Turns after the first VARIANCES have no metric.
@@ -141,7 +145,9 @@ def _assign_by_turn(
     metrics = {"credit/turn_reward": mean_parts(torch.tensor(turn_rewards))}
     if config.credit.name is Credit.gigpo:
         # True for turns whose state another rollout of the group was in too.
-        compared = [flag for group in result.compared[local] for turns in group for flag in turns]
+        compared = [
+            flag for group in result.compared[own_groups] for turns in group for flag in turns
+        ]
         metrics["credit/step_groups"] = mean_parts(torch.tensor(compared))
     for turn, values in enumerate(by_turn, start=1):
         # Advantages have a mean near 0, so their mean square is the variance, also over processes.

@@ -56,7 +56,10 @@ _ONE_BY_ONE: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
 def _try_one_by_one(model: PreTrainedModel) -> bool:
-    """Return True if meta tensors have the same names and shapes converted alone as together."""
+    """Return True if weights converted one at a time give the same files as all together.
+
+    Names and shapes are compared, of tensors on the meta device, which have no values.
+    """
     conversions = getattr(model, CONVERSIONS, None)
     if conversions is None:  # no record of the model's files: the conversions of its family
         conversions = get_model_conversion_mapping(model, add_legacy=False)

@@ -142,7 +142,7 @@ class Activations:
     """The most that a recomputed module holds while its part of the backward pass runs."""
 
 
-class Saved:
+class SavedActivations:
     """Activations of a forward pass over a rollout, by the level of checkpointing.
 
     Call it with a rollout's number of tokens. `autocast` is the format in which layers compute.
@@ -154,7 +154,7 @@ class Saved:
         softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
         self._longest = TRACED if softcap is None else TRACED_SCORES
         self._traced: dict[int, dict[ActivationCheckpointing, Activations]] = {}
-        """Tokens of a rollout -> what was traced for it."""
+        """Tokens of a rollout -> bytes at each level. Cached, because a trace takes a while."""
 
     def __call__(
         self, tokens: int, level: ActivationCheckpointing = ActivationCheckpointing.none
@@ -175,7 +175,10 @@ class Saved:
         )
 
     def _trace(self, tokens: int) -> dict[ActivationCheckpointing, Activations]:
-        """Return the bytes that autograd saves in a forward pass over fake tensors (cached)."""
+        """Return the bytes that autograd saves in a forward pass, at each level (cached).
+
+        The tensors are fake: they have shapes and formats, but no values and no memory.
+        """
         if tokens in self._traced:
             return self._traced[tokens]
         tree = PackedTree(one_after_the_other([tokens]), torch.device("cpu"))
@@ -211,12 +214,13 @@ class Saved:
         cast = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
         keywords = {"position_ids": positions, **tree.keywords(self._model)}
         hooks = saved_tensors_hooks(save, lambda tensor: tensor)
-        # Layers that are skipped because equal ones ran are counted in `skipped.saved_bytes`.
-        repeated = equal_layers_run_twice(decoder_layers, kept_bytes)
+        # To save time only two layers of each kind run. The bytes of the others, which are skipped,
+        # are counted in `skipped.saved_bytes`.
+        limited = equal_layers_run_twice(decoder_layers, kept_bytes)
         with ExitStack() as stack:
             # First the changes to the model, then the modes of its forward pass.
             stack.enter_context(packing(self._model))
-            skipped = stack.enter_context(repeated)
+            skipped = stack.enter_context(limited)
             for count in counts.values():
                 stack.enter_context(count.watching())
             for context in (mode, _traceable_experts(), cast, hooks):
@@ -238,7 +242,7 @@ class _LevelCount:
     """
 
     def __init__(self, weights: Sequence[Tensor], recomputed: Sequence[nn.Module]) -> None:
-        """`recomputed` are modules of which none is in another."""
+        """Count nothing yet. `recomputed` are modules of which none is in another."""
         self.kept = 0
         """Bytes held for the backward pass: inputs of recomputed modules, and what others save."""
         self.most_recomputed = 0
@@ -256,7 +260,11 @@ class _LevelCount:
         self._count(tensor, self._kept if self._module is None else self._module)
 
     def _count(self, tensor: Tensor, group: dict[int, torch.UntypedStorage]) -> None:
-        """Add the storage of a tensor to the kept ones, or to those of the running module."""
+        """Add the storage of a tensor to `group`, unless it is counted already or a weight's.
+
+        `group` is `_kept`, or while a recomputed module runs `_module`, whose bytes are summed when
+        the module ends.
+        """
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address in self._weight_ids or address in self._kept or address in group:
@@ -318,7 +326,7 @@ class CachedLayer:
     """Numbers that a layer's cache holds of a sequence."""
 
     token: int = 0
-    """Of each token: its keys and values."""
+    """Numbers of each token: its keys and values."""
     window: int | None = None
     """Most tokens whose keys and values are held. None: all."""
     convolution: int = 0

@@ -115,7 +115,10 @@ def _packed_parts(tensors: Sequence[DTensor]) -> tuple[list[PackedPart], int]:
 
 
 def _gather_buffers(tensors: Sequence[DTensor], places: Sequence[PackedPart], total: int) -> Tensor:
-    """Return the buffers of all processes, [processes, bytes], on the device that computes."""
+    """Return the buffers of all processes, [processes, bytes], on the device that computes.
+
+    A buffer of `total` bytes has a process's parts of `tensors`, each at its offset in `places`.
+    """
     mesh = tensors[0].device_mesh
     group = mesh.get_group(mesh.ndim - 1)  # the last dimension shards, earlier ones are of replicas
     rank, count = dist.get_rank(group), dist.get_world_size(group)

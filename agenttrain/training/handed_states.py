@@ -53,10 +53,10 @@ class HandedTree:
         Tokens of other processes that it reaches are fetched and put behind this process's own.
         Their outputs are dropped.
         """
-        before = convolution.weight.shape[-1] - 1  # tokens that a convolution reaches back
-        if before not in self._tails:
-            self._tails[before] = make_tails(self.tree, before, self.device)
-        tails = self._tails[before]
+        reach = convolution.weight.shape[-1] - 1  # tokens that a convolution reaches back
+        if reach not in self._tails:
+            self._tails[reach] = make_tails(self.tree, reach, self.device)
+        tails = self._tails[reach]
         rows_tC = convolution.states[0].transpose(0, 1)
         fetched_fC = _FetchTails.apply(rows_tC, tails, self.group)
         extended = torch.cat((rows_tC, fetched_fC)).transpose(0, 1)[None]
@@ -101,38 +101,42 @@ class Chunk:
     tokens: slice
     """Indices of its tokens among those of the owner."""
     layout: RecurrentTree
-    """Its pieces. They start from the last states of `layout.given`, which are pieces of earlier
-    chunks. Those of `layout.wanted` leave last states that later chunks need."""
+    """Its pieces. They start from the last states of `layout.earlier_parents`, which are pieces of
+    earlier chunks. Those of `layout.needed_later` leave last states that later chunks need."""
     sent: dict[int, tuple[Segment, ...]]
     """Pieces whose last states other processes need, by process."""
 
 
 def _make_chunks(tree: ContextTree, device: torch.device) -> list[Chunk]:
-    """Return the chunks of a tree, with the states that go from one to another."""
-    pieces: dict[int, list[TreePiece]] = defaultdict(list)
+    """Return the chunks of a tree, with the states that go from one to another.
+
+    A piece starts from the last state of its parent, which may be in an earlier chunk of the same
+    or of another process.
+    """
+    pieces_by_chunk: dict[int, list[TreePiece]] = defaultdict(list)
     for piece in tree.pieces:
-        pieces[piece.chunk].append(piece)
-    # Pieces whose states other chunks need, by chunk, with the processes that need them.
+        pieces_by_chunk[piece.chunk].append(piece)
+    # Chunk -> its pieces whose last states other chunks need -> the processes that need them.
     needed: dict[int, dict[TreePiece, set[int]]] = defaultdict(dict)
     for piece in tree.pieces:
         parent = piece.parent
         if parent is not None and parent.chunk != piece.chunk:
             needed[parent.chunk].setdefault(parent, set()).add(piece.owner)
     chunks = []
-    for number, held in sorted(pieces.items()):
+    for number, pieces in sorted(pieces_by_chunk.items()):
         # Pieces of earlier chunks from whose last states this one starts, each once and in order.
-        starting_pieces = {p.parent: None for p in held if p.parent and p.parent.chunk != number}
-        owner = held[0].owner
+        starting_pieces = {p.parent: None for p in pieces if p.parent and p.parent.chunk != number}
+        owner = pieces[0].owner
         receivers = sorted({rank for ranks in needed[number].values() for rank in ranks} - {owner})
         chunks.append(
             Chunk(
                 owner=owner,
-                tokens=slice(held[0].offset, held[-1].offset + held[-1].length),
+                tokens=slice(pieces[0].offset, pieces[-1].offset + pieces[-1].length),
                 layout=RecurrentTree(
-                    [piece.segment for piece in held],
+                    [piece.segment for piece in pieces],
                     device,
-                    given=[piece.segment for piece in starting_pieces],
-                    wanted=[piece.segment for piece in needed[number]],
+                    earlier_parents=[piece.segment for piece in starting_pieces],
+                    needed_later=[piece.segment for piece in needed[number]],
                 ),
                 sent={
                     rank: tuple(p.segment for p, ranks in needed[number].items() if rank in ranks)
@@ -153,36 +157,39 @@ class _HandedScan(torch.autograd.Function):
     def forward(ctx: Any, handed: HandedTree, scan: Scan, count: int, *tensors: Tensor) -> Tensor:
         """Return the output of this process's tokens.
 
-        `tensors` are `count` inputs, and then the weights. For each of its chunks a process
-        receives the states that the chunk starts from, scans it, and sends last states on.
+        `tensors` are `count` inputs of the scan, and then its weights. Every process goes through
+        all chunks in order. It receives the last states of other processes' chunks that its own
+        chunks start from. It scans its own chunks, and sends their last states to the processes
+        that need them.
         """
         inputs, group = tensors[:count], handed.group
         like = handed.state_like(scan)
         states: dict[Segment, Tensor] = {}  # last states of pieces, received or computed here
         sending = []  # works with the tensors that they read
         outputs: list[Tensor] = []
-        starts: list[Tensor] = []  # initial states of this process's chunks
+        all_initial_states: list[Tensor] = []  # those of this process's chunks
         for chunk in handed.chunks:
-            received = chunk.sent.get(group.rank)
-            if received:
-                rows = group.receive((len(received), *like.shape), like, chunk.owner)
-                states |= dict(zip(received, rows.unbind(), strict=True))
+            awaited_segments = chunk.sent.get(group.rank)  # whose states the owner sends here
+            if awaited_segments:
+                rows = group.receive((len(awaited_segments), *like.shape), like, chunk.owner)
+                states |= dict(zip(awaited_segments, rows.unbind(), strict=True))
             if chunk.owner != group.rank:
                 continue
-            initial_states = [states[segment] for segment in chunk.layout.given]
-            starts += initial_states
-            output, last = chunk.layout.scan_waves(
+            initial_states = [states[segment] for segment in chunk.layout.earlier_parents]
+            all_initial_states += initial_states
+            output, last_states = chunk.layout.scan_waves(
                 scan, [tensor[chunk.tokens] for tensor in inputs], initial_states
             )
             outputs.append(output)
-            states |= last
+            states |= last_states
             for rank, segments in chunk.sent.items():
-                rows = torch.stack([last[segment] for segment in segments]).to(like.dtype)
+                rows = torch.stack([last_states[segment] for segment in segments]).to(like.dtype)
                 sending.append((group.send(rows, rank), rows))
         for work, _ in sending:
             work.wait()
-        ctx.save_for_backward(*tensors, *starts)
-        ctx.handed, ctx.scan, ctx.count, ctx.start_count = handed, scan, count, len(starts)
+        ctx.save_for_backward(*tensors, *all_initial_states)
+        ctx.handed, ctx.scan, ctx.count = handed, scan, count
+        ctx.start_count = len(all_initial_states)
         device = inputs[0].device.type
         # The backward pass computes in the formats of this one.
         ctx.autocast = {
@@ -202,13 +209,13 @@ class _HandedScan(torch.autograd.Function):
         handed, scan, count, group = ctx.handed, ctx.scan, ctx.count, ctx.handed.group
         saved = ctx.saved_tensors
         end = len(saved) - ctx.start_count
-        tensors, starts = saved[:end], saved[end:]
+        tensors, initial_states = saved[:end], saved[end:]
         inputs, weights = tensors[:count], tensors[count:]
         like = handed.state_like(scan)
         total_gradients = [torch.zeros_like(tensor) for tensor in tensors]
         state_gradients: dict[Segment, Tensor] = {}  # gradient of each segment's last state
         sending = []  # works with the tensors that they read
-        remaining = len(starts)  # initial states of chunks that are still to be computed
+        remaining = len(initial_states)  # those of chunks that are still to be computed
 
         def add(segments: Sequence[Segment], rows: Sequence[Tensor]) -> None:
             """Add rows to the gradients of these segments' last states."""
@@ -218,18 +225,19 @@ class _HandedScan(torch.autograd.Function):
                 )
 
         for chunk in reversed(handed.chunks):
-            starting = chunk.layout.given  # segments of earlier chunks, from whose states it starts
+            # Segments of earlier chunks, from whose last states this chunk starts.
+            earlier_segments = chunk.layout.earlier_parents
             if chunk.owner == group.rank:
                 for rank, segments in chunk.sent.items():  # the processes that got the states
                     rows = group.receive((len(segments), *like.shape), like, rank)
                     add(segments, rows.unbind())
-                remaining -= len(starting)
+                remaining -= len(earlier_segments)
                 input_parts, weight_parts, state_parts = _compute_chunk_gradients(
                     chunk,
                     scan,
                     inputs,
                     weights,
-                    starts[remaining : remaining + len(starting)],
+                    initial_states[remaining : remaining + len(earlier_segments)],
                     autocast=torch.autocast(inputs[0].device.type, **ctx.autocast),
                     gradient=gradient[chunk.tokens],
                     state_gradients=state_gradients,
@@ -238,7 +246,7 @@ class _HandedScan(torch.autograd.Function):
                     total[chunk.tokens] += part
                 for total, part in zip(total_gradients[count:], weight_parts, strict=True):
                     total += part
-                add(starting, state_parts)
+                add(earlier_segments, state_parts)
             elif group.rank in chunk.sent:
                 # Later chunks of this process started from these states and are done: the complete
                 # gradients of the states go back.
@@ -269,16 +277,17 @@ def _compute_chunk_gradients(
     later chunks start.
     """
     with torch.enable_grad(), autocast:
+        # Detached: leaves of a new graph, which holds the activations of this chunk alone.
         chunk_inputs = [t[chunk.tokens].detach().requires_grad_() for t in inputs]
         chunk_weights = [t.detach().requires_grad_() for t in weights]
         initial_states = [t.detach().requires_grad_() for t in received_states]
-        output, last = chunk.layout.scan_waves(
+        output, last_states = chunk.layout.scan_waves(
             _with_weights(scan, chunk_weights), chunk_inputs, initial_states
         )
     leaves = [*chunk_inputs, *chunk_weights, *initial_states]
-    with_gradient = [segment for segment in last if segment in state_gradients]
+    with_gradient = [segment for segment in last_states if segment in state_gradients]
     gradients = torch.autograd.grad(
-        (output, *(last[segment] for segment in with_gradient)),
+        (output, *(last_states[segment] for segment in with_gradient)),
         leaves,
         (gradient, *(state_gradients[segment] for segment in with_gradient)),
         allow_unused=True,
@@ -312,17 +321,19 @@ class Tails:
     """Number of tokens that come from each process, in this order."""
 
 
-def make_tails(tree: ContextTree, before: int, device: torch.device) -> Tails:
-    """Return what a convolution that reaches `before` tokens back has to fetch.
+def make_tails(tree: ContextTree, reach: int, device: torch.device) -> Tails:
+    """Return what a convolution that reaches `reach` tokens back has to fetch.
 
-    These are tails: the last tokens of other processes' pieces.
+    These are tails: the last tokens of other processes' pieces. They are put behind the tokens of
+    this process's own pieces.
     """
-    reached = [_reached(tree, rank, before) for rank in range(tree.processes)]
+    # needed[a][b]: tails that process a fetches from process b, as {piece: number of tokens}.
+    needed = [_needed_tails(tree, rank, reach) for rank in range(tree.processes)]
     # (first index, length) of this process's pieces, and of the tails behind them.
     places = {piece: (piece.offset, piece.length) for piece in tree.held[tree.rank]}
-    fetched: dict[int, int] = {}
+    fetched: dict[int, int] = {}  # number of tokens from each process
     start = tree.counts[tree.rank]
-    for owner, tails in enumerate(reached[tree.rank]):
+    for owner, tails in enumerate(needed[tree.rank]):
         for piece, length in tails.items():
             places[piece] = (start, length)
             start += length
@@ -338,23 +349,24 @@ def make_tails(tree: ContextTree, before: int, device: torch.device) -> Tails:
             parent = segment_of.get(piece.parent) if is_whole and piece.parent else None
             segment_of[piece] = Segment(first, length, parent)
     layout = sorted(segment_of.values(), key=lambda segment: segment.start)
-    sent = {}  # the tails of this process's pieces that each other process fetches
+    sent = {}  # indices of this process's tokens that each other process fetches
     for rank in range(tree.processes):
-        tails = reached[rank][tree.rank] if rank != tree.rank else {}
+        tails = needed[rank][tree.rank] if rank != tree.rank else {}
         if tails:
+            # (index after the last token, number of tokens) of each tail.
             ends = [(p.offset + p.length, length) for p, length in tails.items()]
             sent[rank] = torch.cat([torch.arange(end - n, end) for end, n in ends]).to(device)
     return Tails(layout=RecurrentTree(layout, device), sent=sent, fetched=fetched)
 
 
-def _reached(tree: ContextTree, rank: int, before: int) -> list[dict[TreePiece, int]]:
+def _needed_tails(tree: ContextTree, rank: int, reach: int) -> list[dict[TreePiece, int]]:
     """Return the tails that process `rank` fetches, by their owner: piece -> number of last tokens.
 
-    Its convolutions reach `before` tokens back from each of its pieces.
+    Its convolutions reach `reach` tokens back from each of its pieces.
     """
     tails: list[dict[TreePiece, int]] = [{} for _ in range(tree.processes)]
     for piece in tree.held[rank]:
-        missing = before
+        missing = reach  # tokens before the piece that are not found yet
         for ancestor in piece.ancestors:
             if missing <= 0:
                 break
@@ -390,9 +402,10 @@ class _FetchTails(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_fC: Tensor) -> tuple[Tensor, None, None]:
-        """Return the gradient of this process's tokens, [t, C], which is that of fetched ones.
+        """Return the gradient of this process's tokens [t, C] as inputs of other processes.
 
-        The gradients of the tokens that this process fetched go to their owners.
+        It is 0 for tokens that no process fetched. The gradients `gradient_fC` of the tokens that
+        this process fetched go to their owners.
         """
         tails: Tails = ctx.tails
         parts = gradient_fC.split(list(tails.fetched.values())) if tails.fetched else ()

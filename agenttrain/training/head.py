@@ -172,7 +172,7 @@ class _LinearLogprobs(torch.autograd.Function):
             index, is_inside = _in_tile(labels_S[tokens], vocabulary)
             at_label = torch.where(is_inside, grad_logprobs_S[tokens], 0.0)
             gradient.scatter_add_(-1, index[:, None], at_label[:, None])
-            # From the gradient by the logits to that by the head's output, before `transform`.
+            # From d loss / d logits to d loss / d output of the head, which is before `transform`.
             gradient.mul_(ctx.transform.slope(logits))
             product_gradient = gradient.to(product.type)
             if sum_hidden_SH is not None:
@@ -197,24 +197,27 @@ class _Product:
     ) -> None:
         """Choose the tokens and vocabulary entries of a tile for the device."""
         self.type = type
+        """Format in which the factors are multiplied."""
         self.exact = torch.promote_types(torch.float32, type)
         """Format of the results."""
         self.hidden_SH, self.weight_VH, self.bias_V = hidden_SH.to(type), weight_VH, bias_V
         on_cpu = hidden_SH.device.type == "cpu"
         tokens, logits = CPU_TILE if on_cpu else GPU_TILE
         self.tokens = max(1, min(tokens, hidden_SH.shape[0]))
+        """Tokens of a tile."""
         entries = max(1, logits // self.tokens)
         # A GPU's fast kernels need aligned rows.
         self.entries = entries if on_cpu else entries - entries % ALIGNED
+        """Vocabulary entries of a tile."""
 
     def tiles(self) -> Iterator[tuple[slice, slice]]:
-        """Yield the tokens and vocabulary entries of each tile, always in the same order."""
+        """Yield (tokens, vocabulary entries) of each tile, always in the same order."""
         tokens, entries = self.hidden_SH.shape[0], self.weight_VH.shape[0]
-        for low in range(0, entries, self.entries):
-            for first in range(0, tokens, self.tokens):
+        for first_entry in range(0, entries, self.entries):
+            for first_token in range(0, tokens, self.tokens):
                 yield (
-                    slice(first, min(first + self.tokens, tokens)),
-                    slice(low, min(low + self.entries, entries)),
+                    slice(first_token, min(first_token + self.tokens, tokens)),
+                    slice(first_entry, min(first_entry + self.entries, entries)),
                 )
 
     def __call__(self, tokens: slice, vocabulary: slice) -> Tensor:
@@ -228,7 +231,10 @@ class _Statistics:
     """Sums over the vocabulary entries of the tiles so far, for each token's softmax (`fold`)."""
 
     def __init__(self, labels_S: Tensor, type: torch.dtype, fold: Callable[..., None]) -> None:
-        """`fold` is the function `_fold`, perhaps compiled."""
+        """Begin with sums over no vocabulary entry, in the format `type`.
+
+        `fold` is the function `_fold`, perhaps compiled, which adds the logits of a tile.
+        """
         self._fold = fold
         zeros_S = torch.zeros(labels_S.shape, dtype=type, device=labels_S.device)
         self.labels_S = labels_S

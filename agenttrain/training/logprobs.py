@@ -107,8 +107,9 @@ class Scorer(nn.Module):
         replays_routes: bool = False,
         level: ActivationCheckpointing = ActivationCheckpointing.none,
     ) -> None:
-        """`key` is the setting that names the model, for errors. `vision` reads its images.
+        """Prepare a model to score sequences as sampled at `temperature`.
 
+        `key` is the setting that names the model, for errors. `vision` reads its images.
         With `replays_routes` forward passes use the experts that a microbatch has. `level` says
         which activations backward passes compute again. With `defer` the caller calls
         `choose_layout`, once the model is on its device and sharded.
@@ -196,23 +197,39 @@ class Scorer(nn.Module):
         if self._replays_routes:
             self._check_passes(name)
             self.replay = RouteReplay(inside(find_routers))
-        # The trial's pass: it counts attention kernels, and compiled layers are compared with it.
+        self._run_trial(device, autocast, context)
+        # The varlen kernel takes 16 bits: in float32 without autocast no layer called it.
+        self.varlen = self.varlen and Kernel.varlen in self.kernels
+        release_gathered(self)
+
+    def _run_trial(
+        self,
+        device: torch.device,
+        autocast: AbstractContextManager[None] | None,
+        context: ContextGroup | None,
+    ) -> None:
+        """Compute a few made-up tokens in the chosen layout, and count the attention `kernels`.
+
+        Compiled layers are run too, and compared with the same layers uncompiled.
+        """
         segments = TRIAL if context is None else fill(TRIAL, context.size)
-        ids_T = trial_ids(model, device, segments)
+        ids_T = trial_ids(self.model, device, segments)
         split = None if context is None else split_tree(segments, context)
         if split is not None:  # this process's tokens only
             ids_T = ids_T[split.tree.packed_positions().to(device)]
         with self._ready(), autocast or nullcontext():
             with torch.no_grad(), counting_calls() as self.kernels:
-                hidden_TH = inside(lambda _: self._hidden(ids_T, segments, split))
+                hidden_TH = self.inside(lambda _: self._hidden(ids_T, segments, split))
             if self.use_compile:  # settings refuse it beside a `context`
                 self._check_compiled(ids_T, hidden_TH)
-        # The varlen kernel takes 16 bits: in float32 without autocast no layer called it.
-        self.varlen = self.varlen and Kernel.varlen in self.kernels
-        release_gathered(self)
 
     def _check_passes(self, name: str) -> None:
-        """Raise UnsupportedModel if layers would be computed again with another pass's experts."""
+        """Raise UnsupportedModel if recomputed layers would replay the wrong experts.
+
+        The experts to replay are set before each forward pass. Without packing there are several
+        passes, all before the backward pass, in which recomputed layers would get the last pass's
+        experts.
+        """
         if not self.packed and self._recomputed:
             raise UnsupportedModel(
                 f"algorithm.router_replay=rollout: {name} is trained with one forward pass per "
@@ -311,7 +328,10 @@ class Scorer(nn.Module):
 
     @contextmanager
     def _ready(self) -> Iterator[None]:
-        """Do what `ready` does, without compiled layers and without recomputation."""
+        """Switch dropout off, and install packed attention and replayed experts for the block.
+
+        `ready` adds compiled layers and recomputation.
+        """
         training = self.model.training
         # With dropout the policy would not be the one that sampled.
         self.model.eval()
@@ -419,46 +439,47 @@ def check_context(
 
 
 def _why_not_split(scorer: Scorer, device: torch.device, context: ContextGroup) -> str | None:
-    """Return why hidden states or gradients of a trial differ from those of one process.
+    """Return why this model is computed wrongly by several processes; None if it is not.
 
-    Each process computes the whole trial alone, and its part of it together with the others. The
-    part must agree with the same tokens of the whole.
+    The test is a short made-up tree of sequences, the trial. Each process computes all of it alone,
+    and then its part of it together with the other processes of `context`. Hidden states and
+    gradients of the part must agree with those of the same tokens computed alone.
     """
     model = scorer.model
-    segments = fill(trial_segments(model), context.size)
+    segments = fill(trial_segments(model), context.size)  # at least two tokens for each process
     ids_T = trial_ids(model, device, segments)
     split = split_tree(segments, context)
     places_t = split.tree.packed_positions().to(device)  # of this process's tokens
     compute_part = partial(packed_hidden, split=split)
 
-    def hidden(function: HiddenFunction, ids: Tensor) -> Tensor:
-        """Return the hidden states that `function` computes from token ids."""
+    def hidden(forward: HiddenFunction, ids: Tensor) -> Tensor:
+        """Return the hidden states that `forward` computes from token ids."""
         with torch.no_grad():
-            states: Tensor = scorer.inside(lambda model: function(model, ids, segments))
+            states: Tensor = scorer.inside(lambda model: forward(model, ids, segments))
         return states
 
-    def gradient(function: HiddenFunction, ids: Tensor) -> Tensor:
-        """Return the gradient of these states by the tokens' embeddings.
+    def gradient(forward: HiddenFunction, ids: Tensor) -> Tensor:
+        """Return the gradient of these states with respect to the tokens' embeddings.
 
         Each process begins with its own states. The backward pass adds the other processes' parts.
         """
-        by_embedding: Tensor = scorer.inside(partial(_input_gradient, function, ids, segments))
-        return by_embedding
+        of_embeddings: Tensor = scorer.inside(partial(_input_gradient, forward, ids, segments))
+        return of_embeddings
 
     is_exact, reason = True, None
     # (what is compared, how it is computed, tolerances in `EXACT` formats and in others)
-    for name, function, tolerances in (
+    for name, compute, tolerances in (
         ("hidden states", hidden, (1e-4, 5e-2)),
         ("gradients", gradient, (EXACT_GRADIENT_GAP, GRADIENT_GAP)),
     ):
-        whole = function(packed_hidden, ids_T)
-        part = function(compute_part, ids_T[places_t])
+        alone = compute(packed_hidden, ids_T)
+        together = compute(compute_part, ids_T[places_t])
         # Once False it stays so: gradients may be in float32 although FSDP2 computed the states in
         # a shorter format.
-        is_exact = is_exact and whole.dtype in EXACT
+        is_exact = is_exact and alone.dtype in EXACT
         tolerance = tolerances[0] if is_exact else tolerances[1]
         # Relative to all tokens: this process may have two of them, whose gradients are small.
-        gap = ((part - whole[places_t]).abs().max() / whole.abs().max()).item()
+        gap = ((together - alone[places_t]).abs().max() / alone.abs().max()).item()
         # The passes with gradients follow in any case: the other processes wait for their parts.
         if reason is None and not gap <= tolerance:  # NaN counts as a difference
             reason = f"its {name} differ by {gap:.2g} (relative)"
@@ -672,6 +693,9 @@ families of recurrent models differ by up to 2e-6 and 0.05."""
 def trial_segments(model: PreTrainedModel) -> tuple[Segment, ...]:
     """Return the segments of the trial: `TRIAL`, or longer ones for a window or for scans.
 
+    The trial is a short made-up tree of sequences. Computing it shows whether a model gives packed
+    sequences the same hidden states as separate ones.
+
     The prompt is longer than the model's sliding window and than a chunk of its scans. After it, a
     branch of two tokens is shorter than a convolution. Another branch goes on after a single token,
     and crosses a chunk from the state there.
@@ -766,14 +790,7 @@ def why_not_packed(
                     gradients.append(
                         inside(partial(_input_gradient, in_one_pass, tree_ids_T, tree))
                     )
-                # `tree` begins with a rollout, and a prompt with two branches after it. Nothing
-                # after the rollout may depend on it, and no branch on its sibling. One `inside` for
-                # each, because a backward pass frees the weights that FSDP2 gathered.
-                rollout, _, branch, sibling, *_ = tree
-                leaks = any(
-                    inside(partial(_depends_on, in_one_pass, tree_ids_T, tree, start, earlier))
-                    for start, earlier in ((rollout.end, rollout), (sibling.start, branch))
-                )
+                leaks = _has_leak(inside, in_one_pass, tree_ids_T, tree)
     except UnsupportedAttention as error:
         return str(error)
     except TypeError as error:
@@ -835,9 +852,10 @@ def _input_gradient(
     *,
     start: int = 0,
 ) -> Tensor:
-    """Return the gradient of hidden states from `start` on by each token's embedding, [T, H].
+    """Return the gradient of a sum of hidden states with respect to the embeddings, [T, H].
 
-    A hook adds zeros to the embeddings, and the gradient is taken by these zeros.
+    The sum weighs the hidden states from position `start` on. A hook adds a tensor of zeros to the
+    embeddings, and the gradient is taken with respect to that tensor.
     """
     table = model.get_input_embeddings()
     zeros_TH = table.weight.new_zeros(len(token_ids_T), table.weight.shape[1]).requires_grad_()
@@ -857,6 +875,22 @@ def _input_gradient(
     weights_H = torch.linspace(-1, 1, hidden_TH.shape[1], device=hidden_TH.device)
     (gradient_TH,) = torch.autograd.grad((hidden_TH[start:] * weights_H).sum(), zeros_TH)
     return gradient_TH
+
+
+def _has_leak(
+    inside: Inside, forward: HiddenFunction, token_ids_T: Tensor, tree: Sequence[Segment]
+) -> bool:
+    """Return True if packed hidden states depend on tokens that are not before them in a sequence.
+
+    `tree` begins with a rollout, and a prompt with two branches after it. Nothing after the rollout
+    may depend on it, and no branch on its sibling.
+    """
+    rollout, _, branch, sibling, *_ = tree
+    return any(
+        # One `inside` for each, because a backward pass frees the weights that FSDP2 gathered.
+        inside(partial(_depends_on, forward, token_ids_T, tree, start, earlier))
+        for start, earlier in ((rollout.end, rollout), (sibling.start, branch))
+    )
 
 
 def _depends_on(
@@ -890,7 +924,10 @@ class LengthLimits:
     """Limits with a set of frequencies for each longer length."""
 
     def kind(self, length: int) -> tuple[int, ...]:
-        """Return the kind of a length, which is equal for lengths with the same frequencies.
+        """Return the kind of a length, which is equal for lengths with the same rotary frequencies.
+
+        Models change these for sequences longer than one of `self.long`, once, and with each token
+        beyond one of `self.dynamic`.
 
         Example: with long=(4096,) lengths 10 and 4096 are (0,), 4097 and 9000 are (1,).
         """

@@ -43,7 +43,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 CONVERSIONS = "_weight_conversions"
 """transformers' attribute with the conversions of the files that a model was loaded from."""
 PEFT = "base_model.model."
-"""What peft puts before the names of a model's modules."""
+"""Prefix that peft puts before the names of a model's modules."""
 
 
 def add_lora(model: PreTrainedModel, settings: LoraSettings) -> LoraTargets | None:
@@ -180,11 +180,11 @@ def _check_same_adapters(model: Any, settings: LoraSettings) -> None:
     checked = {"target_parameters": (settings.target_parameters, config.target_parameters)}
     if not is_default:
         checked["targets"] = (settings.targets, config.target_modules)
-    for name, (wanted, saved) in checked.items():
-        if wanted is not None and set(wanted) != set(saved or ()):
+    for name, (requested, loaded) in checked.items():
+        if requested is not None and set(requested) != set(loaded or ()):
             raise ConfigError(
-                f"model.lora.{name}={shown(wanted)}: model.path holds adapters of "
-                f"{', '.join(sorted(saved or ())) or 'none'}; leave it out to continue with them, "
+                f"model.lora.{name}={shown(requested)}: model.path holds adapters of "
+                f"{', '.join(sorted(loaded or ())) or 'none'}; leave it out to continue with them, "
                 "or merge them first (agenttrain export)"
             )
 
@@ -342,15 +342,15 @@ def _rounding(model: Any, dtype: torch.dtype) -> float:
     Both are norms over all adapted weights, in float32. Example: a weight of 1 and a change of
     0.003 give 1.003, which bfloat16 rounds to 1: the share is 1, the change is lost.
     """
-    moved = changed = 0.0
+    rounding_sum = change_sum = 0.0
     for layer in adapted_weights(model).values():
         is_packed = hasattr(layer, "parameter_name")
         weight = layer.get_param() if is_packed else layer.get_base_layer().weight
         change = delta(layer, weight).float()
         total = weight.float() + change
-        moved += float((total.to(dtype).float() - total).square().sum())
-        changed += float(change.square().sum())
-    return (moved / changed) ** 0.5 if changed else 0.0
+        rounding_sum += float((total.to(dtype).float() - total).square().sum())
+        change_sum += float(change.square().sum())
+    return (rounding_sum / change_sum) ** 0.5 if change_sum else 0.0
 
 
 def adapter_dtype(folder: Path) -> torch.dtype:

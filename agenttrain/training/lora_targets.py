@@ -31,9 +31,10 @@ OUT_PROJ = "out_proj"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraTargets:
-    """What gets adapters, by names or ends of names."""
+    """Modules and weights that get adapters, by names or ends of names."""
 
     modules: list[str]
+    """Modules, such as ``q_proj`` or ``model.layers.0.self_attn.q_proj``."""
     parameters: list[str]
     """Packed weights of experts."""
     left_out: dict[str, str] = field(default_factory=dict)
@@ -98,9 +99,10 @@ def _all_linear(model: PreTrainedModel, encoders: str | None) -> list[str]:
 def _linear_modules(
     model: PreTrainedModel, encoders: str | None
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the linear layers that can have adapters, and the others' last names -> reasons.
+    """Return the names of the linear layers that can have adapters, and why others cannot.
 
-    Head and encoders are in neither: nobody expects adapters of them.
+    The reasons are by the last part of a layer's name, e.g. ``{"gate": "a router"}``. Head and
+    encoders are in neither: nobody expects adapters of them.
     """
     linear = _all_linear(model, encoders)
     routers = set(_routers(model))
@@ -203,7 +205,10 @@ def _check_modules(model: PreTrainedModel, targets: list[str]) -> None:
 
 
 def _check_parameter(model: PreTrainedModel, target: str, packed: list[str]) -> None:
-    """Raise ConfigError for a target parameter that is no packed weight of experts."""
+    """Raise ConfigError for a target parameter that is no packed weight of experts.
+
+    `packed` has the last parts of the names of those that exist, for the message.
+    """
     if any(f".{name}".endswith(f".{target}") for name in packed_experts(model)):
         return
     key = f"model.lora.target_parameters=[{target}]"

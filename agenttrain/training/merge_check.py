@@ -58,17 +58,17 @@ def check_merging(model: PreTrainedModel, score: Callable[[], list[float]]) -> N
             adapted_T = torch.tensor(score())
             with _merged(layer, weight):
                 merged_T = torch.tensor(score())
-        moved = (adapted_T - before_T).abs().mean().item()
+        adapter_change = (adapted_T - before_T).abs().mean().item()
         gap = (merged_T - adapted_T).abs().mean().item()
-        if moved == 0:
+        if adapter_change == 0:
             raise WrongMerge(
                 f"model.lora: adapters of {name} do not change the log-probabilities of a text; "
                 "leave them out of model.lora.targets and model.lora.target_parameters"
             )
-        if not gap <= max(limit * moved, floor):  # not `>`: NaN is no agreement
+        if not gap <= max(limit * adapter_change, floor):  # not `>`: NaN is no agreement
             raise WrongMerge(
                 f"model.lora: adapters of {name} merged into the weights differ from the adapters "
-                f"by {gap:.3g} nats, of {moved:.3g} that they change; set "
+                f"by {gap:.3g} nats, of {adapter_change:.3g} that they change; set "
                 f"{names_with(own_weights=False)} rollout.process=same, which does not merge "
                 "them, or leave them out of model.lora.targets and model.lora.target_parameters"
             )
@@ -82,7 +82,7 @@ def _random_adapter(layer: Any, weight: Tensor) -> Iterator[None]:
     change of its weight.
     """
     matrix = zero_matrix(layer)
-    former = matrix.detach().clone()
+    original = matrix.detach().clone()
     values = torch.randn(matrix.shape, generator=torch.Generator().manual_seed(0))
     values = values.to(matrix.device, matrix.dtype)
     try:
@@ -98,7 +98,7 @@ def _random_adapter(layer: Any, weight: Tensor) -> Iterator[None]:
         assign(matrix, values * (weight_norm / change_norm).to(values))
         yield
     finally:
-        assign(matrix, former)
+        assign(matrix, original)
 
 
 @contextmanager

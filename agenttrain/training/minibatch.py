@@ -43,7 +43,7 @@ class Minibatch:
     """Pass over the step's rollouts, from 0."""
     first: bool = False
     """True for the first minibatch of a step: the policy is still the one that sampled."""
-    kept: Mapping[SequenceKey, Tensor] | None = None
+    top_entropy_masks: Mapping[SequenceKey, Tensor] | None = None
     """Mask of the sampled tokens of top entropy, by sequence key; None: all tokens are trained."""
     bonus_tokens: int = 0
     """Tokens of all processes that the entropy bonus acts on."""
@@ -56,7 +56,7 @@ class Minibatch:
     entropy: list[Tensor] = field(default_factory=list)
     """Sum of each microbatch's entropies over the tokens that the bonus acts on."""
 
-    def trained(self, config: AlgorithmConfig) -> list[TrainingSequence]:
+    def trained_sequences(self, config: AlgorithmConfig) -> list[TrainingSequence]:
         """Return the sequences that have a gradient; the others need no forward pass."""
         # KL and entropy have a gradient also where the advantage is 0.
         has_other_terms = config.kl_in_loss is not None or config.has_bonus
@@ -89,7 +89,7 @@ def top_entropy(
     comes first by group and sample. So they do not depend on which process holds a rollout, or on
     what is packed with it.
     """
-    # The order of a sequence (group, sample, sequence key), alike in every process; its entropies.
+    # (sort key, entropies) of each sequence. The sort key is alike in every process.
     local: list[tuple[tuple[Any, ...], Tensor]] = [
         ((sequence.rollout.group_id, sequence.rollout.sample, sequence.key), sequence.old_entropy_S)
         for sequence in sequences
@@ -98,22 +98,22 @@ def top_entropy(
     # `gather` joins the lists of all processes. Each gives a list of one item: its `local`.
     by_rank = world.gather([local], "the entropies of an update")
     entropies = [entry for entries in by_rank for entry in entries]
-    index_of = {order: i for i, order in enumerate(sorted(order for order, _ in entropies))}
+    numbers = {key: number for number, key in enumerate(sorted(key for key, _ in entropies))}
     entropy_N = torch.cat([torch.zeros(0), *(entropy_S for _, entropy_S in entropies)])
     # Unique numbers that sort by position in the sequence first, then by sequence.
     place_N = torch.cat(
         [
             torch.zeros(0, dtype=torch.long),
-            *(torch.arange(len(e)) * len(index_of) + index_of[order] for order, e in entropies),
+            *(torch.arange(len(e)) * len(numbers) + numbers[key] for key, e in entropies),
         ]
     )
-    kept_N = top_entropy_mask(entropy_N, place_N, share)
-    masks = kept_N.split([len(entropy_S) for _, entropy_S in entropies])
+    mask_N = top_entropy_mask(entropy_N, place_N, share)
+    masks = mask_N.split([len(entropy_S) for _, entropy_S in entropies])
     # This process's masks follow those of earlier processes.
     first = sum(len(entries) for entries in by_rank[: world.rank])
     own_masks = masks[first : first + len(local)]
-    local_keys = [order[-1] for order, _ in local]
-    return dict(zip(local_keys, own_masks, strict=True))
+    sequence_keys = [sort_key[-1] for sort_key, _ in local]
+    return dict(zip(sequence_keys, own_masks, strict=True))
 
 
 def loss_inputs(
@@ -131,9 +131,13 @@ def loss_inputs(
     tokens of top entropy.
     """
     kept_S = None
-    if minibatch.kept is not None:
+    if minibatch.top_entropy_masks is not None:
         # The stand-in of a process without sequences has no token and no mask.
-        masks = [minibatch.kept[s.key] for s in microbatch.sequences if s.sampled_length]
+        masks = [
+            minibatch.top_entropy_masks[sequence.key]
+            for sequence in microbatch.sequences
+            if sequence.sampled_length
+        ]
         kept_S = torch.cat([torch.zeros(0, dtype=torch.bool), *masks]).to(logprobs_S.device)
     behaviour_S = microbatch.behaviour_S
     if config.behaviour is Behaviour.recomputed:

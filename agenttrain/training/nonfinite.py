@@ -76,8 +76,10 @@ def check_weights(model: nn.Module, when: str, world: World | None = None) -> No
     """Raise NotFinite in all processes, naming the weights, unless all weights are finite."""
     world = world or World()
     # Stacked: one wait for the GPU instead of one per parameter.
-    finite = torch.stack([_all_finite(local_part(parameter)) for parameter in model.parameters()])
-    if all(world.gather([bool(finite.all())], f"the weights {when}")):
+    finite_flags = torch.stack(
+        [_all_finite(local_part(parameter)) for parameter in model.parameters()]
+    )
+    if all(world.gather([bool(finite_flags.all())], f"the weights {when}")):
         return
     # A sharded weight's count is that of one process's part: the last one that has such values.
     broken = dict(world.gather(list(broken_weights(model).items()), "the names of broken weights"))

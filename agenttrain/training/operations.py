@@ -184,7 +184,9 @@ class WorkCounter:
     operations: Operations
     device: torch.device
     _computed: int = 0
+    """Tokens of forward passes since the last `take`."""
     _trained: int = 0
+    """Sampled tokens of backward passes since then."""
     _operations_done: float = 0.0
 
     def add(self, microbatch: Microbatch, *, backward: bool) -> None:
@@ -200,7 +202,10 @@ class WorkCounter:
         self._trained += microbatch.targets_S.numel() if backward else 0
 
     def take(self, peak: float | None = None) -> StepWork:
-        """Return the work since the last call; `peak` is the card's in TFLOP/s, if it is given."""
+        """Return the work since the last call.
+
+        `peak` is the card's peak in TFLOP/s. None: looked up by the card's name, and None on a CPU.
+        """
         peak_gb = None
         if self.device.type == "cuda":
             peak_gb = torch.cuda.max_memory_allocated(self.device) / GB

@@ -150,7 +150,10 @@ class MasterWeights(_Wrapper):
 
     @torch.no_grad()
     def fold(self) -> None:
-        """Add the gradients to the float32 copies, after every backward pass."""
+        """Move the gradients of 16-bit weights to their float32 copies and sum them there.
+
+        Called after every backward pass: sums of several in 16 bits would be rounded each time.
+        """
         for weight, master in self.pairs:
             if weight.grad is None:
                 continue

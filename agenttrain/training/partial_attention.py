@@ -1,9 +1,8 @@
 """Attention to a part of the keys, and the merge of such parts.
 
-A query's output over some keys, with the logarithm of the sum of their weights, is all that is
-needed to merge it with its output over other keys (https://arxiv.org/abs/1805.02867). The backward
-pass of a part takes the merged output and logarithm, because the weights of all keys are known by
-then.
+A query's output over some keys, with log sum exp of their scores (`lse`), is all that is needed to
+merge it with its output over other keys (https://arxiv.org/abs/1805.02867). The backward pass of a
+part takes the merged output and `lse`, because the weights of all keys are known by then.
 
 Shapes: m queries, n keys, h heads (k of keys and values), d head size, e head size of values.
 """
@@ -41,24 +40,24 @@ class Scoring:
 
 
 def nothing_yet(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return output [m, h, e] and logarithm [m, h] of queries that attended to no key so far."""
+    """Return output [m, h, e] and log sum exp [m, h] of queries that attended to no key so far."""
     shape, exact = query.shape[:2], torch.promote_types(query.dtype, torch.float32)
     output = torch.zeros(*shape, value.shape[-1], dtype=exact, device=query.device)
     return output, torch.full(shape, LOWEST, dtype=exact, device=query.device)
 
 
-def merge(output: Tensor, log: Tensor, part: Tensor, part_log: Tensor) -> None:
-    """Merge attention to further keys into `output` [m, h, e] and `log` [m, h], in place.
+def merge(output: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Merge attention to further keys into `output` [m, h, e] and `lse` [m, h], in place.
 
-    `log` and `part_log` are log sum exp of the scores of their keys.
+    `lse` and `part_lse` are log sum exp of the scores of their keys.
 
     Example: a part of two keys and one of a key, all with score 0, have the logarithms log 2 and 0,
     and weigh 2/3 and 1/3.
     """
-    total = torch.logaddexp(log, part_log)
-    output.mul_((log - total).exp()[..., None])
-    output.add_(part * (part_log - total).exp()[..., None])
-    log.copy_(total)
+    total = torch.logaddexp(lse, part_lse)
+    output.mul_((lse - total).exp()[..., None])
+    output.add_(part * (part_lse - total).exp()[..., None])
+    lse.copy_(total)
 
 
 def attend_partially(
@@ -74,17 +73,17 @@ def attend_partially(
         states = _for_kernel(query, key, value)
         function: Any = _FORWARD[query.device.type]
         dropout, causal = 0.0, shift is not None
-        output, log, *_ = function(*states, dropout, causal, scale=scoring.scale)
-        return output[0].transpose(0, 1), log[0].transpose(0, 1)
+        output, lse, *_ = function(*states, dropout, causal, scale=scoring.scale)
+        return output[0].transpose(0, 1), lse[0].transpose(0, 1)
     count_call(Kernel.tiles)
-    output, log = nothing_yet(query, value)
+    output, lse = nothing_yet(query, value)
     for queries, keys in _tiles(query.shape[0], key.shape[0], shift, scoring.window):
         scores, _ = _scores(query, key, scoring, shift, queries, keys)
-        part_log = scores.logsumexp(-1)
-        weights = (scores - part_log[..., None]).exp()
+        part_lse = scores.logsumexp(-1)
+        weights = (scores - part_lse[..., None]).exp()
         part = weights @ _by_query_head(value[keys], query).to(weights.dtype)
-        merge(output[queries], log[queries], part.transpose(0, 1), part_log.T)
-    return output, log
+        merge(output[queries], lse[queries], part.transpose(0, 1), part_lse.T)
+    return output, lse
 
 
 def partial_gradients(
@@ -94,21 +93,22 @@ def partial_gradients(
     scoring: Scoring,
     shift: int | None,
     output: Tensor,
-    log: Tensor,
+    lse: Tensor,
     gradient: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value by the queries' attention to these keys.
+    """Return the gradients of query, key and value, as far as they come from these keys.
 
-    `output` and `log` are those over all keys, `gradient` is that of the output. `shift` is that of
-    `attend_partially`.
+    `output` [m, h, e] is the attention's result over all keys of all processes, `lse` [m, h] log
+    sum exp of their scores, and `gradient` the gradient of `output`. Query a attends to key b if
+    b <= a + shift, to all keys if `shift` is None.
     """
     if _is_fused(query, value, scoring, shift):
         states = _for_kernel(query, key, value)
         saved = _for_kernel(gradient, output)
-        return _fused_gradients(states, saved, log, scoring, causal=shift is not None)
-    exact = log.dtype
-    sum_query = torch.zeros(query.shape, dtype=exact, device=query.device)
-    sum_key, sum_value = (
+        return _fused_gradients(states, saved, lse, scoring, causal=shift is not None)
+    exact = lse.dtype
+    grad_query = torch.zeros(query.shape, dtype=exact, device=query.device)
+    grad_key, grad_value = (
         torch.zeros(tensor.shape, dtype=exact, device=query.device) for tensor in (key, value)
     )
     gradient = gradient.to(exact)
@@ -118,30 +118,30 @@ def partial_gradients(
     scale = query.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
     for queries, keys in _tiles(query.shape[0], key.shape[0], shift, scoring.window):
         scores, slope = _scores(query, key, scoring, shift, queries, keys)
-        weights = (scores - log[queries].T[..., None]).exp()
+        weights = (scores - lse[queries].T[..., None]).exp()
         grad_by_head = gradient[queries].transpose(0, 1)
-        sum_value[keys] += _by_key_head(weights.mT @ grad_by_head, value)
+        grad_value[keys] += _by_key_head(weights.mT @ grad_by_head, value)
         grad_weights = grad_by_head @ _by_query_head(value[keys], query).to(exact).mT
         grad_scores = weights * (grad_weights - grad_output_product[queries].T[..., None])
         grad_scores *= slope * scale
-        expanded = _by_query_head(key[keys], query).to(exact)
-        sum_query[queries] += (grad_scores @ expanded).transpose(0, 1)
-        grad_key = grad_scores.mT @ query[queries].transpose(0, 1).to(exact)
-        sum_key[keys] += _by_key_head(grad_key, key)
-    return sum_query, sum_key, sum_value
+        key_by_head = _by_query_head(key[keys], query).to(exact)
+        grad_query[queries] += (grad_scores @ key_by_head).transpose(0, 1)
+        tile_grad_key = grad_scores.mT @ query[queries].transpose(0, 1).to(exact)
+        grad_key[keys] += _by_key_head(tile_grad_key, key)
+    return grad_query, grad_key, grad_value
 
 
-def add_sinks(output: Tensor, log: Tensor, sinks: Tensor) -> None:
+def add_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> None:
     """Add a key without a value and with the score `sinks` [h] to every query, in place."""
-    total = torch.logaddexp(log, sinks.to(log.dtype))
-    output.mul_((log - total).exp()[..., None])
-    log.copy_(total)
+    total = torch.logaddexp(lse, sinks.to(lse.dtype))
+    output.mul_((lse - total).exp()[..., None])
+    lse.copy_(total)
 
 
-def sink_gradient(output: Tensor, log: Tensor, gradient: Tensor, sinks: Tensor) -> Tensor:
+def sink_gradient(output: Tensor, lse: Tensor, gradient: Tensor, sinks: Tensor) -> Tensor:
     """Return the gradient of `sinks` [h], from the output with them and its gradient."""
-    weights = (sinks.to(log.dtype) - log).exp()
-    return -(weights * (gradient.to(log.dtype) * output).sum(-1)).sum(0)
+    weights = (sinks.to(lse.dtype) - lse).exp()
+    return -(weights * (gradient.to(lse.dtype) * output).sum(-1)).sum(0)
 
 
 def _is_fused(query: Tensor, value: Tensor, scoring: Scoring, shift: int | None) -> bool:
@@ -150,14 +150,15 @@ def _is_fused(query: Tensor, value: Tensor, scoring: Scoring, shift: int | None)
     It knows no soft cap. `shift` must be None (all keys), or 0 (causal) without a window.
     """
     is_causal = shift == 0 and not scoring.window
-    plain = scoring.softcap is None and (shift is None or is_causal)
+    is_plain = scoring.softcap is None and (shift is None or is_causal)
     size = query.shape[-1]
-    if not plain or size != value.shape[-1]:
+    if not is_plain or size != value.shape[-1]:
         return False
     if query.device.type == "cpu":
         return True
-    short = query.dtype in (torch.float16, torch.bfloat16)
-    return query.device.type == "cuda" and short and size <= FUSED_HEAD and size % MULTIPLE == 0
+    has_16_bits = query.dtype in (torch.float16, torch.bfloat16)
+    has_fused_size = size <= FUSED_HEAD and size % MULTIPLE == 0
+    return query.device.type == "cuda" and has_16_bits and has_fused_size
 
 
 _FORWARD = {
@@ -178,19 +179,19 @@ def _for_kernel(*states: Tensor) -> list[Tensor]:
 
 
 def _fused_gradients(
-    states: list[Tensor], saved: list[Tensor], log: Tensor, scoring: Scoring, *, causal: bool
+    states: list[Tensor], saved: list[Tensor], lse: Tensor, scoring: Scoring, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value by torch's FlashAttention.
 
     `states` are these three, `saved` are the output's gradient and the output, all [1, heads,
-    tokens, d].
+    tokens, d]. `lse` [tokens, heads] is log sum exp of each query's scores over all its keys.
     """
     query, key, value = states
     gradient, output = (tensor.to(query.dtype) for tensor in saved)
-    log_by_head = log.T[None].contiguous()
+    lse_by_head = lse.T[None].contiguous()
     if query.device.type == "cpu":
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, *states, output, log_by_head, 0.0, causal, scale=scoring.scale
+            gradient, *states, output, lse_by_head, 0.0, causal, scale=scoring.scale
         )
     else:
         # Heads of keys are repeated: the backward kernel takes as many as of queries.
@@ -202,7 +203,7 @@ def _fused_gradients(
             query,
             *repeated,
             output,
-            log_by_head.float(),
+            lse_by_head.float(),
             *(None, None),  # no cumulative lengths: all sequences have the same
             query.shape[2],
             key.shape[2],
@@ -220,15 +221,19 @@ def _fused_gradients(
 def _tiles(
     queries: int, keys: int, shift: int | None, window: int | None
 ) -> Iterator[tuple[slice, slice]]:
-    """Yield the tiles of queries and keys in which a query attends to a key."""
-    for first in range(0, queries, TILE[0]):
-        last = min(first + TILE[0], queries)
+    """Yield the tiles (queries, keys) in which a query attends to a key.
+
+    Query a attends to key b if b <= a + shift, within the window; to all keys if `shift` is None.
+    """
+    for start in range(0, queries, TILE[0]):
+        stop = min(start + TILE[0], queries)
+        # Keys `low` to `high` - 1 are seen by at least one of these queries.
         low, high = 0, keys
         if shift is not None:
-            high = min(keys, last + shift)
-            low = 0 if window is None else max(0, first + shift - window + 1)
-        for start in range(low, high, TILE[1]):
-            yield slice(first, last), slice(start, min(start + TILE[1], high))
+            high = min(keys, stop + shift)
+            low = 0 if window is None else max(0, start + shift - window + 1)
+        for key_start in range(low, high, TILE[1]):
+            yield slice(start, stop), slice(key_start, min(key_start + TILE[1], high))
 
 
 def _scores(

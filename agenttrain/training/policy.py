@@ -213,7 +213,7 @@ class Policy:
             self._offload.to_host()
 
     def _read(self, weights: SlicedWeights) -> None:
-        """Read this process's part of the weights; give the reference and the sampler theirs."""
+        """Read this process's part of the weights, and copy it to the reference and the sampler."""
         read_shards(weights, self._scorer, self.storage, self.world)
         if self._reference is not None:
             copy_weights(self._reference, self._scorer)
@@ -366,24 +366,25 @@ class Policy:
         )
         # Masked truncated rollouts have weight 0 but count in `tokens` and `rollouts`, so that the
         # weight of the others does not depend on how many were truncated.
-        weighted = []
+        weighted_sequences = []
         for sequence, weight in zip(sequences, weights_B.tolist(), strict=True):
-            masked = algorithm.mask_truncated and sequence.rollout.truncated
-            weighted.append(replace(sequence, weight=0.0 if masked else weight))
-        minibatch = Minibatch(sequences=weighted, tokens=tokens)
-        if self._sum_of_ranks(len(minibatch.trained(algorithm))) == 0:
+            is_masked = algorithm.mask_truncated and sequence.rollout.truncated
+            weighted_sequences.append(replace(sequence, weight=0.0 if is_masked else weight))
+        minibatch = Minibatch(sequences=weighted_sequences, tokens=tokens)
+        if self._sum_of_ranks(len(minibatch.trained_sequences(algorithm))) == 0:
             return None
-        trained_tokens = sum(s.sampled_length for s in weighted if s.weight > 0)
+        trained_tokens = sum(s.sampled_length for s in weighted_sequences if s.weight > 0)
         if algorithm.top_entropy < 1:
-            minibatch.kept = top_entropy(weighted, algorithm.top_entropy, self.world)
-            trained_tokens = sum(int(kept_S.sum()) for kept_S in minibatch.kept.values())
+            masks = top_entropy(weighted_sequences, algorithm.top_entropy, self.world)
+            minibatch.top_entropy_masks = masks
+            trained_tokens = sum(int(mask_S.sum()) for mask_S in masks.values())
         minibatch.bonus_tokens = self._sum_of_ranks(trained_tokens)
         minibatch.bonus = self._bonus.weight(algorithm) / max(minibatch.bonus_tokens, 1)
         return minibatch
 
     def microbatches(self, minibatch: Minibatch) -> Iterator[Microbatch]:
         """Yield the microbatches of an update; the last backward pass syncs the gradients."""
-        microbatches = self._pack(minibatch.trained(self.algorithm))
+        microbatches = self._pack(minibatch.trained_sequences(self.algorithm))
         if not microbatches:
             # The other processes wait for this one in the backward pass.
             microbatches = self._pack([stand_in()])
@@ -461,11 +462,11 @@ class Policy:
             peak = torch.cuda.max_memory_allocated(self.device)
             free, total = torch.cuda.mem_get_info(self.device)
             # Bytes of the GPU outside this process's allocator.
-            others = total - free - torch.cuda.memory_reserved(self.device)
+            other_bytes = total - free - torch.cuda.memory_reserved(self.device)
             # The peak may be that of the rollouts, which no level changes.
             is_of_update = peak > self._earlier_peak
-            lacks = is_of_update and lacks_reserve(peak, others, total)
-            if self.world.max(float(lacks), "the memory of the first update"):
+            lacks_memory = is_of_update and lacks_reserve(peak, other_bytes, total)
+            if self.world.max(float(lacks_memory), "the memory of the first update"):
                 self._raise_level()
         self.on_level = None
 
@@ -510,15 +511,17 @@ class Policy:
     def _route_mismatch(self, minibatch: Minibatch) -> MetricParts:
         """Compare the replayed experts with the policy's own, on the update's first microbatch.
 
-        One more forward pass, without a gradient, in which the routers choose.
+        One more forward pass, without a gradient, in which the routers choose. `equal` is
+        the number of (token, layer) pairs for which they choose the replayed experts, and that of
+        all pairs.
         """
         microbatch, replayed_S, _ = minibatch.scores[0]
         replay = self._scorer.replay
         assert replay is not None, "algorithm.router_replay=rollout"
         with torch.no_grad(), replay.comparing(self.device) as equal:
-            own_S, _ = self._scorer(microbatch)
+            unreplayed_S, _ = self._scorer(microbatch)
         release_gathered(self._scorer)
-        return route_mismatch(microbatch.behaviour_S, replayed_S, own_S, equal)
+        return route_mismatch(microbatch.behaviour_S, replayed_S, unreplayed_S, equal)
 
     def _mismatch(self, minibatch: Minibatch) -> MetricParts:
         """Compare the engine's logprobs with the policy's from before the step's first update."""
@@ -568,7 +571,7 @@ class Policy:
             behaviour_S=torch.zeros(len(targets_S)),
             ref_logprobs_S=None,
         )
-        transform = self._scorer.transform
+        transform = self._scorer.transform  # has the temperature of the rollouts
         self._scorer.transform = replace(transform, temperature=1.0)
         try:
             packed = self._scorer.pack([sequence], len(token_ids), self.device)
@@ -582,10 +585,10 @@ class Policy:
         """Copy the weights into `sampler` if it is not the model itself; all processes together."""
         if self.sampler is self.model:
             return
-        copied = dict(self.sampler.named_parameters())
+        sampler_weights = dict(self.sampler.named_parameters())
         with torch.no_grad():
             for name, weight in gather_by_layer(self.model, self.model.named_parameters()):
-                copied[name].copy_(weight)
+                sampler_weights[name].copy_(weight)
 
     @contextlib.contextmanager
     def optimizer_on_device(self) -> Iterator[None]:
@@ -650,14 +653,14 @@ class Policy:
         norm = full_tensor(self.accelerator.clip_grad_norm_(parameters, self._config.max_grad_norm))
         # The loss scaler of fp16 provokes overflows on purpose and skips such updates by itself.
         has_scaler = self.accelerator.scaler is not None
-        finite = bool(losses.isfinite().all()) and (bool(norm.isfinite()) or has_scaler)
+        is_finite = bool(losses.isfinite().all()) and (bool(norm.isfinite()) or has_scaler)
         # The norm is the same in all processes, the losses are not.
-        return None if self._sum_of_ranks(int(not finite)) else float(norm)
+        return None if self._sum_of_ranks(int(not is_finite)) else float(norm)
 
     def _broken_update(self, losses: Tensor, minibatch: Minibatch) -> BrokenUpdate:
         """Return the error that names the rollouts or weights that broke an update."""
         self.optimizer.zero_grad()  # the broken gradients, before each sequence has its own
-        trained = minibatch.trained(self.algorithm)
+        trained_sequences = minibatch.trained_sequences(self.algorithm)
 
         def score_alone(sequence: TrainingSequence) -> tuple[Tensor, Tensor]:
             """Run one sequence forward and backward; return its loss and logprobs, [S]."""
@@ -675,6 +678,7 @@ class Policy:
                 )
                 loss, _ = policy_loss(inputs, self.algorithm)
                 loss.backward()
+            # Members of a context group have a part of the gradient each. FSDP2 adds them up.
             if self._context is not None and self._sharding is None:
                 self._context.add_gradients(self.model)
             return loss.detach(), inputs.logprobs_S.detach()
@@ -682,10 +686,12 @@ class Policy:
         world = self.world
         weights = dict(world.gather(list(broken_weights(self.model).items()), "broken weights"))
         local_culprits = find_culprits(
-            trained, score_alone, self.model, world, in_turns=self._context is not None
+            trained_sequences, score_alone, self.model, world, in_turns=self._context is not None
         )
         broken_rollouts = world.gather(local_culprits, "the culprits")
-        local_places = [place_of(sequence.rollout, sequence.trajectory) for sequence in trained]
+        local_places = [
+            place_of(sequence.rollout, sequence.trajectory) for sequence in trained_sequences
+        ]
         places = world.gather(local_places, "the culprits")
         cause = ""
         if weights:

@@ -106,8 +106,10 @@ def grow(ids: Sequence[Tensor], least: int | None) -> list[Branch]:
     def branches(places: range, start: int, depth: int = 0) -> Iterator[Branch]:
         """Yield the branches of the sequences at these `places` of the sorted order.
 
-        Their first `start` tokens are equal and belong to branches above. In the example `common`
-        is 0 3 1. Places 0 1 2 share ``a``, and their parts are 0 1 and 2.
+        Their first `start` tokens are equal and belong to branches above.
+
+        Example: of ``a b c d``, ``a b c e f`` and ``a g`` the numbers of `common` tokens are 0 3 1.
+        Places 0 1 2 share ``a``. They have two parts, 0 1 with ``b c`` in common, and 2.
         """
         if len(places) == 1 or depth == DEEPEST:  # one sequence, or too deep for a recursion
             for index in (order[place] for place in places):
@@ -150,6 +152,9 @@ def cut(branches: Iterable[Branch], budget: int, above: int = 0) -> list[tuple[B
     A branch that is too long is divided among several runs, each of which repeats the branch's own
     tokens. A sequence over the budget is a run by itself. Branches of similar length are in one
     run.
+
+    Example: a branch of 2 tokens with children of 3, 3 and 2 has 10 tokens. With a budget of 8 it
+    becomes two runs: the branch with children of 3 and 3, and one branch of 2 + 2 tokens.
     """
     fitting: list[Branch] = []
     for branch in branches:

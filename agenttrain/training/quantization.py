@@ -102,8 +102,10 @@ def check_quantizable(model: PreTrainedModel, config: ModelConfig) -> None:
 class QuantizedLinear(nn.Linear):
     """A frozen linear layer whose weight is stored in NF4.
 
-    `weight` has the indices of the 16 values, two in a byte: [out, in / 2] of uint8. Casts leave
-    bytes and scales alone, and a search for NaN finds none in bytes.
+    NF4 stores a scale for each block of 64 numbers, and for each number the index of one of 16
+    values. `weight` has these indices, two in a byte: [out, in / 2] of uint8, a format that casts
+    of the model leave alone. With double quantization the scales are bytes too, each an index into
+    a table, with scales of their own.
     """
 
     scales: Tensor
@@ -111,11 +113,11 @@ class QuantizedLinear(nn.Linear):
     values: Tensor
     """The 16 values that the indices stand for."""
     scale_scales: Tensor
-    """Of scales in 8 bits: the scale of each `SCALES` of them."""
+    """For scales in 8 bits: the scale of each `SCALES` of them."""
     scale_values: Tensor
-    """Of scales in 8 bits: the values that they stand for."""
+    """For scales in 8 bits: the table of values that they are indices of."""
     scale_mean: Tensor
-    """Of scales in 8 bits: a number that is added to each."""
+    """For scales in 8 bits: a number that is added to each."""
 
     def __init__(self, linear: nn.Linear, *, double: bool, device: torch.device) -> None:
         """Make room for the weight of `linear` on `device`, and take its bias.
@@ -134,7 +136,8 @@ class QuantizedLinear(nn.Linear):
         self.weight = nn.Parameter(packed, requires_grad=False)
         blocks = linear.out_features * self.row_blocks
         scale_format = torch.uint8 if double else torch.float32
-        # float32 is said, because a model may be built with another default.
+        # float32 explicitly, because a model may be built with another default.
+        # Buffer -> (length, format).
         shapes = {"scales": (blocks, scale_format), "values": (VALUES, torch.float32)}
         if double:
             shapes["scale_scales"] = (ceil(blocks / SCALES), torch.float32)
@@ -147,12 +150,12 @@ class QuantizedLinear(nn.Linear):
 
     def _apply(self, fn: Any, recurse: bool = True) -> QuantizedLinear:
         """Move the layer. Its scales and tables keep their formats, which bitsandbytes expects."""
-        former = dict(self._buffers)
+        original = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, buffer in self._buffers.items():
-            before = former[name]
-            if buffer is not None and before is not None and buffer.dtype != before.dtype:
-                self._buffers[name] = before.to(buffer.device)
+            uncast = original[name]
+            if buffer is not None and uncast is not None and buffer.dtype != uncast.dtype:
+                self._buffers[name] = uncast.to(buffer.device)
         return self
 
     @torch.no_grad()
@@ -171,7 +174,7 @@ class QuantizedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Multiply by the dequantised weight, which autograd does not keep."""
         functional = import_module("bitsandbytes.functional")
-        nested = {}
+        nested = {}  # bitsandbytes' arguments for scales in 8 bits
         if self.has_double_scales:
             nested = {"offset": self.scale_mean[0], "state2": self._scale_state()}
         state = functional.QuantState(

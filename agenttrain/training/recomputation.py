@@ -106,6 +106,7 @@ def _norms(model: PreTrainedModel, blocks: Sequence[nn.Module]) -> list[nn.Modul
         module
         for module in dict.fromkeys(modules)  # layers may be parts of others
         if module not in inside
+        # A norm is a leaf with vectors as its only weights, called with hidden states alone.
         and not [*module.children()]
         and {weight.dim() for weight in module.parameters()} == {1}
         and len(inspect.signature(module.forward).parameters) == 1

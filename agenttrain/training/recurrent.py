@@ -72,12 +72,17 @@ class RecurrentTree:
         segments: Sequence[Segment],
         device: torch.device,
         *,
-        given: Sequence[Segment] = (),
-        wanted: Collection[Segment] = (),
+        earlier_parents: Sequence[Segment] = (),
+        needed_later: Collection[Segment] = (),
     ) -> None:
-        """Take segments that follow each other. `given` and `wanted` are for `scan_waves`."""
+        """Take segments that follow each other in the packed row.
+
+        The row may be one of several chunks. `earlier_parents` are segments of earlier chunks, from
+        whose last states some of these segments start. `needed_later` are those of these segments
+        whose last states later chunks need.
+        """
         self.segments, self.device = tuple(segments), device
-        self.given, self.wanted = tuple(given), frozenset(wanted)
+        self.earlier_parents, self.needed_later = tuple(earlier_parents), frozenset(needed_later)
         self._halos: dict[int, Halo] = {}
         """Cached by the number of a convolution's taps."""
 
@@ -86,14 +91,18 @@ class RecurrentTree:
         """Waves in the order in which they are scanned, parents before their children."""
         max_tokens = CPU_WAVE if self.device.type == "cpu" else None
         return make_waves(
-            self.segments, max_tokens, self.device, given=self.given, wanted=self.wanted
+            self.segments,
+            max_tokens,
+            self.device,
+            earlier_parents=self.earlier_parents,
+            needed_later=self.needed_later,
         )
 
     @cached_property
     def _order(self) -> tuple[Tensor, Tensor] | None:
-        """[T] Index of every token in the order of waves, and the inverse.
+        """[T] Packed positions of the tokens in the order of waves, and the inverse permutation.
 
-        None if both orders are the same.
+        These are the `sources` and `places` of `Select`. None if both orders are the same.
         """
         in_waves = [segment for wave in self.waves for segment in wave.segments]
         if in_waves == list(self.segments):
@@ -107,7 +116,10 @@ class RecurrentTree:
     # Left out of torch.compile: the layout changes with the microbatch.
     @torch.compiler.disable
     def convolve(self, convolution: Convolution) -> Tensor:
-        """Return the convolved states of the packed row, [1, C, T]."""
+        """Return the convolved states of the packed row, [1, C, T].
+
+        T tokens with the copies between them (or zeros) are the U columns of an extended row.
+        """
         _record_first(convolution)
         taps = convolution.weight.shape[-1]
         if taps not in self._halos:
@@ -118,7 +130,7 @@ class RecurrentTree:
         rows_TC = convolution.states[0].transpose(0, 1)
         extended_UC = _Extend.apply(rows_TC, halo)
         convolved_UC = convolution(extended_UC.transpose(0, 1)[None])[0].transpose(0, 1)
-        own_TC = Select.apply(convolved_UC, halo.own_T, halo.token_U, halo.other)
+        own_TC = Select.apply(convolved_UC, halo.column_T, halo.token_U, halo.extra_columns)
         return own_TC.transpose(0, 1)[None]
 
     @torch.compiler.disable
@@ -130,22 +142,22 @@ class RecurrentTree:
         if scan.state is not None or scan.keeps:
             raise ValueError("a packed tree starts its sequences: it takes no cache")
         _record_first(scan)
-        call: Any = scan
+        scan_wave: Any = scan
         if torch.is_grad_enabled() and not is_kernel(scan.function):
             # transformers' torch code keeps about ten times its inputs for the backward pass, which
             # computes the scan again instead.
-            call = partial(checkpoint, scan, use_reentrant=False, preserve_rng_state=False)
-        packed, _ = self.scan_waves(call, [tensor[0] for tensor in scan.inputs], ())
+            scan_wave = partial(checkpoint, scan, use_reentrant=False, preserve_rng_state=False)
+        packed, _ = self.scan_waves(scan_wave, [tensor[0] for tensor in scan.inputs], ())
         return packed[None], None
 
     def scan_waves(
-        self, call: Any, tensors: Sequence[Tensor], states: Sequence[Tensor]
+        self, scan_wave: Any, tensors: Sequence[Tensor], states: Sequence[Tensor]
     ) -> tuple[Tensor, dict[Segment, Tensor]]:
-        """Return the output of inputs [T, …], and the last states of the `wanted` segments.
+        """Return the output of inputs [T, …], and the last states of segments `needed_later`.
 
-        `call` maps (inputs, first states, keeps) of a wave's rows to their output and, if `keeps`,
-        their last states. `states` are the last states of the `given` segments, which come before
-        these and are parents of some.
+        `scan_wave` maps (inputs, first states, keeps) of a wave's padded rows to their output and,
+        if `keeps`, their last states. `states` are the last states of `earlier_parents`, in their
+        order.
         """
         order = self._order
         sizes = [wave.rows.scatter.numel() for wave in self.waves]  # tokens of each wave
@@ -157,23 +169,25 @@ class RecurrentTree:
         # Last states of the segments so far, from which their children start.
         states = list(states)
         outputs: list[Tensor] = []
-        last: dict[Segment, Tensor] = {}
+        last_states: dict[Segment, Tensor] = {}
         for wave, *wave_inputs in zip(self.waves, *inputs, strict=True):
             initial_states = None  # zeros
             if wave.parents:
                 initial_states = torch.stack([states[parent] for parent in wave.parents])
-            output, last_states = call(
+            output, wave_states = scan_wave(
                 [_pad(wave, tensor) for tensor in wave_inputs], initial_states, wave.keeps
             )
             if wave.keeps:
-                rows = last_states.unbind()
+                rows = wave_states.unbind()
                 states += rows
-                last |= dict(zip(wave.segments, rows, strict=True))
+                last_states |= dict(zip(wave.segments, rows, strict=True))
             outputs.append(_unpad(wave, output.flatten(0, 1)))
         packed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         if order is not None:
             packed = Select.apply(packed, *reversed(order), None)
-        return packed, {segment: last[segment] for segment in last if segment in self.wanted}
+        return packed, {
+            segment: state for segment, state in last_states.items() if segment in self.needed_later
+        }
 
 
 def _pad(wave: Wave, tokens: Tensor) -> Tensor:
@@ -198,16 +212,17 @@ def make_waves(
     max_tokens: int | None,
     device: torch.device,
     *,
-    given: Sequence[Segment] = (),
-    wanted: Collection[Segment] = (),
+    earlier_parents: Sequence[Segment] = (),
+    needed_later: Collection[Segment] = (),
 ) -> tuple[Wave, ...]:
     """Divide segments into waves of at most `max_tokens` padded tokens. None: of any size.
 
     The segments of a wave have equally many ancestors and similar lengths. Either all of them have
-    children, whose scans start from their last states, or none has. The states of the `given`
-    segments come before those of the waves. The `wanted` segments count as having children.
+    children, whose scans start from their last states, or none has. The states of
+    `earlier_parents`, segments of earlier chunks, come before those of the waves. The segments
+    `needed_later`, by later chunks, count as having children.
     """
-    with_children = {*wanted, *(segment.parent for segment in segments)}
+    with_children = {*needed_later, *(segment.parent for segment in segments)}
     levels: dict[int, list[Segment]] = defaultdict(list)
     for segment in segments:
         levels[len(segment.prefix)].append(segment)
@@ -226,8 +241,10 @@ def make_waves(
                     runs.append([])
             runs[-1].append(segment)
     waves: list[Wave] = []
-    # Index among the last states of all waves so far.
-    state_of: dict[Segment | None, int] = {segment: i for i, segment in enumerate(given)}
+    # Index among the last states of the earlier parents and all waves so far.
+    state_index: dict[Segment | None, int] = {
+        segment: index for index, segment in enumerate(earlier_parents)
+    }
     for run in runs:
         keeps = run[0] in with_children
         waves.append(
@@ -235,12 +252,12 @@ def make_waves(
                 segments=tuple(run),
                 length=run[0].length,
                 rows=pad_rows([segment.length for segment in run], device),
-                parents=tuple(state_of[segment.parent] for segment in run if segment.parent),
+                parents=tuple(state_index[segment.parent] for segment in run if segment.parent),
                 keeps=keeps,
             )
         )
         if keeps:
-            state_of |= {segment: len(state_of) + row for row, segment in enumerate(run)}
+            state_index |= {segment: len(state_index) + row for row, segment in enumerate(run)}
     return tuple(waves)
 
 
@@ -253,32 +270,32 @@ class Halo:
 
     token_U: Tensor
     """Packed position of every column's token; any where the column is blank."""
-    own_T: Tensor
-    """Column of each token's own."""
-    blank: Tensor
+    column_T: Tensor
+    """Each token's own column."""
+    blank_columns: Tensor
     """Columns of zeros, before segments with a shorter prefix."""
-    copied: Tensor
-    """[copies] Columns that are copies of a token before the segment."""
-    other: Tensor
-    """Columns that are blank or copies: all that are no token's own."""
-    sources: Tensor
-    """[sources] Packed positions that are copied, each once."""
-    copies: Tensor
-    """[sources, most copies of one] Indices in `copied` of each source's copies, filled up with the
-    length of `copied`."""
+    copy_columns: Tensor
+    """[copies] Columns with a copy of a token before the segment."""
+    extra_columns: Tensor
+    """Columns that are blank or copies, whose outputs are dropped."""
+    copied_tokens: Tensor
+    """[tokens] Packed positions of the tokens that are copied, each once."""
+    copies_of_tokens: Tensor
+    """[tokens, most copies of one] Indices in `copy_columns` of the copies of each of these tokens,
+    filled up with the length of `copy_columns`."""
 
 
 def make_halo(segments: Sequence[Segment], taps: int, device: torch.device) -> Halo:
     """Return the extended row of segments for a convolution of that many taps.
 
     Example: with 3 taps, tokens 0 1 and a segment 2 3 after them become the columns
-    ``. . 0 1 | 0 1 2 3``, where ``.`` is blank. Columns 4 and 5 are copies, of the sources 0 and 1.
+    ``. . 0 1 | 0 1 2 3``, where ``.`` is blank. Columns 4 and 5 are copies, of tokens 0 and 1.
     """
-    tokens: list[int] = []
-    blank: list[int] = []
-    own: list[int] = []
-    copied: list[int] = []
-    copies: dict[int, list[int]] = defaultdict(list)
+    tokens: list[int] = []  # the token of each column
+    blank_columns: list[int] = []
+    own_columns: list[int] = []
+    copy_columns: list[int] = []
+    copies: dict[int, list[int]] = defaultdict(list)  # token -> indices in `copy_columns`
     for segment in segments:
         before: list[int] = []  # the tokens before the segment, as many as a tap reaches
         part = segment.parent
@@ -286,18 +303,19 @@ def make_halo(segments: Sequence[Segment], taps: int, device: torch.device) -> H
             before = [*range(max(part.start, part.end - missing), part.end), *before]
             part = part.parent
         missing = taps - 1 - len(before)
-        blank += range(len(tokens), len(tokens) + missing)
+        blank_columns += range(len(tokens), len(tokens) + missing)
         tokens += [0] * missing
         for token in before:
-            copies[token].append(len(copied))
-            copied.append(len(tokens))
+            copies[token].append(len(copy_columns))
+            copy_columns.append(len(tokens))
             tokens.append(token)
-        own += range(len(tokens), len(tokens) + segment.length)
+        own_columns += range(len(tokens), len(tokens) + segment.length)
         tokens += range(segment.start, segment.end)
-    # Rows of one length, filled up with the index behind the last of `copied`.
+    # Rows of one length, filled up with the index behind the last of `copy_columns`.
     most_copies = max(map(len, copies.values()), default=0)
     table = [
-        [*indices, *[len(copied)] * (most_copies - len(indices))] for indices in copies.values()
+        [*indices, *[len(copy_columns)] * (most_copies - len(indices))]
+        for indices in copies.values()
     ]
 
     def on_device(values: Sequence[Any]) -> Tensor:
@@ -305,12 +323,12 @@ def make_halo(segments: Sequence[Segment], taps: int, device: torch.device) -> H
 
     return Halo(
         token_U=on_device(tokens),
-        own_T=on_device(own),
-        blank=on_device(blank),
-        copied=on_device(copied),
-        other=on_device([*blank, *copied]),
-        sources=on_device(list(copies)),
-        copies=on_device(table).reshape(len(copies), most_copies),
+        column_T=on_device(own_columns),
+        blank_columns=on_device(blank_columns),
+        copy_columns=on_device(copy_columns),
+        extra_columns=on_device([*blank_columns, *copy_columns]),
+        copied_tokens=on_device(list(copies)),
+        copies_of_tokens=on_device(table).reshape(len(copies), most_copies),
     )
 
 
@@ -322,27 +340,28 @@ class _Extend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows_TC: Tensor, halo: Halo) -> Tensor:
+        """Return the columns: each token, copies of tokens before its segment, and zeros."""
         ctx.halo = halo
-        return rows_TC.index_select(0, halo.token_U).index_fill_(0, halo.blank, 0)
+        return rows_TC.index_select(0, halo.token_U).index_fill_(0, halo.blank_columns, 0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_UC: Tensor) -> tuple[Tensor, None]:
         """Return the gradient of the tokens, [T, C].
 
-        `own_T` is each token's own column. `copied` are the columns of copies, and a row of
-        `copies` the indices in it of all copies of the token at one of the positions `sources`.
+        Each token has a column of its own, `column_T`. Of the columns `copy_columns` each row of
+        `copies_of_tokens` selects the copies of one of the tokens at positions `copied_tokens`.
         """
         halo: Halo = ctx.halo
-        rows_TC = gradient_UC.index_select(0, halo.own_T)
-        if halo.copied.numel():
-            # A row of zeros at the end, for the indices that fill up `halo.copies`.
-            copies = pad(gradient_UC.index_select(0, halo.copied), (0, 0, 0, 1))
-            by_source = copies.index_select(0, halo.copies.flatten()).unflatten(
-                0, halo.copies.shape
+        rows_TC = gradient_UC.index_select(0, halo.column_T)
+        if halo.copy_columns.numel():
+            # A row of zeros at the end, for the indices that fill up `halo.copies_of_tokens`.
+            copy_gradients = pad(gradient_UC.index_select(0, halo.copy_columns), (0, 0, 0, 1))
+            by_token = copy_gradients.index_select(0, halo.copies_of_tokens.flatten()).unflatten(
+                0, halo.copies_of_tokens.shape
             )
             # No position occurs twice, so that the order of additions is fixed.
-            rows_TC.index_add_(0, halo.sources, by_source.sum(1))
+            rows_TC.index_add_(0, halo.copied_tokens, by_token.sum(1))
         return rows_TC, None
 
 

@@ -68,7 +68,8 @@ class _RingAttention(torch.autograd.Function):
         """
         size = key.shape[-1]
         with torch.autocast(query.device.type, enabled=False):
-            output, log = nothing_yet(query, value)
+            # Output, and log sum exp of the scores, over the keys so far.
+            output, lse = nothing_yet(query, value)
             states = torch.cat((key, value), dim=-1)
             for source, received in _circulate(states, tree, group):
                 keys, values = received[..., :size], received[..., size:]
@@ -80,11 +81,11 @@ class _RingAttention(torch.autograd.Function):
                         scoring,
                         call.shift,
                     )
-                    merge(output[call.queries], log[call.queries], *part)
+                    merge(output[call.queries], lse[call.queries], *part)
             if sinks is not None:
-                add_sinks(output, log, sinks)
+                add_sinks(output, lse, sinks)
             result = output.to(query.dtype)
-        ctx.save_for_backward(query, key, value, sinks, result, log)
+        ctx.save_for_backward(query, key, value, sinks, result, lse)
         ctx.tree, ctx.group, ctx.scoring = tree, group, scoring
         return result
 
@@ -92,9 +93,9 @@ class _RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Send keys and values round again, and with them the sum of their gradients."""
-        query, key, value, sinks, output, log = ctx.saved_tensors
+        query, key, value, sinks, output, lse = ctx.saved_tensors
         tree, group, scoring = ctx.tree, ctx.group, ctx.scoring
-        size, exact, gradient = key.shape[-1], log.dtype, gradient.contiguous()
+        size, exact, gradient = key.shape[-1], lse.dtype, gradient.contiguous()
         with torch.autocast(query.device.type, enabled=False):
             grad_query = torch.zeros(query.shape, dtype=exact, device=query.device)
             states = torch.cat((key, value), dim=-1)
@@ -110,7 +111,7 @@ class _RingAttention(torch.autograd.Function):
                         scoring,
                         call.shift,
                         output[q],
-                        log[q],
+                        lse[q],
                         gradient[q],
                     )
                     grad_query[q] += parts[0]
@@ -120,7 +121,7 @@ class _RingAttention(torch.autograd.Function):
                 *_, (_, grad_states) = _circulate(grad_states, tree, group, source, hops=1)
             grad_sinks = None
             if sinks is not None:
-                grad_sinks = sink_gradient(output, log, gradient, sinks).to(sinks.dtype)
+                grad_sinks = sink_gradient(output, lse, gradient, sinks).to(sinks.dtype)
         grad_key, grad_value = grad_states[..., :size], grad_states[..., size:]
         return (
             grad_query.to(query.dtype),
@@ -142,19 +143,20 @@ def _circulate(
 
     They begin with `states`, those of process `source` (None: this one). `hops` is the number of
     times that they are sent on (None: until this process has seen all). They travel while the
-    caller computes.
+    caller computes. Example: rank 2 of 3 yields the states of 2, then of 1, then of 0.
     """
     source = group.rank if source is None else source
-    following, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    next_rank, previous_rank = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     if hops is None or group.size == 1:  # a process alone sends nothing
         hops = group.size - 1
     for _ in range(hops):
-        previous = (source - 1) % group.size
-        shape = (tree.counts[previous], *states.shape[1:])
+        # Whose states the previous process sends in this hop.
+        next_source = (source - 1) % group.size
+        shape = (tree.counts[next_source], *states.shape[1:])
         buffer = torch.empty(shape, dtype=states.dtype, device=states.device)
-        with group.exchanging({following: states}, {before: buffer}):
+        with group.exchanging({next_rank: states}, {previous_rank: buffer}):
             yield source, states
-        source, states = previous, buffer
+        source, states = next_source, buffer
     yield source, states
 
 

@@ -37,7 +37,11 @@ class Select(torch.autograd.Function):
         unselected: Tensor | None,
         blanks: Tensor | None = None,
     ) -> Tensor:
-        """Return the selected tokens, [selected, …]."""
+        """Return the tokens at positions `sources`, [selected, …], and zeros at indices `blanks`.
+
+        `places` and `unselected` are for the backward pass: for each token the one selected index
+        whose gradient counts, and the positions of tokens without a gradient.
+        """
         ctx.places, ctx.unselected = places, unselected
         selected = tokens.index_select(0, sources)
         return selected if blanks is None else selected.index_fill_(0, blanks, 0)

@@ -104,7 +104,10 @@ def assign(target: Tensor, values: Tensor | TensorParts) -> None:
 
 
 def shard_like(target: Tensor, values: Tensor | TensorParts) -> Tensor:
-    """Return the values sharded as `target` is: this process's rows of them."""
+    """Return full values sharded as `target` is: this process's rows of them.
+
+    `TensorParts` are full values that are read from several files row by row.
+    """
     rows = own_rows(target)
     # Nothing to shard: the target is not sharded, or the values are already.
     if not isinstance(target, DTensor) or isinstance(values, DTensor):
@@ -282,7 +285,7 @@ def own_part(state: Any, *, copies: bool = False) -> Any:
 
 
 def _join(parts: Sequence[Any], indices: Sequence[int], count: int, source: str) -> Any:
-    """Join the states that the processes `indices` of `count` wrote.
+    """Join the states `parts` that the processes `indices`, successive ones of `count`, wrote.
 
     A sharded tensor becomes a TensorParts. `source` names files and key in errors.
     """

@@ -159,6 +159,7 @@ def load_whole(folder: Path, dtype: torch.dtype | str, *, uniform: bool = False)
         model, info = auto_class(folder).from_pretrained(
             folder,
             dtype=dtype,
+            # Other shapes are reported in `info` instead of raised, for the errors below.
             output_loading_info=True,
             ignore_mismatched_sizes=True,
             **loading_options(folder),
@@ -249,6 +250,7 @@ class SlicedWeights:
         state, prefix = model.state_dict(), model.base_model_prefix
         sources_of: dict[str, list[tuple[str, StoredTensor]]] = {}  # by a conversion's first weight
         for key in sorted(self._stored, key=dot_natural_key):
+            # The weight's name in the model, and the pattern of a converter that needs this tensor.
             name, pattern = rename_source_key(key, renamings, converters, prefix, state)
             if name not in state and key in state:  # the renaming is meant for other files
                 name, pattern = rename_source_key(key, [], [], prefix, state)
@@ -307,11 +309,11 @@ class SlicedWeights:
     def _read_packed(
         self, weight: WeightSource, rows: RowRange, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Read rows of a weight and return them in 4 bits, as `pack` does."""
+        """Read rows of a weight; return them in 4 bits, and the scale of each of their blocks."""
         shape = (rows.stop - rows.start, *weight.shape[1:])
-        read = torch.empty(shape, dtype=weight.dtype, device=device)
-        self._read(weight, rows, read)
-        return pack(read)
+        values = torch.empty(shape, dtype=weight.dtype, device=device)
+        self._read(weight, rows, values)
+        return pack(values)
 
     def _weights_of(self, model: nn.Module) -> Iterator[tuple[str, Tensor, WeightSource]]:
         """Yield each weight once: its name without adapters, the weight, and its source."""
@@ -335,9 +337,12 @@ class SlicedWeights:
             return
         sources, start = source.sources, rows.start
         if source.by_expert:  # a row is an expert: read the tensors of these experts alone
-            patterns = dict.fromkeys(pattern for pattern, _ in sources)
-            by_pattern = {p: [entry for entry in sources if entry[0] == p] for p in patterns}
-            sources = tuple(chain(*(by_pattern[p][rows.start : rows.stop] for p in patterns)))
+            # (pattern, tensor) pairs by pattern, such as gate and up, in the order of the experts.
+            by_pattern: dict[str, list[tuple[str, StoredTensor]]] = {}
+            for pattern, tensor in sources:
+                by_pattern.setdefault(pattern, []).append((pattern, tensor))
+            experts = (pairs[rows.start : rows.stop] for pairs in by_pattern.values())
+            sources = tuple(chain(*experts))
             start = 0  # the rows before were not read
         weights = self._convert(source, sources, torch.device("cpu"), weight.dtype)
         into.copy_(weights[weight.name][start : start + rows.stop - rows.start])
@@ -426,9 +431,9 @@ class SlicedWeights:
             else:
                 is_scalar = not source.shape
                 shape = (rows[name].stop - rows[name].start, *source.shape[1:])
-                read = torch.empty(() if is_scalar else shape, dtype=source.dtype)
-                self._read(source, rows[name], read)
-                parts = (read,)
+                values = torch.empty(() if is_scalar else shape, dtype=source.dtype)
+                self._read(source, rows[name], values)
+                parts = (values,)
             checksum = sha256()
             for part in parts:
                 checksum.update(bytes_of(part.detach().cpu()))

@@ -111,7 +111,8 @@ def own_weights(
 ) -> tuple[str, dict[str, Tensor]]:
     """Return the name of this process's file, and the weights that it writes into it, by name.
 
-    The weights are on the CPU. All processes that hold a sharded model call it together.
+    The weights are on the CPU, with `copies` in memory of their own, which later updates of the
+    model do not change. All processes that hold a sharded model call it together.
     """
     weights, shard = _weights_to_save(model), shard_of(model)
     tensors: dict[str, Tensor] = {}
@@ -120,7 +121,7 @@ def own_weights(
             tensors = {n: _on_cpu(t.detach(), copies) for n, t in weights.items()}
         return "model.safetensors", _as_in_files(model, tensors)
     file = f"model-{shard.index + 1:05}-of-{shard.count:05}.safetensors"
-    if not shard.replica:  # other nodes hold the same weights
+    if not shard.replica:  # a replica writes nothing: another node's processes hold the same
         owners = _assign_owners(model, weights, shard.count)
         tensors = _gather_owned(weights, owners, shard.index, copies=copies)
     return file, _as_in_files(model, tensors)

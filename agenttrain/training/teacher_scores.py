@@ -130,7 +130,10 @@ class ServedTeacher:
         world: World | None = None,
         prompt_ids: PromptIds | None = None,
     ) -> None:
-        """Without `prompt_ids` the teacher reads the policy's prompt."""
+        """Score by `servers`, which take less than `max_context` tokens.
+
+        `prompt_ids` makes the teacher's own prompt. Without it the teacher reads the policy's.
+        """
         self._servers, self._max_context = servers, max_context
         self._world = world or World()
         self._prompt_ids = prompt_ids

@@ -221,13 +221,15 @@ async def sync(
     """Give `engine` the policy's weights, with which it samples from now on as version `version`.
 
     An engine that samples from `policy.sampler` itself only drops its caches, and the result is
-    None. An engine with a copy of the weights is sent them and then scores the probe. If it sleeps
+    None. An engine with a copy of the weights is sent them. Then policy and engine both score the
+    probe, a text that stays the same, and the results are compared. If the engine sleeps
     (`Separate.sleep`), its `update` wakes it.
 
     Raises WrongMerge at the first sync if merged adapters do not compute what the adapters do.
     Raises StaleWeights if the engine's log-probabilities of the probe differ from the policy's, and
-    if they did not change since the last sync (`before`) although the policy's did. A quantised
-    engine's may stay the same. With several copies it is raised if all of them fail.
+    if they did not change since the last sync (`before`) although the policy's did. They may stay
+    the same where the engine's copy is rounded, as a quantised one is. With several copies it is
+    raised if all of them fail.
 
     The probe's text is that of the last sync. At the first sync the engine samples it after the end
     of `prompt_ids`, so that it is as likely as the texts of the run. Without a prompt it is a fixed
@@ -275,7 +277,7 @@ async def sync(
         token_ids=tuple(token_ids),
         start=start,
         policy=tuple(policy_T),
-        # The first sync's probe has no `first`: it is the first itself.
+        # The gap of the first sync, which the first sync's own probe does not repeat in `first`.
         first=None if before is None else before.first or before.gap,
         warned=bool(before and before.warned),
         before=None if must_differ_from is None else must_differ_from.scores,
@@ -397,12 +399,12 @@ def checkpoint_adapters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 def named_weights(
     model: PreTrainedModel, dtype: torch.dtype | None = None, *, merged: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every weight by its name in the model without adapters, tied ones under each name.
+    """Yield (name, weight) of every weight, named as in the model without adapters.
 
-    Adapters are merged, one weight at a time, or left out if not `merged`. Either way the engine
-    gets a model without adapters. With `dtype`, weights in the model's own format are cast to it,
-    but not those that stay in float32 (`stays_float32`, and the model's own). Sharded weights are
-    gathered layer by layer, after the cast, so every process has to consume the iterator.
+    A tied weight comes under each of its names. Adapters are merged, one weight at a time, or left
+    out if not `merged`. Either way the engine gets a model without adapters. With `dtype`, weights
+    in the model's format are cast to it, except those that always stay in float32. Sharded weights
+    are gathered layer by layer, after the cast, so every process has to consume the iterator.
     """
     for name, tensor in gather_by_layer(model, _own_parts(model, dtype, merged)):
         yield base_name(name), tensor
@@ -425,9 +427,10 @@ def _checkpoint_pieces(
 def _own_parts(
     model: PreTrainedModel, dtype: torch.dtype | None, merged: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield what `named_weights` does, but of a sharded weight only this process's part.
+    """Yield (name, weight) of every weight, but of a sharded weight only this process's part.
 
-    `delta` is the change that a layer's adapters make to its weight.
+    If `merged`, a layer's adapters are added to its weight, else left out. `dtype` is the format to
+    cast to; None: no cast.
     """
     in_fp32: set[str] = set()  # names of modules whose weights the model keeps in float32
     for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):

@@ -77,7 +77,7 @@ class World:
         self.rank = dist.get_rank() if has_peers else 0
         self.size = dist.get_world_size() if has_peers else 1
         self.is_main = self.rank == 0
-        """True on the process that writes and prints for all."""
+        """True on the process, rank 0, that writes and prints for all."""
         self.timeout_s = timeout_s
         self.progress = 0
         """Counter that rises while this process waits in `barrier`, and with each weight that it
@@ -158,7 +158,8 @@ class World:
         """Make the block fail in all processes if it fails in one with an error of these kinds.
 
         The processes meet at the end of the block. A process without an error then raises
-        PeerFailed. The block itself must not communicate. `patient` is that of `exchange`.
+        PeerFailed. The block itself must not communicate. With `patient` they wait there without a
+        time limit, as long as the heartbeats of all go on.
         """
         failure: Exception | None = None
         try:
@@ -199,8 +200,9 @@ class World:
         try:
             yield
         except RuntimeError as error:
-            if not any(late in str(error) for late in LATE):
-                raise  # not a timeout
+            is_timeout = any(text in str(error) for text in LATE)
+            if not is_timeout:
+                raise
             stopped = self._pulse.find_stopped(peers)
             finding = f"{_ranks(stopped)} stood still" if stopped else "no rank stands still now"
             raise WorldTimeout(
@@ -373,6 +375,7 @@ class Pulse:
         """Start to count in a thread, until the process ends or the store is gone."""
 
         def count() -> None:
+            """Increment this process's counter in the store from time to time."""
             number = 0
             with suppress(dist.DistError):  # without the store no process can wait for this one
                 # The first count is written at once.
@@ -393,8 +396,9 @@ class Pulse:
     def silent(self, ranks: Iterable[int]) -> list[int]:
         """Return the ranks whose counter has not moved for `limit_s`.
 
-        Call it while waiting: of the time between two calls at most `LONGEST_CHECK_S` counts. A
-        rank that has not started to count is never silent.
+        Each rank increments its counter as a heartbeat. Call this method while waiting: of the time
+        between two calls at most `LONGEST_CHECK_S` counts, because after more this process itself
+        was stopped. A rank that has not started to count is never silent.
         """
         now = time.monotonic()
         elapsed_s = min(now - self._checked_at, LONGEST_CHECK_S)

@@ -36,7 +36,7 @@ from agenttrain.training.footprint import (
     LAYER_GRADIENTS,
     Activations,
     CachedLayer,
-    Saved,
+    SavedActivations,
     cached_layers,
     empty_model,
     head_bytes,
@@ -202,7 +202,7 @@ def test_what_a_forward_pass_keeps(name, dtype):
     kept_bytes = []
     for level in LEVELS:
         kept = bytes_kept(model, level, tokens=200)
-        told = Saved(empty(model), None)(200, level)
+        told = SavedActivations(empty(model), None)(200, level)
         assert told.kept == pytest.approx(kept, rel=0.1), level
         kept_bytes.append(kept)
     assert kept_bytes == sorted(kept_bytes, reverse=True) and len({*kept_bytes}) == len(LEVELS)
@@ -220,7 +220,7 @@ def bytes_kept(model: torch.nn.Module, level: ActivationCheckpointing, tokens: i
 
 
 def test_what_is_kept_grows_by_the_token():
-    saved = Saved(empty(real_model()), None)
+    saved = SavedActivations(empty(real_model()), None)
     for level in LEVELS:
         kept = {n: saved(n, level).kept for n in (128, 256, 512, 768, 1000, 1001, 1024)}
         assert kept[1024] - kept[768] == kept[512] - kept[256] > 0
@@ -245,7 +245,7 @@ def test_the_largest_moment_of_a_backward_pass(level, vocabulary, budget_mb):
     with Allocated() as seen:
         step()
     hollow, tokens = empty(model), batch.token_ids_T.numel()
-    saved = Saved(hollow, None)(tokens, level)
+    saved = SavedActivations(hollow, None)(tokens, level)
     sampled = batch.targets_S.numel()
     head = head_bytes(hollow, sampled, budget_mb=budget_mb, autocast=False, device="cpu")
     if level is ActivationCheckpointing.all:
@@ -307,7 +307,7 @@ def test_equal_layers_are_traced_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     def sizes(limit: int) -> tuple[Activations, list[CachedLayer], int]:
         monkeypatch.setattr(equal_layers, "RUNS", limit)
         runs[0] = 0
-        return Saved(model, torch.bfloat16)(100), cached_layers(model), runs[0]
+        return SavedActivations(model, torch.bfloat16)(100), cached_layers(model), runs[0]
 
     # Two of nine recurrent layers, in each of two traces; keys in every fourth layer.
     assert sizes(equal_layers.RUNS)[2] == 2 * 2
@@ -323,9 +323,9 @@ def test_a_recurrent_layer_keeps_the_inputs_of_its_scan_alone(monkeypatch) -> No
         linear_num_key_heads=1, linear_num_value_heads=2,
     )  # fmt: skip
     model = empty_model(config, torch.bfloat16, LoraSettings())
-    recomputed = Saved(model, None)(128).kept
+    recomputed = SavedActivations(model, None)(128).kept
     monkeypatch.setattr(recurrent, "is_kernel", lambda function: True)
-    kept = Saved(model, None)(128).kept
+    kept = SavedActivations(model, None)(128).kept
     assert (kept - recomputed) / (128 * 2 * 1024) == pytest.approx(7.8, abs=0.5)
 
 
@@ -346,7 +346,7 @@ def test_a_trace_of_some_layers_gives_the_bytes_of_all(
     model = empty_model(config, torch.bfloat16, LoraSettings())
 
     def trace() -> tuple[Any, ...]:
-        saved = Saved(model, torch.bfloat16)
+        saved = SavedActivations(model, torch.bfloat16)
         return (*(saved(60, level) for level in LEVELS), cached_layers(model))
 
     few = trace()

@@ -24,7 +24,7 @@ from agenttrain.trainer import train_policy
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.checkpoint_files import auto_class, verify
 from agenttrain.training.config import LoraSettings
-from agenttrain.training.footprint import Saved, cached_layers, empty_model
+from agenttrain.training.footprint import SavedActivations, cached_layers, empty_model
 from agenttrain.training.images import freeze_encoders
 from agenttrain.training.logprobs import check_head, why_not_packed
 from agenttrain.training.lora import add_lora
@@ -186,4 +186,4 @@ def test_a_plan_counts_the_layers_of_the_language_model(name: str) -> None:
     alone = empty_model(config.text_config, torch.float32, LoraSettings())
     assert type(alone).__name__ == LANGUAGE_MODELS[name]
     assert cached_layers(model) == cached_layers(alone)
-    assert Saved(model, None)(32) == Saved(alone, None)(32)
+    assert SavedActivations(model, None)(32) == SavedActivations(alone, None)(32)

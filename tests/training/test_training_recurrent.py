@@ -312,22 +312,22 @@ A, P, Q, S, T, U = EXAMPLE = tree((5, None), (3, None), (2, 1), (1, 1), (2, 2), 
 def test_the_extended_row_of_an_example() -> None:
     halo = make_halo(EXAMPLE, 3, CPU)
     shown = ["."] * len(halo.token_U)
-    for column in (*halo.own_T.tolist(), *halo.copied.tolist()):
+    for column in (*halo.column_T.tolist(), *halo.copy_columns.tolist()):
         shown[column] = str(halo.token_U[column].item())
     # A: 0 … 4 | P: 5 6 7 | Q: 8 9 after 6 7 | S: 10 after 6 7 | T: 11 12 and U: 13 after 8 9
     assert " ".join(shown) == ". . 0 1 2 3 4 . . 5 6 7 6 7 8 9 6 7 10 8 9 11 12 8 9 13"
-    assert halo.blank.tolist() == [0, 1, 7, 8]
-    assert halo.sources.tolist() == [6, 7, 8, 9]
+    assert halo.blank_columns.tolist() == [0, 1, 7, 8]
+    assert halo.copied_tokens.tolist() == [6, 7, 8, 9]
     # Token 6 is copied to columns 12 and 16, the copies 0 and 2.
-    assert halo.copies.tolist() == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert halo.copies_of_tokens.tolist() == [[0, 2], [1, 3], [4, 6], [5, 7]]
 
 
 def test_the_halo_reaches_through_a_segment_that_is_shorter_than_the_convolution() -> None:
     layout = tree((1, None), (1, 0), (1, 1))
     halo = make_halo(layout, 4, CPU)
     # . . . 0 | . . 0 1 | . 0 1 2
-    assert halo.blank.tolist() == [0, 1, 2, 4, 5, 8]
-    assert halo.token_U[halo.copied].tolist() == [0, 0, 1]
+    assert halo.blank_columns.tolist() == [0, 1, 2, 4, 5, 8]
+    assert halo.token_U[halo.copy_columns].tolist() == [0, 0, 1]
 
 
 def test_waves_of_an_example() -> None:
