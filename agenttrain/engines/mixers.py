@@ -309,6 +309,7 @@ class _WithLayout:
     def __call__(
         self, *arguments: Any, recurrent: MixerLayout | None = None, **keywords: Any
     ) -> Any:
+        """Call the function by a layout of the caller's, or as it is if there is none."""
         layout = recurrent
         # A mixer that hands on no unknown keyword gets the layout as `seq_idx`.
         if layout is None and isinstance(keywords.get("seq_idx"), MixerLayout):

@@ -389,8 +389,11 @@ class _Search(TorchFunctionMode):
             self._found.append((router, choice))
 
     def _end(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        """Note the choices that a module returns, unless a module in it has returned them."""
-        frame = self._stack.pop()
+        """Note the choices that a module returns, unless a module in it has returned them.
+
+        A choice is the result of a call of `topk` within the module: indices of experts.
+        """
+        frame = self._stack.pop()  # the module's own: `_begin` has put it there
         returned = output if isinstance(output, tuple | list) else (output,)
         for call, indices in enumerate(frame.results):
             is_returned = any(
@@ -468,7 +471,10 @@ def _why_not_replaced(
     def try_again(
         router: LayerRouter, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
-        """Run a router again on the inputs that it has just had: a forward hook."""
+        """Run a router again on the inputs that it has just had: a forward hook.
+
+        It appends to `problems` why the router cannot be replaced, or None.
+        """
 
         def results(choose: Choose) -> Sequence[Any]:
             with _Interception(router, choose):
@@ -495,11 +501,11 @@ def _why_not_replaced(
 def _problem_of(router: LayerRouter, results: Callable[[Choose], Sequence[Any]]) -> str | None:
     """Return why replaced choices of a router do not have the right effect, or None.
 
-    `results(choose)` runs the router with its choice replaced by `choose`, and returns its outputs.
-    Experts in the opposite order must get the same weights in that order, and the experts of
-    another token must get weights above 0.
+    `results(choose)` runs the router with its choice replaced by `choose`, and returns its outputs:
+    for each token its K experts, and their weights. Experts in the opposite order must get the same
+    weights in that order, and the experts of another token must get weights above 0.
     """
-    plain = _experts_and_weights(results(lambda _, experts: None))
+    plain = _experts_and_weights(results(lambda _, experts: None))  # None: the router's own choice
     flipped = _experts_and_weights(results(lambda _, experts: experts.flip(-1)))
     # Each token gets the experts of the token before it.
     foreign = _experts_and_weights(results(lambda _, experts: experts.roll(1, -2)))

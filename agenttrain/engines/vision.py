@@ -112,7 +112,7 @@ class Layout:
     def pieces(self, first: int, last: int, start: int) -> Iterator[Piece]:
         """Yield the placeholders among tokens `first` to `last` - 1, one piece per image.
 
-        The pass has token `first` at its position `start`.
+        `start` is the position of token `first` among the flattened tokens of the forward pass.
         """
         for placed in self.images:
             low, high = max(placed.start, first), min(placed.end, last)

@@ -51,7 +51,13 @@ class Decoder:
         autocast: torch.dtype | None = None,
         record_routes: bool = False,
     ) -> None:
-        """With `record_routes` the experts of each row's last token are recorded, in `recorder`."""
+        """Check that the model works with the row cache. Raises EngineError if it does not.
+
+        `max_rows` sequences of `max_context` tokens fit in the cache. `vision` turns images into
+        features, and `autocast` is the number format that forward passes compute in, if it differs
+        from that of the weights. With `record_routes`, `recorder` records the experts of each row's
+        last token.
+        """
         keep_soft_cap(model)
         kinds = known_kinds(model)
         self.autocast = autocast
@@ -249,12 +255,12 @@ def _checked_lengths(kinds: Sequence[LayerKind], max_context: int) -> list[tuple
     token of each row.
     """
     windows = [kind.window for kind in kinds if kind.window and kind.window < max_context]
-    crossed = [window for window in windows if window <= LONGEST_CHECKED]
+    lengths_to_cross = [window for window in windows if window <= LONGEST_CHECKED]
     if any(kind.states for kind in kinds):
-        crossed.append(CHUNK_OF_SCAN)
-    if not crossed:
+        lengths_to_cross.append(CHUNK_OF_SCAN)  # torch code computes longer scans in chunks
+    if not lengths_to_cross:
         return [(3, 1), (7, 4)]
-    longest = max(crossed) + 2
+    longest = max(lengths_to_cross) + 2
     return [(longest, 1), (longest + 4, 3), (longest + 5, 4)]
 
 

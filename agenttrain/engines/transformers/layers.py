@@ -126,9 +126,11 @@ class Pass:
         return [self.first + int(row) for row in np.flatnonzero(self.starts == 0)]
 
     def slots(self, capacity: int, window: int | None) -> Tensor:
-        """[N x T] Slots of the new keys in rows of this capacity: row * C + position.
+        """Return the slots [N x T] of the pass's new keys, in a cache of R rows and C = `capacity`.
 
-        R * C for padding, and for tokens that the same pass moves out of the window.
+        A token's slot is row * C + position; with a window, position modulo the window. Slot R * C
+        lies behind the rows and is never read. It is for padding, and for tokens that later ones of
+        the same pass push out of the window.
         """
         key = ("slots", capacity, window)
         if key not in self._on_device:
@@ -143,10 +145,11 @@ class Pass:
         return self._on_device[key]
 
     def behind_padding(self, taps: int) -> Tensor | None:
-        """[N, 1, Q + T] Columns of ``[state | tokens]`` with each state before its first token.
+        """Return the indices [N, 1, Q + T] that move each row's state next to its first token.
 
-        Example: a row of one token and one of padding, whose state has Q = 2 inputs s t. Columns
-        ``s t . a`` become ``0 s t a``, with -1 for the 0. None: no row is padded.
+        They select from a row's columns ``[state of Q taps | padding | tokens]``; -1 stands for a
+        zero. Example: with Q = 2, state s t, one column of padding and one token a, the columns
+        ``s t . a`` become ``0 s t a``: indices -1 0 1 3. None: no row is padded.
         """
         key = ("behind padding", taps)
         if key not in self._on_device:
@@ -290,13 +293,15 @@ def is_ring(window: int | None, next_pass: Pass) -> bool:
 class StateLayer(LinearAttentionCacheLayerMixin):
     """Convolution states [R, M, Q] and recurrent states [R, …] of one layer.
 
-    R rows, M channels, Q taps: a convolution needs the last Q inputs of each channel. Mixers read
-    and write the rows of the pass: methods that give states return views of them.
+    R rows, M channels, Q taps: a convolution needs the last Q inputs of each channel. `next_pass`
+    says which N of the rows a forward pass is about, and how their T tokens are padded. Mixers read
+    and write those rows: methods that give states return views of them.
     """
 
     record_past = False  # for transformers: no states of earlier tokens are kept
 
     def __init__(self, next_pass: Pass, states: int) -> None:
+        """The layer has `states` states of each kind, which mixers name by `state_idx`."""
         self.next_pass = next_pass
         self._convolutions: list[Tensor | None] = [None] * states
         self._recurrences: list[Tensor | None] = [None] * states
@@ -337,6 +342,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         assert last_inputs is not None
         taps = last_inputs.shape[2]
         extended = torch.cat([last_inputs, conv_states], -1)
+        # A padded row is [state | padding | tokens]: move the state to the front of its tokens.
         source = self.next_pass.behind_padding(taps)
         if source is not None:
             extended = extended.gather(2, source.clamp(min=0).expand_as(extended))

@@ -65,7 +65,10 @@ def full_mask(next_pass: Pass, dtype: torch.dtype) -> Tensor:
 
 
 def ring_mask(next_pass: Pass, window: int, dtype: torch.dtype) -> Tensor:
-    """[N, 1, T, W] Mask over the slots of a ring. If T > 1, the new tokens come after them: W + T.
+    """Return the mask [N, 1, T, W] of T new tokens over the W slots of a ring.
+
+    A ring holds the last W tokens of a row that is longer than its window W, each token at its
+    position modulo W. If T > 1, the new tokens are read after the ring's slots: [N, 1, T, W + T].
 
     Example: window 4, a row of 6 tokens gets one more. It is written to slot 6 % 4 = 2, so the
     slots hold positions 4 5 6 3, and the query at position 6 reads all of them.

@@ -120,7 +120,7 @@ class Seat:
         """Return the pending ids up to the next stop, [pending or less]."""
         assert self.request is not None
         sampled = self.request.sampled
-        if self.cached >= len(self.history):
+        if self.cached >= len(self.history):  # it decodes: the cache also holds sampled ids
             return np.array(sampled[self.cached - len(self.history) :])
         stop = next((stop for stop in self.stops if stop > self.cached), None)
         if stop is not None:
@@ -165,9 +165,9 @@ class Scheduler:
     """Forms the batch of each decode step.
 
     The decode thread calls `add` for a request, `ready` before each step, `finish` for a seat whose
-    completion has ended, and `release` for a session that has ended. A session's seat keeps its
-    cache between its requests. A session with a `parent` is a guest: it sits in the seat of its
-    oldest expected ancestor, the host.
+    completion has ended, and `release` for a session that has ended. A seat is a session's place in
+    the engine, with a row of the KV cache, which it keeps between the session's requests. A session
+    with a `parent` is a guest: it sits in the seat of its oldest expected ancestor, the host.
 
     In deterministic mode `expect` names the sessions of a batch in order: who joins at which step
     then depends on that order alone, never on the time at which a request arrives.
@@ -199,11 +199,15 @@ class Scheduler:
         self.seats: dict[str, Seat] = {}
         """All admitted sessions, least recently used first."""
         self._waiting: dict[str, Generation] = {}
+        """Requests that have not joined the batch, by the session in whose seat they will sit."""
         self._joining: list[Seat] = []
+        """Seats that join the batch in this step, and have to be prefilled."""
         self._leaving: list[Seat] = []
         """Seats of released sessions, whose rows are free from their due step on."""
         self._expected: deque[Ticket] = deque()
+        """Expected sessions that have no seat yet, in the order in which they join."""
         self._tickets: dict[str, Ticket] = {}
+        """All expected sessions that have not been released."""
         self._hosts: dict[str, str] = {}
         """Session with a parent -> the expected session in whose seat it sits."""
         self._expected_count = 0
@@ -430,15 +434,21 @@ class Scheduler:
     def _find_best_source(
         self, seat: Seat, cached: Sequence[Seat], leaders: Sequence[Seat]
     ) -> tuple[Seat | None, int]:
-        """Return the seat that shares the most ids with a new prompt, and their number."""
+        """Return the seat whose row shares the most ids with a new prompt, and their number.
+
+        `cached` are the seats with a row to copy from. `leaders` are seats of different prompts,
+        some of which are only fed in this step.
+        """
         source: Seat | None = None
         most_shared = 0
         if self.copies_exactly:
+            # A row that is complete can only be copied with all of its ids.
             source = _longest_beginning(seat, cached)
             most_shared = source.cached if source else 0
         for leader in leaders:
             # A leader that joins in this step has nothing cached yet, but will have.
             cached_ids = leader.history[: leader.cached or None]
+            # The last id is always fed: the first token is sampled from its logits.
             shared = common_prefix(cached_ids, seat.history[:-1])
             if shared > most_shared:
                 source, most_shared = leader, shared

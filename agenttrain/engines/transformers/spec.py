@@ -72,9 +72,10 @@ def memory(settings: TransformersSettings, load: EngineLoad, sizes: ModelSizes) 
 def copy_memory(
     settings: TransformersSettings, load: EngineLoad, sizes: ModelSizes, gpus: int
 ) -> EngineMemory:
-    """Estimate the memory of the rollout process, whose copy of the policy is on one GPU.
+    """Estimate the memory of the rollout process, which has a copy of the policy.
 
-    So `gpus` is 1. With a GPU, new weights are read into the host's memory first.
+    `gpus` is not used: the copy is on one GPU, or on the CPU. With a GPU, new weights are read into
+    the host's memory first.
     """
     copy = MemoryItem(
         name="engine's weights",

@@ -57,7 +57,10 @@ class BroadcastFleet(Fleet):
         """Broadcasts of this version that have reached no server."""
 
     async def assemble(self, version: int) -> Audience:
-        """Implement `Broadcasts.assemble`; raises FleetLost."""
+        """Choose the servers that get version `version`, and return them: `Broadcasts.assemble`.
+
+        Waits until a server answers. Raises FleetLost if none is left.
+        """
         await self._await_start()
         self._probe = None  # `verify` sets it once the new weights have passed
         self._is_broadcasting = True

@@ -122,7 +122,7 @@ def _engine_class() -> Any:
             latest, version = Verification.latest, (info.folder, info.digest)
             verified = latest is not None and latest.version == version and latest.passed
             weights = read_verified(Path(info.folder), info.digest, verified=verified)
-            initialize_layerwise_reload(self.model)  # opens the model
+            initialize_layerwise_reload(self.model)  # opens the model: its weights can be replaced
             self.model.load_weights(weights)
             self._loaded = True
             # The base class always synchronises, which raises without a GPU.

@@ -67,7 +67,11 @@ Call = Callable[[Receiver, ServerClient], Coroutine[Any, Any, None]]
 
 
 def join_group(address: str, port: int, ranks: int, client: FanOut, source: OnePass) -> Transfer:
-    """Make a group of this process and the servers' workers."""
+    """Make an NCCL group of this process, its rank 0, and the servers' workers.
+
+    They meet at `address`:`port` of this machine, and are `ranks` together. vLLM then calls the
+    servers through `client`, and reads the weights to send from `source`.
+    """
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 

@@ -160,12 +160,12 @@ def _state_format(facts: ServerFacts) -> str | None:
     Kimi delta attention it is float32, but a server does not say which layers it has.
     """
     cache: Mapping[str, Any] = facts.config.get("cache_config") or {}
-    stated = cache.get("mamba_ssm_cache_dtype")
-    if stated == "auto":
-        stated = cache.get("mamba_cache_dtype", "auto")
-    if stated == "auto":
-        stated = str(facts.config["model_config"]["dtype"]).removeprefix("torch.")
-    return None if stated is None else str(stated)
+    state_dtype = cache.get("mamba_ssm_cache_dtype")
+    if state_dtype == "auto":
+        state_dtype = cache.get("mamba_cache_dtype", "auto")
+    if state_dtype == "auto":
+        state_dtype = str(facts.config["model_config"]["dtype"]).removeprefix("torch.")
+    return None if state_dtype is None else str(state_dtype)
 
 
 async def inspect(client: ServerClient, url: str, run: Outside) -> tuple[ServerFacts, list[str]]:

@@ -128,7 +128,10 @@ class WatchedServers(ABC):
         return "\n".join(texts)
 
     async def _close(self, members: Sequence[Member], reason: str) -> None:
-        """Stop watching the servers. Requests in flight to these members fail."""
+        """Stop watching all servers, and close `members`: their requests in flight fail.
+
+        `reason` is the text with which they fail.
+        """
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
@@ -137,7 +140,7 @@ class WatchedServers(ABC):
             member.close(reason)
             if member.client is not None:
                 await member.client.aclose()
-        self._change.set()
+        self._change.set()  # tasks that wait for a server look again, and raise
 
 
 class StartProgress:
