@@ -79,11 +79,15 @@ class Scan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Convolution:
-    """One call of a mixer's causal convolution, as a function of its tensors."""
+    """One call of a mixer's causal convolution, as a function of its tensors.
+
+    B sequences of L tokens, C channels, K taps.
+    """
 
     function: Function
+    """As the modeling module has it: a package's kernel, or transformers' own torch code."""
     states: Tensor
-    """[B, C, L]."""
+    """Inputs of the convolution, [B, C, L]."""
     weight: Tensor
     """[C, K]."""
     bias: Tensor | None
@@ -153,7 +157,10 @@ def _convolve(
     activation: str | None = None,
     **_: Any,
 ) -> Tensor:
-    """Compute `causal_conv1d_fn` by the layout. Other keywords of the mixer are not needed."""
+    """Compute `causal_conv1d_fn` by the layout, which decides along which sequences it goes.
+
+    Other keywords of the mixer are not needed.
+    """
     return layout.convolve(
         Convolution(
             function=function,
@@ -178,7 +185,11 @@ def _scan_delta_rule(
     output_final_state: bool = False,
     **keywords: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute `torch_chunk_gated_delta_rule` or `chunk_kimi_delta_attention` by the layout."""
+    """Compute `torch_chunk_gated_delta_rule` or `chunk_kimi_delta_attention` by the layout.
+
+    The layout decides along which sequences the scan goes: it calls `apply`, as often as it needs,
+    on tensors that it has rearranged.
+    """
 
     def apply(
         function: Function,
@@ -187,7 +198,10 @@ def _scan_delta_rule(
         state: Tensor | None,
         keeps: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Implement `Scan.apply`: the rule has no weights, and the mixer's keywords stay."""
+        """Implement `Scan.apply`: return the output and, if `keeps`, the last state.
+
+        The rule has no weights. The mixer's other keywords are passed on as they are.
+        """
         query, key, value, g, beta = inputs
         output: tuple[Tensor, Tensor | None] = function(
             query,
@@ -231,7 +245,7 @@ def _scan_mamba2(
     seq_idx: None = None,
     **keywords: Any,
 ) -> Any:
-    """Compute `mamba2_chunk_scan` by the layout.
+    """Compute `mamba2_chunk_scan` by the layout, which decides along which sequences it goes.
 
     The layout pads step sizes with zeros, which leave the state as it is. So softplus and limits
     are applied here, before the padding: they would make another number of a 0. `seq_idx`,
@@ -247,7 +261,10 @@ def _scan_mamba2(
         state: Tensor | None,
         keeps: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Implement `Scan.apply`. The step sizes `dt` are final, so no bias or limit is passed."""
+        """Implement `Scan.apply`: return the output and, if `keeps`, the last state.
+
+        The step sizes `dt` are final, so no bias or limit is passed.
+        """
         hidden_states, dt, B, C = inputs
         A = weights[0]
         skip = weights[1] if len(weights) == 2 else None  # D

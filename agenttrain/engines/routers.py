@@ -137,6 +137,7 @@ class _Interception(TorchFunctionMode):
         self._calls = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a torch function. In the router's own call of `topk`, put other experts in place."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func not in TOPK:
@@ -237,7 +238,8 @@ class RouteReplay:
     def _choose(self, router: LayerRouter, chosen: Tensor) -> Tensor | None:
         """Return the recorded experts of a layer for the tokens of a forward pass.
 
-        Where none are recorded they are those that the router has `chosen`.
+        Where none are recorded they are those that the router has `chosen`. None: the router keeps
+        all of its choices, because nothing is loaded, or because `comparing` only counts.
         """
         if self._pass_TLK is None:
             return None
@@ -360,6 +362,7 @@ class _Search(TorchFunctionMode):
         super().__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a torch function. Note a result of `topk` for every module that is running."""
         result = func(*args, **(kwargs or {}))
         if func in TOPK:
             scores = args[0] if args else (kwargs or {})["input"]
@@ -376,8 +379,8 @@ class _Search(TorchFunctionMode):
             return
         indices, _ = pair
         # The latest one: routers of several layers may have chosen alike.
-        equal = (c for c in reversed(self._choices) if _is_same(c.indices, indices))
-        choice = next(equal, None)
+        matching = (c for c in reversed(self._choices) if _is_same(c.indices, indices))
+        choice = next(matching, None)
         if choice is None:
             self._strangers.append(name)
             return
@@ -414,8 +417,8 @@ class _Search(TorchFunctionMode):
 
     @property
     def problem(self) -> str | None:
-        """Why the routers cannot be used, or None."""
-        if self._strangers:
+        """Reason why the routers that were found cannot be used, or None."""
+        if self._strangers:  # modules with experts that no router has returned
             return f"has experts whose router is not found ({self._strangers[0]})"
         if not self._found:
             return NO_EXPERTS

@@ -143,7 +143,10 @@ class Decoder:
         starts: Sequence[int],
         layouts: Sequence[Layout | None] = (),
     ) -> Tensor:
-        """Feed all of `new` in one pass. Arguments and result are those of `prefill`.
+        """Feed new[i] to row first + i in one pass; return the last logits of each row, [N, V].
+
+        Row first + i holds starts[i] tokens so far. `layouts` are those of the rows' sequences, if
+        any of them has images.
 
         Example: rows with 2 and 3 cached tokens get 1 and 2 new ones. They are padded on the left
         to T = 2 ids, and the longer row then has L = 5 tokens. `column_NT` has the position of each
@@ -268,6 +271,7 @@ def _compare_with_plain_forward(decoder: Decoder, lengths: Sequence[tuple[int, i
     """Raise EngineError for a model that computes something else with this cache, e.g. with ALiBi.
 
     Compares log-probabilities of two rows of different lengths, with and without the cache.
+    `lengths` are the tokens that each row holds after each pass, e.g. [(3, 1), (7, 4)].
     """
     name = type(decoder.model).__name__
     dtype = decoder.autocast or decoder.model.dtype
@@ -279,13 +283,17 @@ def _compare_with_plain_forward(decoder: Decoder, lengths: Sequence[tuple[int, i
         gaps = []
         with decoder.evaluating():
             for ends in lengths:
-                new = [ids[a:b] for ids, a, b in zip(rows, starts, ends, strict=True)]
-                cached = decoder.forward(0, new, starts).float().log_softmax(-1)
+                new_ids = [
+                    ids[start:end] for ids, start, end in zip(rows, starts, ends, strict=True)
+                ]
+                logprobs_2V = decoder.forward(0, new_ids, starts).float().log_softmax(-1)
                 starts = ends
-            for row, ids in zip(cached, rows, strict=True):
+            # `logprobs_2V` are those after the last pass: compare the last token of each row.
+            for logprobs_V, ids in zip(logprobs_2V, rows, strict=True):
                 ids_1T = torch.from_numpy(ids)[None].to(decoder.device)
                 plain = decoder.model(input_ids=ids_1T, use_cache=False)
-                gaps.append((row - plain.logits[0, -1].float().log_softmax(-1)).abs().max())
+                plain_logprobs_V = plain.logits[0, -1].float().log_softmax(-1)
+                gaps.append((logprobs_V - plain_logprobs_V).abs().max())
         gap = torch.stack(gaps).max().item()
     except Exception as error:
         raise EngineError(

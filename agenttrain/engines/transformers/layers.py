@@ -30,7 +30,10 @@ from agenttrain.engines.mixers import Convolution, Scan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKind:
-    """What a layer keeps of a sequence. Nothing: it has experts alone, or uses others' keys."""
+    """Things that a layer keeps of a sequence in the cache: keys and values, states, or neither.
+
+    A layer keeps nothing if it is an MLP alone, or reads the keys of another layer.
+    """
 
     keys: bool = False
     window: int | None = None
@@ -106,7 +109,12 @@ class Pass:
     def begin(
         self, first: int, starts: Sequence[int], lengths: np.ndarray, device: torch.device
     ) -> None:
-        """Set the rows, and how many tokens each one has and gets."""
+        """Set the rows of the next pass, from row `first` on.
+
+        A row has `starts` tokens in the cache and gets `lengths` new ones. Rows with fewer new
+        tokens than the longest are padded on the left. Example: starts (2, 3) and lengths (1, 2)
+        give two columns; the first row has padding, then position 2, the second positions 3 and 4.
+        """
         self._on_device.clear()
         self.first, self.count, self.width = first, len(starts), int(lengths.max())
         self.starts, self.device = np.array(starts), device
@@ -235,6 +243,7 @@ class KeyLayer(CacheLayerMixin):
         rows = self._rows(buffer)[next_pass.first : next_pass.first + next_pass.count]
         capacity = rows.shape[1]
         old_and_new = None
+        # Joined before the write, which overwrites keys that the first queries still read.
         if is_ring(window, next_pass) and next_pass.width > 1:
             old_and_new = torch.cat([rows.transpose(1, 2), states], 2)
         flat = states.transpose(1, 2).reshape(-1, *buffer.shape[1:])
@@ -258,10 +267,12 @@ class KeyLayer(CacheLayerMixin):
             return
         capacity = self._capacity(capacity)
         for name in ("keys", "values"):
-            old = self._rows(getattr(self, name))
-            new = old.new_zeros(rows * capacity + 1, *old.shape[2:])
-            new[:-1].view(rows, capacity, *old.shape[2:])[: old.shape[0], : old.shape[1]] = old
-            setattr(self, name, new)
+            old_rows = self._rows(getattr(self, name))
+            old_row_count, old_capacity, *shape_of_slot = old_rows.shape
+            buffer = old_rows.new_zeros(rows * capacity + 1, *shape_of_slot)
+            new_rows = buffer[:-1].view(rows, capacity, *shape_of_slot)
+            new_rows[:old_row_count, :old_capacity] = old_rows
+            setattr(self, name, buffer)
 
     def clear(self, rows: Sequence[int]) -> None:
         """Do nothing: keys are read up to a row's length, and a row without tokens has none."""

@@ -27,6 +27,7 @@ class SamplingTensors:
     filtered_F: Tensor | None
     """Indices of the rows with a filter. None: no row has one, so nothing is sorted."""
     top_k_F1: Tensor
+    """inf: no limit."""
     top_p_F1: Tensor
     min_p_F1: Tensor
 

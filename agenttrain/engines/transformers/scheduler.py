@@ -104,6 +104,7 @@ class Seat:
     """Seat from whose row the cache of the first `shared` ids is copied, before the prefill pass
     of the next step."""
     shared: int = 0
+    """Number of ids that its prompt has in common with the source's. 0: no source."""
     wave: int = 0
     """Number of the prefill pass in that step. Passes before it complete the source's row."""
     stops: list[int] = field(default_factory=list)
@@ -495,7 +496,9 @@ class Scheduler:
             self.seats[session] = seat
         request = self._waiting.pop(session)
         ids, cached = request.token_ids, seat.cached
-        if cached >= len(ids) or not np.array_equal(seat.history[:cached], ids[:cached]):
-            seat.cached = 0  # these ids do not extend the cached ones
+        # At least one id must be new: the next token is sampled from the logits after a fed id.
+        extends_cache = cached < len(ids) and np.array_equal(seat.history[:cached], ids[:cached])
+        if not extends_cache:
+            seat.cached = 0
         seat.history, seat.request, seat.due = ids, request, None
         self._joining.append(seat)

@@ -60,6 +60,7 @@ def memory(settings: TransformersSettings, load: EngineLoad, sizes: ModelSizes) 
         why = "engine=transformers samples from weights that are whole"
         items.append(MemoryItem(name="engine's weights", bytes=sizes.held, why=why))
     items += _cache_items(load, sizes)
+    # Savings are settings to try if the memory is too small: here half as many rows, and so on.
     rows = min(settings.max_rows, load.rows)
     fewer_rows = []
     while rows // 2 >= FEWEST_ROWS:

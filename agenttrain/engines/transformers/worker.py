@@ -85,7 +85,7 @@ class EngineWorker:
                 if self.scheduler.ready():
                     self._step()
                 else:
-                    self._inbox.get()()
+                    self._inbox.get()()  # nothing to decode: wait for an action, and run it
             except Exception as error:  # any error of the model: its callers must not hang
                 self._fail(EngineError(f"a decode step failed: {type(error).__name__}: {error}"))
         self._fail(EngineError("the engine was closed (aclose) while this call waited"))

@@ -102,7 +102,9 @@ class OnePass:
         self._forms = weights.forms()
         self._iterator = iter(weights)
         self._lock = Lock()
+        """Held while a weight is gathered: the two threads never gather at once."""
         self.given_up = False
+        """True: the sender's thread must gather no further weight."""
         self.error: BaseException | None = None
         """Exception raised while gathering a weight for the broadcast, or None."""
 
@@ -111,7 +113,10 @@ class OnePass:
         return [*self._forms]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Gather the weights one by one, on the device of the group."""
+        """Gather the weights one by one, on the device of the group.
+
+        Raises GaveUp once another thread finishes the pass in place of the broadcast's thread.
+        """
         import torch
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -335,6 +340,7 @@ class NcclSender:
 
         Raises EngineError if this process failed, and no server did.
         """
+        # Its result is the thread's outcome, whose `error` is what `_send_in_thread` raised.
         work = asyncio.create_task(self._threads.run(lambda: self._send_in_thread(fan_out, source)))
         failed = asyncio.create_task(fan_out.failed.wait())
         try:

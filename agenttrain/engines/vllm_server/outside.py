@@ -89,9 +89,13 @@ def problems(url: str, facts: ServerFacts, run: Outside) -> Iterator[str]:
             f"{key}: vLLM {facts.version} runs there, and this agenttrain calls the routes of "
             f"{WRITTEN_FOR}; install vllm=={WRITTEN_FOR}.*"
         )
-    needs = {**NEEDS, **(ADAPTERS if plan.rank else {})}
-    for flag in dict.fromkeys(needs.values()):  # each flag once, with all routes that it adds
-        missing = [path for path, adds in needs.items() if adds == flag and path not in facts.paths]
+    flag_by_path = {**NEEDS, **(ADAPTERS if plan.rank else {})}  # route -> the flag that adds it
+    for flag in dict.fromkeys(flag_by_path.values()):  # each flag once, with all of its routes
+        missing = [
+            path
+            for path, adding_flag in flag_by_path.items()
+            if adding_flag == flag and path not in facts.paths
+        ]
         if missing:
             yield f"{key}: it lacks {', '.join(missing)}; start it with {flag}"
     if not facts.config:  # the server does not show its settings, so they cannot be checked
@@ -251,6 +255,7 @@ def _give_up_late(
         MemberState.starting: ("start_s", servers.start_s),
         MemberState.restarting: ("dead_s", servers.dead_s),
     }
+    # In any other state it answers, or has been given up already.
     name, limit_s = limits.get(member.state, ("", float("inf")))
     if away_s > limit_s:
         problem = f"does not answer: {failure}" if failure else f"cannot be used: {member.reason}"
