@@ -388,12 +388,13 @@ def has_mixers(model: nn.Module) -> bool:
 def layout_keywords(model: nn.Module, layout: MixerLayout) -> dict[str, MixerLayout]:
     """Return the keywords that give a model's recurrent mixers this layout. Empty: it has none.
 
-    The first call replaces the functions of the model's modeling modules.
+    The first call replaces the functions in transformers' modules by ones that take a layout. Later
+    calls find them replaced.
     """
-    places = _mixer_functions(model)
-    if not places:
+    functions = _mixer_functions(model)
+    if not functions:
         return {}
-    for module, name in places:
+    for module, name in functions:
         function = getattr(module, name)
         if not isinstance(function, _WithLayout):
             setattr(module, name, _WithLayout(function, ADAPTERS[name]))

@@ -71,7 +71,9 @@ class Routers:
                 f"{top_k} experts in each of {layers} layers, where the model has {self.top_k} in "
                 f"each of {self.layers}"
             )
-        for router in self.routers if len(experts_RLK) else ():
+        if len(experts_RLK) == 0:  # no tokens: `min` and `max` below need some
+            return None
+        for router in self.routers:
             sorted_RK = experts_RLK[:, router.layer].sort(-1).values
             lowest, highest = int(sorted_RK.min()), int(sorted_RK.max())
             if lowest < 0 or highest >= router.experts:

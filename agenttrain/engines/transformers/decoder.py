@@ -126,15 +126,22 @@ class Decoder:
                 starts[i] += CHUNK_TOKENS
                 new[i] = new[i][CHUNK_TOKENS:]
         # Consecutive rows share a pass whose padded size stays within PASS_TOKENS.
-        logits, start, widest = [], 0, 0
+        logits_of_passes: list[Tensor] = []
+
+        def feed(begin: int, end: int) -> None:
+            """Feed rows `begin` to `end` - 1 of the arguments in one pass."""
+            rows = slice(begin, end)
+            logits = self.forward(first + begin, new[rows], starts[rows], layouts[rows])
+            logits_of_passes.append(logits)
+
+        begin, widest = 0, 0  # first row of the pass, and ids of its longest row
         for i, ids in enumerate(new):
             widest = max(widest, len(ids))
-            if i > start and widest * (i + 1 - start) > PASS_TOKENS:
-                rows = slice(start, i)
-                logits.append(self.forward(first + start, new[rows], starts[rows], layouts[rows]))
-                start, widest = i, len(ids)
-        logits.append(self.forward(first + start, new[start:], starts[start:], layouts[start:]))
-        return torch.cat(logits)
+            if i > begin and widest * (i + 1 - begin) > PASS_TOKENS:  # row i no longer fits
+                feed(begin, i)
+                begin, widest = i, len(ids)
+        feed(begin, len(new))
+        return torch.cat(logits_of_passes)
 
     def forward(
         self,

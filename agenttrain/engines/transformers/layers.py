@@ -182,10 +182,12 @@ class Pass:
         if key not in self._on_device:
             self._on_device[key] = self.tensor(self.padding_NT)
         padding_NT = self._on_device[key]
-        inputs = [
-            tensor.masked_fill(padding_NT.view(*padding_NT.shape, *[1] * (tensor.ndim - 2)), 0)
-            for tensor in scan.inputs
-        ]
+        inputs = []
+        for tensor in scan.inputs:  # [N, T, …]
+            further_dimensions = [1] * (tensor.ndim - 2)
+            inputs.append(
+                tensor.masked_fill(padding_NT.view(*padding_NT.shape, *further_dimensions), 0)
+            )
         return scan(inputs, scan.state, scan.keeps)
 
     def tensor(self, values: np.ndarray) -> Tensor:

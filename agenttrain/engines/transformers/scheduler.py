@@ -225,6 +225,7 @@ class Scheduler:
 
     def expect(self, sessions: Iterable[str]) -> None:
         """Expect these sessions, in this order, and free the rows of other idle ones."""
+        # Idle seats without a due step are sessions of before, which nobody expects.
         for seat in [s for s in self.seats.values() if s.request is None and s.due is None]:
             self._drop(seat)
         for session in sessions:
@@ -463,7 +464,10 @@ class Scheduler:
                 source.stops = sorted({*source.stops, seat.shared})
 
     def _admit_expected(self) -> bool:
-        """Admit expected sessions. Return False if one that is due has not called yet."""
+        """Admit expected sessions. Return False if one that is due has not called yet.
+
+        Then the engine has to wait, so that the batch is the same in every run.
+        """
         while True:
             # Rejoin sessions that are due, and free the rows of those that left.
             self._leaving = [s for s in self._leaving if s.due is not None and s.due > self.clock]
@@ -483,7 +487,7 @@ class Scheduler:
                 self._expected.popleft()
             if self.active or self._joining:
                 return True
-            # All are idle: go on to the step at which the next one is due.
+            # No seat decodes: go on to the step at which the next session is due, or a row is free.
             idle = [*self.seats.values(), *self._leaving]
             self.clock = min(seat.due for seat in idle if seat.due is not None)
 
