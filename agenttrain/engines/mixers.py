@@ -36,7 +36,10 @@ rates, skips and step sizes. In bfloat16 a decay would differ by up to 0.8 %."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scan:
-    """One call of a mixer's scan, as a function of its tensors."""
+    """One call of a mixer's scan, the recurrence over tokens, as a function of its tensors.
+
+    B sequences of L tokens.
+    """
 
     function: Function
     """As the modeling module has it: a package's kernel, or transformers' own torch code."""
@@ -121,7 +124,11 @@ def _detached(tensor: Tensor) -> Tensor:
 
 @runtime_checkable
 class MixerLayout(Protocol):
-    """Layout of the tokens in a pass: how convolutions and scans go along its sequences."""
+    """Layout of the tokens in a pass: along which sequences convolutions and scans go.
+
+    Example: the engine's rows are padded on the left, and continue from cached states; the trainer
+    packs several sequences into a row. B rows of L tokens, C channels.
+    """
 
     def convolve(self, convolution: Convolution) -> Tensor:
         """Return the convolved states, [B, C, L]."""
@@ -138,8 +145,8 @@ def reference(function: Function) -> Function:
 def is_kernel(function: Function) -> bool:
     """Return True if transformers found a package with a kernel for this function.
 
-    It looked when it imported the modeling module, and keeps the answer in a closure. Without that
-    answer the function counts as torch code.
+    transformers looked for it when it imported the modeling module, and keeps the answer in the
+    function's closure. A function without that answer counts as torch code.
     """
     code: Any = getattr(function, "__code__", None)
     closure: Any = getattr(function, "__closure__", None)

@@ -111,7 +111,8 @@ def intercepting(
 class _Hooks:
     """Hooks around a router's forward pass, in which its calls of `topk` are intercepted.
 
-    Torch keeps such a mode for each thread, so that it is entered in the thread of the pass.
+    An `_Interception` acts only in the thread that has entered it. So the hooks enter it, which run
+    in the thread of the forward pass.
     """
 
     def __init__(self, router: LayerRouter, choose: Choose) -> None:
@@ -279,7 +280,8 @@ def _refusal(model: nn.Module, problem: str) -> UnknownRouters:
 def find_routers(model: Any) -> Routers:
     """Return the routers of a model. Raises UnknownRouters if their choices cannot be replaced.
 
-    Runs two forward passes over a few tokens, without gradients.
+    Runs two forward passes over a few tokens, without gradients: one to find the routers, and one
+    in which their choices are replaced.
     """
     vocabulary = model.get_input_embeddings().weight.shape[0]
     device = next(model.parameters()).device

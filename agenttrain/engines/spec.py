@@ -44,6 +44,7 @@ class EngineInputs:
     transport: Transport
     """weight_sync.transport."""
     servers: ServersConfig
+    """Section `servers`, for engines that sample by servers."""
     seed: int
     on_gpu: bool
     rank: int

@@ -40,24 +40,24 @@ def make_masks(
 ) -> Tensor | dict[str, Tensor | None]:
     """Return what a model takes as `attention_mask`: a mask for each of `names`, or one for all.
 
-    `names` are the layer types by which the model looks masks up. `window` is that of its sliding
+    `names` are the layer types by which the model looks masks up, e.g. full_attention. If it is
+    empty, all layers are of one type and take one mask. `window` is that of the model's sliding
     attention, if it has any.
     """
-    has_ring = is_ring(window, next_pass)  # rows are longer than the window
-    # Without `names` all layers have the window, and none reads whole rows beside a ring.
-    full = None if has_ring and not names else full_mask(next_pass, dtype)
-    sliding = full  # without a ring a window holds whole rows
-    if window is not None and has_ring:
-        sliding = ring_mask(next_pass, window, dtype)
+    # While no row is longer than the window, sliding attention reads whole rows too.
+    ring_window = window if is_ring(window, next_pass) else None
+    if not names and ring_window is not None:
+        return ring_mask(next_pass, ring_window, dtype)
+    full = full_mask(next_pass, dtype)
     if not names:
-        assert sliding is not None, "without names only a ring leaves out the full mask"
-        return sliding
+        return full
+    sliding = full if ring_window is None else ring_mask(next_pass, ring_window, dtype)
     by_kind = {**dict.fromkeys(FULL, full), **dict.fromkeys(SLIDING, sliding)}
     return {name: by_kind.get(name) for name in names}
 
 
 def full_mask(next_pass: Pass, dtype: torch.dtype) -> Tensor:
-    """[N, 1, T, L] Zero where a query reads a key, else the smallest number of the format."""
+    """Return the mask [N, 1, T, L]: 0 where a query reads a key, else the lowest of `dtype`."""
     device = next_pass.device
     position_NT = next_pass.tensor(np.maximum(next_pass.column_NT, 0))
     is_later = torch.arange(next_pass.length, device=device) > position_NT[:, None, :, None]

@@ -264,8 +264,8 @@ class Scheduler:
         """End a session; return its request if it has one. Unknown sessions are ignored.
 
         In deterministic mode the row of an idle session becomes free only at the step at which it
-        was due. A guest, a session with a parent, sits in its host's seat. When it leaves, the host
-        is due at once.
+        was due, whenever the release arrives. A guest, a session with a parent, sits in its host's
+        seat. When it leaves, the host is due at once.
         """
         if (host := self._hosts.pop(session, None)) is not None:
             return self._release_guest(session, host)

@@ -187,7 +187,8 @@ class EngineWorker:
         One pass is for the seats that decode one id each. Then each wave of seats is prefilled: its
         rows may copy the prefixes that earlier waves have fed.
         """
-        # `Scheduler.ready` has put the seats that decode first, and the others in order of waves.
+        # `Scheduler.ready` has put the seats that decode first, each with one pending id. The
+        # others follow in order of waves, from index `split` on.
         split = next((i for i, seat in enumerate(seats) if seat.pending > 1), len(seats))
         waves = [list(wave) for _, wave in groupby(seats[split:], key=lambda seat: seat.wave)]
         logits_NV: list[torch.Tensor] = []

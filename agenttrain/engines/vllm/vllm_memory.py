@@ -132,6 +132,7 @@ def _sync_items(
     gpus = settings.tensor_parallel_size
     # An engine with adapters gets only these, unless it sleeps, which drops its base weights.
     if not load.adapters or settings.merge_adapters or settings.sleep:
+        # Weights come one by one, and each is there in several copies: `SYNCED`.
         synced, why = SYNCED * sizes.largest_weight, "the largest weight: gathered, cast"
         if load.sharded:  # a whole layer is gathered at once, not the largest weight alone
             synced += sizes.gathered - sizes.largest_weight

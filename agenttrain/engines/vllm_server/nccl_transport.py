@@ -242,9 +242,10 @@ class FanOut:
                 task.result()
 
     async def finish_or_abandon(self) -> None:
-        """After a failed broadcast, finish the servers that have all weights.
+        """After a failed broadcast, let the servers sample that have received all weights.
 
-        Servers that do not answer within `GRACE_S` are lost.
+        First wait for calls that have not ended: a server that does not answer within `GRACE_S`
+        counts as failed.
         """
         if calls := [task for task in self._calls if not task.done()]:
             await asyncio.wait(calls, timeout=GRACE_S)
@@ -347,6 +348,7 @@ class NcclSender:
             await asyncio.wait(
                 (work, failed), timeout=BROADCAST_S, return_when=asyncio.FIRST_COMPLETED
             )
+            # Not done: a server has failed, or the broadcast takes too long.
             error = work.result().error if work.done() else None
             if work.done() and error is None:
                 return

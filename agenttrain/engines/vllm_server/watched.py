@@ -96,6 +96,8 @@ class WatchedServers(ABC):
     def _watch(self, watchers: Iterable[Coroutine[Any, Any, None]]) -> None:
         self._watchers = [asyncio.create_task(watcher) for watcher in watchers]
         for task in self._watchers:
+            # Only a bug or `_close` ends a watcher. Tasks that wait are woken, and `_wait` raises
+            # the watcher's error.
             task.add_done_callback(lambda _: self.changed())
 
     def changed(self) -> None:
