@@ -76,13 +76,15 @@ def ring_mask(next_pass: Pass, window: int, dtype: torch.dtype) -> Tensor:
     start_N1, query_NT1 = next_pass.starts[:, None], next_pass.column_NT[:, :, None]
     # Last position in the ring: a single new token is in it, several are read behind it.
     last_N1 = start_N1 if next_pass.width == 1 else start_N1 - 1
-    # Position that each slot holds when the queries read it. Negative: the slot is empty.
-    key_NL = last_N1 - (last_N1 - np.arange(window)) % window
+    # Position that each slot holds when the queries read it: the latest one up to `last_N1` that is
+    # the slot's number modulo W. Negative: the slot is empty.
+    key_NW = last_N1 - (last_N1 - np.arange(window)) % window
+    read_NS = key_NW  # positions of all keys that are read: S = W, or W + T
     if next_pass.width > 1:
         new_NT = np.where(next_pass.padding_NT, -1, next_pass.column_NT)
-        key_NL = np.concatenate([key_NL, new_NT], 1)
-    key_N1L = key_NL[:, None]
-    is_hidden = (key_N1L < 0) | (key_N1L > query_NT1) | (key_N1L <= query_NT1 - window)
+        read_NS = np.concatenate([key_NW, new_NT], 1)
+    read_N1S = read_NS[:, None]
+    is_hidden = (read_N1S < 0) | (read_N1S > query_NT1) | (read_N1S <= query_NT1 - window)
     if next_pass.width > 1:
         # Padding reads itself: a query that reads nothing would give NaN.
         is_itself = np.eye(next_pass.width, dtype=bool) & next_pass.padding_NT[:, :, None]

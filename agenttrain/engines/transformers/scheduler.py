@@ -398,6 +398,7 @@ class Scheduler:
         but its last id (wave 1). The second B copies from the first B (wave 2).
         """
         # Not from idle sessions in deterministic mode: when they leave depends on arrival times.
+        # Nor from rows that older weights have computed in part (`mixed`).
         may_be_idle = not self.deterministic
         cached = [
             seat
@@ -407,10 +408,10 @@ class Scheduler:
         firsts: dict[bytes, Seat] = {}
         """Prompt -> the seat from which seats with the same prompt copy."""
         if not self.copies_exactly:  # else `_longest_beginning` chooses among the cached rows
-            # `cached` is in the order of use. Of seats with one prompt the last of the reversed
-            # list stays: the least recently used one.
+            # `cached` is in the order of use. Of several seats with one prompt the dict keeps the
+            # least recently used one, which comes last in the reversed list.
             firsts = {seat.prompt: seat for seat in reversed(cached)}
-        # Again in the order of use: the least recently used ones are compared.
+        # A seat of each prompt, beginning with the prompt whose last use is the longest ago.
         leaders = [*reversed(firsts.values())][:MAX_LEADERS]
         for seat in self._joining:
             seat.source, seat.shared, seat.wave, seat.stops = None, 0, 0, []
@@ -419,6 +420,7 @@ class Scheduler:
                 continue
             seat.mixed = False
             seat.prompt = seat.history.tobytes()
+            # If no other seat has this prompt, this one is the first: a source for later ones.
             first = firsts.setdefault(seat.prompt, seat)
             if first is not seat:
                 seat.source, seat.shared = first, len(seat.history) - 1

@@ -65,7 +65,11 @@ class WorkerMethods:
 
 
 def register() -> None:
-    """Add the backend to vLLM. In a run's server, have vLLM's processes end with their parent."""
+    """Add agenttrain's weight transfer backend, which reads files, to vLLM.
+
+    A plugin: vLLM calls it in each of its processes. In a run's server it also makes these
+    processes end with their parent.
+    """
     if TOKEN not in os.environ:  # this process is no server of agenttrain's
         return
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory

@@ -239,10 +239,10 @@ class Fleet(WatchedServers):
                 pairs = zip(loaded, results, strict=True)
                 scores = {m.number: values for m, values in pairs if values is not None}
                 problems = {number: find_problem(values) for number, values in scores.items()}
-                passed = [number for number, problem in problems.items() if problem is None]
-                if scores and not passed:
+                good_servers = [number for number, problem in problems.items() if problem is None]
+                if scores and not good_servers:
                     return next(iter(scores.values()))
-                if passed:
+                if good_servers:
                     for number, problem in problems.items():
                         if problem is not None:
                             self.members[number].kill(problem)
@@ -250,7 +250,7 @@ class Fleet(WatchedServers):
                             self.members[number].state = MemberState.live
                     self._probe, self._verified = (token_ids, find_problem), True
                     self.changed()
-                    return scores[passed[0]]
+                    return scores[good_servers[0]]
             # No server has answered: wait for one that is started again, and score by it.
             while not any(member.state is MemberState.loaded for member in self.members):
                 await self._wait()
