@@ -123,4 +123,4 @@ class WeightSender(Protocol):
         """
 
     async def aclose(self) -> None:
-        """Leave the group."""
+        """Leave the group of this process and the servers' workers."""

@@ -36,7 +36,10 @@ rates, skips and step sizes. In bfloat16 a decay would differ by up to 0.8 %."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scan:
-    """One call of a mixer's scan, as a function of its tensors."""
+    """One call of a mixer's scan, the recurrence over tokens, as a function of its tensors.
+
+    B sequences of L tokens.
+    """
 
     function: Function
     """As the modeling module has it: a package's kernel, or transformers' own torch code."""
@@ -79,11 +82,15 @@ class Scan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Convolution:
-    """One call of a mixer's causal convolution, as a function of its tensors."""
+    """One call of a mixer's causal convolution, as a function of its tensors.
+
+    B sequences of L tokens, C channels, K taps.
+    """
 
     function: Function
+    """As the modeling module has it: a package's kernel, or transformers' own torch code."""
     states: Tensor
-    """[B, C, L]."""
+    """Inputs of the convolution, [B, C, L]."""
     weight: Tensor
     """[C, K]."""
     bias: Tensor | None
@@ -117,7 +124,11 @@ def _detached(tensor: Tensor) -> Tensor:
 
 @runtime_checkable
 class MixerLayout(Protocol):
-    """Layout of the tokens in a pass: how convolutions and scans go along its sequences."""
+    """Layout of the tokens in a pass: along which sequences convolutions and scans go.
+
+    Example: the engine's rows are padded on the left, and continue from cached states; the trainer
+    packs several sequences into a row. B rows of L tokens, C channels.
+    """
 
     def convolve(self, convolution: Convolution) -> Tensor:
         """Return the convolved states, [B, C, L]."""
@@ -134,8 +145,8 @@ def reference(function: Function) -> Function:
 def is_kernel(function: Function) -> bool:
     """Return True if transformers found a package with a kernel for this function.
 
-    It looked when it imported the modeling module, and keeps the answer in a closure. Without that
-    answer the function counts as torch code.
+    transformers looked for it when it imported the modeling module, and keeps the answer in the
+    function's closure. A function without that answer counts as torch code.
     """
     code: Any = getattr(function, "__code__", None)
     closure: Any = getattr(function, "__closure__", None)
@@ -153,7 +164,10 @@ def _convolve(
     activation: str | None = None,
     **_: Any,
 ) -> Tensor:
-    """Compute `causal_conv1d_fn` by the layout. Other keywords of the mixer are not needed."""
+    """Compute `causal_conv1d_fn` by the layout, which decides along which sequences it goes.
+
+    Other keywords of the mixer are not needed.
+    """
     return layout.convolve(
         Convolution(
             function=function,
@@ -178,7 +192,11 @@ def _scan_delta_rule(
     output_final_state: bool = False,
     **keywords: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute `torch_chunk_gated_delta_rule` or `chunk_kimi_delta_attention` by the layout."""
+    """Compute `torch_chunk_gated_delta_rule` or `chunk_kimi_delta_attention` by the layout.
+
+    The layout decides along which sequences the scan goes: it calls `apply`, as often as it needs,
+    on tensors that it has rearranged.
+    """
 
     def apply(
         function: Function,
@@ -187,7 +205,10 @@ def _scan_delta_rule(
         state: Tensor | None,
         keeps: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Implement `Scan.apply`: the rule has no weights, and the mixer's keywords stay."""
+        """Implement `Scan.apply`: return the output and, if `keeps`, the last state.
+
+        The rule has no weights. The mixer's other keywords are passed on as they are.
+        """
         query, key, value, g, beta = inputs
         output: tuple[Tensor, Tensor | None] = function(
             query,
@@ -231,7 +252,7 @@ def _scan_mamba2(
     seq_idx: None = None,
     **keywords: Any,
 ) -> Any:
-    """Compute `mamba2_chunk_scan` by the layout.
+    """Compute `mamba2_chunk_scan` by the layout, which decides along which sequences it goes.
 
     The layout pads step sizes with zeros, which leave the state as it is. So softplus and limits
     are applied here, before the padding: they would make another number of a 0. `seq_idx`,
@@ -247,7 +268,10 @@ def _scan_mamba2(
         state: Tensor | None,
         keeps: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Implement `Scan.apply`. The step sizes `dt` are final, so no bias or limit is passed."""
+        """Implement `Scan.apply`: return the output and, if `keeps`, the last state.
+
+        The step sizes `dt` are final, so no bias or limit is passed.
+        """
         hidden_states, dt, B, C = inputs
         A = weights[0]
         skip = weights[1] if len(weights) == 2 else None  # D
@@ -309,6 +333,7 @@ class _WithLayout:
     def __call__(
         self, *arguments: Any, recurrent: MixerLayout | None = None, **keywords: Any
     ) -> Any:
+        """Call the function by a layout of the caller's, or as it is if there is none."""
         layout = recurrent
         # A mixer that hands on no unknown keyword gets the layout as `seq_idx`.
         if layout is None and isinstance(keywords.get("seq_idx"), MixerLayout):
@@ -370,12 +395,13 @@ def has_mixers(model: nn.Module) -> bool:
 def layout_keywords(model: nn.Module, layout: MixerLayout) -> dict[str, MixerLayout]:
     """Return the keywords that give a model's recurrent mixers this layout. Empty: it has none.
 
-    The first call replaces the functions of the model's modeling modules.
+    The first call replaces the functions in transformers' modules by ones that take a layout. Later
+    calls find them replaced.
     """
-    places = _mixer_functions(model)
-    if not places:
+    functions = _mixer_functions(model)
+    if not functions:
         return {}
-    for module, name in places:
+    for module, name in functions:
         function = getattr(module, name)
         if not isinstance(function, _WithLayout):
             setattr(module, name, _WithLayout(function, ADAPTERS[name]))

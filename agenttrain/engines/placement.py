@@ -19,7 +19,8 @@ Fleets = Mapping[str, StartedServers]
 def placement_problems(fleets: Fleets, gpus: int, trainers: int = 1) -> Iterator[str]:
     """Yield why servers do not fit on a machine with `gpus` GPUs. With 0 they run on the CPU.
 
-    The first `trainers` GPUs are the training processes'.
+    `fleets` maps sections of the settings, e.g. servers or roles.judge, to the servers that they
+    describe. The first `trainers` GPUs are the training processes'.
     """
     owners: dict[int, str] = {}
     for key, servers in fleets.items():

@@ -22,8 +22,8 @@ def read_routes(experts: Any, sampled: int) -> Routes:
     """Return the routes by which a completion's `sampled` tokens were sampled.
 
     `experts` is vLLM's array [fed tokens, layers, top_k]. A token is sampled from the row of the
-    token before it. The last token was fed to nobody and has no row, so that the last `sampled`
-    rows are those of the completion. Raises EngineError without an array, or for one that has too
+    token before it. The last token was never fed and has no row, so that the last `sampled` rows
+    are those of the completion. Raises EngineError without an array, or for one that has too
     few rows.
     """
     if experts is None:

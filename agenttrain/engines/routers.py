@@ -71,7 +71,9 @@ class Routers:
                 f"{top_k} experts in each of {layers} layers, where the model has {self.top_k} in "
                 f"each of {self.layers}"
             )
-        for router in self.routers if len(experts_RLK) else ():
+        if len(experts_RLK) == 0:  # no tokens: `min` and `max` below need some
+            return None
+        for router in self.routers:
             sorted_RK = experts_RLK[:, router.layer].sort(-1).values
             lowest, highest = int(sorted_RK.min()), int(sorted_RK.max())
             if lowest < 0 or highest >= router.experts:
@@ -109,7 +111,8 @@ def intercepting(
 class _Hooks:
     """Hooks around a router's forward pass, in which its calls of `topk` are intercepted.
 
-    Torch keeps such a mode for each thread, so that it is entered in the thread of the pass.
+    An `_Interception` acts only in the thread that has entered it. So the hooks enter it, which run
+    in the thread of the forward pass.
     """
 
     def __init__(self, router: LayerRouter, choose: Choose) -> None:
@@ -137,6 +140,7 @@ class _Interception(TorchFunctionMode):
         self._calls = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a torch function. In the router's own call of `topk`, put other experts in place."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func not in TOPK:
@@ -237,7 +241,8 @@ class RouteReplay:
     def _choose(self, router: LayerRouter, chosen: Tensor) -> Tensor | None:
         """Return the recorded experts of a layer for the tokens of a forward pass.
 
-        Where none are recorded they are those that the router has `chosen`.
+        Where none are recorded they are those that the router has `chosen`. None: the router keeps
+        all of its choices, because nothing is loaded, or because `comparing` only counts.
         """
         if self._pass_TLK is None:
             return None
@@ -275,7 +280,8 @@ def _refusal(model: nn.Module, problem: str) -> UnknownRouters:
 def find_routers(model: Any) -> Routers:
     """Return the routers of a model. Raises UnknownRouters if their choices cannot be replaced.
 
-    Runs two forward passes over a few tokens, without gradients.
+    Runs two forward passes over a few tokens, without gradients: one to find the routers, and one
+    in which their choices are replaced.
     """
     vocabulary = model.get_input_embeddings().weight.shape[0]
     device = next(model.parameters()).device
@@ -360,6 +366,7 @@ class _Search(TorchFunctionMode):
         super().__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a torch function. Note a result of `topk` for every module that is running."""
         result = func(*args, **(kwargs or {}))
         if func in TOPK:
             scores = args[0] if args else (kwargs or {})["input"]
@@ -376,8 +383,8 @@ class _Search(TorchFunctionMode):
             return
         indices, _ = pair
         # The latest one: routers of several layers may have chosen alike.
-        equal = (c for c in reversed(self._choices) if _is_same(c.indices, indices))
-        choice = next(equal, None)
+        matching = (c for c in reversed(self._choices) if _is_same(c.indices, indices))
+        choice = next(matching, None)
         if choice is None:
             self._strangers.append(name)
             return
@@ -389,8 +396,11 @@ class _Search(TorchFunctionMode):
             self._found.append((router, choice))
 
     def _end(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        """Note the choices that a module returns, unless a module in it has returned them."""
-        frame = self._stack.pop()
+        """Note the choices that a module returns, unless a module in it has returned them.
+
+        A choice is the result of a call of `topk` within the module: indices of experts.
+        """
+        frame = self._stack.pop()  # the module's own: `_begin` has put it there
         returned = output if isinstance(output, tuple | list) else (output,)
         for call, indices in enumerate(frame.results):
             is_returned = any(
@@ -411,8 +421,8 @@ class _Search(TorchFunctionMode):
 
     @property
     def problem(self) -> str | None:
-        """Why the routers cannot be used, or None."""
-        if self._strangers:
+        """Reason why the routers that were found cannot be used, or None."""
+        if self._strangers:  # modules with experts that no router has returned
             return f"has experts whose router is not found ({self._strangers[0]})"
         if not self._found:
             return NO_EXPERTS
@@ -468,7 +478,10 @@ def _why_not_replaced(
     def try_again(
         router: LayerRouter, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
-        """Run a router again on the inputs that it has just had: a forward hook."""
+        """Run a router again on the inputs that it has just had: a forward hook.
+
+        It appends to `problems` why the router cannot be replaced, or None.
+        """
 
         def results(choose: Choose) -> Sequence[Any]:
             with _Interception(router, choose):
@@ -495,11 +508,11 @@ def _why_not_replaced(
 def _problem_of(router: LayerRouter, results: Callable[[Choose], Sequence[Any]]) -> str | None:
     """Return why replaced choices of a router do not have the right effect, or None.
 
-    `results(choose)` runs the router with its choice replaced by `choose`, and returns its outputs.
-    Experts in the opposite order must get the same weights in that order, and the experts of
-    another token must get weights above 0.
+    `results(choose)` runs the router with its choice replaced by `choose`, and returns its outputs:
+    for each token its K experts, and their weights. Experts in the opposite order must get the same
+    weights in that order, and the experts of another token must get weights above 0.
     """
-    plain = _experts_and_weights(results(lambda _, experts: None))
+    plain = _experts_and_weights(results(lambda _, experts: None))  # None: the router's own choice
     flipped = _experts_and_weights(results(lambda _, experts: experts.flip(-1)))
     # Each token gets the experts of the token before it.
     foreign = _experts_and_weights(results(lambda _, experts: experts.roll(1, -2)))

@@ -99,7 +99,8 @@ class ScriptedEngine:
         """Return the session's next answer, cut at its first stop id and at the budget.
 
         Raises EngineError where a real engine would, when the script has no answer left, and when
-        an answer ends with neither a stop id nor the budget; ImagesRefused.
+        an answer ends with neither a stop id nor the budget. Raises ImagesRefused for images,
+        unless `reads_images`.
         """
         if not self.reads_images:
             refuse_images(self, images, session)

@@ -29,13 +29,14 @@ class EngineInputs:
     policy: Any
     """The module to sample from; None for an engine with weights of its own."""
     model: Path
-    """Folder of the model; of its base, where the policy has adapters."""
+    """Folder of the model. If the policy has adapters: folder of the base model."""
     dtype: str
     """Number format of the policy's weights, e.g. float32."""
     adapters: LoraSettings | None
-    """The policy's adapters, where they are sent as they are. None: all weights are sent."""
+    """Settings of the policy's adapters, if the engine is sent only the adapters' weights. None: it
+    is sent all weights of the model."""
     tokenizer: Path | None
-    """Folder of the tokenizer, where requests come with a grammar."""
+    """Folder of the tokenizer, if requests come with a grammar; else None."""
     sync_mode: WeightSyncMode
     """Treatment of requests in flight at an update."""
     sync_folder: str | None
@@ -43,6 +44,7 @@ class EngineInputs:
     transport: Transport
     """weight_sync.transport."""
     servers: ServersConfig
+    """Section `servers`, for engines that sample by servers."""
     seed: int
     on_gpu: bool
     rank: int

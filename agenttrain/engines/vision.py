@@ -91,7 +91,11 @@ class Layout:
                 )
 
     def positions(self, first: int, last: int) -> np.ndarray:
-        """Return the positions of tokens `first` to `last` - 1, [3, T]."""
+        """Return the positions of tokens `first` to `last` - 1 in time, height and width, [3, T].
+
+        Example: ``a b``, an image of 2 x 3 vectors, ``c`` have positions 0 1 2 2 2 2 2 2 5 in time,
+        0 1 2 2 2 3 3 3 5 in height, and 0 1 2 3 4 2 3 4 5 in width.
+        """
         # Decoding: after the last image every position differs from the token's by one constant.
         if self.images and first >= self.images[-1].end:
             offset = sum(max(placed.grid) - placed.tokens for placed in self.images)
@@ -112,7 +116,7 @@ class Layout:
     def pieces(self, first: int, last: int, start: int) -> Iterator[Piece]:
         """Yield the placeholders among tokens `first` to `last` - 1, one piece per image.
 
-        The pass has token `first` at its position `start`.
+        `start` is the position of token `first` among the flattened tokens of the forward pass.
         """
         for placed in self.images:
             low, high = max(placed.start, first), min(placed.end, last)
@@ -151,7 +155,7 @@ class Vision:
         frozen: bool = True,
         settings: bytes = b"",
     ) -> None:
-        """With `frozen`, features stay valid for the whole run.
+        """With `frozen` the encoders are not trained: features stay valid for the whole run.
 
         `settings` is the content of the image processor's file, which checkpoints get too.
         """

@@ -88,13 +88,18 @@ class TransformersCopy(TransformersEngine):
 
 
 def build_copy(settings: TransformersSettings, inputs: EngineInputs) -> TransformersCopy:
-    """Build the engine with random weights on the first GPU after the trainers'."""
+    """Build the engine of a rollout process, on the first GPU after the trainers'.
+
+    Its copy of the policy has random weights until the trainer sends the first version.
+    """
     architecture = AutoConfig.from_pretrained(inputs.model)
     dtype = getattr(torch, inputs.dtype)
-    # A single GPU is the trainer's too.
+    # Trainers have GPUs 0, 1, …. If there is none after them, share GPU 0: on a machine with one
+    # GPU it is the trainer's too.
     device = f"cuda:{inputs.trainers % torch.cuda.device_count()}" if inputs.on_gpu else "cpu"
-    # Initialised on the device: a CPU takes a minute per billion weights. The engine's check of its
-    # cache reads them. The generators are restored, so that seeded draws stay the same.
+    # Random and not empty: the engine checks its cache with a forward pass of these weights. They
+    # are drawn on the device, as a CPU takes a minute per billion. `fork_rng` restores the random
+    # generators, so that later seeded draws do not depend on this.
     gpus = [device] if inputs.on_gpu else []
     with torch.random.fork_rng(devices=gpus), torch.device(device):
         model = model_class(architecture.model_type).from_config(architecture, dtype=dtype)

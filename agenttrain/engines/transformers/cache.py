@@ -69,14 +69,16 @@ class RowCache(Cache):
     def arrange(self, active: Sequence[Seat], seats: Collection[Seat]) -> None:
         """Move active[i] to row i, and every idle seat to a row behind the active ones.
 
-        Example: rows [A, B, C]. A becomes idle and D joins, so `active` is [C, B, D]. C moves to
-        row 0, A to row 3, and D gets row 2.
+        `seats` are all seats: those in `active`, and idle ones, which have no request. Example:
+        rows [A, B, C]. A becomes idle and D joins, so `active` is [C, B, D]. C moves to row 0, A to
+        row 3, and D gets row 2.
         """
         self.reserve(len(seats), 0)
         former_rows = {seat: seat.row for seat in seats if seat.row is not None}
         for row, seat in enumerate(active):
             seat.row = row
         idle = [seat for seat in seats if seat.request is None]
+        # An idle seat stays where it is if its row is behind the active ones.
         idle_rows = {seat.row for seat in idle}
         free_rows = iter([row for row in range(len(active), len(seats)) if row not in idle_rows])
         for seat in idle:
@@ -98,7 +100,8 @@ class RowCache(Cache):
         for seat, _ in pairs:
             seat.cached, seat.source = seat.shared, None
         if pairs:
-            # One length for all: behind a shorter prefix the prefill overwrites what was copied.
+            # All are copied up to the longest prefix, in one operation. What is copied too much
+            # behind a shorter prefix is overwritten when the seat is fed.
             length = max(seat.shared for seat, _ in pairs)
             targets = [seat.row for seat, _ in pairs if seat.row is not None]
             sources = [source.row for _, source in pairs if source.row is not None]

@@ -51,7 +51,13 @@ class Decoder:
         autocast: torch.dtype | None = None,
         record_routes: bool = False,
     ) -> None:
-        """With `record_routes` the experts of each row's last token are recorded, in `recorder`."""
+        """Check that the model works with the row cache. Raises EngineError if it does not.
+
+        `max_rows` sequences of `max_context` tokens fit in the cache. `vision` turns images into
+        features, and `autocast` is the number format that forward passes compute in, if it differs
+        from that of the weights. With `record_routes`, `recorder` records the experts of each row's
+        last token.
+        """
         keep_soft_cap(model)
         kinds = known_kinds(model)
         self.autocast = autocast
@@ -120,15 +126,22 @@ class Decoder:
                 starts[i] += CHUNK_TOKENS
                 new[i] = new[i][CHUNK_TOKENS:]
         # Consecutive rows share a pass whose padded size stays within PASS_TOKENS.
-        logits, start, widest = [], 0, 0
+        logits_of_passes: list[Tensor] = []
+
+        def feed(begin: int, end: int) -> None:
+            """Feed rows `begin` to `end` - 1 of the arguments in one pass."""
+            rows = slice(begin, end)
+            logits = self.forward(first + begin, new[rows], starts[rows], layouts[rows])
+            logits_of_passes.append(logits)
+
+        begin, widest = 0, 0  # first row of the pass, and ids of its longest row
         for i, ids in enumerate(new):
             widest = max(widest, len(ids))
-            if i > start and widest * (i + 1 - start) > PASS_TOKENS:
-                rows = slice(start, i)
-                logits.append(self.forward(first + start, new[rows], starts[rows], layouts[rows]))
-                start, widest = i, len(ids)
-        logits.append(self.forward(first + start, new[start:], starts[start:], layouts[start:]))
-        return torch.cat(logits)
+            if i > begin and widest * (i + 1 - begin) > PASS_TOKENS:  # row i no longer fits
+                feed(begin, i)
+                begin, widest = i, len(ids)
+        feed(begin, len(new))
+        return torch.cat(logits_of_passes)
 
     def forward(
         self,
@@ -137,7 +150,10 @@ class Decoder:
         starts: Sequence[int],
         layouts: Sequence[Layout | None] = (),
     ) -> Tensor:
-        """Feed all of `new` in one pass. Arguments and result are those of `prefill`.
+        """Feed new[i] to row first + i in one pass; return the last logits of each row, [N, V].
+
+        Row first + i holds starts[i] tokens so far. `layouts` are those of the rows' sequences, if
+        any of them has images.
 
         Example: rows with 2 and 3 cached tokens get 1 and 2 new ones. They are padded on the left
         to T = 2 ids, and the longer row then has L = 5 tokens. `column_NT` has the position of each
@@ -249,12 +265,12 @@ def _checked_lengths(kinds: Sequence[LayerKind], max_context: int) -> list[tuple
     token of each row.
     """
     windows = [kind.window for kind in kinds if kind.window and kind.window < max_context]
-    crossed = [window for window in windows if window <= LONGEST_CHECKED]
+    lengths_to_cross = [window for window in windows if window <= LONGEST_CHECKED]
     if any(kind.states for kind in kinds):
-        crossed.append(CHUNK_OF_SCAN)
-    if not crossed:
+        lengths_to_cross.append(CHUNK_OF_SCAN)  # torch code computes longer scans in chunks
+    if not lengths_to_cross:
         return [(3, 1), (7, 4)]
-    longest = max(crossed) + 2
+    longest = max(lengths_to_cross) + 2
     return [(longest, 1), (longest + 4, 3), (longest + 5, 4)]
 
 
@@ -262,6 +278,7 @@ def _compare_with_plain_forward(decoder: Decoder, lengths: Sequence[tuple[int, i
     """Raise EngineError for a model that computes something else with this cache, e.g. with ALiBi.
 
     Compares log-probabilities of two rows of different lengths, with and without the cache.
+    `lengths` are the tokens that each row holds after each pass, e.g. [(3, 1), (7, 4)].
     """
     name = type(decoder.model).__name__
     dtype = decoder.autocast or decoder.model.dtype
@@ -273,13 +290,17 @@ def _compare_with_plain_forward(decoder: Decoder, lengths: Sequence[tuple[int, i
         gaps = []
         with decoder.evaluating():
             for ends in lengths:
-                new = [ids[a:b] for ids, a, b in zip(rows, starts, ends, strict=True)]
-                cached = decoder.forward(0, new, starts).float().log_softmax(-1)
+                new_ids = [
+                    ids[start:end] for ids, start, end in zip(rows, starts, ends, strict=True)
+                ]
+                logprobs_2V = decoder.forward(0, new_ids, starts).float().log_softmax(-1)
                 starts = ends
-            for row, ids in zip(cached, rows, strict=True):
+            # `logprobs_2V` are those after the last pass: compare the last token of each row.
+            for logprobs_V, ids in zip(logprobs_2V, rows, strict=True):
                 ids_1T = torch.from_numpy(ids)[None].to(decoder.device)
                 plain = decoder.model(input_ids=ids_1T, use_cache=False)
-                gaps.append((row - plain.logits[0, -1].float().log_softmax(-1)).abs().max())
+                plain_logprobs_V = plain.logits[0, -1].float().log_softmax(-1)
+                gaps.append((logprobs_V - plain_logprobs_V).abs().max())
         gap = torch.stack(gaps).max().item()
     except Exception as error:
         raise EngineError(

@@ -79,6 +79,7 @@ class TransformersEngine:
         self._thread: threading.Thread | None = None
         self._closed = False
         self._listeners: dict[str, Callable[[int], None]] = {}
+        """Called with each token that is sampled for a session."""
 
     async def generate(
         self,
@@ -192,7 +193,7 @@ class TransformersEngine:
         self._post(partial(self._worker.scheduler.expect, tuple(sessions)))
 
     def watch(self, session: str, listener: Callable[[int], None]) -> None:
-        """Implement `Streaming.watch`."""
+        """Call `listener` with each token of a session as it is sampled: `Streaming.watch`."""
         self._listeners[session] = listener
 
     async def release(self, session: str) -> None:

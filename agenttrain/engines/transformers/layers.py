@@ -30,7 +30,10 @@ from agenttrain.engines.mixers import Convolution, Scan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKind:
-    """What a layer keeps of a sequence. Nothing: it has experts alone, or uses others' keys."""
+    """Things that a layer keeps of a sequence in the cache: keys and values, states, or neither.
+
+    A layer keeps nothing if it is an MLP alone, or reads the keys of another layer.
+    """
 
     keys: bool = False
     window: int | None = None
@@ -106,7 +109,12 @@ class Pass:
     def begin(
         self, first: int, starts: Sequence[int], lengths: np.ndarray, device: torch.device
     ) -> None:
-        """Set the rows, and how many tokens each one has and gets."""
+        """Set the rows of the next pass, from row `first` on.
+
+        A row has `starts` tokens in the cache and gets `lengths` new ones. Rows with fewer new
+        tokens than the longest are padded on the left. Example: starts (2, 3) and lengths (1, 2)
+        give two columns; the first row has padding, then position 2, the second positions 3 and 4.
+        """
         self._on_device.clear()
         self.first, self.count, self.width = first, len(starts), int(lengths.max())
         self.starts, self.device = np.array(starts), device
@@ -126,9 +134,11 @@ class Pass:
         return [self.first + int(row) for row in np.flatnonzero(self.starts == 0)]
 
     def slots(self, capacity: int, window: int | None) -> Tensor:
-        """[N x T] Slots of the new keys in rows of this capacity: row * C + position.
+        """Return the slots [N x T] of the pass's new keys, in a cache of R rows and C = `capacity`.
 
-        R * C for padding, and for tokens that the same pass moves out of the window.
+        A token's slot is row * C + position; with a window, position modulo the window. Slot R * C
+        lies behind the rows and is never read. It is for padding, and for tokens that later ones of
+        the same pass push out of the window.
         """
         key = ("slots", capacity, window)
         if key not in self._on_device:
@@ -143,10 +153,11 @@ class Pass:
         return self._on_device[key]
 
     def behind_padding(self, taps: int) -> Tensor | None:
-        """[N, 1, Q + T] Columns of ``[state | tokens]`` with each state before its first token.
+        """Return the indices [N, 1, Q + T] that move each row's state next to its first token.
 
-        Example: a row of one token and one of padding, whose state has Q = 2 inputs s t. Columns
-        ``s t . a`` become ``0 s t a``, with -1 for the 0. None: no row is padded.
+        They select from a row's columns ``[state of Q taps | padding | tokens]``; -1 stands for a
+        zero. Example: with Q = 2, state s t, one column of padding and one token a, the columns
+        ``s t . a`` become ``0 s t a``: indices -1 0 1 3. None: no row is padded.
         """
         key = ("behind padding", taps)
         if key not in self._on_device:
@@ -171,10 +182,12 @@ class Pass:
         if key not in self._on_device:
             self._on_device[key] = self.tensor(self.padding_NT)
         padding_NT = self._on_device[key]
-        inputs = [
-            tensor.masked_fill(padding_NT.view(*padding_NT.shape, *[1] * (tensor.ndim - 2)), 0)
-            for tensor in scan.inputs
-        ]
+        inputs = []
+        for tensor in scan.inputs:  # [N, T, …]
+            further_dimensions = [1] * (tensor.ndim - 2)
+            inputs.append(
+                tensor.masked_fill(padding_NT.view(*padding_NT.shape, *further_dimensions), 0)
+            )
         return scan(inputs, scan.state, scan.keeps)
 
     def tensor(self, values: np.ndarray) -> Tensor:
@@ -232,6 +245,7 @@ class KeyLayer(CacheLayerMixin):
         rows = self._rows(buffer)[next_pass.first : next_pass.first + next_pass.count]
         capacity = rows.shape[1]
         old_and_new = None
+        # Joined before the write, which overwrites keys that the first queries still read.
         if is_ring(window, next_pass) and next_pass.width > 1:
             old_and_new = torch.cat([rows.transpose(1, 2), states], 2)
         flat = states.transpose(1, 2).reshape(-1, *buffer.shape[1:])
@@ -255,10 +269,12 @@ class KeyLayer(CacheLayerMixin):
             return
         capacity = self._capacity(capacity)
         for name in ("keys", "values"):
-            old = self._rows(getattr(self, name))
-            new = old.new_zeros(rows * capacity + 1, *old.shape[2:])
-            new[:-1].view(rows, capacity, *old.shape[2:])[: old.shape[0], : old.shape[1]] = old
-            setattr(self, name, new)
+            old_rows = self._rows(getattr(self, name))
+            old_row_count, old_capacity, *shape_of_slot = old_rows.shape
+            buffer = old_rows.new_zeros(rows * capacity + 1, *shape_of_slot)
+            new_rows = buffer[:-1].view(rows, capacity, *shape_of_slot)
+            new_rows[:old_row_count, :old_capacity] = old_rows
+            setattr(self, name, buffer)
 
     def clear(self, rows: Sequence[int]) -> None:
         """Do nothing: keys are read up to a row's length, and a row without tokens has none."""
@@ -290,13 +306,15 @@ def is_ring(window: int | None, next_pass: Pass) -> bool:
 class StateLayer(LinearAttentionCacheLayerMixin):
     """Convolution states [R, M, Q] and recurrent states [R, …] of one layer.
 
-    R rows, M channels, Q taps: a convolution needs the last Q inputs of each channel. Mixers read
-    and write the rows of the pass: methods that give states return views of them.
+    R rows, M channels, Q taps: a convolution needs the last Q inputs of each channel. `next_pass`
+    says which N of the rows a forward pass is about, and how their T tokens are padded. Mixers read
+    and write those rows: methods that give states return views of them.
     """
 
     record_past = False  # for transformers: no states of earlier tokens are kept
 
     def __init__(self, next_pass: Pass, states: int) -> None:
+        """The layer has `states` states of each kind, which mixers name by `state_idx`."""
         self.next_pass = next_pass
         self._convolutions: list[Tensor | None] = [None] * states
         self._recurrences: list[Tensor | None] = [None] * states
@@ -337,6 +355,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         assert last_inputs is not None
         taps = last_inputs.shape[2]
         extended = torch.cat([last_inputs, conv_states], -1)
+        # A padded row is [state | padding | tokens]: move the state to the front of its tokens.
         source = self.next_pass.behind_padding(taps)
         if source is not None:
             extended = extended.gather(2, source.clamp(min=0).expand_as(extended))

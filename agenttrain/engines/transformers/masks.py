@@ -40,24 +40,24 @@ def make_masks(
 ) -> Tensor | dict[str, Tensor | None]:
     """Return what a model takes as `attention_mask`: a mask for each of `names`, or one for all.
 
-    `names` are the layer types by which the model looks masks up. `window` is that of its sliding
+    `names` are the layer types by which the model looks masks up, e.g. full_attention. If it is
+    empty, all layers are of one type and take one mask. `window` is that of the model's sliding
     attention, if it has any.
     """
-    has_ring = is_ring(window, next_pass)  # rows are longer than the window
-    # Without `names` all layers have the window, and none reads whole rows beside a ring.
-    full = None if has_ring and not names else full_mask(next_pass, dtype)
-    sliding = full  # without a ring a window holds whole rows
-    if window is not None and has_ring:
-        sliding = ring_mask(next_pass, window, dtype)
+    # While no row is longer than the window, sliding attention reads whole rows too.
+    ring_window = window if is_ring(window, next_pass) else None
+    if not names and ring_window is not None:
+        return ring_mask(next_pass, ring_window, dtype)
+    full = full_mask(next_pass, dtype)
     if not names:
-        assert sliding is not None, "without names only a ring leaves out the full mask"
-        return sliding
+        return full
+    sliding = full if ring_window is None else ring_mask(next_pass, ring_window, dtype)
     by_kind = {**dict.fromkeys(FULL, full), **dict.fromkeys(SLIDING, sliding)}
     return {name: by_kind.get(name) for name in names}
 
 
 def full_mask(next_pass: Pass, dtype: torch.dtype) -> Tensor:
-    """[N, 1, T, L] Zero where a query reads a key, else the smallest number of the format."""
+    """Return the mask [N, 1, T, L]: 0 where a query reads a key, else the lowest of `dtype`."""
     device = next_pass.device
     position_NT = next_pass.tensor(np.maximum(next_pass.column_NT, 0))
     is_later = torch.arange(next_pass.length, device=device) > position_NT[:, None, :, None]
@@ -65,7 +65,10 @@ def full_mask(next_pass: Pass, dtype: torch.dtype) -> Tensor:
 
 
 def ring_mask(next_pass: Pass, window: int, dtype: torch.dtype) -> Tensor:
-    """[N, 1, T, W] Mask over the slots of a ring. If T > 1, the new tokens come after them: W + T.
+    """Return the mask [N, 1, T, W] of T new tokens over the W slots of a ring.
+
+    A ring holds the last W tokens of a row that is longer than its window W, each token at its
+    position modulo W. If T > 1, the new tokens are read after the ring's slots: [N, 1, T, W + T].
 
     Example: window 4, a row of 6 tokens gets one more. It is written to slot 6 % 4 = 2, so the
     slots hold positions 4 5 6 3, and the query at position 6 reads all of them.
@@ -73,13 +76,15 @@ def ring_mask(next_pass: Pass, window: int, dtype: torch.dtype) -> Tensor:
     start_N1, query_NT1 = next_pass.starts[:, None], next_pass.column_NT[:, :, None]
     # Last position in the ring: a single new token is in it, several are read behind it.
     last_N1 = start_N1 if next_pass.width == 1 else start_N1 - 1
-    # Position that each slot holds when the queries read it. Negative: the slot is empty.
-    key_NL = last_N1 - (last_N1 - np.arange(window)) % window
+    # Position that each slot holds when the queries read it: the latest one up to `last_N1` that is
+    # the slot's number modulo W. Negative: the slot is empty.
+    key_NW = last_N1 - (last_N1 - np.arange(window)) % window
+    read_NS = key_NW  # positions of all keys that are read: S = W, or W + T
     if next_pass.width > 1:
         new_NT = np.where(next_pass.padding_NT, -1, next_pass.column_NT)
-        key_NL = np.concatenate([key_NL, new_NT], 1)
-    key_N1L = key_NL[:, None]
-    is_hidden = (key_N1L < 0) | (key_N1L > query_NT1) | (key_N1L <= query_NT1 - window)
+        read_NS = np.concatenate([key_NW, new_NT], 1)
+    read_N1S = read_NS[:, None]
+    is_hidden = (read_N1S < 0) | (read_N1S > query_NT1) | (read_N1S <= query_NT1 - window)
     if next_pass.width > 1:
         # Padding reads itself: a query that reads nothing would give NaN.
         is_itself = np.eye(next_pass.width, dtype=bool) & next_pass.padding_NT[:, :, None]

@@ -27,6 +27,7 @@ class SamplingTensors:
     filtered_F: Tensor | None
     """Indices of the rows with a filter. None: no row has one, so nothing is sorted."""
     top_k_F1: Tensor
+    """inf: no limit."""
     top_p_F1: Tensor
     min_p_F1: Tensor
 
@@ -92,7 +93,11 @@ def sample(
 
 
 def _filter(scores_FV: Tensor, settings: SamplingTensors) -> Tensor:
-    """Set scores outside top-k to -inf, then those outside top-p or below min-p."""
+    """Set scores outside top-k to -inf, then those outside top-p or below min-p.
+
+    F rows of scores, each with its own settings. top-p drops a token if the tokens before it, in
+    falling order of probability, already have probability top-p.
+    """
     sorted_FV, order_FV = scores_FV.sort(stable=True, dim=-1, descending=True)
     rank_V = torch.arange(scores_FV.shape[1], device=scores_FV.device)
     sorted_FV = sorted_FV.masked_fill(rank_V >= settings.top_k_F1, -torch.inf)

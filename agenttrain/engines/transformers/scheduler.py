@@ -104,6 +104,7 @@ class Seat:
     """Seat from whose row the cache of the first `shared` ids is copied, before the prefill pass
     of the next step."""
     shared: int = 0
+    """Number of ids that its prompt has in common with the source's. 0: no source."""
     wave: int = 0
     """Number of the prefill pass in that step. Passes before it complete the source's row."""
     stops: list[int] = field(default_factory=list)
@@ -120,7 +121,7 @@ class Seat:
         """Return the pending ids up to the next stop, [pending or less]."""
         assert self.request is not None
         sampled = self.request.sampled
-        if self.cached >= len(self.history):
+        if self.cached >= len(self.history):  # it decodes: the cache also holds sampled ids
             return np.array(sampled[self.cached - len(self.history) :])
         stop = next((stop for stop in self.stops if stop > self.cached), None)
         if stop is not None:
@@ -165,9 +166,9 @@ class Scheduler:
     """Forms the batch of each decode step.
 
     The decode thread calls `add` for a request, `ready` before each step, `finish` for a seat whose
-    completion has ended, and `release` for a session that has ended. A session's seat keeps its
-    cache between its requests. A session with a `parent` is a guest: it sits in the seat of its
-    oldest expected ancestor, the host.
+    completion has ended, and `release` for a session that has ended. A seat is a session's place in
+    the engine, with a row of the KV cache, which it keeps between the session's requests. A session
+    with a `parent` is a guest: it sits in the seat of its oldest expected ancestor, the host.
 
     In deterministic mode `expect` names the sessions of a batch in order: who joins at which step
     then depends on that order alone, never on the time at which a request arrives.
@@ -199,11 +200,15 @@ class Scheduler:
         self.seats: dict[str, Seat] = {}
         """All admitted sessions, least recently used first."""
         self._waiting: dict[str, Generation] = {}
+        """Requests that have not joined the batch, by the session in whose seat they will sit."""
         self._joining: list[Seat] = []
+        """Seats that join the batch in this step, and have to be prefilled."""
         self._leaving: list[Seat] = []
         """Seats of released sessions, whose rows are free from their due step on."""
         self._expected: deque[Ticket] = deque()
+        """Expected sessions that have no seat yet, in the order in which they join."""
         self._tickets: dict[str, Ticket] = {}
+        """All expected sessions that have not been released."""
         self._hosts: dict[str, str] = {}
         """Session with a parent -> the expected session in whose seat it sits."""
         self._expected_count = 0
@@ -220,6 +225,7 @@ class Scheduler:
 
     def expect(self, sessions: Iterable[str]) -> None:
         """Expect these sessions, in this order, and free the rows of other idle ones."""
+        # Idle seats without a due step are sessions of before, which nobody expects.
         for seat in [s for s in self.seats.values() if s.request is None and s.due is None]:
             self._drop(seat)
         for session in sessions:
@@ -258,8 +264,8 @@ class Scheduler:
         """End a session; return its request if it has one. Unknown sessions are ignored.
 
         In deterministic mode the row of an idle session becomes free only at the step at which it
-        was due. A guest, a session with a parent, sits in its host's seat. When it leaves, the host
-        is due at once.
+        was due, whenever the release arrives. A guest, a session with a parent, sits in its host's
+        seat. When it leaves, the host is due at once.
         """
         if (host := self._hosts.pop(session, None)) is not None:
             return self._release_guest(session, host)
@@ -392,6 +398,7 @@ class Scheduler:
         but its last id (wave 1). The second B copies from the first B (wave 2).
         """
         # Not from idle sessions in deterministic mode: when they leave depends on arrival times.
+        # Nor from rows that older weights have computed in part (`mixed`).
         may_be_idle = not self.deterministic
         cached = [
             seat
@@ -401,10 +408,10 @@ class Scheduler:
         firsts: dict[bytes, Seat] = {}
         """Prompt -> the seat from which seats with the same prompt copy."""
         if not self.copies_exactly:  # else `_longest_beginning` chooses among the cached rows
-            # `cached` is in the order of use. Of seats with one prompt the last of the reversed
-            # list stays: the least recently used one.
+            # `cached` is in the order of use. Of several seats with one prompt the dict keeps the
+            # least recently used one, which comes last in the reversed list.
             firsts = {seat.prompt: seat for seat in reversed(cached)}
-        # Again in the order of use: the least recently used ones are compared.
+        # A seat of each prompt, beginning with the prompt whose last use is the longest ago.
         leaders = [*reversed(firsts.values())][:MAX_LEADERS]
         for seat in self._joining:
             seat.source, seat.shared, seat.wave, seat.stops = None, 0, 0, []
@@ -413,6 +420,7 @@ class Scheduler:
                 continue
             seat.mixed = False
             seat.prompt = seat.history.tobytes()
+            # If no other seat has this prompt, this one is the first: a source for later ones.
             first = firsts.setdefault(seat.prompt, seat)
             if first is not seat:
                 seat.source, seat.shared = first, len(seat.history) - 1
@@ -430,15 +438,21 @@ class Scheduler:
     def _find_best_source(
         self, seat: Seat, cached: Sequence[Seat], leaders: Sequence[Seat]
     ) -> tuple[Seat | None, int]:
-        """Return the seat that shares the most ids with a new prompt, and their number."""
+        """Return the seat whose row shares the most ids with a new prompt, and their number.
+
+        `cached` are the seats with a row to copy from. `leaders` are seats of different prompts,
+        some of which are only fed in this step.
+        """
         source: Seat | None = None
         most_shared = 0
         if self.copies_exactly:
+            # A row that is complete can only be copied with all of its ids.
             source = _longest_beginning(seat, cached)
             most_shared = source.cached if source else 0
         for leader in leaders:
             # A leader that joins in this step has nothing cached yet, but will have.
             cached_ids = leader.history[: leader.cached or None]
+            # The last id is always fed: the first token is sampled from its logits.
             shared = common_prefix(cached_ids, seat.history[:-1])
             if shared > most_shared:
                 source, most_shared = leader, shared
@@ -452,7 +466,10 @@ class Scheduler:
                 source.stops = sorted({*source.stops, seat.shared})
 
     def _admit_expected(self) -> bool:
-        """Admit expected sessions. Return False if one that is due has not called yet."""
+        """Admit expected sessions. Return False if one that is due has not called yet.
+
+        Then the engine has to wait, so that the batch is the same in every run.
+        """
         while True:
             # Rejoin sessions that are due, and free the rows of those that left.
             self._leaving = [s for s in self._leaving if s.due is not None and s.due > self.clock]
@@ -472,7 +489,7 @@ class Scheduler:
                 self._expected.popleft()
             if self.active or self._joining:
                 return True
-            # All are idle: go on to the step at which the next one is due.
+            # No seat decodes: go on to the step at which the next session is due, or a row is free.
             idle = [*self.seats.values(), *self._leaving]
             self.clock = min(seat.due for seat in idle if seat.due is not None)
 
@@ -485,7 +502,9 @@ class Scheduler:
             self.seats[session] = seat
         request = self._waiting.pop(session)
         ids, cached = request.token_ids, seat.cached
-        if cached >= len(ids) or not np.array_equal(seat.history[:cached], ids[:cached]):
-            seat.cached = 0  # these ids do not extend the cached ones
+        # At least one id must be new: the next token is sampled from the logits after a fed id.
+        extends_cache = cached < len(ids) and np.array_equal(seat.history[:cached], ids[:cached])
+        if not extends_cache:
+            seat.cached = 0
         seat.history, seat.request, seat.due = ids, request, None
         self._joining.append(seat)

@@ -60,6 +60,7 @@ def memory(settings: TransformersSettings, load: EngineLoad, sizes: ModelSizes) 
         why = "engine=transformers samples from weights that are whole"
         items.append(MemoryItem(name="engine's weights", bytes=sizes.held, why=why))
     items += _cache_items(load, sizes)
+    # Savings are settings to try if the memory is too small: here half as many rows, and so on.
     rows = min(settings.max_rows, load.rows)
     fewer_rows = []
     while rows // 2 >= FEWEST_ROWS:
@@ -72,9 +73,10 @@ def memory(settings: TransformersSettings, load: EngineLoad, sizes: ModelSizes) 
 def copy_memory(
     settings: TransformersSettings, load: EngineLoad, sizes: ModelSizes, gpus: int
 ) -> EngineMemory:
-    """Estimate the memory of the rollout process, whose copy of the policy is on one GPU.
+    """Estimate the memory of the rollout process, which has a copy of the policy.
 
-    So `gpus` is 1. With a GPU, new weights are read into the host's memory first.
+    `gpus` is not used: the copy is on one GPU, or on the CPU. With a GPU, new weights are read into
+    the host's memory first.
     """
     copy = MemoryItem(
         name="engine's weights",

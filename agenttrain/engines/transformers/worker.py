@@ -85,7 +85,7 @@ class EngineWorker:
                 if self.scheduler.ready():
                     self._step()
                 else:
-                    self._inbox.get()()
+                    self._inbox.get()()  # nothing to decode: wait for an action, and run it
             except Exception as error:  # any error of the model: its callers must not hang
                 self._fail(EngineError(f"a decode step failed: {type(error).__name__}: {error}"))
         self._fail(EngineError("the engine was closed (aclose) while this call waited"))
@@ -187,7 +187,8 @@ class EngineWorker:
         One pass is for the seats that decode one id each. Then each wave of seats is prefilled: its
         rows may copy the prefixes that earlier waves have fed.
         """
-        # `Scheduler.ready` has put the seats that decode first, and the others in order of waves.
+        # `Scheduler.ready` has put the seats that decode first, each with one pending id. The
+        # others follow in order of waves, from index `split` on.
         split = next((i for i, seat in enumerate(seats) if seat.pending > 1), len(seats))
         waves = [list(wave) for _, wave in groupby(seats[split:], key=lambda seat: seat.wave)]
         logits_NV: list[torch.Tensor] = []
@@ -203,16 +204,19 @@ class EngineWorker:
         return torch.cat(logits_NV) if len(logits_NV) > 1 else logits_NV[0]
 
     def _prefill(self, first: int, rows: Sequence[Seat], waiting: Sequence[Seat]) -> torch.Tensor:
-        """Feed the pending ids of a wave, which begins at row `first`. Return the last logits.
+        """Feed the pending ids of one wave of seats, and return the logits after their last ids.
+
+        A wave is a set of seats that are prefilled together: `rows`, from cache row `first` on.
+        `waiting` are the seats of this wave and of later ones, which may copy prefixes.
 
         A seat's prefill pauses at its `stops`, numbers of ids at which other seats copy its row.
-        `waiting` are this wave's seats and later ones. Example: P has 30 ids, and Q of the next
-        wave shares the first 20: one pass feeds 20 ids of P, Q copies them, another feeds the rest.
+        Example: P has 30 ids, and Q of the next wave shares the first 20. One pass feeds 20 ids of
+        P, Q copies them, and another pass feeds the rest of P.
         """
         self._copy_prefixes(waiting)
         for seat in rows:
-            # A source does not hold the prefix if the cache was wiped, or if it has copied more ids
-            # at once where rows are copied exactly. Such a seat is now fed all of its ids.
+            # A seat that has not copied its prefix by now is fed all of its ids. Its source may
+            # have been wiped, or may hold more than the prefix where rows are copied only whole.
             seat.source, seat.wave = None, 0
         self.stats.prefilled_tokens += sum(seat.pending for seat in rows)
         logits_NV: torch.Tensor | None = None
@@ -236,12 +240,15 @@ class EngineWorker:
         self.stats.copied_tokens += self.decoder.cache.copy_prefixes(seats)
 
     def _feed_rows(self, first: int, seats: Sequence[Seat], feed: Feed) -> torch.Tensor:
-        """Feed the next ids of consecutive rows, and return the logits after the last one."""
-        new = [seat.next_ids() for seat in seats]
+        """Feed the next ids of consecutive rows, and return the logits after each row's last one.
+
+        `first` is the row of the first seat. `feed` is the decoder's method for this kind of pass.
+        """
+        new_ids = [seat.next_ids() for seat in seats]
         starts = [seat.cached for seat in seats]
         layouts = [_request_of(seat).layout for seat in seats] if self._has_images else ()
-        logits_NV = feed(first, new, starts, layouts)
-        for seat, ids in zip(seats, new, strict=True):
+        logits_NV = feed(first, new_ids, starts, layouts)
+        for seat, ids in zip(seats, new_ids, strict=True):
             seat.cached += len(ids)
         return logits_NV
 

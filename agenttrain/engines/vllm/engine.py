@@ -227,7 +227,9 @@ class VllmEngine:
         """Do nothing: the prefix cache evicts its least recently used entries."""
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take new weights. `weight_sync.mode` decides about requests in flight:
+        """Take new weights, as version `version`.
+
+        `weight_sync.mode` decides about requests in flight:
 
         - drain: they end first, and new ones wait;
         - abort_resume: they go on under the new weights, which read all their tokens again;

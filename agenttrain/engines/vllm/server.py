@@ -72,7 +72,7 @@ def server_arguments(
 
 
 def server_flags(settings: VllmSettings, served: ServedModel) -> list[str]:
-    """Return the flags of vLLM's server."""
+    """Return the flags with which vLLM's own server serves a trained model to clients."""
     rank, name = 0, served.name
     if served.adapters is not None:
         # Clients ask for the adapters by `served.name`, so the base model needs another one.

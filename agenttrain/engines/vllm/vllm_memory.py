@@ -47,7 +47,7 @@ format, and in the layout of its kernels."""
 
 
 def memory(settings: VllmSettings, load: EngineLoad, sizes: ModelSizes) -> EngineMemory:
-    """Estimate the parts of vLLM's memory, per GPU, and its room for the KV cache."""
+    """Estimate the parts of vLLM's memory, in bytes per GPU, and its room for the KV cache."""
     on_gpu = load.on_gpu
     when = AWAKE if settings.sleep else EVER
     gpus = settings.tensor_parallel_size
@@ -67,23 +67,7 @@ def memory(settings: VllmSettings, load: EngineLoad, sizes: ModelSizes) -> Engin
     graphs = 0
     if on_gpu:
         graphs = WORKSPACES if settings.enforce_eager else WORKSPACES + GRAPHS
-    # The KV cache of all rollouts in flight, and the least with which vLLM starts.
-    wanted_bytes = load.rows * load.sampled * token_cache // gpus
-    least_bytes = load.limit * token_cache // gpus
-    if settings.kv_cache_mb is not None:
-        cache_bytes, cache_why = settings.kv_cache_mb * 2**20, "engine.kv_cache_mb"
-    elif load.memory is not None:
-        cache_bytes = int(load.memory * settings.memory_share) - weights - passes - graphs
-        if not on_gpu:  # vLLM subtracts the memory that the process has taken before it starts
-            cache_bytes -= load.taken
-        cache_why = f"what engine.memory_share={settings.memory_share:g} leaves"
-    else:  # the GPU is not known: what the run would use
-        cache_bytes = max(wanted_bytes, least_bytes)
-        cache_why = f"{load.rows:,} rollouts of {load.sampled:,} tokens"
-    cached_rollouts = max(0, cache_bytes) * gpus // (load.sampled * token_cache)
-    if cached_rollouts < load.rows:
-        cache_why += f"; holds {cached_rollouts:,} of {load.rows:,} rollouts of "
-        cache_why += f"{load.sampled:,} tokens"
+    cache_bytes, cache_why = _kv_cache(settings, load, token_cache, weights + passes + graphs)
     items = [
         MemoryItem(name="engine's weights", bytes=weights, why="vLLM has its own", when=when),
         MemoryItem(
@@ -105,8 +89,40 @@ def memory(settings: VllmSettings, load: EngineLoad, sizes: ModelSizes) -> Engin
         why = f"{parts}, asleep too: assumed"
         items.append(MemoryItem(name="engine's graphs", bytes=graphs, why=why))
     items += _sync_items(settings, load, sizes, itemsize=itemsize, weights=weights)
+    least_bytes = _bytes_per_gpu(settings, load.limit, token_cache)
     room = Room(has=cache_bytes, needs=least_bytes, tokens=load.limit)
     return EngineMemory(items=tuple(items), room=room, savings=_savings(settings, load, room))
+
+
+def _bytes_per_gpu(settings: VllmSettings, tokens: int, token_cache: int) -> int:
+    """Return one GPU's bytes of the KV cache of `tokens` tokens, of `token_cache` bytes each."""
+    return tokens * token_cache // settings.tensor_parallel_size
+
+
+def _kv_cache(
+    settings: VllmSettings, load: EngineLoad, token_cache: int, other_bytes: int
+) -> tuple[int, str]:
+    """Return the bytes of the KV cache on one GPU, and where their number comes from.
+
+    `token_cache` are the bytes of one token on all GPUs. `other_bytes` are those that vLLM takes on
+    a GPU beside the cache. The result may be below 0: `other_bytes` exceed vLLM's share.
+    """
+    if settings.kv_cache_mb is not None:
+        cache_bytes, why = settings.kv_cache_mb * 2**20, "engine.kv_cache_mb"
+    elif load.memory is not None:
+        cache_bytes = int(load.memory * settings.memory_share) - other_bytes
+        if not load.on_gpu:  # vLLM subtracts the memory that the process has taken before it starts
+            cache_bytes -= load.taken
+        why = f"what engine.memory_share={settings.memory_share:g} leaves"
+    else:  # the GPU is not known: all rollouts in flight, or the least with which vLLM starts
+        tokens = max(load.rows * load.sampled, load.limit)
+        cache_bytes = _bytes_per_gpu(settings, tokens, token_cache)
+        why = f"{load.rows:,} rollouts of {load.sampled:,} tokens"
+    all_gpus_bytes = max(0, cache_bytes) * settings.tensor_parallel_size
+    cached_rollouts = all_gpus_bytes // (load.sampled * token_cache)
+    if cached_rollouts < load.rows:
+        why += f"; holds {cached_rollouts:,} of {load.rows:,} rollouts of {load.sampled:,} tokens"
+    return cache_bytes, why
 
 
 def _sync_items(
@@ -116,6 +132,7 @@ def _sync_items(
     gpus = settings.tensor_parallel_size
     # An engine with adapters gets only these, unless it sleeps, which drops its base weights.
     if not load.adapters or settings.merge_adapters or settings.sleep:
+        # Weights come one by one, and each is there in several copies: `SYNCED`.
         synced, why = SYNCED * sizes.largest_weight, "the largest weight: gathered, cast"
         if load.sharded:  # a whole layer is gathered at once, not the largest weight alone
             synced += sizes.gathered - sizes.largest_weight

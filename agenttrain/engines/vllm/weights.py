@@ -54,7 +54,7 @@ class Manifest:
         a CPU's kernels, quantised, or spread over several workers. Only the probe of a weight sync
         checks these.
         """
-        sums: dict[str, Tensor] = {}
+        sums: dict[str, Tensor] = {}  # checksums of the weights, filled while `sent` is read
         sent = self.check_each(weights, sums)
         if llm.vllm_config.parallel_config.world_size == 1:
             worker = llm.model_executor.driver_worker.worker

@@ -57,7 +57,10 @@ class BroadcastFleet(Fleet):
         """Broadcasts of this version that have reached no server."""
 
     async def assemble(self, version: int) -> Audience:
-        """Implement `Broadcasts.assemble`; raises FleetLost."""
+        """Choose the servers that get version `version`, and return them: `Broadcasts.assemble`.
+
+        Waits until a server answers. Raises FleetLost if none is left.
+        """
         await self._await_start()
         self._probe = None  # `verify` sets it once the new weights have passed
         self._is_broadcasting = True
@@ -87,7 +90,11 @@ class BroadcastFleet(Fleet):
         )
 
     async def settle(self, result: BroadcastResult) -> bool:
-        """Implement `Broadcasts.settle`. Raises FleetLost."""
+        """Take the result of a broadcast: let servers with the weights go on, kill the others.
+
+        Implements `Broadcasts.settle`: return False if no server has the weights, so that they have
+        to be sent again. Raises FleetLost after too many such broadcasts.
+        """
         for receipt in result.receipts:
             member = self.members[receipt.number]
             has_died = member.boot != receipt.boot or member.state is not MemberState.syncing

@@ -65,7 +65,11 @@ class WorkerMethods:
 
 
 def register() -> None:
-    """Add the backend to vLLM. In a run's server, have vLLM's processes end with their parent."""
+    """Add agenttrain's weight transfer backend, which reads files, to vLLM.
+
+    A plugin: vLLM calls it in each of its processes. In a run's server it also makes these
+    processes end with their parent.
+    """
     if TOKEN not in os.environ:  # this process is no server of agenttrain's
         return
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -122,7 +126,7 @@ def _engine_class() -> Any:
             latest, version = Verification.latest, (info.folder, info.digest)
             verified = latest is not None and latest.version == version and latest.passed
             weights = read_verified(Path(info.folder), info.digest, verified=verified)
-            initialize_layerwise_reload(self.model)  # opens the model
+            initialize_layerwise_reload(self.model)  # opens the model: its weights can be replaced
             self.model.load_weights(weights)
             self._loaded = True
             # The base class always synchronises, which raises without a GPU.

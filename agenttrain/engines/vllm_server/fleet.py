@@ -108,7 +108,11 @@ class Fleet(WatchedServers):
         )
 
     def _may_send(self, sends: int, first_failure: float) -> bool:
-        """Also allow further sends while a router may not have noticed that a server is gone."""
+        """Return True if a request may be sent again, after `sends` times.
+
+        Behind a router there is no limit for a while after the first failure: the router may not
+        have noticed yet that a server is gone.
+        """
         waited_s = time.monotonic() - first_failure
         return sends < SENDS or (self._router is not None and waited_s < 2 * self._servers.dead_s)
 
@@ -132,7 +136,8 @@ class Fleet(WatchedServers):
     async def _pick(self, session: str) -> Member:
         """Return the server for a request. Waits until there is one."""
         while True:
-            # The first weights are sampled before they are verified: that gives the probe's text.
+            # The first weights are sampled before they are verified: the text of the probe, which
+            # `verify` scores, is a sample of theirs.
             is_first = not self._verified
             state = MemberState.loaded if is_first else MemberState.live
             has_weights = self._versions.newest is not None
@@ -234,10 +239,10 @@ class Fleet(WatchedServers):
                 pairs = zip(loaded, results, strict=True)
                 scores = {m.number: values for m, values in pairs if values is not None}
                 problems = {number: find_problem(values) for number, values in scores.items()}
-                passed = [number for number, problem in problems.items() if problem is None]
-                if scores and not passed:
+                good_servers = [number for number, problem in problems.items() if problem is None]
+                if scores and not good_servers:
                     return next(iter(scores.values()))
-                if passed:
+                if good_servers:
                     for number, problem in problems.items():
                         if problem is not None:
                             self.members[number].kill(problem)
@@ -245,13 +250,13 @@ class Fleet(WatchedServers):
                             self.members[number].state = MemberState.live
                     self._probe, self._verified = (token_ids, find_problem), True
                     self.changed()
-                    return scores[passed[0]]
+                    return scores[good_servers[0]]
             # No server has answered: wait for one that is started again, and score by it.
             while not any(member.state is MemberState.loaded for member in self.members):
                 await self._wait()
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Return any server's log-probability of every id after the first."""
+        """Return the log-probability of every id after the first, by any server with weights."""
         while True:
             for member in self.members:
                 if member.state in (MemberState.live, MemberState.loaded):
@@ -261,7 +266,10 @@ class Fleet(WatchedServers):
             await self._wait()
 
     async def joined(self, member: Member, record: ServerRecord) -> None:
-        """Give a server that has started the current weights, and check them."""
+        """Give a server that has started the current weights, and check them by the probe.
+
+        Before the first `verify` there is no probe: the server stays unchecked until then.
+        """
         await member.join(record, self._servers.request_s)
         async with self._syncing:
             if self._versions.newest is not None:

@@ -183,8 +183,8 @@ class LocalServers:
 def launcher_of(folder: Path) -> int | None:
     """Return the process id of the launcher that owns a folder's servers, or None.
 
-    The launcher sets the variable to ``<its process id> <run folder>``. It owns the servers of the
-    run, and those of its roles, whose folders are in the run's.
+    The launcher sets the environment variable `SERVERS_OWNER` to ``<its process id> <run folder>``.
+    It owns the servers of the run, and those of its roles, whose folders are in the run's.
     """
     pid, _, run = os.environ.get(SERVERS_OWNER, "").partition(" ")
     if not pid:

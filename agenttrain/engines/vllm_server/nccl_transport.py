@@ -67,7 +67,11 @@ Call = Callable[[Receiver, ServerClient], Coroutine[Any, Any, None]]
 
 
 def join_group(address: str, port: int, ranks: int, client: FanOut, source: OnePass) -> Transfer:
-    """Make a group of this process and the servers' workers."""
+    """Make an NCCL group of this process, its rank 0, and the servers' workers.
+
+    They meet at `address`:`port` of this machine, and are `ranks` together. vLLM then calls the
+    servers through `client`, and reads the weights to send from `source`.
+    """
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
@@ -98,7 +102,9 @@ class OnePass:
         self._forms = weights.forms()
         self._iterator = iter(weights)
         self._lock = Lock()
+        """Held while a weight is gathered: the two threads never gather at once."""
         self.given_up = False
+        """True: the sender's thread must gather no further weight."""
         self.error: BaseException | None = None
         """Exception raised while gathering a weight for the broadcast, or None."""
 
@@ -107,7 +113,10 @@ class OnePass:
         return [*self._forms]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Gather the weights one by one, on the device of the group."""
+        """Gather the weights one by one, on the device of the group.
+
+        Raises GaveUp once another thread finishes the pass in place of the broadcast's thread.
+        """
         import torch
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -233,9 +242,10 @@ class FanOut:
                 task.result()
 
     async def finish_or_abandon(self) -> None:
-        """After a failed broadcast, finish the servers that have all weights.
+        """After a failed broadcast, let the servers sample that have received all weights.
 
-        Servers that do not answer within `GRACE_S` are lost.
+        First wait for calls that have not ended: a server that does not answer within `GRACE_S`
+        counts as failed.
         """
         if calls := [task for task in self._calls if not task.done()]:
             await asyncio.wait(calls, timeout=GRACE_S)
@@ -331,12 +341,14 @@ class NcclSender:
 
         Raises EngineError if this process failed, and no server did.
         """
+        # Its result is the thread's outcome, whose `error` is what `_send_in_thread` raised.
         work = asyncio.create_task(self._threads.run(lambda: self._send_in_thread(fan_out, source)))
         failed = asyncio.create_task(fan_out.failed.wait())
         try:
             await asyncio.wait(
                 (work, failed), timeout=BROADCAST_S, return_when=asyncio.FIRST_COMPLETED
             )
+            # Not done: a server has failed, or the broadcast takes too long.
             error = work.result().error if work.done() else None
             if work.done() and error is None:
                 return

@@ -89,9 +89,13 @@ def problems(url: str, facts: ServerFacts, run: Outside) -> Iterator[str]:
             f"{key}: vLLM {facts.version} runs there, and this agenttrain calls the routes of "
             f"{WRITTEN_FOR}; install vllm=={WRITTEN_FOR}.*"
         )
-    needs = {**NEEDS, **(ADAPTERS if plan.rank else {})}
-    for flag in dict.fromkeys(needs.values()):  # each flag once, with all routes that it adds
-        missing = [path for path, adds in needs.items() if adds == flag and path not in facts.paths]
+    flag_by_path = {**NEEDS, **(ADAPTERS if plan.rank else {})}  # route -> the flag that adds it
+    for flag in dict.fromkeys(flag_by_path.values()):  # each flag once, with all of its routes
+        missing = [
+            path
+            for path, adding_flag in flag_by_path.items()
+            if adding_flag == flag and path not in facts.paths
+        ]
         if missing:
             yield f"{key}: it lacks {', '.join(missing)}; start it with {flag}"
     if not facts.config:  # the server does not show its settings, so they cannot be checked
@@ -160,12 +164,12 @@ def _state_format(facts: ServerFacts) -> str | None:
     Kimi delta attention it is float32, but a server does not say which layers it has.
     """
     cache: Mapping[str, Any] = facts.config.get("cache_config") or {}
-    stated = cache.get("mamba_ssm_cache_dtype")
-    if stated == "auto":
-        stated = cache.get("mamba_cache_dtype", "auto")
-    if stated == "auto":
-        stated = str(facts.config["model_config"]["dtype"]).removeprefix("torch.")
-    return None if stated is None else str(stated)
+    state_dtype = cache.get("mamba_ssm_cache_dtype")
+    if state_dtype == "auto":
+        state_dtype = cache.get("mamba_cache_dtype", "auto")
+    if state_dtype == "auto":
+        state_dtype = str(facts.config["model_config"]["dtype"]).removeprefix("torch.")
+    return None if state_dtype is None else str(state_dtype)
 
 
 async def inspect(client: ServerClient, url: str, run: Outside) -> tuple[ServerFacts, list[str]]:
@@ -251,6 +255,7 @@ def _give_up_late(
         MemberState.starting: ("start_s", servers.start_s),
         MemberState.restarting: ("dead_s", servers.dead_s),
     }
+    # In any other state it answers, or has been given up already.
     name, limit_s = limits.get(member.state, ("", float("inf")))
     if away_s > limit_s:
         problem = f"does not answer: {failure}" if failure else f"cannot be used: {member.reason}"

@@ -128,7 +128,10 @@ class VllmServerEngine(ServerEngine[Fleet]):
         form: ServedForm,
         writer: WeightWriter,
     ) -> None:
-        """`writer` writes adapters alone if it has their `alpha`. `form` is that of the model."""
+        """Take new weights as adapters alone if `writer` has their `alpha`, else as all weights.
+
+        `end_servers` ends the servers when the engine closes. `form` says how they hold the model.
+        """
         super().__init__(fleet, end_servers, form)
         self.takes_adapters = writer.alpha is not None
         self.writer = writer
@@ -153,7 +156,11 @@ class VllmServerEngine(ServerEngine[Fleet]):
 
 
 class BroadcastEngine(ServerEngine[BroadcastFleet]):
-    """Servers whose weights the trainer broadcasts: implements `Broadcasts`."""
+    """Servers whose weights the trainer broadcasts: implements `Broadcasts`.
+
+    A broadcast has three parts: `assemble` returns the servers that take part, the trainer's
+    process sends them the weights, and `settle` takes its result.
+    """
 
     takes_adapters = False
 
@@ -187,7 +194,7 @@ class BroadcastEngine(ServerEngine[BroadcastFleet]):
         return await self.fleet.settle(result)
 
     async def aclose(self) -> None:
-        """End the servers, and leave the group."""
+        """End the servers, and leave the NCCL group that broadcasts used."""
         try:
             await self._sender.aclose()
         finally:

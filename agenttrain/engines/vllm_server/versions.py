@@ -35,16 +35,23 @@ class Versions:
         Sessions with adapters older than the last `adapters` versions go on with the newest.
         """
         self.newest = files
-        # All weights replace the earlier ones. Adapters are added to earlier adapters.
+        # A version of all weights replaces the earlier one on a server. Adapters are added to the
+        # earlier adapters, which sessions may still use.
         older = self._held if files.adapters else {}
-        held = {**older, files.version: files}
-        recent = sorted(held)[-self.adapters :]
+        files_by_version = {**older, files.version: files}
+        recent_versions = sorted(files_by_version)[-self.adapters :]
         self._sessions = {
-            session: version for session, version in self._sessions.items() if version in recent
+            session: version
+            for session, version in self._sessions.items()
+            if version in recent_versions
         }
         in_use = {files.version, *self._sessions.values()}
-        self._held = {number: version for number, version in held.items() if number in in_use}
-        return [version for number, version in older.items() if number not in in_use]
+        self._held = {
+            version: held_files
+            for version, held_files in files_by_version.items()
+            if version in in_use
+        }
+        return [old_files for version, old_files in older.items() if version not in in_use]
 
     def of(self, session: str) -> WeightFiles:
         """Return the weights of a session's next turn: the newest, or its first turn's adapters."""

@@ -96,6 +96,8 @@ class WatchedServers(ABC):
     def _watch(self, watchers: Iterable[Coroutine[Any, Any, None]]) -> None:
         self._watchers = [asyncio.create_task(watcher) for watcher in watchers]
         for task in self._watchers:
+            # Only a bug or `_close` ends a watcher. Tasks that wait are woken, and `_wait` raises
+            # the watcher's error.
             task.add_done_callback(lambda _: self.changed())
 
     def changed(self) -> None:
@@ -128,7 +130,10 @@ class WatchedServers(ABC):
         return "\n".join(texts)
 
     async def _close(self, members: Sequence[Member], reason: str) -> None:
-        """Stop watching the servers. Requests in flight to these members fail."""
+        """Stop watching all servers, and close `members`: their requests in flight fail.
+
+        `reason` is the text with which they fail.
+        """
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
@@ -137,7 +142,7 @@ class WatchedServers(ABC):
             member.close(reason)
             if member.client is not None:
                 await member.client.aclose()
-        self._change.set()
+        self._change.set()  # tasks that wait for a server look again, and raise
 
 
 class StartProgress:
