@@ -164,7 +164,10 @@ class _Method:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Described:
-    """A tool that the class's `tools` describes; the instance's `call_tool` runs its calls."""
+    """Tool of an environment class that lists its schemas (`tools`) instead of having methods.
+
+    A call goes to `call_tool` of the rollout's own instance of the class.
+    """
 
     name: str
     schema: dict[str, Any]

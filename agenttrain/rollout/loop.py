@@ -293,6 +293,7 @@ class _Loop:
         # The new context, which begins with the task's prompt.
         ids = [*first.token_ids[: first.prompt_length]]
         messages = [*first.messages[: first.prompt_messages]]
+        # For `max_completion_tokens`, which counts this agent's sampled and tool tokens once.
         self._tokens_before += long.length - self._uncounted
         if compaction.request is not None:
             if len(ids) >= limit:  # no summary can make it short enough
@@ -325,7 +326,7 @@ class _Loop:
         self.trajectory.append_context(ids[shared:], Origin.prompt)
         self.trajectory.messages += messages
         self.trajectory.prompt_messages = len(messages)
-        self._uncounted = len(ids)
+        self._uncounted = len(ids)  # all of them are the prompt, or were counted before
         return None
 
     async def _sample_summary(

@@ -362,7 +362,7 @@ def light_gc() -> Iterator[None]:
     another, or if other code has frozen the heap.
     """
     if not (_Heap.frozen_here or _Heap.frozen_elsewhere):
-        _Heap.frozen_elsewhere = gc.get_freeze_count() > 0  # once True, it is not counted again
+        _Heap.frozen_elsewhere = gc.get_freeze_count() > 0  # slow: counts all frozen objects
     if _Heap.frozen_here or _Heap.frozen_elsewhere:
         yield
         return

@@ -99,7 +99,7 @@ class RolloutRows:
         return len(self._selected)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return a fresh copy of a row."""
+        """Return a fresh row: the recorded columns, the messages, and the record under ROLLOUT."""
         line = self._selected[index]
         folder = self._file.folder(line)
         record = self._arrays.with_arrays(self._record(line), folder)

@@ -319,7 +319,11 @@ class ExecChannel:
             self.fail(ENDED if not data else "its shell's connection was tampered with")
 
     def _handle_report(self, words: list[str]) -> None:
-        """Handle a report: ``ready``, ``7 p 12``, ``7 k`` or ``7 0``."""
+        """Handle a report of the shell, split into words.
+
+        ``ready``: it runs. ``7 p 12``: command 7 is process 12 in the container. ``7 k``: command 7
+        was killed. ``7 0``: command 7 has ended with exit code 0.
+        """
         if words == ["ready"] and not self._is_ready.done():
             self._is_ready.set_result(None)
         running = self._commands.get(words[0]) if words else None
@@ -331,7 +335,7 @@ class ExecChannel:
             self._unreaped.append(running.pid)
         elif len(words) == 3 and words[1] == "p" and words[2].isdigit():
             running.pid = words[2]
-            if running.is_ending:
+            if running.is_ending:  # its time was up before its process was known
                 with suppress(MachineLost):
                     self._write_kill(words[0], running)
         elif len(words) == 2 and words[1].isdigit() and not running.ended.done():

@@ -171,7 +171,7 @@ class Container:
             raise MachineLost(f"{source}: cannot be copied to {target}: {result.text.strip()}")
 
     async def copy_out(self, source: str, target: Path) -> bool:
-        """Copy a file or folder out, by the container's own tar."""
+        """Copy a file or folder out, by the container's own tar; return False if there is none."""
         folder, _, name = source.rstrip("/").rpartition("/")
         script = f'test -e "$1/$2" || exit {ABSENT}; exec tar -c -f - -C "$1" -- "$2" 2>/dev/null'
         with tempfile.TemporaryFile() as archive:
@@ -179,8 +179,8 @@ class Container:
                 ["sh", "-c", script, "sh", folder or "/", name or "."],
                 timeout_s=COPY_S,
                 cwd="/",
-                on_output=archive.write,
-                max_bytes=1 << 12,
+                on_output=archive.write,  # gets all output
+                max_bytes=1 << 12,  # of the result, whose copy of the output is not read
             )
             if result.code == ABSENT:
                 return False
@@ -210,29 +210,35 @@ class Container:
 
 
 class _AfterMark:
-    """The output of a command, which follows a line that says that it has started."""
+    """Splits the output of `podman exec` into the client's own text and the command's output.
+
+    The container prints a line with a random `mark` just before it starts the command.
+    """
 
     def __init__(self, output: Clipped) -> None:
         self.mark = f"started-{secrets.token_hex(8)}"
         self.is_marked = False
-        self._output, self._before = output, b""
+        """True once the mark was read: the command has started."""
+        self._output = output
+        self._client_text = b""
+        """Text before the mark: error messages of the client, if any."""
 
     def add(self, data: bytes) -> None:
-        """Add output, of which what precedes the mark is the client's."""
+        """Add the next piece of output; the mark may be split over two of them."""
         if self.is_marked:
             self._output.add(data)
             return
-        self._before += data
-        before, line, after = self._before.partition(f"{self.mark}\n".encode())
-        if line:
-            self.is_marked, self._before = True, before
-            if after:
-                self._output.add(after)
+        self._client_text += data
+        client_text, mark, output = self._client_text.partition(f"{self.mark}\n".encode())
+        if mark:
+            self.is_marked, self._client_text = True, client_text
+            if output:
+                self._output.add(output)
 
     @property
     def problem(self) -> str:
-        """What the client said instead of the mark."""
-        text = self._before.decode("utf-8", "replace").strip()
+        """The client's error message, for a command that was not started."""
+        text = self._client_text.decode("utf-8", "replace").strip()
         return text[-PROBLEM_CHARS:] or "its client says nothing"
 
     def result(self, code: int, *, timed_out: bool = False) -> CommandResult:
@@ -462,7 +468,10 @@ def upper_folder(pid: int) -> str | None:
 
 
 def _sizes(folders: Sequence[str | None]) -> list[float | None]:
-    """Return the size of each folder; None for one that cannot be read."""
+    """Return the bytes on disk of each folder; None for one that cannot be read.
+
+    A folder of None has 0: the container's storage driver has no folder to measure.
+    """
     sizes: list[float | None] = []
     for folder in folders:
         try:

@@ -250,12 +250,16 @@ class Machines:
         timeouts: dict[str, float] = {}
         for task in tasks:
             harbor = harbor_task(task)
-            parts = [] if harbor is None else [harbor, *harbor.steps]
-            places = [place for part in parts for place in (part.place, part.verifier_place)]
-            for place in filter(None, places):
-                timeouts[place.image] = min(place.build_timeout_s, self.settings.build_timeout_s)
             if harbor is None:
                 timeouts[self._image_name(task)] = self.settings.build_timeout_s
+                continue
+            for step_or_task in (harbor, *harbor.steps):
+                # The container of the agent, and that of the tests if they have one of their own.
+                for place in (step_or_task.place, step_or_task.verifier_place):
+                    if place is not None:
+                        timeouts[place.image] = min(
+                            place.build_timeout_s, self.settings.build_timeout_s
+                        )
         self._check_trust(_files_to_trust(tasks, timeouts))
         return timeouts
 
@@ -359,6 +363,7 @@ class Machines:
         return False, place.hosts if is_open else common_hosts(place.hosts, hosts)
 
     def _make_spec(self, image: str, labels: Mapping[str, str]) -> MachineSpec:
+        """Return a container's description by the settings; Harbor tasks change parts of it."""
         settings = self.settings
         return MachineSpec(
             image=image,
@@ -387,10 +392,15 @@ class Machines:
         return image
 
     async def _make_image(self, image: str, timeout_s: float, *, for_rollout: bool) -> str:
-        """Return the name of an image, which is built if it is a folder. Raises MachineLost."""
+        """Return the name of an image that this machine has. Raises MachineLost.
+
+        `image` is a name, or a folder with a Dockerfile, of which the image is built. Only images
+        for rollouts get the script of the agent's program (`_install`) run in them, not those for
+        tests.
+        """
         if images.is_folder(image):  # rows that no check has seen come here too
             self._check_trust([images.folder_of(image) / images.DOCKERFILE])
-        if self._is_custom:
+        if self._is_custom:  # a runtime of the user's own makes its images itself
             return image
         key = (image, for_rollout)
         if key not in self._images:
@@ -532,15 +542,21 @@ def package_of(client: Client) -> str:
 
 
 def _files_to_trust(tasks: Sequence[Task], needed: Iterable[str]) -> Iterator[Path]:
-    """Yield the files of task folders that would run, and the Dockerfiles of `needed` images."""
+    """Yield the files whose code would run: Dockerfiles, and the tests and setups of Harbor tasks.
+
+    `needed` are images: names, which have no file to trust, or folders with a Dockerfile.
+    """
     for image in needed:
         if images.is_folder(image):
             yield images.folder_of(image) / images.DOCKERFILE
     for task in tasks:
         harbor = harbor_task(task)
-        for part in [] if harbor is None else harbor.steps or (harbor,):
-            yield from (tests / "test.sh" for tests in part.tests)
-            yield from _setup_files(part)
+        if harbor is None:
+            continue
+        # A task of several steps has its files in the steps.
+        for step_or_task in harbor.steps or (harbor,):
+            yield from (tests / "test.sh" for tests in step_or_task.tests)
+            yield from _setup_files(step_or_task)
 
 
 def _setup_files(task: HarborTask) -> list[Path]:

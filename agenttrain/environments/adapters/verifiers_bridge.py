@@ -168,6 +168,7 @@ class PolicyEpisode:
         if turn != self._turn:  # the first call of a turn: calls of one turn are one message
             self._conversation.append(vf.AssistantMessage(content="", tool_calls=[]))
         self._turn = turn
+        # The turn's message; results of its earlier calls may follow it.
         message = next(m for m in reversed(self._conversation) if m.role == "assistant")
         message.tool_calls.append(tool_call)
         self._conversation.append(vf.ToolMessage(tool_call_id=call_id, content=content, name=name))
@@ -403,7 +404,10 @@ class BridgeServer:
                 raise Unsupported(f"id={id}: task {task.data.idx}: {error}") from error
 
     async def reply(self, request: dict[str, Any]) -> Any:
-        """Run a request, and return the value of its reply."""
+        """Run a request, and return the value of its reply.
+
+        Example: ``{"do": "begin", "episode": "s1-t0-0", "task": 3}`` begins an episode with task 3.
+        """
         do, episode = request.pop("do"), request.pop("episode", "")
         if do == "load":
             value = await self.load(**request)

@@ -192,7 +192,7 @@ class GroupQueue:
     def _check(self, step: int, collected: Collected) -> None:
         """Raise NoRollouts or NoRewards if the step has nothing to learn from."""
         source = self._source
-        left_out = collected.overlong + collected.bad_rows
+        left_out = collected.overlong + collected.bad_rows  # tasks of which nothing was sampled
         attempts = (source.tasks_per_step - left_out) * source.algorithm.group_size
         max_context = self._collector.engine.max_context
         check_usable(collected, source.tasks_per_step, attempts, max_context)

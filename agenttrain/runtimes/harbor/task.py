@@ -98,11 +98,14 @@ class Collect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What a step has besides its instruction and tests."""
+    """Folder, required rewards and health check of one step of a task with several steps.
+
+    The step's instruction, tests and containers are in a `HarborTask`.
+    """
 
     folder: Path
     min_rewards: Mapping[str, float] = field(default_factory=dict)
-    """Least rewards by name with which the next step begins."""
+    """Rewards by name that the step must earn at least; with less the next step does not begin."""
     healthcheck: Healthcheck | None = None
 
     @property
@@ -226,7 +229,10 @@ def _read_settings(folder: Path) -> dict[str, Any]:
 
 
 def _key_problems(section: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """Yield keys that are unknown or refused, with the reason."""
+    """Yield keys of task.toml that are unknown or refused, with the reason.
+
+    `prefix` is the path of the section: "environment." or "" for the whole file.
+    """
     for name, value in section.items():
         key = f"{prefix}{name}"
         use, has_keys = KEYS.get(key), any(k.startswith(f"{key}.") for k in KEYS)
@@ -270,7 +276,10 @@ def _make_whole_task(folder: Path, settings: Mapping[str, Any]) -> HarborTask:
 
 
 def _make_step(folder: Path, settings: Mapping[str, Any], table: Mapping[str, Any]) -> HarborTask:
-    """Return a step, which has the task's settings where it has none of its own."""
+    """Return a step as a task: its own settings go before those of the whole task.
+
+    `settings` is the content of task.toml, and `table` the step's `[[steps]]` in it.
+    """
     name = table["name"]
     if not isinstance(name, str) or name in ("", ".", "..") or "/" in name:
         raise ValueError(f"steps.name={name}: expected the name of a folder in steps/")
