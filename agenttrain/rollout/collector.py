@@ -56,7 +56,7 @@ class NoRewards(NoRollouts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricNames:
-    """Tools and rewards that a step's metrics are named after."""
+    """Names of tools, rewards and sources that metrics contain, as in `tools/search/calls`."""
 
     tools: Sequence[str]
     """Names of all tools that some rollout may have."""

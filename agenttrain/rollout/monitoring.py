@@ -239,10 +239,12 @@ class LoopMonitor:
         self._ended = threading.Event()
 
     async def __aenter__(self) -> LoopMonitor:
+        """Measure the lag in a task of this loop, and watch for a blocking tool in a thread."""
         self._last_beat = time.monotonic()
         self._loop_thread = threading.get_ident()
 
         async def beat() -> None:
+            """Wake up every BEAT_S; a late one tells how long the loop was blocked."""
             while True:
                 await asyncio.sleep(BEAT_S)
                 self._measure()

@@ -166,6 +166,7 @@ def read_again(record: Mapping[str, Any], task: Task, rollout_id: str) -> Rollou
         rollout = read_rollout({**record, **ids, "rewards": {}, "reward": None}, task)
     except (LookupError, TypeError, ValueError, StopIteration) as error:
         raise LedgerError(f"is no complete record of a rollout: {error!r}") from error
+    # Results of the run that recorded it: this run computes its own.
     for trajectory in rollout.trajectories:
         trajectory.trainer_logprobs = trajectory.entropies = trajectory.advantages = None
     return replace(rollout, sample=0, environment_reward=None, turn_scores={})

@@ -58,8 +58,7 @@ class SingleProcess:
     ) -> list[Item]:
         """Return the objects, or raise the failure: there is no other process.
 
-        `what` and `patient` have no effect here: they name the exchange in the errors of several
-        processes, and make those wait longer.
+        `what` and `patient` have no effect here: they are for errors and waits between processes.
         """
         if failure is not None:
             raise failure

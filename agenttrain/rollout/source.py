@@ -210,7 +210,7 @@ class Demonstrations:
             if max(trajectory.length for trajectory in rollout.trajectories) > self.max_tokens:
                 collected.leave_out_overlong(task)
                 continue
-            rollout.reward = 1.0
+            rollout.reward = 1.0  # with it, REINFORCE maximizes the likelihood of its tokens
             collected.groups.append([rollout])
             collected.places.append(place)
         # Raises the failure of one process in all of them.

@@ -273,7 +273,7 @@ class ExecChannel:
             raise MachineLost(HANGS) from error
 
     def _write_kill(self, name: str, running: _Command) -> None:
-        # INIT defines `k`.
+        """Let the shell kill a command with its descendants, by the function `k` of INIT."""
         self._write(f'k {running.pid}; echo "{name} k" >&9\n')
 
     async def _end_cancelled(self, name: str, running: _Command) -> None:
@@ -285,6 +285,7 @@ class ExecChannel:
             self._forget(name, running)
 
     def _forget(self, name: str, running: _Command) -> None:
+        """Close a command's output and remove its files; a report that comes later is ignored."""
         del self._commands[name]
         self._loop.remove_reader(running.reader)
         os.close(running.reader)
@@ -358,8 +359,9 @@ class ExecChannel:
             self._loop.call_later(PAUSE_S, self._resume_reading, running)
 
     def _resume_reading(self, running: _Command) -> None:
-        is_read = running in self._commands.values() and not running.is_ending
-        if is_read and not running.ended.done():
+        """Read on after a pause, unless the command has ended or is being killed."""
+        is_in_progress = running in self._commands.values() and not running.is_ending
+        if is_in_progress and not running.ended.done():
             self._loop.add_reader(running.reader, self._read_output, running)
 
     def _read_rest(self, running: _Command) -> None:

@@ -73,13 +73,13 @@ class Container:
         self.client, self.name, self.spec = client, name, spec
         self.channel, self._forget = channel, forget
         self.pid = 0
-        """Its first process, on the host."""
+        """Id of its first process, as the host sees it."""
         self.is_root = False
-        """Commands of the channel run as its root."""
+        """True if commands of the channel run as root of the container."""
         self.upper: str | None = None
         """Folder on the host that holds what it wrote; None for a storage driver without one."""
         self.proxy: asyncio.Server | None = None
-        """Through which it reaches `spec.hosts`."""
+        """Proxy through which its programs reach `spec.hosts`."""
         self._staged = itertools.count()
         """Numbers of the copies that `copy_in` stages in the channel's folder."""
 
@@ -251,17 +251,16 @@ class _AfterMark:
 
 @contextmanager
 def env_options(env: Mapping[str, str]) -> Iterator[list[str]]:
-    """Yield a client's options that set variables, whose values other users must not see.
+    """Yield the client's options that set a container's variables.
 
-    Variables of this process go by their name. Others go in a file: in the client's environment
-    they could change what it does. The file's format has no values of several lines, which stand
-    on the command line.
+    Values stay off the command line, which other users of the host can read. A file holds them,
+    because in the client's own environment they could change what the client does.
     """
     options, lines = [], []
     for key, value in env.items():
         if os.environ.get(key) == value:
-            options += ["--env", key]
-        elif "\n" in value or "\r" in value:
+            options += ["--env", key]  # the client passes its own value on
+        elif "\n" in value or "\r" in value:  # the file's format has one line per variable
             options += ["--env", f"{key}={value}"]
         else:
             lines.append(f"{key}={value}\n")
@@ -286,7 +285,7 @@ class Containers:
         """Beginning of the containers' names, by which leftovers of this process are found."""
         self._is_podman = os.path.basename(client) == "podman"
         self._maps_ids = self._is_podman and os.geteuid() == 0
-        """True: ids of a container are FIRST_ID and above on the host. Its root is not ours."""
+        """True: a container's root is the user FIRST_ID on the host, and not the host's root."""
         self._folder: TemporaryFolder | None = None
         self._has_reaper = False
         self._warned_of_disk = False
@@ -458,7 +457,7 @@ def upper_folder(pid: int) -> str | None:
     """
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/mountinfo").read_text().splitlines():
-            words = line.split()
+            words = line.split()  # the fifth is the mount point, the last the options
             if words[4] == "/":
                 options = words[-1].split(",")
                 upper = next((o for o in options if o.startswith("upperdir=")), "")

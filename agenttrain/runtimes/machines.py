@@ -46,7 +46,7 @@ SHOWN = 5
 
 
 class Machines:
-    """The machines of a run's rollouts.
+    """Starts, grades and ends the machines of a run: the containers in which rollouts run commands.
 
     Example::
 
@@ -133,6 +133,7 @@ class Machines:
         progress.begun = ended + 1
 
     async def _prepare_step(self, task: HarborTask, machine: RolloutMachine) -> None:
+        """Copy a step's files, run its setup, and wait until its health check succeeds."""
         assert task.step is not None
         self._check_trust(_setup_files(task))
         await grading.begin_step(machine, task.step)
@@ -235,8 +236,11 @@ class Machines:
     async def prepare(self, tasks: Sequence[Task]) -> None:
         """Build or look for the images of tasks before anything is sampled; raises MachineLost."""
         harbor_tasks = [task for task in map(harbor_task, tasks) if task is not None]
-        parts = [part for task in harbor_tasks for part in (task, *task.steps)]
-        only_for_tests = {t.verifier_place.image for t in parts if t.verifier_place is not None}
+        tasks_and_steps = [part for task in harbor_tasks for part in (task, *task.steps)]
+        # Rollouts start in the image of the task's `place`, tests in that of `verifier_place`.
+        only_for_tests = {
+            part.verifier_place.image for part in tasks_and_steps if part.verifier_place is not None
+        }
         only_for_tests -= {task.place.image for task in harbor_tasks}
         for image, timeout_s in self.images_of(tasks).items():
             await self._make_image(image, timeout_s, for_rollout=image not in only_for_tests)
@@ -298,6 +302,10 @@ class Machines:
         raise AssertionError
 
     async def _start(self, rollout_id: str, task: Task) -> RolloutMachine:
+        """Start the container of a rollout; of a Harbor task, prepared for the agent's first turn.
+
+        Raises MachineLost.
+        """
         harbor = harbor_task(task)
         labels = {"agenttrain.rollout": rollout_id}
         if harbor is not None:

@@ -116,7 +116,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HarborTask:
-    """A task in Harbor's format, or one step of it."""
+    """A task in Harbor's format, or one step of it: an instruction, a container and tests.
+
+    Harbor calls the run of the tests, which write the rewards, the verifier.
+    """
 
     folder: Path
     name: str
@@ -132,6 +135,7 @@ class HarborTask:
     bundled_tests: bool = False
     """The image of `verifier_place` holds the tests already."""
     collect: tuple[Collect, ...] = ()
+    """Commands that run between the agent's end and the tests."""
     solution_env: Mapping[str, str] = field(default_factory=dict)
     artifacts: tuple[str, ...] = ()
     """Paths in the container that a fresh one gets for the tests."""
@@ -252,11 +256,15 @@ def _key_problems(section: Mapping[str, Any], prefix: str) -> Iterator[str]:
 
 
 def _make_whole_task(folder: Path, settings: Mapping[str, Any]) -> HarborTask:
-    """Return a whole task: of one instruction, or of several steps."""
+    """Return the task of a folder: of one instruction, or of several steps.
+
+    `settings` is the content of its task.toml.
+    """
     tables = settings.get("steps") or []
     if not tables:
         return _make_task(folder, settings, settings.get("agent", {}), settings.get("verifier", {}))
     steps = tuple(_make_step(folder, settings, table) for table in tables)
+    # Compared without case: on some file systems such names are one folder.
     names = [step.step.folder.name.casefold() for step in steps if step.step is not None]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"steps.name={repeated[0]}: names two steps")
@@ -266,7 +274,7 @@ def _make_whole_task(folder: Path, settings: Mapping[str, Any]) -> HarborTask:
     limits = [step.agent_timeout_s for step in steps]
     seconds = [limit for limit in limits if limit is not None]
     return replace(
-        steps[0],
+        steps[0],  # a rollout begins in its container, with its instruction
         step=None,
         steps=steps,
         takes_last_step=strategy == "final",
@@ -326,9 +334,13 @@ def _make_task(
     verifier: Mapping[str, Any],
     step: Step | None = None,
 ) -> HarborTask:
-    """Return a task of one instruction, or one step."""
+    """Return a task of one instruction, or one step of a task.
+
+    `settings` is the content of task.toml. `agent` and `verifier` are its sections of these names,
+    for a step merged with the step's own.
+    """
     place = _make_place(settings.get("environment", {}), folder / "environment")
-    files = folder if step is None else step.folder
+    files = folder if step is None else step.folder  # the instruction and tests are in it
     instruction = files / INSTRUCTION
     if not instruction.is_file():
         where = "the folder" if step is None else f"steps/{files.name}"
@@ -367,9 +379,10 @@ def _make_task(
 def _find_verifier_place(
     folder: Path, files: Path, verifier: Mapping[str, Any], place: TaskPlace
 ) -> tuple[TaskPlace | None, bool]:
-    """Return the container of the tests, None for the agent's own; True if it holds them.
+    """Return (the container of the tests, True if its image already holds the tests).
 
-    `files` is the step's folder, or `folder` for a whole task. `place` is the agent's container.
+    The container is None if the tests run in the agent's own. `files` is the step's folder, or
+    `folder` for a whole task. `place` is the agent's container.
     """
     mode = verifier.get("environment_mode")
     if mode not in (None, "shared", "separate"):
@@ -452,7 +465,10 @@ def _make_healthcheck(
 
 
 def _read_megabytes(name: str, section: Mapping[str, Any]) -> int | None:
-    """Return ``memory_mb``, or the older ``memory = "2G"``."""
+    """Return a size of a section `environment` in megabytes; None if it is not given.
+
+    For the name "memory": ``memory_mb = 2048``, or in the older form ``memory = "2G"``.
+    """
     value = section.get(f"{name}_mb")
     if value is None and (text := section.get(name)) is not None:
         unit = UNITS.get(str(text).strip().upper()[-1:])
