@@ -363,7 +363,7 @@ def light_gc() -> Iterator[None]:
     one about every second. Does nothing while another `light_gc` goes on, of this task or of
     another, or if other code has frozen the heap.
     """
-    if not (_Heap.frozen_here or _Heap.frozen_elsewhere):
+    if not _Heap.frozen_here and not _Heap.frozen_elsewhere:
         _Heap.frozen_elsewhere = gc.get_freeze_count() > 0  # slow: counts all frozen objects
     if _Heap.frozen_here or _Heap.frozen_elsewhere:
         yield

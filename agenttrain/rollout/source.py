@@ -45,6 +45,7 @@ class RolloutSource:
     """
 
     phase = "rollout"
+    """Name of the step's phase in which `batch` runs, in metrics: ``time/rollout_s``."""
     collector: Collector
     tasks: TaskSource | Mixture
     algorithm: AlgorithmConfig
@@ -171,6 +172,7 @@ class Demonstrations:
     """
 
     phase = "data"
+    """Name of the step's phase in which `batch` runs, in metrics: ``time/data_s``."""
     demonstrator: Demonstrator
     tasks: TaskSource
     batch_size: int

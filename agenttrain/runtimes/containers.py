@@ -354,7 +354,11 @@ class Containers:
         self._live.pop(name, None)
 
     def _run_options(self, name: str, folder: Path, spec: MachineSpec) -> list[str]:
-        """Return the client's command that starts a container in the background."""
+        """Return the client's arguments that start a container in the background: `run …`.
+
+        `folder` is that of the container's `ExecChannel`. `disk_mb` limits single files here, and
+        `_watch_disks` all of them together.
+        """
         memory = f"{spec.memory_mb}m"
         processes = _at_most(spec.processes, resource.RLIMIT_NPROC)
         files = _at_most(spec.open_files, resource.RLIMIT_NOFILE)

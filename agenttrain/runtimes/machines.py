@@ -178,6 +178,8 @@ class Machines:
         """Run a task's tests in the rollout's own container."""
         if isinstance(machine, EndsProcesses) and not self.settings.keep_processes:
             await machine.end_processes()
+        # The container runs as this user. `grade` then runs the tests as root, unless the task
+        # names a verifier's user.
         user = task.agent_user or self.settings.user
         # Only the image of `verifier_place` can hold the tests: copy them into this container.
         task_in_shared = replace(task, agent_user=user, bundled_tests=False)

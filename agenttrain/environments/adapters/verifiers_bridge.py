@@ -225,7 +225,11 @@ class PolicyEpisode:
             self._answered.set_result(None)
 
     async def _stop_condition(self) -> str | None:
-        """Return the name of the stop condition that is met, or None. verifiers checks the same."""
+        """Return the name of the stop condition that is met, or None.
+
+        The conditions are those after which verifiers' own loop would end the conversation: its
+        limits, then the `@stop` methods of the task.
+        """
         trace = self._session.trace
         if trace.stop_condition is None and (limit := self._limits.reached(trace)):
             trace.stop(limit)

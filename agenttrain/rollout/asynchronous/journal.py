@@ -72,8 +72,8 @@ class Journal:
     def __init__(self, folder: Path, codec: Codec, settings: str) -> None:
         """Keep the journal in `folder`, the run's `rollouts`; `resume` opens it.
 
-        `settings` is a digest of those that rollouts depend on: groups of other settings are not
-        trained on.
+        `settings` is a digest of the settings that rollouts depend on: groups that were sampled
+        with others are not trained on.
         """
         self._folder, self._codec, self._settings = folder, codec, settings
         self._nonce = secrets.token_hex(2)

@@ -244,7 +244,8 @@ def _key_problems(section: Mapping[str, Any], prefix: str) -> Iterator[str]:
         if use is Use.refused and not asks_for_nothing:
             yield f"{key}: {REASONS.get(name, 'is not supported')}; the task is refused"
         elif key in FREE_FORM or use is Use.ignored or use is Use.refused:
-            continue  # a refused key comes here if it asks for nothing
+            # FREE_FORM sections have keys of the author's own; a refused key asks for nothing here.
+            continue
         elif isinstance(value, Mapping) and has_keys:
             yield from _key_problems(value, f"{key}.")
         elif isinstance(value, list) and has_keys:
