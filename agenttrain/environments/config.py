@@ -24,6 +24,7 @@ class EnvironmentSettings(ToolLimits):
     @field_validator("isolation")
     @classmethod
     def _in_this_process(cls, value: Isolation) -> Isolation:
+        """Refuse a process for each call of a tool: it would not see the environment's state."""
         if value is not Isolation.thread:
             raise ValueError(
                 "an environment keeps its state in this process; leave isolation out, and let it "

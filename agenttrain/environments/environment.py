@@ -524,8 +524,8 @@ class Instance:
             await self._on_loop(value)
 
     async def _on_loop(self, awaitable: Awaitable[Any]) -> Any:
-        """Await on the event loop; the call counts as overdue after the limit."""
-        # A little early, as in `call`.
+        """Await a call on the event loop; once abandoned, it counts as overdue after the limit."""
+        # A little early, so that the call counts as overdue once the limit's timer has fired.
         deadline = time.monotonic() + 0.9 * self._limit_s
         return unwrap(
             await attempt_async(

@@ -51,12 +51,14 @@ class Environments:
                 # All public methods are tools but the hooks, such as `reset` and `reward`.
                 for method in public_methods(kind.cls, HOOKS):
                     spec = describe_method(kind.cls, method)
-                    tools[method] = _Method(name=method, schema=spec.schema, kind=kind, spec=spec)
+                    tools[method] = _MethodTool(
+                        name=method, schema=spec.schema, kind=kind, spec=spec
+                    )
                 for schema in described_tools(kind):
                     tool = schema["function"]["name"]
                     if tool in tools:
                         raise ValueError(f"it has two tools with the name {tool!r}; rename one")
-                    tools[tool] = _Described(name=tool, schema=schema, kind=kind)
+                    tools[tool] = _DescribedTool(name=tool, schema=schema, kind=kind)
             except ValueError as error:
                 key = f"environment.{name}"
                 raise ValueError(about_argument(error, key, kind.bound)) from error
@@ -146,7 +148,7 @@ class Environments:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Method:
+class _MethodTool:
     """A method as a tool; a call reaches the instance of the calling rollout."""
 
     name: str
@@ -163,8 +165,11 @@ class _Method:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Described:
-    """A tool that the class's `tools` describes; the instance's `call_tool` runs its calls."""
+class _DescribedTool:
+    """Tool of an environment class that lists its schemas (`tools`) instead of having methods.
+
+    A call goes to `call_tool` of the rollout's own instance of the class.
+    """
 
     name: str
     schema: dict[str, Any]

@@ -56,7 +56,7 @@ class NoRewards(NoRollouts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricNames:
-    """Tools and rewards that a step's metrics are named after."""
+    """Names of tools, rewards and sources that metrics contain, as in `tools/search/calls`."""
 
     tools: Sequence[str]
     """Names of all tools that some rollout may have."""
@@ -120,7 +120,10 @@ class Collector(RolloutContext):
     """Returns where a task's row stands, for error messages."""
 
     def of(self, task: Task) -> Self:
-        """Return the collector with all that the task's source has of its own, such as tools."""
+        """Return the collector with the tools, environments and rewards of the task's data source.
+
+        A source without any of its own uses those of the run.
+        """
         kit = self.sources.get(task.source)
         if kit is None:
             return self
@@ -194,7 +197,10 @@ class Collector(RolloutContext):
 def metric_names(
     kits: Iterable[HasTools], sources: Iterable[str], *, outside_agents: bool
 ) -> MetricNames:
-    """Return what a step's metrics are named after, from all kits of the run."""
+    """Return the names of tools, reward functions and sources, of which metrics have their names.
+
+    `kits` are the run's tools, environments and rewards, and those of each data source.
+    """
     kits = list(kits)
     tools = (n for kit in kits for n in (*kit.toolbox.names, *kit.environments.tool_names))
     rewards = (name for kit in kits for name in kit.rubric.names)

@@ -103,10 +103,11 @@ class SubAgentRequest:
 
 
 class CallOrder:
-    """Order in which the calls of a turn delegate: it is the same in every run.
+    """Lets the tool calls of a turn run sub-agents one after the other, the same way in every run.
 
-    A call may delegate once all calls before it are answered. The loop makes one for each turn:
-    tools enter `turn` to delegate, and `answered` is called as their results come.
+    A call may delegate (run a sub-agent) once all calls before it are answered. The loop makes one
+    object for each turn: tools enter `turn` to delegate, and `answered` is called as their results
+    come.
     """
 
     def __init__(self, call_ids: Sequence[str]) -> None:

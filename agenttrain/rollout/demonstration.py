@@ -138,7 +138,7 @@ class _Conversation:
         """
         task = replace(task, messages=tuple(owner.chat.normal_messages(task.messages)))
         assistant_indices = [i for i, m in enumerate(task.messages) if m["role"] == "assistant"]
-        # More completions than assistant messages were recorded of another conversation.
+        # With more completions than assistant messages, the record is of another conversation.
         self.sampled = sampled if len(sampled) <= len(assistant_indices) else ()
         turns = len(self.sampled) or len(assistant_indices)
         first = assistant_indices[-turns] if turns else 0

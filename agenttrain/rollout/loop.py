@@ -287,13 +287,14 @@ class _Loop:
         that is not answered yet takes the place of "Go on …" and the kept turns.
         """
         compaction, limit = self._compaction, self.limits.compact_at
-        long = self.trajectory  # its context is replaced by a shorter one
+        old = self.trajectory  # its context is replaced by a shorter one
         assert compaction is not None and limit is not None, "a compaction needs compact_at"
         first = self.first
         # The new context, which begins with the task's prompt.
         ids = [*first.token_ids[: first.prompt_length]]
         messages = [*first.messages[: first.prompt_messages]]
-        self._tokens_before += long.length - self._uncounted
+        # For `max_completion_tokens`, which counts this agent's sampled and tool tokens once.
+        self._tokens_before += old.length - self._uncounted
         if compaction.request is not None:
             if len(ids) >= limit:  # no summary can make it short enough
                 return StopReason.context_full
@@ -318,14 +319,14 @@ class _Loop:
         if len(ids) > limit:
             return StopReason.context_full
         # The new trajectory branches where its ids begin to differ: shared ids count once.
-        shared = common_prefix(np.array(long.token_ids), np.array(ids))
+        shared = common_prefix(np.array(old.token_ids), np.array(ids))
         self.trajectory = self.rollout.branch(
-            long.index, shared, role=self.agent.role, delegation=self.agent.delegation
+            old.index, shared, role=self.agent.role, delegation=self.agent.delegation
         )
         self.trajectory.append_context(ids[shared:], Origin.prompt)
         self.trajectory.messages += messages
         self.trajectory.prompt_messages = len(messages)
-        self._uncounted = len(ids)
+        self._uncounted = len(ids)  # all of them are the prompt, or were counted before
         return None
 
     async def _sample_summary(
@@ -335,17 +336,18 @@ class _Loop:
 
         A user's message that is not answered yet is left out: it follows the summary.
         """
-        long, last, request = self.trajectory, self._past_turns[-1], request_message(compaction)
-        unanswered = last.replies[-1]["role"] == "user"
-        replies = [] if unanswered else [*last.replies]
-        suffix = suffix_after(self.chat, last.turn, last.completion, [*replies, request])
+        old, last_turn = self.trajectory, self._past_turns[-1]
+        request = request_message(compaction)
+        unanswered = last_turn.replies[-1]["role"] == "user"
+        replies = [] if unanswered else [*last_turn.replies]
+        suffix = suffix_after(self.chat, last_turn.turn, last_turn.completion, [*replies, request])
         # Branch after the last completion: the request is rendered together with its replies.
-        position = long.length - sum(len(span_ids) for _, span_ids in last.suffix or ())
+        position = old.length - sum(len(span_ids) for _, span_ids in last_turn.suffix or ())
         self.trajectory = self.rollout.branch(
-            long.index, position, role=SUMMARY, delegation=self.agent.delegation
+            old.index, position, role=SUMMARY, delegation=self.agent.delegation
         )
-        before_replies = len(long.messages) - len(last.replies)
-        self.trajectory.messages += [*long.messages[:before_replies], *replies]
+        before_replies = len(old.messages) - len(last_turn.replies)
+        self.trajectory.messages += [*old.messages[:before_replies], *replies]
         self.trajectory.prompt_messages = before_replies + len(replies) + 1  # 1: the request
         for origin, span_ids in suffix:
             self.trajectory.append_context(span_ids, origin)
@@ -410,7 +412,7 @@ class _Loop:
     def _limit_reached(self) -> StopReason:
         """Return the stop reason of the token limit that leaves the fewest tokens.
 
-        Of equal ones: the sub-agents' tokens come first, then the context, then the rollout's.
+        On a tie the sub-agents' limit comes first, then the context's, then the rollout's.
         """
         fewest = self._remaining_tokens()  # of all limits
         if self.agent.depth and self.sub_agents.tokens_left() <= fewest:

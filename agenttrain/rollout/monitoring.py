@@ -239,10 +239,12 @@ class LoopMonitor:
         self._ended = threading.Event()
 
     async def __aenter__(self) -> LoopMonitor:
+        """Measure the lag in a task of this loop, and watch for a blocking tool in a thread."""
         self._last_beat = time.monotonic()
         self._loop_thread = threading.get_ident()
 
         async def beat() -> None:
+            """Wake up every BEAT_S; a late one tells how long the loop was blocked."""
             while True:
                 await asyncio.sleep(BEAT_S)
                 self._measure()
@@ -361,8 +363,8 @@ def light_gc() -> Iterator[None]:
     one about every second. Does nothing while another `light_gc` goes on, of this task or of
     another, or if other code has frozen the heap.
     """
-    if not (_Heap.frozen_here or _Heap.frozen_elsewhere):
-        _Heap.frozen_elsewhere = gc.get_freeze_count() > 0  # once True, it is not counted again
+    if not _Heap.frozen_here and not _Heap.frozen_elsewhere:
+        _Heap.frozen_elsewhere = gc.get_freeze_count() > 0  # slow: counts all frozen objects
     if _Heap.frozen_here or _Heap.frozen_elsewhere:
         yield
         return

@@ -99,7 +99,7 @@ class RolloutRows:
         return len(self._selected)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return a fresh copy of a row."""
+        """Return a fresh row: the recorded columns, the messages, and the record under ROLLOUT."""
         line = self._selected[index]
         folder = self._file.folder(line)
         record = self._arrays.with_arrays(self._record(line), folder)
@@ -166,6 +166,7 @@ def read_again(record: Mapping[str, Any], task: Task, rollout_id: str) -> Rollou
         rollout = read_rollout({**record, **ids, "rewards": {}, "reward": None}, task)
     except (LookupError, TypeError, ValueError, StopIteration) as error:
         raise LedgerError(f"is no complete record of a rollout: {error!r}") from error
+    # Results of the run that recorded it: this run computes its own.
     for trajectory in rollout.trajectories:
         trajectory.trainer_logprobs = trajectory.entropies = trajectory.advantages = None
     return replace(rollout, sample=0, environment_reward=None, turn_scores={})

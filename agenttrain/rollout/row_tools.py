@@ -143,6 +143,7 @@ class RowTools:
             )
         else:  # most turns: spared the cost of two asyncio tasks
             other_results = await _run(self._toolbox, other_steps, context_of, on_answered)
+        # Back to the order of the calls: each step takes the next result of its kind.
         from_methods, from_others = iter(method_results), iter(other_results)
         results = []
         for item in prepared:

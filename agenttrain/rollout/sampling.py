@@ -97,9 +97,9 @@ def is_informative(
         from agenttrain.algorithms.credit import rewards_of_turns, turn_advantages  # imports torch
 
         rewards = [rewards_of_turns(rollout, weights or {}) for rollout in group]
-        # The advantages of each turn; None for a rollout that has no reward.
-        (by_rollout,) = turn_advantages([rewards], config).advantages
-        return any(any(by_turn or ()) for by_turn in by_rollout)
+        # Of one group: each rollout's advantages by turn, None for a rollout that has no reward.
+        (advantages_of_group,) = turn_advantages([rewards], config).advantages
+        return any(any(advantages or ()) for advantages in advantages_of_group)
     if config.rewards is Rewards.sum:
         return len({r.reward for r in group if r.reward is not None}) > 1
     weights = weights or {}

@@ -56,7 +56,10 @@ class SingleProcess:
         *,
         patient: bool = False,
     ) -> list[Item]:
-        """Return the objects, or raise the failure: there is no other process."""
+        """Return the objects, or raise the failure: there is no other process.
+
+        `what` and `patient` have no effect here: they are for errors and waits between processes.
+        """
         if failure is not None:
             raise failure
         return list(objects)
@@ -149,9 +152,10 @@ def mean_tokens(group: Group) -> float:
 
 
 def merge_shares(shares: Sequence[Collected]) -> Collected:
-    """Merge the shares of all processes, in task order. The slowest process gives the seconds."""
+    """Merge the shares of all processes, in task order."""
     merged = Collected()
     for share in shares:
+        # The processes work at the same time: the longest counts. `extend` adds the seconds up.
         longest_s = max(merged.reward_s, share.reward_s)
         merged.extend(share)
         merged.reward_s = longest_s

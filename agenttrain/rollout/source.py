@@ -45,6 +45,7 @@ class RolloutSource:
     """
 
     phase = "rollout"
+    """Name of the step's phase in which `batch` runs, in metrics: ``time/rollout_s``."""
     collector: Collector
     tasks: TaskSource | Mixture
     algorithm: AlgorithmConfig
@@ -171,6 +172,7 @@ class Demonstrations:
     """
 
     phase = "data"
+    """Name of the step's phase in which `batch` runs, in metrics: ``time/data_s``."""
     demonstrator: Demonstrator
     tasks: TaskSource
     batch_size: int
@@ -210,7 +212,7 @@ class Demonstrations:
             if max(trajectory.length for trajectory in rollout.trajectories) > self.max_tokens:
                 collected.leave_out_overlong(task)
                 continue
-            rollout.reward = 1.0
+            rollout.reward = 1.0  # with it, REINFORCE maximizes the likelihood of its tokens
             collected.groups.append([rollout])
             collected.places.append(place)
         # Raises the failure of one process in all of them.

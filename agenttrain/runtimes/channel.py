@@ -273,7 +273,7 @@ class ExecChannel:
             raise MachineLost(HANGS) from error
 
     def _write_kill(self, name: str, running: _Command) -> None:
-        # INIT defines `k`.
+        """Let the shell kill a command with its descendants, by the function `k` of INIT."""
         self._write(f'k {running.pid}; echo "{name} k" >&9\n')
 
     async def _end_cancelled(self, name: str, running: _Command) -> None:
@@ -285,6 +285,7 @@ class ExecChannel:
             self._forget(name, running)
 
     def _forget(self, name: str, running: _Command) -> None:
+        """Close a command's output and remove its files; a report that comes later is ignored."""
         del self._commands[name]
         self._loop.remove_reader(running.reader)
         os.close(running.reader)
@@ -319,7 +320,11 @@ class ExecChannel:
             self.fail(ENDED if not data else "its shell's connection was tampered with")
 
     def _handle_report(self, words: list[str]) -> None:
-        """Handle a report: ``ready``, ``7 p 12``, ``7 k`` or ``7 0``."""
+        """Handle a report of the shell, split into words.
+
+        ``ready``: it runs. ``7 p 12``: command 7 is process 12 in the container. ``7 k``: command 7
+        was killed. ``7 0``: command 7 has ended with exit code 0.
+        """
         if words == ["ready"] and not self._is_ready.done():
             self._is_ready.set_result(None)
         running = self._commands.get(words[0]) if words else None
@@ -331,7 +336,7 @@ class ExecChannel:
             self._unreaped.append(running.pid)
         elif len(words) == 3 and words[1] == "p" and words[2].isdigit():
             running.pid = words[2]
-            if running.is_ending:
+            if running.is_ending:  # its time was up before its process was known
                 with suppress(MachineLost):
                     self._write_kill(words[0], running)
         elif len(words) == 2 and words[1].isdigit() and not running.ended.done():
@@ -354,8 +359,9 @@ class ExecChannel:
             self._loop.call_later(PAUSE_S, self._resume_reading, running)
 
     def _resume_reading(self, running: _Command) -> None:
-        is_read = running in self._commands.values() and not running.is_ending
-        if is_read and not running.ended.done():
+        """Read on after a pause, unless the command has ended or is being killed."""
+        is_in_progress = running in self._commands.values() and not running.is_ending
+        if is_in_progress and not running.ended.done():
             self._loop.add_reader(running.reader, self._read_output, running)
 
     def _read_rest(self, running: _Command) -> None:

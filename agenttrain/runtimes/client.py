@@ -48,8 +48,8 @@ async def call_client(
     With `on_output` standard output and error go there together. `cwd` is the client's working
     folder, by default this process's.
     """
-    # Without the keeper of other child processes: it ends all that a child leaves behind, and so
-    # the monitors that podman leaves beside its containers.
+    # Started directly, not by the keeper process that starts our other children: when a child
+    # ends, the keeper kills all its descendants, and podman's container monitors must go on.
     try:
         process = await asyncio.create_subprocess_exec(
             *arguments,

@@ -138,6 +138,7 @@ class RuntimeConfig:
 
     @model_validator(mode="after")
     def _check(self) -> RuntimeConfig:
+        """Check capabilities and hosts, and that no setting is without effect."""
         problems = []
         for capability in self.capabilities:
             name = capability.removeprefix("CAP_")

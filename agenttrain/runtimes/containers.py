@@ -73,13 +73,13 @@ class Container:
         self.client, self.name, self.spec = client, name, spec
         self.channel, self._forget = channel, forget
         self.pid = 0
-        """Its first process, on the host."""
+        """Id of its first process, as the host sees it."""
         self.is_root = False
-        """Commands of the channel run as its root."""
+        """True if commands of the channel run as root of the container."""
         self.upper: str | None = None
         """Folder on the host that holds what it wrote; None for a storage driver without one."""
         self.proxy: asyncio.Server | None = None
-        """Through which it reaches `spec.hosts`."""
+        """Proxy through which its programs reach `spec.hosts`."""
         self._staged = itertools.count()
         """Numbers of the copies that `copy_in` stages in the channel's folder."""
 
@@ -171,7 +171,7 @@ class Container:
             raise MachineLost(f"{source}: cannot be copied to {target}: {result.text.strip()}")
 
     async def copy_out(self, source: str, target: Path) -> bool:
-        """Copy a file or folder out, by the container's own tar."""
+        """Copy a file or folder out, by the container's own tar; return False if there is none."""
         folder, _, name = source.rstrip("/").rpartition("/")
         script = f'test -e "$1/$2" || exit {ABSENT}; exec tar -c -f - -C "$1" -- "$2" 2>/dev/null'
         with tempfile.TemporaryFile() as archive:
@@ -179,8 +179,8 @@ class Container:
                 ["sh", "-c", script, "sh", folder or "/", name or "."],
                 timeout_s=COPY_S,
                 cwd="/",
-                on_output=archive.write,
-                max_bytes=1 << 12,
+                on_output=archive.write,  # gets all output
+                max_bytes=1 << 12,  # of the result, whose copy of the output is not read
             )
             if result.code == ABSENT:
                 return False
@@ -210,29 +210,35 @@ class Container:
 
 
 class _AfterMark:
-    """The output of a command, which follows a line that says that it has started."""
+    """Splits the output of `podman exec` into the client's own text and the command's output.
+
+    The container prints a line with a random `mark` just before it starts the command.
+    """
 
     def __init__(self, output: Clipped) -> None:
         self.mark = f"started-{secrets.token_hex(8)}"
         self.is_marked = False
-        self._output, self._before = output, b""
+        """True once the mark was read: the command has started."""
+        self._output = output
+        self._client_text = b""
+        """Text before the mark: error messages of the client, if any."""
 
     def add(self, data: bytes) -> None:
-        """Add output, of which what precedes the mark is the client's."""
+        """Add the next piece of output; the mark may be split over two of them."""
         if self.is_marked:
             self._output.add(data)
             return
-        self._before += data
-        before, line, after = self._before.partition(f"{self.mark}\n".encode())
-        if line:
-            self.is_marked, self._before = True, before
-            if after:
-                self._output.add(after)
+        self._client_text += data
+        client_text, mark, output = self._client_text.partition(f"{self.mark}\n".encode())
+        if mark:
+            self.is_marked, self._client_text = True, client_text
+            if output:
+                self._output.add(output)
 
     @property
     def problem(self) -> str:
-        """What the client said instead of the mark."""
-        text = self._before.decode("utf-8", "replace").strip()
+        """The client's error message, for a command that was not started."""
+        text = self._client_text.decode("utf-8", "replace").strip()
         return text[-PROBLEM_CHARS:] or "its client says nothing"
 
     def result(self, code: int, *, timed_out: bool = False) -> CommandResult:
@@ -245,17 +251,16 @@ class _AfterMark:
 
 @contextmanager
 def env_options(env: Mapping[str, str]) -> Iterator[list[str]]:
-    """Yield a client's options that set variables, whose values other users must not see.
+    """Yield the client's options that set a container's variables.
 
-    Variables of this process go by their name. Others go in a file: in the client's environment
-    they could change what it does. The file's format has no values of several lines, which stand
-    on the command line.
+    Values stay off the command line, which other users of the host can read. A file holds them,
+    because in the client's own environment they could change what the client does.
     """
     options, lines = [], []
     for key, value in env.items():
         if os.environ.get(key) == value:
-            options += ["--env", key]
-        elif "\n" in value or "\r" in value:
+            options += ["--env", key]  # the client passes its own value on
+        elif "\n" in value or "\r" in value:  # the file's format has one line per variable
             options += ["--env", f"{key}={value}"]
         else:
             lines.append(f"{key}={value}\n")
@@ -280,7 +285,7 @@ class Containers:
         """Beginning of the containers' names, by which leftovers of this process are found."""
         self._is_podman = os.path.basename(client) == "podman"
         self._maps_ids = self._is_podman and os.geteuid() == 0
-        """True: ids of a container are FIRST_ID and above on the host. Its root is not ours."""
+        """True: a container's root is the user FIRST_ID on the host, and not the host's root."""
         self._folder: TemporaryFolder | None = None
         self._has_reaper = False
         self._warned_of_disk = False
@@ -349,7 +354,11 @@ class Containers:
         self._live.pop(name, None)
 
     def _run_options(self, name: str, folder: Path, spec: MachineSpec) -> list[str]:
-        """Return the client's command that starts a container in the background."""
+        """Return the client's arguments that start a container in the background: `run …`.
+
+        `folder` is that of the container's `ExecChannel`. `disk_mb` limits single files here, and
+        `_watch_disks` all of them together.
+        """
         memory = f"{spec.memory_mb}m"
         processes = _at_most(spec.processes, resource.RLIMIT_NPROC)
         files = _at_most(spec.open_files, resource.RLIMIT_NOFILE)
@@ -452,7 +461,7 @@ def upper_folder(pid: int) -> str | None:
     """
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/mountinfo").read_text().splitlines():
-            words = line.split()
+            words = line.split()  # the fifth is the mount point, the last the options
             if words[4] == "/":
                 options = words[-1].split(",")
                 upper = next((o for o in options if o.startswith("upperdir=")), "")
@@ -462,7 +471,10 @@ def upper_folder(pid: int) -> str | None:
 
 
 def _sizes(folders: Sequence[str | None]) -> list[float | None]:
-    """Return the size of each folder; None for one that cannot be read."""
+    """Return the bytes on disk of each folder; None for one that cannot be read.
+
+    A folder of None has 0: the container's storage driver has no folder to measure.
+    """
     sizes: list[float | None] = []
     for folder in folders:
         try:

@@ -30,9 +30,10 @@ def machine_id() -> str:
 
 
 def start_time(pid: int) -> str | None:
-    """Return the time at which a process started; None if there is no such process.
+    """Return a text for the time at which a process started; None if there is no such process.
 
-    With the boot's id: a pid and its time could come again after a restart of the machine.
+    Example: "18734211a3f0", clock ticks after the boot and the beginning of the boot's id. Without
+    the id, a pid could come again with the same time after a restart of the machine.
     """
     with suppress(OSError, IndexError):
         words = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()

@@ -46,7 +46,7 @@ SHOWN = 5
 
 
 class Machines:
-    """The machines of a run's rollouts.
+    """Starts, grades and ends the machines of a run: the containers in which rollouts run commands.
 
     Example::
 
@@ -133,6 +133,7 @@ class Machines:
         progress.begun = ended + 1
 
     async def _prepare_step(self, task: HarborTask, machine: RolloutMachine) -> None:
+        """Copy a step's files, run its setup, and wait until its health check succeeds."""
         assert task.step is not None
         self._check_trust(_setup_files(task))
         await grading.begin_step(machine, task.step)
@@ -177,6 +178,8 @@ class Machines:
         """Run a task's tests in the rollout's own container."""
         if isinstance(machine, EndsProcesses) and not self.settings.keep_processes:
             await machine.end_processes()
+        # The container runs as this user. `grade` then runs the tests as root, unless the task
+        # names a verifier's user.
         user = task.agent_user or self.settings.user
         # Only the image of `verifier_place` can hold the tests: copy them into this container.
         task_in_shared = replace(task, agent_user=user, bundled_tests=False)
@@ -235,8 +238,11 @@ class Machines:
     async def prepare(self, tasks: Sequence[Task]) -> None:
         """Build or look for the images of tasks before anything is sampled; raises MachineLost."""
         harbor_tasks = [task for task in map(harbor_task, tasks) if task is not None]
-        parts = [part for task in harbor_tasks for part in (task, *task.steps)]
-        only_for_tests = {t.verifier_place.image for t in parts if t.verifier_place is not None}
+        tasks_and_steps = [part for task in harbor_tasks for part in (task, *task.steps)]
+        # Rollouts start in the image of the task's `place`, tests in that of `verifier_place`.
+        only_for_tests = {
+            part.verifier_place.image for part in tasks_and_steps if part.verifier_place is not None
+        }
         only_for_tests -= {task.place.image for task in harbor_tasks}
         for image, timeout_s in self.images_of(tasks).items():
             await self._make_image(image, timeout_s, for_rollout=image not in only_for_tests)
@@ -250,13 +256,16 @@ class Machines:
         timeouts: dict[str, float] = {}
         for task in tasks:
             harbor = harbor_task(task)
-            parts = [] if harbor is None else [harbor, *harbor.steps]
-            places = [place for part in parts for place in (part.place, part.verifier_place)]
-            for place in filter(None, places):
-                limit_s = min(place.build_timeout_s, self.settings.build_timeout_s)
-                timeouts[place.image] = max(limit_s, timeouts.get(place.image, 0))
             if harbor is None:
                 timeouts[self._image_name(task)] = self.settings.build_timeout_s
+                continue
+            for step_or_task in (harbor, *harbor.steps):
+                # The container of the agent, and that of the tests if they have one of their own.
+                for place in (step_or_task.place, step_or_task.verifier_place):
+                    if place is not None:
+                        limit_s = min(place.build_timeout_s, self.settings.build_timeout_s)
+                        # Tasks may share an image: it may take as long as the slowest one says.
+                        timeouts[place.image] = max(limit_s, timeouts.get(place.image, 0))
         self._check_trust(_files_to_trust(tasks, timeouts))
         return timeouts
 
@@ -295,6 +304,10 @@ class Machines:
         raise AssertionError
 
     async def _start(self, rollout_id: str, task: Task) -> RolloutMachine:
+        """Start the container of a rollout; of a Harbor task, prepared for the agent's first turn.
+
+        Raises MachineLost.
+        """
         harbor = harbor_task(task)
         labels = {"agenttrain.rollout": rollout_id}
         if harbor is not None:
@@ -360,6 +373,7 @@ class Machines:
         return False, place.hosts if is_open else common_hosts(place.hosts, hosts)
 
     def _make_spec(self, image: str, labels: Mapping[str, str]) -> MachineSpec:
+        """Return a container's description by the settings; Harbor tasks change parts of it."""
         settings = self.settings
         return MachineSpec(
             image=image,
@@ -388,10 +402,15 @@ class Machines:
         return image
 
     async def _make_image(self, image: str, timeout_s: float, *, for_rollout: bool) -> str:
-        """Return the name of an image, which is built if it is a folder. Raises MachineLost."""
+        """Return the name of an image that this machine has. Raises MachineLost.
+
+        `image` is a name, or a folder with a Dockerfile, of which the image is built. Only images
+        for rollouts get the script of the agent's program (`_install`) run in them, not those for
+        tests.
+        """
         if images.is_folder(image):  # rows that no check has seen come here too
             self._check_trust([images.folder_of(image) / images.DOCKERFILE])
-        if self._is_custom:
+        if self._is_custom:  # a runtime of the user's own makes its images itself
             return image
         key = (image, for_rollout)
         if key not in self._images:
@@ -533,15 +552,21 @@ def package_of(client: Client) -> str:
 
 
 def _files_to_trust(tasks: Sequence[Task], needed: Iterable[str]) -> Iterator[Path]:
-    """Yield the files of task folders that would run, and the Dockerfiles of `needed` images."""
+    """Yield the files whose code would run: Dockerfiles, and the tests and setups of Harbor tasks.
+
+    `needed` are images: names, which have no file to trust, or folders with a Dockerfile.
+    """
     for image in needed:
         if images.is_folder(image):
             yield images.folder_of(image) / images.DOCKERFILE
     for task in tasks:
         harbor = harbor_task(task)
-        for part in [] if harbor is None else harbor.steps or (harbor,):
-            yield from (tests / "test.sh" for tests in part.tests)
-            yield from _setup_files(part)
+        if harbor is None:
+            continue
+        # A task of several steps has its files in the steps.
+        for step_or_task in harbor.steps or (harbor,):
+            yield from (tests / "test.sh" for tests in step_or_task.tests)
+            yield from _setup_files(step_or_task)
 
 
 def _setup_files(task: HarborTask) -> list[Path]:

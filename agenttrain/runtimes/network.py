@@ -23,6 +23,7 @@ def listener_inside(pid: int, port: int) -> socket.socket:
     failures: list[OSError] = []
 
     def make() -> None:
+        """Enter the network of `pid` in this thread, and make the socket or record the failure."""
         try:
             descriptor = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
             try:

@@ -20,7 +20,10 @@ class Clipped:
         """Bytes of the whole output."""
 
     def add(self, data: bytes) -> None:
-        """Append output, and pass it on."""
+        """Append output, and pass it on to `on_output`.
+
+        The head gets the first half of `max_bytes`; the tail keeps at least the last half.
+        """
         self.size += len(data)
         room = max(self._half - len(self._head), 0)
         self._head += data[:room]

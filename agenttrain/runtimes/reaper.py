@@ -48,7 +48,11 @@ def remove(client: str, names: list[str]) -> None:
 
 
 def main() -> None:
-    """Wait for the end of the run, then remove what it left, and what a start in flight adds."""
+    """Wait for the end of the run, then remove the containers that it left.
+
+    A `run` command in flight may add one later, so the search ends only after QUIET checks in a row
+    without a container.
+    """
     client, prefix, pid = sys.argv[1:]
     with suppress(OSError):  # it has ended already
         poller = select.poll()
@@ -57,7 +61,7 @@ def main() -> None:
     quiet, deadline = 0, time.monotonic() + LONGEST_S
     while quiet < QUIET and time.monotonic() < deadline:
         names = names_of(client, prefix)
-        quiet = quiet + 1 if names == [] else 0
+        quiet = quiet + 1 if names == [] else 0  # None, a client that fails, is not quiet
         if names:
             remove(client, names)
         time.sleep(PAUSE_S)

@@ -309,7 +309,11 @@ def environment_process(
     limit: int = MAX_TASKS,
     start_timeout_s: float = 300.0,
 ) -> EnvironmentProcess:
-    """Return the environment's process in use, or a new one. Raises ValueError."""
+    """Return the running process of a verifiers environment, or start one.
+
+    The arguments are those of `Verifiers`; all that agree on them share a process, whatever their
+    `start_timeout_s`. Raises ValueError.
+    """
     key = json.dumps([id, python, args, limit], sort_keys=True)
     with _STARTING:
         process = _PROCESSES.get(key)

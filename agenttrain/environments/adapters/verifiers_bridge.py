@@ -168,6 +168,7 @@ class PolicyEpisode:
         if turn != self._turn:  # the first call of a turn: calls of one turn are one message
             self._conversation.append(vf.AssistantMessage(content="", tool_calls=[]))
         self._turn = turn
+        # The turn's message; results of its earlier calls may follow it.
         message = next(m for m in reversed(self._conversation) if m.role == "assistant")
         message.tool_calls.append(tool_call)
         self._conversation.append(vf.ToolMessage(tool_call_id=call_id, content=content, name=name))
@@ -224,7 +225,11 @@ class PolicyEpisode:
             self._answered.set_result(None)
 
     async def _stop_condition(self) -> str | None:
-        """Return the name of the stop condition that is met, or None. verifiers checks the same."""
+        """Return the name of the stop condition that is met, or None.
+
+        The conditions are those after which verifiers' own loop would end the conversation: its
+        limits, then the `@stop` methods of the task.
+        """
         trace = self._session.trace
         if trace.stop_condition is None and (limit := self._limits.reached(trace)):
             trace.stop(limit)
@@ -403,7 +408,10 @@ class BridgeServer:
                 raise Unsupported(f"id={id}: task {task.data.idx}: {error}") from error
 
     async def reply(self, request: dict[str, Any]) -> Any:
-        """Run a request, and return the value of its reply."""
+        """Run a request, and return the value of its reply.
+
+        Example: ``{"do": "begin", "episode": "s1-t0-0", "task": 3}`` begins an episode with task 3.
+        """
         do, episode = request.pop("do"), request.pop("episode", "")
         if do == "load":
             value = await self.load(**request)

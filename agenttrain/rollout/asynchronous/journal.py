@@ -60,7 +60,7 @@ class Entry:
 
 
 class Journal:
-    """Appends groups, and gives a resumed run those that it may still train on.
+    """Sampled groups on disk: a run that was stopped resumes with those it may still train on.
 
     `resume` is called once at the start, and `read` for each file that it returned. Then `add` is
     called for each sampled group, `prune` after steps, and `close` at the end.
@@ -70,7 +70,11 @@ class Journal:
     """
 
     def __init__(self, folder: Path, codec: Codec, settings: str) -> None:
-        """Open the journal in `folder`, the run's `rollouts`; `settings` is a digest."""
+        """Keep the journal in `folder`, the run's `rollouts`; `resume` opens it.
+
+        `settings` is a digest of the settings that rollouts depend on: groups that were sampled
+        with others are not trained on.
+        """
         self._folder, self._codec, self._settings = folder, codec, settings
         self._nonce = secrets.token_hex(2)
         """Part of this process's file names."""
@@ -124,7 +128,8 @@ class Journal:
     ) -> None:
         """Write a group to disk and add its line. Does nothing once the journal is closed.
 
-        Callable from any thread. A crash after the return loses nothing.
+        The group was sampled from `begun` to `ended`, in seconds of `time.time`. Callable from any
+        thread. A crash after the return loses nothing.
         """
         content = self._codec.encode(collected)
         name = f"{GROUPS}/{serial:06d}-{self._nonce}.bin"

@@ -62,8 +62,9 @@ class GroupQueue:
         self._source, self._journal, self._monitor = source, journal, monitor
         self._max_staleness, self._steps = max_staleness, steps
         collector = source.collector
-        # Each group is collected by a call of its own: what bounds and watches them is shared.
-        # `progress` would count the rollouts of one group. The queue's own counts those of a step.
+        # Each group is collected by its own call of `collect`; these calls share the gate, the
+        # monitor and the throttle. `progress` would count the rollouts of one group, while the
+        # queue's own counts those of a step.
         self._collector = replace(
             collector,
             progress=None,
@@ -123,7 +124,7 @@ class GroupQueue:
         first_serial = (step - 1) * source.tasks_per_step
         tasks = (source.curriculum or source.tasks).tasks(first_serial, source.tasks_per_step)
         if source.curriculum is not None:
-            # The next step draws before these tasks have results. They count as drawn all the same.
+            # The next step is drawn before these tasks have results, and they count as used there.
             source.curriculum.close(first_serial + source.tasks_per_step)
         for place, task in enumerate(tasks):
             sampling = self._sample(step, place, task)
@@ -155,7 +156,7 @@ class GroupQueue:
         self._step = step
         serials = range((step - 1) * count, step * count)
         groups = [self._groups[serial] for serial in serials]
-        # Of this and later steps: the number of groups that the sampling is ahead.
+        # Groups of later steps count too: the number shows how far ahead the sampling is.
         ready = sum(group.done() for group in self._groups.values())
         self.taking = True
         try:
@@ -192,7 +193,7 @@ class GroupQueue:
     def _check(self, step: int, collected: Collected) -> None:
         """Raise NoRollouts or NoRewards if the step has nothing to learn from."""
         source = self._source
-        left_out = collected.overlong + collected.bad_rows
+        left_out = collected.overlong + collected.bad_rows  # tasks of which nothing was sampled
         attempts = (source.tasks_per_step - left_out) * source.algorithm.group_size
         max_context = self._collector.engine.max_context
         check_usable(collected, source.tasks_per_step, attempts, max_context)

@@ -98,11 +98,14 @@ class Collect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What a step has besides its instruction and tests."""
+    """Folder, required rewards and health check of one step of a task with several steps.
+
+    The step's instruction, tests and containers are in a `HarborTask`.
+    """
 
     folder: Path
     min_rewards: Mapping[str, float] = field(default_factory=dict)
-    """Least rewards by name with which the next step begins."""
+    """Rewards by name that the step must earn at least; with less the next step does not begin."""
     healthcheck: Healthcheck | None = None
 
     @property
@@ -113,7 +116,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HarborTask:
-    """A task in Harbor's format, or one step of it."""
+    """A task in Harbor's format, or one step of it: an instruction, a container and tests.
+
+    Harbor calls the run of the tests, which write the rewards, the verifier.
+    """
 
     folder: Path
     name: str
@@ -129,6 +135,7 @@ class HarborTask:
     bundled_tests: bool = False
     """The image of `verifier_place` holds the tests already."""
     collect: tuple[Collect, ...] = ()
+    """Commands that run between the agent's end and the tests."""
     solution_env: Mapping[str, str] = field(default_factory=dict)
     artifacts: tuple[str, ...] = ()
     """Paths in the container that a fresh one gets for the tests."""
@@ -226,7 +233,10 @@ def _read_settings(folder: Path) -> dict[str, Any]:
 
 
 def _key_problems(section: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """Yield keys that are unknown or refused, with the reason."""
+    """Yield keys of task.toml that are unknown or refused, with the reason.
+
+    `prefix` is the path of the section: "environment." or "" for the whole file.
+    """
     for name, value in section.items():
         key = f"{prefix}{name}"
         use, has_keys = KEYS.get(key), any(k.startswith(f"{key}.") for k in KEYS)
@@ -234,7 +244,8 @@ def _key_problems(section: Mapping[str, Any], prefix: str) -> Iterator[str]:
         if use is Use.refused and not asks_for_nothing:
             yield f"{key}: {REASONS.get(name, 'is not supported')}; the task is refused"
         elif key in FREE_FORM or use is Use.ignored or use is Use.refused:
-            continue  # a refused key comes here if it asks for nothing
+            # FREE_FORM sections have keys of the author's own; a refused key asks for nothing here.
+            continue
         elif isinstance(value, Mapping) and has_keys:
             yield from _key_problems(value, f"{key}.")
         elif isinstance(value, list) and has_keys:
@@ -246,11 +257,15 @@ def _key_problems(section: Mapping[str, Any], prefix: str) -> Iterator[str]:
 
 
 def _make_whole_task(folder: Path, settings: Mapping[str, Any]) -> HarborTask:
-    """Return a whole task: of one instruction, or of several steps."""
+    """Return the task of a folder: of one instruction, or of several steps.
+
+    `settings` is the content of its task.toml.
+    """
     tables = settings.get("steps") or []
     if not tables:
         return _make_task(folder, settings, settings.get("agent", {}), settings.get("verifier", {}))
     steps = tuple(_make_step(folder, settings, table) for table in tables)
+    # Compared without case: on some file systems such names are one folder.
     names = [step.step.folder.name.casefold() for step in steps if step.step is not None]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"steps.name={repeated[0]}: names two steps")
@@ -260,7 +275,7 @@ def _make_whole_task(folder: Path, settings: Mapping[str, Any]) -> HarborTask:
     limits = [step.agent_timeout_s for step in steps]
     seconds = [limit for limit in limits if limit is not None]
     return replace(
-        steps[0],
+        steps[0],  # a rollout begins in its container, with its instruction
         step=None,
         steps=steps,
         takes_last_step=strategy == "final",
@@ -270,7 +285,10 @@ def _make_whole_task(folder: Path, settings: Mapping[str, Any]) -> HarborTask:
 
 
 def _make_step(folder: Path, settings: Mapping[str, Any], table: Mapping[str, Any]) -> HarborTask:
-    """Return a step, which has the task's settings where it has none of its own."""
+    """Return a step as a task: its own settings go before those of the whole task.
+
+    `settings` is the content of task.toml, and `table` the step's `[[steps]]` in it.
+    """
     name = table["name"]
     if not isinstance(name, str) or name in ("", ".", "..") or "/" in name:
         raise ValueError(f"steps.name={name}: expected the name of a folder in steps/")
@@ -317,9 +335,13 @@ def _make_task(
     verifier: Mapping[str, Any],
     step: Step | None = None,
 ) -> HarborTask:
-    """Return a task of one instruction, or one step."""
+    """Return a task of one instruction, or one step of a task.
+
+    `settings` is the content of task.toml. `agent` and `verifier` are its sections of these names,
+    for a step merged with the step's own.
+    """
     place = _make_place(settings.get("environment", {}), folder / "environment")
-    files = folder if step is None else step.folder
+    files = folder if step is None else step.folder  # the instruction and tests are in it
     instruction = files / INSTRUCTION
     if not instruction.is_file():
         where = "the folder" if step is None else f"steps/{files.name}"
@@ -358,9 +380,10 @@ def _make_task(
 def _find_verifier_place(
     folder: Path, files: Path, verifier: Mapping[str, Any], place: TaskPlace
 ) -> tuple[TaskPlace | None, bool]:
-    """Return the container of the tests, None for the agent's own; True if it holds them.
+    """Return (the container of the tests, True if its image already holds the tests).
 
-    `files` is the step's folder, or `folder` for a whole task. `place` is the agent's container.
+    The container is None if the tests run in the agent's own. `files` is the step's folder, or
+    `folder` for a whole task. `place` is the agent's container.
     """
     mode = verifier.get("environment_mode")
     if mode not in (None, "shared", "separate"):
@@ -443,7 +466,10 @@ def _make_healthcheck(
 
 
 def _read_megabytes(name: str, section: Mapping[str, Any]) -> int | None:
-    """Return ``memory_mb``, or the older ``memory = "2G"``."""
+    """Return a size of a section `environment` in megabytes; None if it is not given.
+
+    For the name "memory": ``memory_mb = 2048``, or in the older form ``memory = "2G"``.
+    """
     value = section.get(f"{name}_mb")
     if value is None and (text := section.get(name)) is not None:
         unit = UNITS.get(str(text).strip().upper()[-1:])
