@@ -274,7 +274,7 @@ class Agents:
             return rollout
 
     async def _close(self, entry: OpenRollout) -> None:
-        """Take a rollout from the endpoint, and complete it; the second time, do nothing."""
+        """Remove a rollout from the endpoint, and complete it; the second time, do nothing."""
         if self._open.pop(entry.name, None) is not None:
             entry.rollout.over.set()
             await entry.replays.aclose()

@@ -31,10 +31,11 @@ class AgentTurn(IssuedTurn):
 
 @dataclass(slots=True, eq=False)
 class Transcript:
-    """A rollout with the turns that were issued in it.
+    """A rollout with the turns that were issued to its agent.
 
-    A conversation is what the agent sees as one: it may have several trajectories, because a client
-    that rewrites its history makes a new one begin. Lists have an entry for each trajectory.
+    A conversation of the agent may have several trajectories: where the client rewrites its
+    history, a new trajectory begins. Conversations are numbered from 0. Lists have an entry for
+    each trajectory.
     """
 
     rollout: Rollout
@@ -54,7 +55,7 @@ class Transcript:
     models: list[str | None] = field(default_factory=list)
     """Name of the model that each trajectory's first request asked for."""
     openings: Counter[str] = field(default_factory=Counter)
-    """Number of trajectories that began with the same ids."""
+    """Digest of the ids with which trajectories began, mapped to the number of trajectories."""
     trajectory_count: int = 0
     """Trajectories that were planned, some of which may not have begun yet."""
 

@@ -90,6 +90,7 @@ class Tally:
     group_rewards: dict[str, float] = field(default_factory=dict)
     """Mean reward of each group, by its id."""
     signs: dict[str, Sign] = field(default_factory=dict)
+    """By name of the sign, e.g. ``empty`` or ``answer:42``: the rollouts that have it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +141,10 @@ class RewardWatch:
     """Sampled tokens of each rollout so far, until `lengths` is made of them."""
 
     def check_step(self, step: int, rollouts: Sequence[Rollout]) -> Alarm | None:
-        """Add a step. Return an alarm if a sign has become one; None if none has."""
+        """Add a step. Return an alarm if a sign (``empty``, ``answer:42``) has risen, else None.
+
+        A sign that lasts gives no second alarm.
+        """
         rewarded = [rollout for rollout in rollouts if rollout.reward is not None]
         if not rewarded:
             return None
@@ -182,25 +186,25 @@ class RewardWatch:
             return None
         training = _reward(self.tallies) if self.tallies else None
         # The first evaluation is the best so far.
-        best, training_then = self.held_out.get(name, (rewards, training))
+        best, training_at_best = self.held_out.get(name, (rewards, training))
         if best.value <= rewards.value:
             self.held_out[name] = rewards, training
             self.raised.discard(f"{HELD_OUT}:{name}")
             return None
-        if training is None or training_then is None or f"{HELD_OUT}:{name}" in self.raised:
+        if training is None or training_at_best is None or f"{HELD_OUT}:{name}" in self.raised:
             return None
-        has_risen = training_then.rises_to(training, REWARD_ERRORS)
+        has_risen = training_at_best.rises_to(training, REWARD_ERRORS)
         has_fallen = rewards.rises_to(best, ERRORS)  # from `best` down to `rewards`
         if not (has_risen and has_fallen):
             return None
         self.raised.add(f"{HELD_OUT}:{name}")
         tally = self.tallies[-1]
-        best_rollouts = tally.signs["any"].suspects  # all rollouts have "any"
+        best_rollouts = tally.signs["any"].suspects  # of the latest step: all rollouts have "any"
         return Alarm(
             step=tally.step,
             signs=(HELD_OUT,),
             text=f"the held-out reward ({name}) fell from {best.value:.3g} to {rewards.value:.3g} "
-            f"as that of training rose from {training_then.value:.3g} to {training.value:.3g}",
+            f"as that of training rose from {training_at_best.value:.3g} to {training.value:.3g}",
             rollouts=tuple((tally.step, rollout_id) for rollout_id in best_rollouts),
         )
 
@@ -327,6 +331,7 @@ class RewardWatch:
         rise = share.value - reference.share.value
         sign_by_step = [tally.signs[sign] for tally in since if sign in tally.signs]
         assert self.config.limit is not None, "without a limit nothing is watched"
+        # The rise has to be larger than chance explains: ERRORS times its standard error.
         if rise < self.config.limit or not reference.share.rises_to(share, ERRORS):
             return None
         if len({task for step_sign in sign_by_step for task in step_sign.tasks}) < LEAST_TASKS:
@@ -342,7 +347,7 @@ class RewardWatch:
         return rise if has_risen else None
 
     def _lasts(self, sign: str) -> bool:
-        """Return True if a sign that has been named is still there, rewarded or not.
+        """Return True if a sign that an alarm has named still lasts, rewarded or not.
 
         A share near `config.limit` would begin and end again and again, so it has to lose half.
         """

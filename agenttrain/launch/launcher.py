@@ -251,7 +251,7 @@ def _report(workers: Workers, exchange: Path, verb: str, folder: Path, *, first_
         # Workers get another signal than the launcher received, which decides on the code.
         if code in (INTERRUPTED, TERMINATED) or code < 0:
             code = INTERRUPTED if signal.SIGINT in workers.received else TERMINATED
-        if code != DONE and first_node:
+        if code != DONE and first_node:  # only if the first rank has not replaced it itself
             _set_status(folder, {"running": "interrupted"})
         return code
     crash: dict[str, Any] = {}

@@ -144,7 +144,11 @@ def _sizes(config: RunConfig) -> Iterator[str]:
 
 
 def _compaction(config: RunConfig) -> Iterator[str]:
-    """Check that a compacted context fits; the tokens of the request itself are not known."""
+    """Check that a context which is about to be compacted fits into the engine's.
+
+    After `compact_at` tokens come one more turn and the summary, if there is one. The request for
+    the summary is not counted: its tokens depend on the tokenizer.
+    """
     rollout, context = config.rollout, config.engine.max_context
     if rollout.compact_at is None or context is None:
         return

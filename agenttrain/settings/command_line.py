@@ -139,7 +139,8 @@ def take_trust(words: Sequence[str]) -> tuple[list[str], bool]:
 def _take_saved(overrides: Sequence[str], verb: str) -> tuple[list[str], Path | None]:
     """Return the overrides without `resume=<folder>`, and that folder; None if there is none.
 
-    For a verb in `VERBS_WITH_RUN` it is `run=<folder>`. Raises ConfigError for the other one.
+    For a verb in `VERBS_WITH_RUN` it is `run=<folder>`. Raises ConfigError for the key that the
+    verb does not take.
     """
     expected, other = ("run", "resume") if verb in VERBS_WITH_RUN else ("resume", "run")
     settings, saved = [], None

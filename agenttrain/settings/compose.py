@@ -201,8 +201,9 @@ def _replaces_sources(overrides: Sequence[str], data: Mapping[str, Any]) -> bool
     without rows of its own, such as data=mix, is for sources; data=own gets its rows by overrides.
     """
     groups = [text.removeprefix("data=") for text in overrides if text.startswith("data=")]
-    types_sources = any(SOURCES in text.partition("=")[0] for text in overrides)
-    return bool(groups) and not types_sources and bool(data["train"] or groups[-1] == "own")
+    if not groups or any(SOURCES in text.partition("=")[0] for text in overrides):
+        return False  # no group was typed, or sources were too
+    return bool(data["train"]) or groups[-1] == "own"
 
 
 def compose_new(overrides: Sequence[str], source: Source, *, starts: bool) -> Composed:

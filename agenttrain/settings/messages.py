@@ -212,7 +212,10 @@ def _explain_key_error(
     overrides: Sequence[str],
     groups: Mapping[str, Sequence[str]],
 ) -> str:
-    """Return the message for OmegaConf's error about a key; `text` is that of Hydra's error."""
+    """Return the message for OmegaConf's error about a key; `text` is that of Hydra's error.
+
+    `groups` maps a config group to its options: ``{"engine": ["hf", "vllm"]}``.
+    """
     key = str(cause.full_key)
     # `where` begins the message: the override that has the mistake, or the key and Hydra's file.
     # `meant` is the key that the user wrote.

@@ -51,7 +51,7 @@ def _view(config: RunConfig, source: SourceConfig) -> RunConfig:
     )
     if not has_test_rows(source):  # it is left out of evaluations
         view.eval = replace(view.eval, questions=0, every=None)
-    if view.eval.questions == 0:
+    if view.eval.questions == 0:  # without evaluations there is no best checkpoint
         view.checkpoint = replace(config.checkpoint, keep_best=False)
     return view
 
@@ -123,11 +123,12 @@ def mixture_problems(config: RunConfig) -> Iterator[str]:
     for section in OWN_SECTIONS:
         value = getattr(config, section)
         if value and all(getattr(source, section) is not None for source in sources.values()):
-            named = ", ".join(f"{section}.{key}" for key in value)
-            key = f"{section}={shown(value)}" if section == "stop_tools" else named
+            setting = ", ".join(f"{section}.{name}" for name in value)
+            if section == "stop_tools":  # a list, which has no keys
+                setting = f"{section}={shown(value)}"
             empty = "environment=null" if section == "environment" else f"{section}=[]"
             yield (
-                f"{key}: has no effect, every source has {section} of its own; leave it out: "
+                f"{setting}: has no effect, every source has {section} of its own; leave it out: "
                 f"{empty}"
             )
     yield from _evaluation_problems(config)

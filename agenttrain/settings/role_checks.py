@@ -25,6 +25,7 @@ def roles_named(config: RunConfig) -> dict[str, str]:
 
     Example: {"reward.judge.url": "judge", "algorithm.teacher.path": "teacher"}.
     """
+    # A run without sources is the only view of itself, with an empty name.
     addresses = {
         located(config, source, f"reward.{name}.url"): section.get("url")
         for source, view in (source_views(config) or {"": config}).items()
@@ -120,7 +121,7 @@ def _node_problems(config: RunConfig, named: Mapping[str, str]) -> Iterator[str]
         remedy = f"give the address of a server, or set {names_with(fleet=True)}"
         if key == TEACHER:  # the training processes of all nodes ask it
             remedy = f"let {TEACHER} name a model"
-        elif has_rollout_process(config):  # on the first node
+        elif has_rollout_process(config):  # it alone asks them, and is on the first node
             continue
         yield (
             f"{key}={ROLE}{role}: with distributed.nodes={nodes} processes of other nodes would "

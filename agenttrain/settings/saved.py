@@ -444,10 +444,11 @@ def _is_within(path: tuple[str, ...], sections: Sequence[tuple[str, ...]]) -> bo
 def _is_used(
     path: tuple[str, ...], in_mixture: Mapping[str, str], used_sections: Sequence[str]
 ) -> bool:
-    """Return True if `used_sections` have the value at `path` of the settings of a mixture.
+    """Return True if a run of `used_sections` uses the value at `path` of a mixture's settings.
 
-    `in_mixture` is that of `Composed`. With ``{"data": "data.sources.x"}`` other sources are left
-    out. Without `data.only` it is empty, and all values are used.
+    `in_mixture` maps sections of a run with ``data.only=x`` to where the mixture has them:
+    ``{"data": "data.sources.x"}``. Values of other sources are then not used. Without `data.only`
+    it is empty, and all values are used.
     """
     if not in_mixture:
         return True
@@ -477,12 +478,12 @@ def _read(
         raise ConfigError(f"{argument}: is no run folder: there is no config.yaml in it")
     unsigned: list[UntrustedValue] = []
     try:
-        plain = OmegaConf.load(file)
-        if not plain:
+        loaded = OmegaConf.load(file)
+        if not loaded:
             raise ValueError("it is empty")
-        if not isinstance(plain, DictConfig):
+        if not isinstance(loaded, DictConfig):
             raise ValueError("it holds a list, and a run's settings are a mapping of names")
-        raw = cast(dict[str, Any], OmegaConf.to_container(plain))
+        raw = cast(dict[str, Any], OmegaConf.to_container(loaded))
         signed = own_sections(raw)
         raw.pop("provenance", None)
         unsigned = [value for value in resolvers(raw) if not _is_within(value.path, signed)]

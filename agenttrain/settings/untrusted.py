@@ -92,10 +92,10 @@ def _values_of_class(
 
 
 def run_place(place: tuple[str, ...]) -> tuple[str, ...]:
-    """Return where a run of one source has what stands in a source of a mixture.
+    """Return the path that a setting of a mixture's source has in a run of that source alone.
 
-    Example: ("data", "sources", "shop", "tools", "sql") is ("tools", "sql") there, and ("data",
-    "sources", "shop", "train") is ("data", "train").
+    Example: ("data", "sources", "shop", "tools", "sql") becomes ("tools", "sql"), and ("data",
+    "sources", "shop", "train") becomes ("data", "train"). Any other path stays as it is.
     """
     inside = place[3:] if ".".join(place[:2]) == SOURCES else ()
     if not inside:
@@ -125,11 +125,16 @@ def _values_of_choice(
 def _values_of_components(
     beside: type[Any], section: Mapping[str, Any], path: tuple[str, ...]
 ) -> Iterator[UntrustedValue]:
-    """Yield the untrusted values of a section that maps names to components."""
+    """Yield the untrusted values of a section that maps names to components, such as `tools`.
+
+    `beside` is the settings class whose keys stand beside a component's `_target_` and arguments:
+    ToolSettings for `tools`. `path` is the section's path.
+    """
     for name, component in section.items():
         place = (*path, str(name))
         if isinstance(component, Mapping):
-            if run_place(place) == ("reward", REWARD):  # it may leave out its `_target_`
+            # The reward that environments share may leave out its `_target_`.
+            if run_place(place) == ("reward", REWARD):
                 component = {"_target_": REWARD_TARGET, **component}
             yield from _values_of_component(beside, component, place)
         else:
