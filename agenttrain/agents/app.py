@@ -111,7 +111,7 @@ class AnswerResponse(Response):
         """Wait for the answer and write it, unless the client disconnects before."""
         delivery = self.delivery
         delivery.readers += 1
-        scope[ON_RESET] = self._reset
+        scope[ON_RESET] = self._reset  # for `EndpointProtocol`, which sees the connection's end
         disconnect = asyncio.ensure_future(wait_until_disconnected(receive))
         try:
             self._written = await self._write(send, disconnect)

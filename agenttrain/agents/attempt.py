@@ -666,12 +666,15 @@ def _cut_completion(completion: Completion, end: int | None) -> Completion:
 def _untrained_conversations(
     transcript: Transcript, conversations: set[int], *, frozen: bool
 ) -> list[UntrainedConversation]:
-    """Return conversations for the rollout's list: each as its longest trajectory shows it."""
-    listed = []
+    """Return entries of `Rollout.untrained` for the conversations with these numbers.
+
+    An entry has the messages of the conversation's longest trajectory.
+    """
+    entries = []
     for number in sorted(conversations):
         indices = transcript.indices_of({number})
         trajectories = [transcript.rollout.trajectories[index] for index in indices]
-        listed.append(
+        entries.append(
             UntrainedConversation(
                 model=transcript.models[indices[0]],
                 frozen=frozen,
@@ -680,7 +683,7 @@ def _untrained_conversations(
                 messages=tuple(max(trajectories, key=lambda t: len(t.messages)).messages),
             )
         )
-    return listed
+    return entries
 
 
 def _match_any_tools(transcript: Transcript, messages: Sequence[Message]) -> Match[AgentTurn]:

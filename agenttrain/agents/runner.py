@@ -86,7 +86,11 @@ class FunctionAgent:
         self._output = DividedOutput()
 
     async def attempt(self, assignment: AgentTask, log: Path) -> float | None:
-        """Await the function. Whatever it raises is its failure, but for a machine that is lost."""
+        """Await the function, and return the reward that it returns, if any.
+
+        Raises AgentFailed for an exception of the function, except the one by which it finds that
+        the rollout's machine is lost: that is raised as it is.
+        """
 
         async def call() -> Any:  # so that an error of the call itself is caught too
             return await self._function(assignment)
@@ -395,7 +399,8 @@ class Agents:
             rollout.error = self._no_turn_error(attempt)
         else:
             rollout.stop_reason = StopReason.max_tokens if attempt.is_cut else StopReason.completed
-        # Only for a failure of the agent itself: then nothing else has ended the rollout.
+        # With on_failure=zero a failed agent has the reward 0, and its turns are trained. `end` is
+        # None for a failure of the agent itself: nothing else has ended the rollout.
         gives_zero = self.settings.on_failure is OnFailure.zero and rollout.turns > 0
         if gives_zero and rollout.stop_reason is StopReason.error and end is None:
             rollout.stop_reason = StopReason.agent_failed
@@ -448,9 +453,10 @@ class Agents:
             # `_serving` is done without `started` if the server cannot start.
             while not self._server.started and not self._serving.done():
                 await asyncio.sleep(0.001)
-            reachable = ANY_ADDRESS.get(host, host)
-            reachable = f"[{reachable}]" if ":" in reachable else reachable
-            self.address = f"http://{reachable}:{listener.getsockname()[1]}"
+            # A client cannot connect to "any address", 0.0.0.0: it is given the loopback address.
+            client_host = ANY_ADDRESS.get(host, host)
+            client_host = f"[{client_host}]" if ":" in client_host else client_host
+            self.address = f"http://{client_host}:{listener.getsockname()[1]}"
             if isinstance(self._agent, ExternalAgent):
                 print(
                     f"agents         {self.address}: start one for each file "

@@ -76,15 +76,18 @@ class Transcript:
         return [i for i, number in enumerate(self.conversations) if number in conversations]
 
     def trained_conversations(self, trained: Trained) -> set[int]:
-        """Return the conversations that are trained, as far as it is known."""
+        """Return the conversations that are trained; a later request may change which they are.
+
+        `trained` is the setting `agent.train`. With `agents` they are those with tools, or all if
+        none has any.
+        """
         numbers = set(self.conversations)
         if trained is Trained.all or len(numbers) < 2:
             return numbers
-        main = self.main_conversation()
         if trained is Trained.main:
-            return {main}
-        # The main one has tools if any has. If none has, all are trained.
-        return {number for number in numbers if self._has_tools(number) >= self._has_tools(main)}
+            return {self.main_conversation()}
+        with_tools = {number for number in numbers if self._has_tools(number)}
+        return with_tools or numbers
 
     def main_conversation(self) -> int:
         """Return the conversation that attempts the task.

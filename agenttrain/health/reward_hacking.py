@@ -44,10 +44,11 @@ ANSWER_CHARACTERS = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mean:
-    """Mean over groups, with the square of its standard error."""
+    """Mean over groups of rollouts, with its uncertainty."""
 
     value: float
     error2: float
+    """Square of the standard error; infinite for a single group."""
 
     def rises_to(self, later: Mean, errors: float) -> bool:
         """Return True if `later` is higher by more than `errors` standard errors."""
@@ -65,7 +66,7 @@ def mean_of(values: Sequence[float]) -> Mean:
 
 @dataclass(slots=True)
 class Sign:
-    """The rollouts of a step that have a sign."""
+    """The rollouts of a step that have one sign of reward hacking, such as an empty answer."""
 
     count: int = 0
     reward: float = 0.0
@@ -131,7 +132,8 @@ class RewardWatch:
     references: dict[str, Reference] = field(default_factory=dict)
     """By sign: its share and the reward in the steps in which it was rarest."""
     lengths: tuple[float, float] | None = None
-    """Sampled tokens of nearly all rollouts of the first `config.window` steps."""
+    """5th and 95th percentile of a rollout's sampled tokens in the first `config.window` steps.
+    None: those steps are not over."""
     held_out: dict[str, tuple[Mean, Mean | None]] = field(default_factory=dict)
     """Best evaluation so far by name, with the training reward at its time; None: the first steps
     are not over yet."""
@@ -170,9 +172,9 @@ class RewardWatch:
         """Add the lengths of a step, and set `lengths` once the first steps are over."""
         self._first_lengths += [rollout.sampled_length for rollout in rollouts]
         if len(self.tallies) == self.config.window:
-            # The 5th and the 95th percentile.
-            bounds = statistics.quantiles(self._first_lengths, n=20, method="inclusive")
-            self.lengths = bounds[0], bounds[-1]
+            # 19 cuts between twentieths: the first is the 5th percentile, the last the 95th.
+            cuts = statistics.quantiles(self._first_lengths, n=20, method="inclusive")
+            self.lengths = cuts[0], cuts[-1]
             self._first_lengths = []
 
     def check_evaluation(self, name: str, rollouts: Sequence[Rollout]) -> Alarm | None:
@@ -277,7 +279,7 @@ class RewardWatch:
     def _signs(self, rollout: Rollout) -> Iterator[str]:
         """Yield the signs of a rollout. All rollouts have the sign ``any``.
 
-        `lengths` are the shortest and the longest usual ones, None in the first steps.
+        Lengths are judged by `lengths`, the usual range of sampled tokens, once it is known.
         """
         answer = answer_of(rollout)
         yield "any"

@@ -121,13 +121,13 @@ def _sizes(config: RunConfig) -> Iterator[str]:
     if algorithm.minibatches >= 1 and tasks % algorithm.minibatches:
         # Suggest divisors near the typed number. A divisor d has a partner, tasks / d, and the
         # smaller of the two is at most the root.
-        tried = range(1, min(isqrt(max(tasks, 0)), LARGEST_DIVISOR_TRIED) + 1)
-        divisors = {d for n in tried if tasks % n == 0 for d in (n, tasks // n)}
+        candidates = range(1, min(isqrt(max(tasks, 0)), LARGEST_DIVISOR_TRIED) + 1)
+        divisors = {d for n in candidates if tasks % n == 0 for d in (n, tasks // n)}
         nearest = sorted(divisors, key=lambda divisor: abs(divisor - algorithm.minibatches))
-        shown = ", ".join(map(str, sorted(nearest[:DIVISORS])))
+        suggestions = ", ".join(map(str, sorted(nearest[:DIVISORS])))
         yield (
             f"algorithm.minibatches={algorithm.minibatches}: does not divide "
-            f"tasks_per_step={tasks}; take one of {shown}"
+            f"tasks_per_step={tasks}; take one of {suggestions}"
         )
     rollout, context = config.rollout, config.engine.max_context
     if rollout.max_turn_tokens > rollout.max_completion_tokens:

@@ -101,7 +101,7 @@ def broadcast_problems(config: RunConfig, count_gpus: Callable[[], int]) -> list
             f"{key}: goes from the trainer's GPU to those of the servers, and there is no GPU "
             "here; set weight_sync.transport=files, or leave it out"
         ]
-    return [*installed_problems(key)]  # it takes vLLM servers
+    return list(installed_problems(key))  # only vLLM's servers receive weights by nccl
 
 
 def process_count_problem(section: DistributedConfig, gpus: int) -> str | None:

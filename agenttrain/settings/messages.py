@@ -217,18 +217,8 @@ def _explain_key_error(
     `groups` maps a config group to its options: ``{"engine": ["hf", "vllm"]}``.
     """
     key = str(cause.full_key)
-    # `where` begins the message: the override that has the mistake, or the key and Hydra's file.
-    # `meant` is the key that the user wrote.
     setting = key.partition("[")[0]
-    file = re.match(r"In '([^']+)'", text)
-    where = f"{setting} (in {file[1]}.yaml)" if file else setting
-    meant = key
-    for override in overrides:
-        name = key_of(override)
-        if name == setting or name.startswith(setting + "."):
-            # OmegaConf names the first unknown part.
-            where, meant = as_typed(override), name
-            break
+    where, meant = _locate_mistake(key, text, overrides)
     typed_key = where.partition("=")[0].partition(" ")[0].lstrip("+")
     # A group, such as `experiment`, that is no section of the settings: its option was typed.
     if key in groups and key == typed_key and key not in setting_keys():
@@ -257,6 +247,22 @@ def _explain_key_error(
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         return f"{where}: {_about_unknown_key(key, meant, groups)}"
     return f"{where}: {_expected(setting, getattr(cause, 'value', None)) or first_line}"
+
+
+def _locate_mistake(key: str, text: str, overrides: Sequence[str]) -> tuple[str, str]:
+    """Return the beginning of a message about OmegaConf's `key`, and the key that the user wrote.
+
+    The message begins with the override that has the mistake, or with the setting and the YAML file
+    that Hydra's message `text` names: ``optimizer.lrr (in experiment/mine.yaml)``.
+    """
+    setting = key.partition("[")[0]  # tools of tools[0]
+    for override in overrides:
+        name = key_of(override)
+        # OmegaConf only names the first unknown part: `a.b` for the override `a.b.c=1`.
+        if name == setting or name.startswith(setting + "."):
+            return as_typed(override), name
+    file = re.match(r"In '([^']+)'", text)
+    return f"{setting} (in {file[1]}.yaml)" if file else setting, key
 
 
 def _explain_interpolation(cause: InterpolationResolutionError, where: str, first_line: str) -> str:

@@ -149,9 +149,10 @@ def pin(composed: Composed, verb: str) -> None:
 
 
 def adopt_pins(composed: Composed, started: Composed) -> None:
-    """Copy the commits of `started` to the same models in `composed`, except typed commits.
+    """Pin the models of a run that goes on to the commits that its first start has chosen.
 
-    Compares the models of "train", the verb that reads most of them.
+    `started` has the settings of that start, `composed` those of this one, whose typed commits
+    stay. Compares the models of "train", the verb that reads most of them.
     """
     started_models = {model.key: model for model in _models_and_rows(started.config, "train")}
     for model in _models_and_rows(composed.config, "train"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
@@ -34,7 +35,6 @@ from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.trust import check_trusted, own_sections
 from agenttrain.settings.untrusted import (
     SECTIONS,
-    UntrustedValue,
     resolvers,
     run_place,
     untrusted_values,
@@ -250,9 +250,9 @@ def at_step(
 ) -> tuple[Path | None, list[str]]:
     """Return the folder of `run=` (or None), and overrides whose `run=` names its checkpoint.
 
-    `step` is the step of the checkpoint; None leaves `run=` as it is. `typed` is the typed `--step`
-    of no checkpoint, for which `step` is None: ``play --step 0``. Raises ConfigError for a step
-    without a run.
+    `step` is the step of the checkpoint; None leaves `run=` as it is. `typed` is the value of
+    `--step` for error messages, also where `step` is None because no checkpoint belongs to it:
+    ``play --step 0`` is the model before training. Raises ConfigError for a step without a run.
     """
     words = list(overrides)
     folders = [Path(text.removeprefix("run=")) for text in words if text.startswith("run=")]
@@ -325,12 +325,10 @@ def saved_settings(
 ) -> Composed:
     """Return the settings of the run in `folder`, changed by overrides of `allowed` settings.
 
-    The overrides are parsed and checked, config.yaml is read, the overrides replace values in it,
-    the whole is validated, and what is neither typed nor signed is checked for code.
+    `argument` is the typed argument with the folder, e.g. ``resume=outputs/a``.
 
-    `argument` is the typed argument with the folder, e.g. ``resume=outputs/a``. Code that
-    config.yaml names in `used_sections` is checked by `check_trusted`, unless an override
-    replaced it.
+    Code that config.yaml names in `used_sections` needs `trust`, unless the user has signed the
+    section or an override has replaced the value. Raises ConfigError.
     """
     parsed = _parse_allowed(argument, overrides, allowed, source)
     node, signed = _read(argument, folder, trust=trust)
@@ -345,25 +343,26 @@ def saved_settings(
         _apply(node, group_choices, values, source, evaluates=allowed is EVALUABLE)
         try:
             composed = convert(node)
-            # `data.only` moves a source's sections. Signatures and typed keys know their places in
-            # the mixture, so trust is decided there.
-            unmoved = composed
+            # `data.only` moves a source's sections to the top: ``data.sources.x.tools`` is `tools`
+            # of the run. Signatures and typed keys have the places in the mixture, where they are
+            # compared with untrusted values.
+            mixture = composed
             if composed.in_mixture:
-                mixture = OmegaConf.merge(node, {"data": {"only": None}})
-                unmoved = convert(cast(DictConfig, mixture))
+                without_only = OmegaConf.merge(node, {"data": {"only": None}})
+                mixture = convert(cast(DictConfig, without_only))
         except ConfigError as error:
             raise ConfigError(_with_file(str(error), folder / "config.yaml", parsed)) from error
     # A typed mapping is merged into the saved one: only its own values are the user's.
     typed_paths = [tuple(o.key_or_group.replace("/", ".").split(".")) for o in group_choices]
     for override in values:
         typed_paths += _value_paths(override.value(), tuple(override.key_or_group.split(".")))
-    unsigned = [
+    untrusted = [
         value
-        for value in untrusted_values(unmoved.plain, used_sections)
+        for value in untrusted_values(mixture.plain, used_sections)
         if not _is_within(value.path, (*signed, *typed_paths))
         and _is_used(value.path, composed.in_mixture, used_sections)
     ]
-    check_trusted(argument, unsigned, trust=trust)
+    check_trusted(argument, untrusted, trust=trust)
     return composed
 
 
@@ -471,13 +470,12 @@ def _read(
     """Return the settings in a folder's config.yaml, and the paths of sections this user signed.
 
     Resolvers (``${oc.env:HOME}``) read more than the file. Those in sections that this user did not
-    sign need `trust` before anything is resolved.
+    sign need `trust`, or the user's consent on a terminal, before anything is resolved.
     """
     file = folder / "config.yaml"
     if not file.is_file():
         raise ConfigError(f"{argument}: is no run folder: there is no config.yaml in it")
-    unsigned: list[UntrustedValue] = []
-    try:
+    with _explained_file(argument):
         loaded = OmegaConf.load(file)
         if not loaded:
             raise ValueError("it is empty")
@@ -497,18 +495,27 @@ def _read(
             )
         with explained([], groups=dict):  # no override and no group is involved
             typed = OmegaConf.merge(schema(), settings)
-        if trust or not unsigned:  # otherwise the `else` below
-            OmegaConf.resolve(typed)
-            return cast(DictConfig, typed), signed
+    check_trusted(argument, unsigned, trust=trust)
+    with _explained_file(argument):
+        OmegaConf.resolve(typed)
+    return cast(DictConfig, typed), signed
+
+
+@contextmanager
+def _explained_file(argument: str) -> Iterator[None]:
+    """Turn an error in the block about a run's config.yaml into a ConfigError.
+
+    `argument` is the typed argument that names the run: ``resume=outputs/a``.
+    """
+    try:
+        yield
+        return
     except UnicodeDecodeError as error:
         problem = f"it is not UTF-8 text: {error.reason} at byte {error.start}"
     except RecursionError:
         problem = "a value in it contains itself, or is nested too deeply"
     except Exception as error:
         problem = str(error).partition("\n")[0]
-    else:  # there are unsigned resolvers: ask the user, then read the file again
-        check_trusted(argument, unsigned, trust=trust)
-        return _read(argument, folder, trust=True)
     raise ConfigError(
         f"{argument}: its config.yaml does not fit: {problem}; put back the file that the run wrote"
     )

@@ -144,7 +144,11 @@ def _values_of_components(
 def _values_of_component(
     beside: type[Any] | None, component: Mapping[str, Any], path: tuple[str, ...]
 ) -> Iterator[UntrustedValue]:
-    """Yield the untrusted values of a component; `beside` are the settings beside its arguments."""
+    """Yield the untrusted values of the component at `path`: its `_target_` and its arguments.
+
+    `beside` is the class of the settings that stand beside them, such as ToolSettings; None: there
+    are none.
+    """
     target = str(component.get("_target_") or "")
     is_bundled = target in bundled_targets()
     settings = {n: v for n, v in component.items() if beside and n in field_names(beside)}
@@ -152,6 +156,7 @@ def _values_of_component(
         yield from _values_of_class(beside, settings, path)
     hints, defaults = _parameters(target) if is_bundled else ({}, {})
     for name, value in component.items():
+        # `_values_of_class` has judged the settings. A bundled or empty `_target_` runs no code.
         if name in settings or (name == "_target_" and (is_bundled or not target)):
             continue
         if is_bundled:
