@@ -206,6 +206,7 @@ class Agents:
         self._agent = make_agent(settings, folder, self._command, machines)
         self._gate = asyncio.Semaphore(settings.concurrency)
         self._open: dict[str, OpenRollout] = {}
+        """Rollouts that requests may still reach, by the name in their address."""
         self._app = build_app(self._open.get)
         self._form_problems: OrderedDict[_FormKey, tuple[str, str] | None] = OrderedDict()
         """The parameter at fault and the problem of a request's tools or form. None: no problem."""

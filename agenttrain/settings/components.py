@@ -383,6 +383,7 @@ def tool_names(config: RunConfig) -> ToolNames:
     parts = [_tool_names(name, section) for name, section in config.tools.items()]
     for name, section in config.environment.items():
         target = locate(section["_target_"], key=f"environment.{name}._target_")
+        # HOOKS are the methods that rollouts call themselves, so they are no tools.
         names = _methods(target, HOOKS) if isclass(target) else ()
         # An instance with a method `tools` names further ones.
         has_further = isclass(target) and class_method(target, "tools") is not None
@@ -394,7 +395,8 @@ def tool_names(config: RunConfig) -> ToolNames:
 def _tool_names(name: str, section: Mapping[str, Any]) -> ToolNames:
     """Return the names of the tools that the section `tools.<name>` makes."""
     target = locate(section["_target_"], key=f"tools.{name}._target_")
-    # A function, or an instance to call: one tool, with the name of its section.
+    # A function, or a class whose instance is called: one tool, with the name of its section.
+    # `callable(target)` would be True for any class; the last base is `object`.
     if not isclass(target) or any("__call__" in vars(base) for base in target.__mro__[:-1]):
         return ToolNames(names=(name,), complete=True)
     if hasattr(target, "tools"):  # only an instance has their names

@@ -133,25 +133,14 @@ def check_values(
         if override.is_delete() or override.is_sweep_override():
             continue
         group = key.replace(".", "/")
-        # algorithm.objective=[clip], which is written algorithm/objective=clip
+        # algorithm.objective=[clip], which should be algorithm/objective=clip
         if group != key and group in options and not isinstance(value, str | dict):
             choose = f"choose one with {group}={'|'.join(options[group])}"
             raise ConfigError(
                 f"{line}: is a section; {choose}, and set its keys with {key}.<key>=…"
             )
-        listed = f"the options are: {', '.join(options.get(key, ()))}"
-        section = key.replace("/", ".")
-        if key in options and isinstance(value, int | float):  # model=3
-            raise ConfigError(f"{line}: no such option; {listed}")
-        # experiment={…}: a group that is no section of the settings has no keys.
-        if key in options and isinstance(value, dict) and key not in setting_keys():
-            raise ConfigError(f"{line}: takes one option; {listed}")
-        if key in options and isinstance(value, list):
-            # Only some groups, such as tools, take a list of options.
-            if section in setting_keys() and section not in SEVERAL:
-                raise ConfigError(f"{line}: takes one option; {listed}")
-            if not_texts := [shown(name) for name in value if not isinstance(name, str)]:
-                raise ConfigError(f"{line}: {not_texts[0]} is no option; {listed}")
+        if key in options:
+            _check_options(line, key, value, options[key])
         annotation = _annotation(key)
         is_flag = bool in (annotation, *get_args(annotation))
         if is_flag and isinstance(value, int) and value not in (0, 1):
@@ -172,6 +161,26 @@ def setting_keys(cls: type = RunConfig, prefix: str = "") -> Iterator[str]:
             yield from (f"{key}.{name}" for name in names)
         elif field.name in sections:
             yield from setting_keys(sections[field.name], f"{key}.")
+
+
+def _check_options(line: str, group: str, value: object, options: Sequence[str]) -> None:
+    """Raise ConfigError unless the typed `value` may be one or several options of a group.
+
+    `line` is the override as it was typed, with which the error begins.
+    """
+    listed = f"the options are: {', '.join(options)}"
+    section = group.replace("/", ".")
+    if isinstance(value, int | float):  # model=3
+        raise ConfigError(f"{line}: no such option; {listed}")
+    # experiment={…}: a group that is no section of the settings has no keys.
+    if isinstance(value, dict) and group not in setting_keys():
+        raise ConfigError(f"{line}: takes one option; {listed}")
+    if isinstance(value, list):
+        # Only some groups, such as tools, take a list of options.
+        if section in setting_keys() and section not in SEVERAL:
+            raise ConfigError(f"{line}: takes one option; {listed}")
+        if not_texts := [shown(name) for name in value if not isinstance(name, str)]:
+            raise ConfigError(f"{line}: {not_texts[0]} is no option; {listed}")
 
 
 def suggest_key(key: str, groups: Iterable[str] = ()) -> str:
