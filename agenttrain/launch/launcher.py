@@ -113,7 +113,7 @@ def run_workers(command: Command, composed: Composed, folder: Path, program: str
                     return _report(workers, exchange, command.verb, folder, first_node=node == 0)
                 first = _first_failure(workers, exchange)
             assert first is not None, "`_is_restartable` is False without one"
-            _print_restart(first, folder, restarts=restarts, left=restarts_left - 1)
+            _print_restart(first, folder, restarts=restarts, restarts_left=restarts_left - 1)
             _end_orphans(folder)
             # A new run that has begun is resumed by its next workers.
             if command.saved is None and (folder / "config.yaml").exists():
@@ -135,13 +135,13 @@ def _take_over_servers(folder: Path, stack: ExitStack) -> None:
     stack.callback(os.environ.pop, SERVERS_OWNER)
 
 
-def _print_restart(first: WorkerEnd, folder: Path, *, restarts: int, left: int) -> None:
+def _print_restart(first: WorkerEnd, folder: Path, *, restarts: int, restarts_left: int) -> None:
     """Print why the run is restarted, and from where."""
     checkpoints = newest_first(folder / "checkpoints")
     print(
         f"agenttrain: {_rank_name(first)} {_how(first, folder)}; the run is restarted from "
         f"{f'checkpoints/{checkpoints[0].name}' if checkpoints else 'its beginning'} "
-        f"(distributed.restarts={restarts}, {left} left)",
+        f"(distributed.restarts={restarts}, {restarts_left} left)",
         file=sys.stderr,
     )
 

@@ -258,6 +258,7 @@ def _runtime(config: RunConfig) -> Iterator[str]:
 
 
 def _reference(config: RunConfig) -> Iterator[str]:
+    """Check that a run with adapters has no reference that follows the policy (`sync_steps`)."""
     kl = config.algorithm.kl
     if kl is not None and kl.reference is not None and config.model.lora.rank:
         yield (
@@ -425,6 +426,7 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
 
 
 def _guards(config: RunConfig) -> Iterator[str]:
+    """Check that a limit on the KL has a KL to watch."""
     limit = config.guards.kl.limit
     if limit is not None and config.algorithm.kl is None:
         yield (

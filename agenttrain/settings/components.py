@@ -180,13 +180,14 @@ def code_problems(config: RunConfig, sections: Collection[str] = SECTIONS) -> It
         # A section has settings of its kind (ToolSettings, …) and the arguments of `target`.
         settings = field_names(ALL_BESIDE[kind]) if kind in ALL_BESIDE else ()
         parameters = parameter_names(target)  # None: any name, or unknown
-        known = (*(parameters or ()), *settings)
-        unknown = [n for n in section if n not in (*known, "_target_")]
+        valid_names = (*(parameters or ()), *settings)
+        unknown = [name for name in section if name not in (*valid_names, "_target_")]
         if parameters is not None and unknown:
             for name in unknown:
                 yield (
                     f"{key}.{name}={shown(section[name])}: {section['_target_']} has no such "
-                    f"argument{did_you_mean(name, known)}; known are: {', '.join(known)}"
+                    f"argument{did_you_mean(name, valid_names)}; known are: "
+                    f"{', '.join(valid_names)}"
                 )
             continue
         yield from _out_of_reach(config, f"{key}._target_", section["_target_"], section)
@@ -304,12 +305,12 @@ def _reward(config: RunConfig, key: str, section: Mapping[str, Any], target: Any
         )
     settings = field_names(RewardSettings)
     try:
-        known = (*settings, *signature(target).parameters, "_target_")
+        valid_names = (*settings, *signature(target).parameters, "_target_")
     except (TypeError, ValueError):  # compiled code may have no signature
-        known = (*settings, "_target_")
+        valid_names = (*settings, "_target_")
     for name in section:
         # A reward with `**columns` would accept a misspelled setting.
-        if name not in known and (hint := did_you_mean(name, settings)):
+        if name not in valid_names and (hint := did_you_mean(name, settings)):
             yield (
                 f"{key}.{name}={shown(section[name])}: is neither a setting of a reward{hint} nor "
                 f"a parameter that {path} names; the settings are: {', '.join(settings)}"

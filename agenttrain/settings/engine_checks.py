@@ -26,8 +26,8 @@ SERVERS = plain_settings(ServersConfig())
 
 def typed_engine(overrides: Sequence[str]) -> str | None:
     """Return the typed override that chooses the engine, or None."""
-    named = ("engine=", "engine._target_=")
-    return next((text for text in overrides if text.startswith(named)), None)
+    choices = ("engine=", "engine._target_=")
+    return next((text for text in overrides if text.startswith(choices)), None)
 
 
 def has_rollout_process(config: RunConfig) -> bool:

@@ -339,13 +339,13 @@ def with_files(text: str, overrides: Sequence[str], config_name: str) -> str:
     Example: ``optimizer.lrr=1: unknown key …`` -> ``optimizer.lrr=1 (in experiment/mine.yaml):
     unknown key …``. Needs a `hydra_session`.
     """
-    typed = [key_of(override) for override in overrides]
+    typed_keys = [key_of(override) for override in overrides]
     loader = cast(ConfigLoaderImpl, cast(Hydra, GlobalHydra.instance().hydra).config_loader)
     lines = []
     for line in text.splitlines():
         setting, colon, problem = line.partition(": ")
         key = setting.partition("=")[0]
-        if any(key == name or key.startswith(f"{name}.") for name in typed):
+        if any(key == name or key.startswith(f"{name}.") for name in typed_keys):
             lines.append(line)
             continue
         # The last of the composed files that sets the key.
@@ -392,10 +392,14 @@ def _unknown_option(error: MissingConfigException, groups: Mapping[str, Sequence
         group, _, option = missing.partition("/")
     if group not in groups:
         return str(error).partition("\n")[0]
-    meant = _probable_settings(group, option)
-    hint = "" if local_files else did_you_mean(option.rpartition("/")[2].lower(), groups[group])
-    listed = ", ".join(groups[group])
-    return f"{group}={option}: no such option{hint}{local_files}{meant}; the options are: {listed}"
+    settings_hint = _probable_settings(group, option)
+    spelling_hint = ""
+    if not local_files:
+        spelling_hint = did_you_mean(option.rpartition("/")[2].lower(), groups[group])
+    return (
+        f"{group}={option}: no such option{spelling_hint}{local_files}{settings_hint}; the options "
+        f"are: {', '.join(groups[group])}"
+    )
 
 
 def _probable_settings(group: str, option: str) -> str:

@@ -152,18 +152,18 @@ def _evaluation_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _share_problems(config: RunConfig) -> Iterator[str]:
-    """Yield counts that do not fit a step."""
+    """Yield the problem if `count` of the sources, their tasks in a step, do not fit a step."""
     sources, tasks = config.data.sources, config.tasks_per_step
     counts = {name: source.count for name, source in sources.items() if source.count is not None}
     total = sum(counts.values())
-    named = " ".join(f"{SOURCES}.{name}.count={count}" for name, count in counts.items())
+    settings = " ".join(f"{SOURCES}.{name}.count={count}" for name, count in counts.items())
     if counts and len(counts) == len(sources) and total != tasks:
-        yield f"{named}: add up to {total}; set tasks_per_step={total}, or change them"
+        yield f"{settings}: add up to {total}; set tasks_per_step={total}, or change them"
     elif len(counts) < len(sources) and total >= tasks:
-        rest = ", ".join(name for name in sources if name not in counts)
+        uncounted = ", ".join(name for name in sources if name not in counts)
         yield (
-            f"{named}: leave nothing of tasks_per_step={tasks} to {rest}; lower them, or raise "
-            "tasks_per_step"
+            f"{settings}: leave nothing of tasks_per_step={tasks} to {uncounted}; lower them, or "
+            "raise tasks_per_step"
         )
 
 

@@ -240,8 +240,8 @@ def checkpoint_of(folder: Path, step: str) -> Path:
     path = checkpoints / (step if step in links else f"step-{int(step):06d}")
     if not path.is_dir():
         steps = ", ".join(map(str, _checkpoint_steps(checkpoints)))
-        kept = f"those of the steps {steps}" if steps else "none"
-        raise ConfigError(f"--step {step}: {folder} has no such checkpoint; it has {kept}")
+        existing = f"those of the steps {steps}" if steps else "none"
+        raise ConfigError(f"--step {step}: {folder} has no such checkpoint; it has {existing}")
     return path
 
 
@@ -304,13 +304,14 @@ def tracker_project(command: Command) -> str | None:
     """
     if command.saved is not None:
         return _summary(run_of(command.saved)).get("project")
-    typed = {key_of(word): word.partition("=")[2] for word in command.words}
-    if "hydra.run.dir" not in typed:
+    typed_values = {key_of(word): word.partition("=")[2] for word in command.words}
+    if "hydra.run.dir" not in typed_values:
         return None
     # train.yaml has the experiment `shop`.
     default = "shop" if command.source.name == "train" else command.source.name
-    experiment = typed.get("experiment", default).rpartition("/")[2]
-    return typed.get("hydra.job.name", "run" if experiment in ("none", "null") else experiment)
+    experiment = typed_values.get("experiment", default).rpartition("/")[2]
+    project = "run" if experiment in ("none", "null") else experiment
+    return typed_values.get("hydra.job.name", project)
 
 
 def saved_settings(
@@ -374,16 +375,21 @@ def _apply(
     *,
     evaluates: bool,
 ) -> None:
-    """Change saved settings by overrides: first groups with a new choice, then values, as Hydra."""
-    fresh = compose_raw([str(o.input_line) for o in group_choices], source)
-    engine = node.engine.get("name")
+    """Change the saved settings `node` by overrides: first groups, then values, as Hydra does.
+
+    An override of `group_choices` replaces a section by another option: ``engine=vllm``.
+    `evaluates`: the settings are for an evaluation.
+    """
+    # The sections of the new options, beside defaults.
+    new = compose_raw([str(o.input_line) for o in group_choices], source)
+    saved_engine = node.engine.get("name")
     for override in group_choices:
-        node[override.key_or_group] = fresh[override.key_or_group]
-    if node.engine.get("name") != engine:
-        _forget_servers(node, fresh)
+        node[override.key_or_group] = new[override.key_or_group]
+    if node.engine.get("name") != saved_engine:
+        _forget_servers(node, new)
         if evaluates and "async_training" in node:
             # An evaluation trains nothing: these settings must not rule out the new engine.
-            node.async_training = fresh.async_training
+            node.async_training = new.async_training
     for override in values:
         OmegaConf.update(node, override.key_or_group, override.value(), force_add=True)
 
@@ -456,12 +462,15 @@ def _is_used(
     return section in used_sections and _is_within(path, [tuple(place.split("."))])
 
 
-def _forget_servers(node: DictConfig, fresh: DictConfig) -> None:
-    """Reset the settings of the previous engine's servers, which the new engine may refuse."""
-    node.servers = fresh.servers
+def _forget_servers(node: DictConfig, new: DictConfig) -> None:
+    """Replace the settings of the saved engine's servers by `new` ones, as the engine is another.
+
+    The new engine may refuse the saved ones.
+    """
+    node.servers = new.servers
     for key in ("folder", "transport"):
         if key in node.get("weight_sync", {}):
-            node.weight_sync[key] = fresh.weight_sync[key]
+            node.weight_sync[key] = new.weight_sync[key]
 
 
 def _read(

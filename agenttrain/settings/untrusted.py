@@ -222,6 +222,7 @@ def bundled_targets() -> Mapping[str, Mapping[str, list[Any]]]:
 
 
 def _components(part: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield every section at any depth of `part` whose `_target_` is code of this package."""
     if isinstance(part, Mapping):
         if str(part.get("_target_")).startswith("agenttrain."):
             yield part
