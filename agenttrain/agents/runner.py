@@ -375,8 +375,9 @@ class Agents:
     def _set_stop_reason(self, attempt: EndpointRollout, failure: str | None) -> None:
         """Set why the rollout ended. `failure` is the agent's.
 
-        The first that applies: a limit or an engine's error, a request's error that the agent gave
-        up on, the agent's failure, no turn at all, the agent's own end.
+        It is the first of these that applies: a limit or an engine's error (`attempt.ended`), the
+        error of the last request (`attempt.refused`), if the agent gave up on it, the agent's
+        failure, no turn at all, the agent's own end.
         """
         rollout, end = attempt.rollout, attempt.ended
         if end is not None and end.stop_reason is not StopReason.completed:

@@ -136,9 +136,10 @@ def assigned_folder() -> Path | None:
 
 
 def check_processes(command: Command, runs: Sequence[Composed]) -> None:
-    """Raise ConfigError for a run whose processes cannot be started.
+    """Raise ConfigError for a run of the command whose processes cannot be started.
 
-    With torchrun, fits the settings to the processes that it has started (`adopt`), or raises too.
+    If torchrun has started this process, the runs' `distributed` is set to the processes that there
+    are (`adopt`).
     """
     if started_by_others() and command.sweep:
         raise ConfigError(

@@ -54,10 +54,15 @@ ADAPTERS = "agenttrain.environments.adapters."
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check between sections, with the sections that it reads."""
+    """A check of settings that depend on each other, for a run of any verb.
+
+    Example: `tasks_per_step` has to be a multiple of `algorithm.minibatches`.
+    """
 
     problems: Callable[[RunConfig], Iterator[str]]
+    """Yields one line for each problem."""
     reads: tuple[str, ...]
+    """Sections that it reads."""
     whole: bool = False
     """True: it looks at a mixture as a whole; False: at each of its sources."""
 
