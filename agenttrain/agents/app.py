@@ -111,7 +111,7 @@ class AnswerResponse(Response):
         """Wait for the answer and write it, unless the client disconnects before."""
         delivery = self.delivery
         delivery.readers += 1
-        scope[ON_RESET] = self._reset
+        scope[ON_RESET] = self._reset  # for `EndpointProtocol`, which sees the connection's end
         disconnect = asyncio.ensure_future(wait_until_disconnected(receive))
         try:
             self._written = await self._write(send, disconnect)
@@ -246,6 +246,7 @@ def build_app(find_open: Callable[[str], OpenRollout | None]) -> Starlette:
         dialect = DIALECTS["messages" if "/messages" in request.url.path else "chat/completions"]
         return JSONResponse(dialect.error(problem), status_code=problem.status)
 
+    # Also without /v1: a client may have the rollout's address itself as its base URL.
     def post(path: str, handler: Callable[..., Any]) -> list[Route]:
         return [Route(f"/{{rollout}}{v1}/{path}", handler, methods=["POST"]) for v1 in ("/v1", "")]
 

@@ -159,6 +159,7 @@ class EndpointRollout:
         """
         self.counts["agent/requests"] += 1
         try:
+            # With `lockstep` requests of a rollout do not overlap, so that a run repeats exactly.
             one_at_a_time = self._lockstep_lock if self.policy.lockstep else nullcontext()
             async with one_at_a_time:
                 problem = await self.policy.check(question)
@@ -309,9 +310,10 @@ class EndpointRollout:
         return [trajectories[index] for index in self.trained.indices_of(trained)]
 
     def _admit(self, question: Question, problem: RequestError | None) -> Transcript:
-        """Return a request's transcript. Raises RequestError for its model or its sampling.
+        """Return the transcript for a request: of the policy's turns, or of frozen models' turns.
 
-        Else raises `problem`, the error that `ServedPolicy.check` has returned, if any.
+        Raises RequestError for its model or its sampling, or else `problem`, the error of its tools
+        or form that `ServedPolicy.check` has returned, if any.
         """
         served = find_served(self.settings.models, question.model)
         if not isinstance(served, Served):  # an error message
@@ -410,6 +412,7 @@ class EndpointRollout:
 
     def _plan(self, transcript: Transcript, question: Question) -> _PlannedRequest:
         """Find the turn that a request continues, if any, and plan the ids to sample from."""
+        # Calls that the client wrote differently (with a default filled in) match as issued.
         messages, respelled = transcript.issued.restore_calls(
             in_call_order(question.messages), question.schemas
         )
@@ -624,7 +627,10 @@ class EndpointRollout:
 def _issue_before_stop(
     shown_turn: AssistantTurn, stops: Sequence[str], handle: str
 ) -> tuple[Message, tuple[str, ...]]:
-    """Return the turn before a stop text as the client gets it, and the ids of its calls."""
+    """Return the turn before a stop text as the client gets it, and the ids of its calls.
+
+    `handle` is the id of the answer, by which later requests refer to it.
+    """
     # Not as text, even if the API's arguments are: a call that the stop text cuts off becomes part
     # of the content.
     message, call_ids = issue(shown_turn, text_arguments=False, handle=handle)
@@ -660,12 +666,15 @@ def _cut_completion(completion: Completion, end: int | None) -> Completion:
 def _untrained_conversations(
     transcript: Transcript, conversations: set[int], *, frozen: bool
 ) -> list[UntrainedConversation]:
-    """Return conversations for the rollout's list: each as its longest trajectory shows it."""
-    listed = []
+    """Return entries of `Rollout.untrained` for the conversations with these numbers.
+
+    An entry has the messages of the conversation's longest trajectory.
+    """
+    entries = []
     for number in sorted(conversations):
         indices = transcript.indices_of({number})
         trajectories = [transcript.rollout.trajectories[index] for index in indices]
-        listed.append(
+        entries.append(
             UntrainedConversation(
                 model=transcript.models[indices[0]],
                 frozen=frozen,
@@ -674,7 +683,7 @@ def _untrained_conversations(
                 messages=tuple(max(trajectories, key=lambda t: len(t.messages)).messages),
             )
         )
-    return listed
+    return entries
 
 
 def _match_any_tools(transcript: Transcript, messages: Sequence[Message]) -> Match[AgentTurn]:

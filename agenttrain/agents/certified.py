@@ -31,7 +31,7 @@ def cache_folder() -> Path:
 
 
 class CertifiedTools:
-    """Says whether a chat's template can show tools, from the disk where that is known.
+    """Certifies that a chat's template can show tools, and keeps the results on disk.
 
     `Agents` has one, and calls `problem` in a thread for each new set of tools.
     """

@@ -108,9 +108,12 @@ async def serve(settings: dict, command: list[str]) -> int:
 
 
 def main() -> None:
-    """Confine this process, serve, and end as the program did."""
-    text, *command = sys.argv[1:]
-    settings = json.loads(text)
+    """Confine this process, run the program in it, and exit with the program's code.
+
+    The arguments are the settings of the sandbox as JSON, and the program's command.
+    """
+    settings_json, *command = sys.argv[1:]
+    settings = json.loads(settings_json)
     try:
         die_first()  # before other processes, if the machine's memory is full
         confine(
@@ -125,4 +128,4 @@ def main() -> None:
         print(f"agent.sandbox=bwrap: {error}", file=sys.stderr, flush=True)
         os._exit(1)
     code = asyncio.run(serve(settings, command))
-    os._exit(128 - code if code < 0 else code)
+    os._exit(128 - code if code < 0 else code)  # -9, a SIGKILL, becomes 137 as in a shell

@@ -137,6 +137,7 @@ class _DividedStream:
         self.stream, self._name = stream, name
 
     def write(self, text: str) -> int:
+        """Write to the files of the current task's rollout, or to `stream` outside a rollout."""
         output = _current.get()
         if output is None:
             return self.stream.write(text)

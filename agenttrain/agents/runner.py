@@ -86,7 +86,11 @@ class FunctionAgent:
         self._output = DividedOutput()
 
     async def attempt(self, assignment: AgentTask, log: Path) -> float | None:
-        """Await the function. Whatever it raises is its failure, but for a machine that is lost."""
+        """Await the function, and return the reward that it returns, if any.
+
+        Raises AgentFailed for an exception of the function, except the one by which it finds that
+        the rollout's machine is lost: that is raised as it is.
+        """
 
         async def call() -> Any:  # so that an error of the call itself is caught too
             return await self._function(assignment)
@@ -202,6 +206,7 @@ class Agents:
         self._agent = make_agent(settings, folder, self._command, machines)
         self._gate = asyncio.Semaphore(settings.concurrency)
         self._open: dict[str, OpenRollout] = {}
+        """Rollouts that requests may still reach, by the name in their address."""
         self._app = build_app(self._open.get)
         self._form_problems: OrderedDict[_FormKey, tuple[str, str] | None] = OrderedDict()
         """The parameter at fault and the problem of a request's tools or form. None: no problem."""
@@ -274,7 +279,7 @@ class Agents:
             return rollout
 
     async def _close(self, entry: OpenRollout) -> None:
-        """Take a rollout from the endpoint, and complete it; the second time, do nothing."""
+        """Remove a rollout from the endpoint, and complete it; the second time, do nothing."""
         if self._open.pop(entry.name, None) is not None:
             entry.rollout.over.set()
             await entry.replays.aclose()
@@ -370,8 +375,9 @@ class Agents:
     def _set_stop_reason(self, attempt: EndpointRollout, failure: str | None) -> None:
         """Set why the rollout ended. `failure` is the agent's.
 
-        The first that applies: a limit or an engine's error, a request's error that the agent gave
-        up on, the agent's failure, no turn at all, the agent's own end.
+        It is the first of these that applies: a limit or an engine's error (`attempt.ended`), the
+        error of the last request (`attempt.refused`), if the agent gave up on it, the agent's
+        failure, no turn at all, the agent's own end.
         """
         rollout, end = attempt.rollout, attempt.ended
         if end is not None and end.stop_reason is not StopReason.completed:
@@ -395,7 +401,8 @@ class Agents:
             rollout.error = self._no_turn_error(attempt)
         else:
             rollout.stop_reason = StopReason.max_tokens if attempt.is_cut else StopReason.completed
-        # Only for a failure of the agent itself: then nothing else has ended the rollout.
+        # With on_failure=zero a failed agent has the reward 0, and its turns are trained. `end` is
+        # None for a failure of the agent itself: nothing else has ended the rollout.
         gives_zero = self.settings.on_failure is OnFailure.zero and rollout.turns > 0
         if gives_zero and rollout.stop_reason is StopReason.error and end is None:
             rollout.stop_reason = StopReason.agent_failed
@@ -448,9 +455,10 @@ class Agents:
             # `_serving` is done without `started` if the server cannot start.
             while not self._server.started and not self._serving.done():
                 await asyncio.sleep(0.001)
-            reachable = ANY_ADDRESS.get(host, host)
-            reachable = f"[{reachable}]" if ":" in reachable else reachable
-            self.address = f"http://{reachable}:{listener.getsockname()[1]}"
+            # A client cannot connect to "any address", 0.0.0.0: it is given the loopback address.
+            client_host = ANY_ADDRESS.get(host, host)
+            client_host = f"[{client_host}]" if ":" in client_host else client_host
+            self.address = f"http://{client_host}:{listener.getsockname()[1]}"
             if isinstance(self._agent, ExternalAgent):
                 print(
                     f"agents         {self.address}: start one for each file "

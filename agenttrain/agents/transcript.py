@@ -31,10 +31,11 @@ class AgentTurn(IssuedTurn):
 
 @dataclass(slots=True, eq=False)
 class Transcript:
-    """A rollout with the turns that were issued in it.
+    """A rollout with the turns that were issued to its agent.
 
-    A conversation is what the agent sees as one: it may have several trajectories, because a client
-    that rewrites its history makes a new one begin. Lists have an entry for each trajectory.
+    A conversation of the agent may have several trajectories: where the client rewrites its
+    history, a new trajectory begins. Conversations are numbered from 0. Lists have an entry for
+    each trajectory.
     """
 
     rollout: Rollout
@@ -54,7 +55,7 @@ class Transcript:
     models: list[str | None] = field(default_factory=list)
     """Name of the model that each trajectory's first request asked for."""
     openings: Counter[str] = field(default_factory=Counter)
-    """Number of trajectories that began with the same ids."""
+    """Digest of the ids with which trajectories began, mapped to the number of trajectories."""
     trajectory_count: int = 0
     """Trajectories that were planned, some of which may not have begun yet."""
 
@@ -75,15 +76,18 @@ class Transcript:
         return [i for i, number in enumerate(self.conversations) if number in conversations]
 
     def trained_conversations(self, trained: Trained) -> set[int]:
-        """Return the conversations that are trained, as far as it is known."""
+        """Return the conversations that are trained; a later request may change which they are.
+
+        `trained` is the setting `agent.train`. With `agents` they are those with tools, or all if
+        none has any.
+        """
         numbers = set(self.conversations)
         if trained is Trained.all or len(numbers) < 2:
             return numbers
-        main = self.main_conversation()
         if trained is Trained.main:
-            return {main}
-        # The main one has tools if any has. If none has, all are trained.
-        return {number for number in numbers if self._has_tools(number) >= self._has_tools(main)}
+            return {self.main_conversation()}
+        with_tools = {number for number in numbers if self._has_tools(number)}
+        return with_tools or numbers
 
     def main_conversation(self) -> int:
         """Return the conversation that attempts the task.

@@ -78,9 +78,9 @@ class Visible:
     work: str
     """Folder in which its program starts."""
     programs: set[str] = field(default_factory=set)
-    """Files, and folders of software."""
+    """Single files, and folders of software that are shown whatever is in them."""
     shown: set[str] = field(default_factory=set)
-    """Folders that can be read, but for `hidden`."""
+    """Folders that are shown but for the paths in `hidden`."""
     hidden: set[str] = field(default_factory=set)
     """Files and folders of keys, tokens and histories."""
     links: dict[str, str] = field(default_factory=dict)
@@ -137,7 +137,10 @@ class Visible:
 
 
 def visible_files(command: Sequence[str], read: Sequence[str]) -> Visible:
-    """Return the files that a command's program can read. Raises ValueError."""
+    """Return the files that a command's program can read in its sandbox.
+
+    `read` is the setting `agent.read`. Raises ValueError for a path in it that cannot be shown.
+    """
     work, links = os.getcwd(), dict[str, str]()
     home = _home_folders()[0]  # $HOME, where it is usable
     visible = Visible(home=resolve_links(home, links), work=work, links=links)

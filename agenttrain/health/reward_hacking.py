@@ -44,10 +44,11 @@ ANSWER_CHARACTERS = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mean:
-    """Mean over groups, with the square of its standard error."""
+    """Mean over groups of rollouts, with its uncertainty."""
 
     value: float
     error2: float
+    """Square of the standard error; infinite for a single group."""
 
     def rises_to(self, later: Mean, errors: float) -> bool:
         """Return True if `later` is higher by more than `errors` standard errors."""
@@ -65,7 +66,7 @@ def mean_of(values: Sequence[float]) -> Mean:
 
 @dataclass(slots=True)
 class Sign:
-    """The rollouts of a step that have a sign."""
+    """The rollouts of a step that have one sign of reward hacking, such as an empty answer."""
 
     count: int = 0
     reward: float = 0.0
@@ -90,6 +91,7 @@ class Tally:
     group_rewards: dict[str, float] = field(default_factory=dict)
     """Mean reward of each group, by its id."""
     signs: dict[str, Sign] = field(default_factory=dict)
+    """By name of the sign, e.g. ``empty`` or ``answer:42``: the rollouts that have it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +132,8 @@ class RewardWatch:
     references: dict[str, Reference] = field(default_factory=dict)
     """By sign: its share and the reward in the steps in which it was rarest."""
     lengths: tuple[float, float] | None = None
-    """Sampled tokens of nearly all rollouts of the first `config.window` steps."""
+    """5th and 95th percentile of a rollout's sampled tokens in the first `config.window` steps.
+    None: those steps are not over."""
     held_out: dict[str, tuple[Mean, Mean | None]] = field(default_factory=dict)
     """Best evaluation so far by name, with the training reward at its time; None: the first steps
     are not over yet."""
@@ -140,7 +143,10 @@ class RewardWatch:
     """Sampled tokens of each rollout so far, until `lengths` is made of them."""
 
     def check_step(self, step: int, rollouts: Sequence[Rollout]) -> Alarm | None:
-        """Add a step. Return an alarm if a sign has become one; None if none has."""
+        """Add a step. Return an alarm if a sign (``empty``, ``answer:42``) has risen, else None.
+
+        A sign that lasts gives no second alarm.
+        """
         rewarded = [rollout for rollout in rollouts if rollout.reward is not None]
         if not rewarded:
             return None
@@ -166,9 +172,9 @@ class RewardWatch:
         """Add the lengths of a step, and set `lengths` once the first steps are over."""
         self._first_lengths += [rollout.sampled_length for rollout in rollouts]
         if len(self.tallies) == self.config.window:
-            # The 5th and the 95th percentile.
-            bounds = statistics.quantiles(self._first_lengths, n=20, method="inclusive")
-            self.lengths = bounds[0], bounds[-1]
+            # 19 cuts between twentieths: the first is the 5th percentile, the last the 95th.
+            cuts = statistics.quantiles(self._first_lengths, n=20, method="inclusive")
+            self.lengths = cuts[0], cuts[-1]
             self._first_lengths = []
 
     def check_evaluation(self, name: str, rollouts: Sequence[Rollout]) -> Alarm | None:
@@ -182,25 +188,25 @@ class RewardWatch:
             return None
         training = _reward(self.tallies) if self.tallies else None
         # The first evaluation is the best so far.
-        best, training_then = self.held_out.get(name, (rewards, training))
+        best, training_at_best = self.held_out.get(name, (rewards, training))
         if best.value <= rewards.value:
             self.held_out[name] = rewards, training
             self.raised.discard(f"{HELD_OUT}:{name}")
             return None
-        if training is None or training_then is None or f"{HELD_OUT}:{name}" in self.raised:
+        if training is None or training_at_best is None or f"{HELD_OUT}:{name}" in self.raised:
             return None
-        has_risen = training_then.rises_to(training, REWARD_ERRORS)
+        has_risen = training_at_best.rises_to(training, REWARD_ERRORS)
         has_fallen = rewards.rises_to(best, ERRORS)  # from `best` down to `rewards`
         if not (has_risen and has_fallen):
             return None
         self.raised.add(f"{HELD_OUT}:{name}")
         tally = self.tallies[-1]
-        best_rollouts = tally.signs["any"].suspects  # all rollouts have "any"
+        best_rollouts = tally.signs["any"].suspects  # of the latest step: all rollouts have "any"
         return Alarm(
             step=tally.step,
             signs=(HELD_OUT,),
             text=f"the held-out reward ({name}) fell from {best.value:.3g} to {rewards.value:.3g} "
-            f"as that of training rose from {training_then.value:.3g} to {training.value:.3g}",
+            f"as that of training rose from {training_at_best.value:.3g} to {training.value:.3g}",
             rollouts=tuple((tally.step, rollout_id) for rollout_id in best_rollouts),
         )
 
@@ -273,7 +279,7 @@ class RewardWatch:
     def _signs(self, rollout: Rollout) -> Iterator[str]:
         """Yield the signs of a rollout. All rollouts have the sign ``any``.
 
-        `lengths` are the shortest and the longest usual ones, None in the first steps.
+        Lengths are judged by `lengths`, the usual range of sampled tokens, once it is known.
         """
         answer = answer_of(rollout)
         yield "any"
@@ -327,6 +333,7 @@ class RewardWatch:
         rise = share.value - reference.share.value
         sign_by_step = [tally.signs[sign] for tally in since if sign in tally.signs]
         assert self.config.limit is not None, "without a limit nothing is watched"
+        # The rise has to be larger than chance explains: ERRORS times its standard error.
         if rise < self.config.limit or not reference.share.rises_to(share, ERRORS):
             return None
         if len({task for step_sign in sign_by_step for task in step_sign.tasks}) < LEAST_TASKS:
@@ -342,7 +349,7 @@ class RewardWatch:
         return rise if has_risen else None
 
     def _lasts(self, sign: str) -> bool:
-        """Return True if a sign that has been named is still there, rewarded or not.
+        """Return True if a sign that an alarm has named still lasts, rewarded or not.
 
         A share near `config.limit` would begin and end again and again, so it has to lose half.
         """

@@ -110,7 +110,7 @@ class Watchdog:
         if self._thread is not None:
             self._thread.join(LONGEST_TICK_S)
             faulthandler.cancel_dump_traceback_later()
-            _handle_stop_with(self._former_handler)
+            _handle_stop_with(self._former_handler)  # at Ctrl-Z
             self._write_heartbeat(time.time())
 
     def begin(self, phase: str | None, step: int | None = None) -> None:

@@ -113,7 +113,7 @@ def run_workers(command: Command, composed: Composed, folder: Path, program: str
                     return _report(workers, exchange, command.verb, folder, first_node=node == 0)
                 first = _first_failure(workers, exchange)
             assert first is not None, "`_is_restartable` is False without one"
-            _print_restart(first, folder, restarts=restarts, left=restarts_left - 1)
+            _print_restart(first, folder, restarts=restarts, restarts_left=restarts_left - 1)
             _end_orphans(folder)
             # A new run that has begun is resumed by its next workers.
             if command.saved is None and (folder / "config.yaml").exists():
@@ -123,9 +123,10 @@ def run_workers(command: Command, composed: Composed, folder: Path, program: str
 
 
 def _take_over_servers(folder: Path, stack: ExitStack) -> None:
-    """Make this launcher the owner of a run's servers, which `stack` ends.
+    """Make this launcher the owner of a run's servers, which are ended when `stack` closes.
 
-    With restarts they outlive the workers.
+    Workers that find SERVERS_OWNER in their environment leave the servers running when they end, so
+    that the workers of a restart can use them.
     """
     os.environ[SERVERS_OWNER] = f"{os.getpid()} {folder}"
     for spec in specs().values():  # roles have servers beside any engine
@@ -134,13 +135,13 @@ def _take_over_servers(folder: Path, stack: ExitStack) -> None:
     stack.callback(os.environ.pop, SERVERS_OWNER)
 
 
-def _print_restart(first: WorkerEnd, folder: Path, *, restarts: int, left: int) -> None:
+def _print_restart(first: WorkerEnd, folder: Path, *, restarts: int, restarts_left: int) -> None:
     """Print why the run is restarted, and from where."""
     checkpoints = newest_first(folder / "checkpoints")
     print(
         f"agenttrain: {_rank_name(first)} {_how(first, folder)}; the run is restarted from "
         f"{f'checkpoints/{checkpoints[0].name}' if checkpoints else 'its beginning'} "
-        f"(distributed.restarts={restarts}, {left} left)",
+        f"(distributed.restarts={restarts}, {restarts_left} left)",
         file=sys.stderr,
     )
 
@@ -246,12 +247,8 @@ def _report(workers: Workers, exchange: Path, verb: str, folder: Path, *, first_
     """
     first = _first_failure(workers, exchange)
     if first is None and workers.other_node is None:  # they finished, or were asked to stop
-        lowest_rank = min(workers.ended, default=None)  # None: no worker has ended
-        code = workers.ended[lowest_rank].code if lowest_rank is not None else INTERRUPTED
-        # Workers get another signal than the launcher received, which decides on the code.
-        if code in (INTERRUPTED, TERMINATED) or code < 0:
-            code = INTERRUPTED if signal.SIGINT in workers.received else TERMINATED
-        if code != DONE and first_node:
+        code = _code_without_failure(workers)
+        if code != DONE and first_node:  # only if the first rank has not replaced it itself
             _set_status(folder, {"running": "interrupted"})
         return code
     crash: dict[str, Any] = {}
@@ -292,6 +289,16 @@ def _how(ended: WorkerEnd, folder: Path | None = None, error: str | None = None)
     if folder is not None and ended.rank != 0:  # rank 0 prints to the terminal
         how += f" (its log: {folder / 'logs' / f'rank-{ended.rank}.log'})"
     return how
+
+
+def _code_without_failure(workers: Workers) -> int:
+    """Return the exit code of workers that finished, or that a signal to the launcher stopped."""
+    lowest_rank = min(workers.ended, default=None)  # None: no worker has ended
+    code = workers.ended[lowest_rank].code if lowest_rank is not None else INTERRUPTED
+    # Workers get another signal than the launcher, whose own signal decides on the code.
+    if code in (INTERRUPTED, TERMINATED) or code < 0:
+        return INTERRUPTED if signal.SIGINT in workers.received else TERMINATED
+    return code
 
 
 def _set_status(folder: Path, statuses: dict[str | None, str], error: str | None = None) -> None:

@@ -40,6 +40,7 @@ class WorkerCommand:
     """The launcher's own command line, whose settings each worker composes again."""
 
     arguments: list[str]
+    """The words after `agenttrain`."""
     program: str
     """Module whose `run` takes the arguments."""
     verb: str
@@ -135,9 +136,10 @@ def assigned_folder() -> Path | None:
 
 
 def check_processes(command: Command, runs: Sequence[Composed]) -> None:
-    """Raise ConfigError for a run whose processes cannot be started.
+    """Raise ConfigError for a run of the command whose processes cannot be started.
 
-    With torchrun, fits the settings to the processes that it has started (`adopt`), or raises too.
+    If torchrun has started this process, the runs' `distributed` is set to the processes that there
+    are (`adopt`).
     """
     if started_by_others() and command.sweep:
         raise ConfigError(
@@ -179,24 +181,24 @@ def adopt(composed: Composed, typed: Sequence[str]) -> None:
     saved run may differ.
     """
     section = composed.config.distributed
-    world = int(os.environ["WORLD_SIZE"])
+    world_size = int(os.environ["WORLD_SIZE"])
     typed_settings = [text for text in typed if text.lstrip("+").partition("=")[0] in DECIDED]
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))  # processes of this node
-    nodes = max(world // local, 1)
-    contradicts = section.processes not in (None, local) or section.nodes not in (1, nodes)
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))  # of this node
+    nodes = max(world_size // local_size, 1)
+    contradicts = section.processes not in (None, local_size) or section.nodes not in (1, nodes)
     if typed_settings and (section.name is DistributedName.single or contradicts):
         raise ConfigError(
-            f"{' '.join(typed_settings)}: {world} processes were started (WORLD_SIZE), {local} on "
-            f"each of {nodes} node{'s' if nodes > 1 else ''}; leave it out, or start as many as it "
-            "says"
+            f"{' '.join(typed_settings)}: {world_size} processes were started (WORLD_SIZE), "
+            f"{local_size} on each of {nodes} node{'s' if nodes > 1 else ''}; leave it out, or "
+            "start as many as it says"
         )
     if section.name is DistributedName.single:
         section.name = DistributedName.ddp
     # Record settings with which `agenttrain resume=` can start the run itself, on one node.
-    section.processes, section.nodes = local, 1
+    section.processes, section.nodes = local_size, 1
     section.rendezvous = section.node_rank = None
     composed.plain["distributed"].update(
-        name=str(section.name), processes=local, nodes=1, rendezvous=None, node_rank=None
+        name=str(section.name), processes=local_size, nodes=1, rendezvous=None, node_rank=None
     )
 
 

@@ -90,7 +90,8 @@ def agree(world: World, own: Proposal) -> Proposal:
 def run(command: Command, composed: Composed, folder: Path, *, sweep: bool) -> int:
     """Agree with the other ranks on the run, and execute it; return the exit code.
 
-    Raises the error that stops this rank, except that the first rank's `Run` reports its own.
+    `folder` is the run folder that this rank proposes; the first rank's is used. Raises the error
+    that stops this rank, except that the first rank's `Run` reports its own.
     """
     config, plain = composed.config, composed.plain
     world = World.start(timeout_s=config.distributed.timeout_s)
@@ -107,7 +108,7 @@ def run(command: Command, composed: Composed, folder: Path, *, sweep: bool) -> i
     }
     resumes = config.resume is not None
     agreed = agree(world, Proposal(settings=settings, folder=str(folder), resumes=resumes))
-    if not agreed.settings:
+    if not agreed.settings:  # the first rank found nothing to run
         return DONE
     config.resume = agreed.folder if agreed.resumes else None
     if not world.is_main:
@@ -130,7 +131,8 @@ def run(command: Command, composed: Composed, folder: Path, *, sweep: bool) -> i
 def share(command: Callable[[], int]) -> int:
     """Run a command that composes settings and calls `run`; return its exit code.
 
-    If it ends without calling `run`, it tells the other ranks, which wait in `agree`.
+    If the command ends without calling `run`, the other ranks wait in `agree`: they are sent its
+    error, or that there is nothing to run.
     """
     if os.environ["RANK"] != "0":
         redirect(Path(os.devnull))  # the first rank prints for all of them

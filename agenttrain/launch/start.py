@@ -56,7 +56,7 @@ def start(
                 from agenttrain.launch.ranks import run
 
                 if started_by_others():  # torchrun has decided how many processes there are
-                    adopt(composed, ())
+                    adopt(composed, ())  # no typed settings: `check_processes` has compared them
                 return run(command, composed, folder, sweep=sweep)
             with no_garbage_collection():  # faster: the import makes very many objects
                 from agenttrain.runs.run import Run
@@ -82,7 +82,8 @@ def as_rank(command: Callable[[], int], verb: str) -> int:
     """
     rank = int(os.environ["RANK"])
     os.environ.update(QUIET)
-    terminal = unfailing(os.dup(2), hides=True)  # duplicated, because `redirect` replaces stderr
+    # Stderr without secrets; duplicated, because `share` redirects descriptor 2 of other ranks.
+    terminal = unfailing(os.dup(2), hides=True)
     with listening() as stop:
         try:
             from agenttrain.launch.ranks import Disagreement, share

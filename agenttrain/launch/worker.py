@@ -28,7 +28,10 @@ the store with it."""
 
 
 def main() -> int:
-    """Run the launcher's command as one rank; return the exit code."""
+    """Run the launcher's command as one rank; return the exit code.
+
+    The only argument is a `WorkerCommand` as JSON: verb, program, its arguments and `sys.path`.
+    """
     protect()  # output, against a closed terminal or file
     # The launcher's folder for messages between it and its workers.
     exchange = Path(os.environ["AGENTTRAIN_EXCHANGE"])
@@ -42,7 +45,7 @@ def main() -> int:
     launcher = os.getppid()
 
     def remove_exchange() -> None:
-        """Remove the exchange if the launcher is gone, which would do it otherwise."""
+        """Remove the exchange, unless the launcher is alive and will do it."""
         if os.getppid() != launcher:
             shutil.rmtree(exchange, ignore_errors=True)
 
@@ -64,8 +67,9 @@ def main() -> int:
             sys.path[:] = command.sys_path
             from agenttrain.launch.ranks import share
 
+            # If the program ends before its ranks have compared settings, `share` informs them.
             return share(lambda: import_module(command.program).run(command.arguments))
-        except KeyboardInterrupt:
+        except KeyboardInterrupt:  # perhaps before `command` was read
             from agenttrain.launch.processes import stop_code
 
             return stop_code(stop, json.loads(sys.argv[1])["verb"])

@@ -99,11 +99,15 @@ class Workers(LocalElasticAgent):
                 signal.signal(number, signal.SIG_IGN if is_ignored else self.pass_on)
 
     def pass_on(self, number: int, frame: FrameType | None = None) -> None:
-        """Forward a signal to every worker; Ctrl-C and a second SIGTERM set a time limit."""
+        """Forward a signal to every worker; Ctrl-C and a second SIGTERM set a time limit.
+
+        Workers get `_forwarded` in place of the signal that the launcher received.
+        """
         received = signal.Signals(number)
         self.received.append(received)
-        insists = received is signal.SIGTERM and self._terms.arrive()
-        if insists or received is signal.SIGINT:
+        # Seconds after the first: schedulers repeat the first SIGTERM at once.
+        is_second_term = received is signal.SIGTERM and self._terms.arrive()
+        if is_second_term or received is signal.SIGINT:
             self._forwarded = signal.SIGINT
         leave_terminal()  # it may be closed, which is why a SIGHUP came
         with suppress(OSError):

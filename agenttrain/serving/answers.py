@@ -35,6 +35,7 @@ class Answering:
     prompt: Prompt
     sampling: Sampling
     head: AnswerHead
+    """Id, model and time of the answer, which every part of a stream repeats."""
     sampled: list[int] = field(default_factory=list)
     """Tokens so far, where the engine reports them."""
 

@@ -56,16 +56,17 @@ def async_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
-def async_note(config: RunConfig, are_sent: Callable[[RunConfig], bool]) -> str | None:
+def async_note(config: RunConfig, adapters_are_sent: Callable[[RunConfig], bool]) -> str | None:
     """Return a warning about a weight sync that makes asynchronous training wait, or None.
 
-    Servers take adapters without a pause. `are_sent` says whether a run's are sent as they are. It
-    is called if that matters, as it may have to build the model's architecture.
+    Servers take adapters without a pause. `adapters_are_sent` returns True if a run's adapters are
+    sent to them, and not merged into the weights. It is called only if that matters, as it may have
+    to build the model's architecture.
     """
     ahead, mode = config.async_training.max_staleness, config.weight_sync.mode
     if not ahead or mode is not WeightSyncMode.drain or not run_spec(config).own_weights:
         return None
-    if run_spec(config).fleet and are_sent(config):
+    if run_spec(config).fleet and adapters_are_sent(config):
         return None
     return (
         f"warning: weight_sync.mode=drain with async_training.max_staleness={ahead}: each weight "

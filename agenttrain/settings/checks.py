@@ -54,10 +54,15 @@ ADAPTERS = "agenttrain.environments.adapters."
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check between sections, with the sections that it reads."""
+    """A check of settings that depend on each other, for a run of any verb.
+
+    Example: `tasks_per_step` has to be a multiple of `algorithm.minibatches`.
+    """
 
     problems: Callable[[RunConfig], Iterator[str]]
+    """Yields one line for each problem."""
     reads: tuple[str, ...]
+    """Sections that it reads."""
     whole: bool = False
     """True: it looks at a mixture as a whole; False: at each of its sources."""
 
@@ -121,13 +126,13 @@ def _sizes(config: RunConfig) -> Iterator[str]:
     if algorithm.minibatches >= 1 and tasks % algorithm.minibatches:
         # Suggest divisors near the typed number. A divisor d has a partner, tasks / d, and the
         # smaller of the two is at most the root.
-        tried = range(1, min(isqrt(max(tasks, 0)), LARGEST_DIVISOR_TRIED) + 1)
-        divisors = {d for n in tried if tasks % n == 0 for d in (n, tasks // n)}
+        candidates = range(1, min(isqrt(max(tasks, 0)), LARGEST_DIVISOR_TRIED) + 1)
+        divisors = {d for n in candidates if tasks % n == 0 for d in (n, tasks // n)}
         nearest = sorted(divisors, key=lambda divisor: abs(divisor - algorithm.minibatches))
-        shown = ", ".join(map(str, sorted(nearest[:DIVISORS])))
+        suggestions = ", ".join(map(str, sorted(nearest[:DIVISORS])))
         yield (
             f"algorithm.minibatches={algorithm.minibatches}: does not divide "
-            f"tasks_per_step={tasks}; take one of {shown}"
+            f"tasks_per_step={tasks}; take one of {suggestions}"
         )
     rollout, context = config.rollout, config.engine.max_context
     if rollout.max_turn_tokens > rollout.max_completion_tokens:
@@ -144,7 +149,11 @@ def _sizes(config: RunConfig) -> Iterator[str]:
 
 
 def _compaction(config: RunConfig) -> Iterator[str]:
-    """Check that a compacted context fits; the tokens of the request itself are not known."""
+    """Check that a context which is about to be compacted fits into the engine's.
+
+    After `compact_at` tokens come one more turn and the summary, if there is one. The request for
+    the summary is not counted: its tokens depend on the tokenizer.
+    """
     rollout, context = config.rollout, config.engine.max_context
     if rollout.compact_at is None or context is None:
         return
@@ -254,6 +263,7 @@ def _runtime(config: RunConfig) -> Iterator[str]:
 
 
 def _reference(config: RunConfig) -> Iterator[str]:
+    """Check that a run with adapters has no reference that follows the policy (`sync_steps`)."""
     kl = config.algorithm.kl
     if kl is not None and kl.reference is not None and config.model.lora.rank:
         yield (
@@ -421,6 +431,7 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
 
 
 def _guards(config: RunConfig) -> Iterator[str]:
+    """Check that a limit on the KL has a KL to watch."""
     limit = config.guards.kl.limit
     if limit is not None and config.algorithm.kl is None:
         yield (

@@ -130,16 +130,17 @@ def source_of(args: Namespace) -> Source:
 
 def take_trust(words: Sequence[str]) -> tuple[list[str], bool]:
     """Return the words without `trust=…`, and True if one of them was `trust=true`."""
-    typed = [word for word in words if word.startswith("trust=")]
-    if any(word not in (TRUSTED, "trust=false") for word in typed):
-        raise ConfigError(f"{typed[-1]}: expected {TRUSTED}, or leave it out")
-    return [word for word in words if word not in typed], TRUSTED in typed
+    trust_words = [word for word in words if word.startswith("trust=")]
+    if any(word not in (TRUSTED, "trust=false") for word in trust_words):
+        raise ConfigError(f"{trust_words[-1]}: expected {TRUSTED}, or leave it out")
+    return [word for word in words if word not in trust_words], TRUSTED in trust_words
 
 
 def _take_saved(overrides: Sequence[str], verb: str) -> tuple[list[str], Path | None]:
     """Return the overrides without `resume=<folder>`, and that folder; None if there is none.
 
-    For a verb in `VERBS_WITH_RUN` it is `run=<folder>`. Raises ConfigError for the other one.
+    For a verb in `VERBS_WITH_RUN` it is `run=<folder>`. Raises ConfigError for the key that the
+    verb does not take.
     """
     expected, other = ("run", "resume") if verb in VERBS_WITH_RUN else ("resume", "run")
     settings, saved = [], None
@@ -164,12 +165,12 @@ def _take_saved(overrides: Sequence[str], verb: str) -> tuple[list[str], Path | 
 
 def named_folder(overrides: Sequence[str]) -> Path | None:
     """Return the folder of `hydra.run.dir=`; None if there is none or Hydra has to complete it."""
-    typed = [text for text in overrides if text.startswith(RUN_DIR)]
-    if not typed:
+    run_dirs = [text for text in overrides if text.startswith(RUN_DIR)]
+    if not run_dirs:
         return None
     try:
         # Hydra removes the quotes that a name may need: hydra.run.dir='my run=1' -> my run=1
-        value = str(OverridesParser.create().parse_overrides([typed[-1]])[0].value())
+        value = str(OverridesParser.create().parse_overrides([run_dirs[-1]])[0].value())
     except OverrideParseException:  # composition reports the mistake
-        value = typed[-1].partition("=")[2]
+        value = run_dirs[-1].partition("=")[2]
     return None if "${" in value else Path(value)

@@ -150,6 +150,7 @@ def _components(config: RunConfig) -> Iterator[tuple[str, Any, Mapping[str, Any]
     """Yield (key, section, all sections of its kind) of each component."""
     for kind in SETTINGS_BESIDE:  # tools, environment, reward
         siblings = getattr(config, kind)
+        # The reward that environments share gets the `_target_` that it may leave out.
         sections = reward_sections(config) if kind == "reward" else siblings
         for name, section in sections.items():
             yield f"{kind}.{name}", section, siblings
@@ -176,15 +177,17 @@ def code_problems(config: RunConfig, sections: Collection[str] = SECTIONS) -> It
         except ValueError as error:
             yield str(error)
             continue
+        # A section has settings of its kind (ToolSettings, …) and the arguments of `target`.
         settings = field_names(ALL_BESIDE[kind]) if kind in ALL_BESIDE else ()
         parameters = parameter_names(target)  # None: any name, or unknown
-        known = (*(parameters or ()), *settings)
-        unknown = [n for n in section if n not in (*known, "_target_")]
+        valid_names = (*(parameters or ()), *settings)
+        unknown = [name for name in section if name not in (*valid_names, "_target_")]
         if parameters is not None and unknown:
             for name in unknown:
                 yield (
                     f"{key}.{name}={shown(section[name])}: {section['_target_']} has no such "
-                    f"argument{did_you_mean(name, known)}; known are: {', '.join(known)}"
+                    f"argument{did_you_mean(name, valid_names)}; known are: "
+                    f"{', '.join(valid_names)}"
                 )
             continue
         yield from _out_of_reach(config, f"{key}._target_", section["_target_"], section)
@@ -200,9 +203,9 @@ def code_problems(config: RunConfig, sections: Collection[str] = SECTIONS) -> It
 def _out_of_reach(
     config: RunConfig, key: str, path: str, section: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield the problem of code in the program itself that another process of the run imports.
+    """Yield the problem of code in ``__main__`` that another process of the run has to import.
 
-    `path` is the code's dotted path, at `key`, in `section`.
+    `path` is the code's dotted path, the value of `key`, and `section` its component's settings.
     """
     if not path.startswith(f"{PROGRAM}."):
         return
@@ -248,11 +251,14 @@ def _tool(config: RunConfig, key: str, section: Mapping[str, Any], target: Any) 
 def _environment(
     config: RunConfig, key: str, section: Mapping[str, Any], target: Any
 ) -> Iterator[str]:
-    """Yield the problems of an environment's section and class."""
+    """Yield the problems of an environment; `target` is the object that its `_target_` names.
+
+    `key` is for example ``environment.shop``, and `section` its settings.
+    """
     settings, arguments = split_section(EnvironmentSettings, section, key)
     yield from _errors_to_retry(key, settings)
-    by_state = config.algorithm.credit.name is Credit.gigpo
-    if by_state and not callable(getattr(target, "state", None)):
+    compares_states = config.algorithm.credit.name is Credit.gigpo
+    if compares_states and not callable(getattr(target, "state", None)):
         yield (
             f"{key}._target_={section['_target_']}: has no state(), and algorithm/credit=gigpo "
             "compares turns that began in equal states; add the method, or set "
@@ -299,12 +305,12 @@ def _reward(config: RunConfig, key: str, section: Mapping[str, Any], target: Any
         )
     settings = field_names(RewardSettings)
     try:
-        known = (*settings, *signature(target).parameters, "_target_")
+        valid_names = (*settings, *signature(target).parameters, "_target_")
     except (TypeError, ValueError):  # compiled code may have no signature
-        known = (*settings, "_target_")
+        valid_names = (*settings, "_target_")
     for name in section:
         # A reward with `**columns` would accept a misspelled setting.
-        if name not in known and (hint := did_you_mean(name, settings)):
+        if name not in valid_names and (hint := did_you_mean(name, settings)):
             yield (
                 f"{key}.{name}={shown(section[name])}: is neither a setting of a reward{hint} nor "
                 f"a parameter that {path} names; the settings are: {', '.join(settings)}"
@@ -378,6 +384,7 @@ def tool_names(config: RunConfig) -> ToolNames:
     parts = [_tool_names(name, section) for name, section in config.tools.items()]
     for name, section in config.environment.items():
         target = locate(section["_target_"], key=f"environment.{name}._target_")
+        # HOOKS are the methods that rollouts call themselves, so they are no tools.
         names = _methods(target, HOOKS) if isclass(target) else ()
         # An instance with a method `tools` names further ones.
         has_further = isclass(target) and class_method(target, "tools") is not None
@@ -389,7 +396,8 @@ def tool_names(config: RunConfig) -> ToolNames:
 def _tool_names(name: str, section: Mapping[str, Any]) -> ToolNames:
     """Return the names of the tools that the section `tools.<name>` makes."""
     target = locate(section["_target_"], key=f"tools.{name}._target_")
-    # A function, or an instance to call: one tool, with the name of its section.
+    # A function, or a class whose instance is called: one tool, with the name of its section.
+    # `callable(target)` would be True for any class; the last base is `object`.
     if not isclass(target) or any("__call__" in vars(base) for base in target.__mro__[:-1]):
         return ToolNames(names=(name,), complete=True)
     if hasattr(target, "tools"):  # only an instance has their names
@@ -425,19 +433,19 @@ def _stop_sections(config: RunConfig) -> list[str]:
 def _named_tools(config: RunConfig) -> Iterator[str]:
     """Yield tools that `stop_tools` and `eval.tools` name although no section has them."""
     try:
-        known = tool_names(config)
+        tools = tool_names(config)
     except ValueError:  # `code_problems` has reported it
         return
-    if not known.complete:
+    if not tools.complete:  # some tools have names only once they are built (an MCP server)
         return
     remedies = {"stop_tools": "stop_tools=[] is none (as with experiment=none)"}
     remedies["eval.tools"] = "eval.tools=null is all of them"
     for key, names in (("stop_tools", config.stop_tools), ("eval.tools", config.eval.tools or ())):
         for name in names:
-            if name not in known.names:
+            if name not in tools.names:
                 yield (
-                    f"{key}=[{name}]: is not a tool of this run{did_you_mean(name, known.names)}; "
-                    f"its tools are: {', '.join(known.names) or 'none'}; {remedies[key]}"
+                    f"{key}=[{name}]: is not a tool of this run{did_you_mean(name, tools.names)}; "
+                    f"its tools are: {', '.join(tools.names) or 'none'}; {remedies[key]}"
                 )
 
 

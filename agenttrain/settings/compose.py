@@ -201,8 +201,9 @@ def _replaces_sources(overrides: Sequence[str], data: Mapping[str, Any]) -> bool
     without rows of its own, such as data=mix, is for sources; data=own gets its rows by overrides.
     """
     groups = [text.removeprefix("data=") for text in overrides if text.startswith("data=")]
-    types_sources = any(SOURCES in text.partition("=")[0] for text in overrides)
-    return bool(groups) and not types_sources and bool(data["train"] or groups[-1] == "own")
+    if not groups or any(SOURCES in text.partition("=")[0] for text in overrides):
+        return False  # no group was typed, or sources were too
+    return bool(data["train"]) or groups[-1] == "own"
 
 
 def compose_new(overrides: Sequence[str], source: Source, *, starts: bool) -> Composed:
@@ -255,26 +256,27 @@ def _check_emptied(overrides: Sequence[str], composed: Composed) -> None:
     a YAML file after it. An empty mapping changes nothing.
     """
     problems = list(empty_mapping_problems(overrides, composed.plain))
-    typed_keys = [text.lstrip("+").partition("=")[0] for text in overrides]
+    typed_keys = {text.lstrip("+").partition("=")[0] for text in overrides}
     for section in ("tools", "reward"):
         if f"{section}=[]" not in overrides:
             continue
-        remaining = [
-            name
-            for name, settings in getattr(composed.config, section).items()
-            # Typed keys may stay: reward=[] +reward.environment.weight=2
-            if isinstance(settings, Mapping)  # `section_problems` reports other types
-            and f"{section}.{name}._target_" not in typed_keys
-            and not {f"{section}.{name}.{key}" for key in settings} <= set(typed_keys)
-        ]
+        remaining = []
+        for name, settings in getattr(composed.config, section).items():
+            if not isinstance(settings, Mapping):  # `section_problems` reports it
+                continue
+            # A component that was typed stays: reward=[] +reward.environment.weight=2
+            keys = {f"{section}.{name}.{key}" for key in settings}
+            is_typed = f"{section}.{name}._target_" in typed_keys or keys <= typed_keys
+            if not is_typed:
+                remaining.append(name)
         if remaining:
             chosen = [text for text in overrides if text.startswith("experiment=")]
             body = f"the body of {chosen[-1] if chosen else 'a YAML file'}"
-            keys = [f"{section}.{name}" for name in remaining]
-            deletions = " ".join(f"~{key}" for key in keys)
+            components = [f"{section}.{name}" for name in remaining]
+            deletions = " ".join(f"~{component}" for component in components)
             problems.append(
-                f"{section}=[]: {body} has {' '.join(keys)}, which stays; to leave it out too add "
-                f"{deletions}"
+                f"{section}=[]: {body} has {' '.join(components)}, which stays; to leave it out "
+                f"too add {deletions}"
             )
     raise_config_error(problems)
 
@@ -322,8 +324,8 @@ def _validate(sections: Mapping[str, Any]) -> Composed:
     """Build the settings from sections that the schema has typed; raises ConfigError."""
     config = validated(RunConfig, sections)
     if config.data.only is not None:
-        single = _validate(with_only(config, sections))
-        return replace(single, in_mixture=sections_in_mixture(config))
+        run_of_source = _validate(with_only(config, sections))
+        return replace(run_of_source, in_mixture=sections_in_mixture(config))
     complete = plain(config)  # with the defaults of the choices
     if not has_test_rows(config.data):  # no evaluation; config.yaml still has the typed number
         config.eval.questions = 0

@@ -26,8 +26,8 @@ SERVERS = plain_settings(ServersConfig())
 
 def typed_engine(overrides: Sequence[str]) -> str | None:
     """Return the typed override that chooses the engine, or None."""
-    named = ("engine=", "engine._target_=")
-    return next((text for text in overrides if text.startswith(named)), None)
+    choices = ("engine=", "engine._target_=")
+    return next((text for text in overrides if text.startswith(choices)), None)
 
 
 def has_rollout_process(config: RunConfig) -> bool:
@@ -165,10 +165,11 @@ def sends_adapters(config: RunConfig, *, is_merged: bool) -> bool:
 def merges_adapters(config: RunConfig) -> bool | None:
     """Return True if adapters are merged because vLLM 0.32 would compute something else with them.
 
-    It reads adapters of experts wrongly in most families of models, and adapters of several ranks
-    or scales in all of them. Adapters that are trained on a base in 4 bits it would add to the
-    weights in the base's files, which are in 16. `model.path` may itself be saved adapters. None:
-    the settings do not tell whether experts have adapters, the model's architecture does.
+    vLLM reads adapters of experts wrongly in most families of models, and adapters of several ranks
+    or scales in all of them. It would add adapters of a base in 4 bits to the base's 16-bit weights
+    on disk. `model.path` may itself be saved adapters.
+
+    Returns None if only the model's architecture can say whether experts have adapters.
     """
     model = config.model
     if not model.lora.rank:

@@ -44,8 +44,8 @@ def after_sft(words: Sequence[str], checkpoint: str) -> FollowUp:
     ``agenttrain eval --config-dir conf experiment=mine model.path=<checkpoint>``.
     """
     options, settings = _split(words)
-    named = [text for text in settings if key_of(text) == "experiment"]  # the last one counts
-    experiment = named[-1].partition("=")[2] if named else None
+    experiments = [text for text in settings if key_of(text) == "experiment"]
+    experiment = experiments[-1].partition("=")[2] if experiments else None  # the last one counts
     folders = [conf_folder()]
     if "--config-dir" in options:
         folders.insert(0, Path(options["--config-dir"]))
@@ -57,19 +57,22 @@ def after_sft(words: Sequence[str], checkpoint: str) -> FollowUp:
         _yaml_file(folder, f"experiment/{rl_experiment}") for folder in folders
     )
     if has_rl_experiment:  # shop for shop_warmstart
-        settings = [f"experiment={rl_experiment}" if text in named else text for text in settings]
+        settings = [
+            f"experiment={rl_experiment}" if text in experiments else text for text in settings
+        ]
         tasks_missing = False
     else:
         tasks_missing = _lacks_tasks(settings, experiment, files, folders)
     # The settings of the agent stay. Those of supervised learning and its rows go.
-    kept = [text for text in settings if not _of(text, (*OF_SFT, "data"))]
-    kept += [*(PLACEHOLDERS if tasks_missing else ()), f"model.path={checkpoint}"]
+    agent_settings = [text for text in settings if not _of(text, (*OF_SFT, "data"))]
+    rows = PLACEHOLDERS if tasks_missing else ()
+    overrides = [*agent_settings, *rows, f"model.path={checkpoint}"]
     option_words = [word for pair in options.items() for word in pair]
 
     def command(verb: str) -> str:
         verb_words = [] if verb == "train" else [verb]  # `agenttrain` without a verb trains
-        taken = [text for text in kept if not has_no_effect(text, verb)]
-        return shell_command([*verb_words, *option_words, *taken])
+        with_effect = [text for text in overrides if not has_no_effect(text, verb)]
+        return shell_command([*verb_words, *option_words, *with_effect])
 
     return FollowUp(evaluate=command("eval"), train=command("train"), tasks_missing=tasks_missing)
 
@@ -82,8 +85,8 @@ def _lacks_tasks(
     `files` are the YAML files that may choose rows: those of the experiment and of --config-name.
     """
     if not any(key_of(text) in ROWS for text in settings):
-        return True  # the rows of the experiment itself are what was learned
-    if files:  # typed rows were learned in place of those of an experiment
+        return True  # no rows were typed, so those of the experiment are demonstrations
+    if files:  # the typed demonstrations hid the rows of these files, which may be tasks
         bundled_file = _yaml_file(conf_folder(), f"experiment/{experiment}")
         is_bundled = bundled_file is not None and experiment != "none"
         return not is_bundled and not any(_chooses_rows(file, folders) for file in files)
@@ -118,7 +121,10 @@ def _yaml_file(folder: Path, name: str) -> Path | None:
 
 
 def _chooses_rows(name: str, folders: Sequence[Path]) -> bool:
-    """Return True if a YAML file, or an experiment that it begins with, chooses the run's rows."""
+    """Return True if a YAML file, or an experiment in its defaults list, chooses the run's rows.
+
+    `name` is that of the file, e.g. ``experiment/shop``, in the first of `folders` that has it.
+    """
     path = next((path for folder in folders if (path := _yaml_file(folder, name))), None)
     node = parse_yaml(path.read_text(encoding="utf-8")) if path else None
     if not isinstance(node, Mapping):

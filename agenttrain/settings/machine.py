@@ -36,8 +36,8 @@ def run_gpus(config: RunConfig, verb: str, trainers: int) -> int:
         return trainers
     servers = sum(fleet.gpu_count for fleet in fleets(config, verb).values())
     servers += config.servers.gpu_count if config.servers.nodes else 0
-    in_process: int = getattr(config.engine, "tensor_parallel_size", 1)  # GPUs of in-process vLLM
-    return max(policy_gpus(config, trainers), in_process) + servers
+    in_process_vllm: int = getattr(config.engine, "tensor_parallel_size", 1)
+    return max(policy_gpus(config, trainers), in_process_vllm) + servers
 
 
 def machine_problems(
@@ -101,7 +101,7 @@ def broadcast_problems(config: RunConfig, count_gpus: Callable[[], int]) -> list
             f"{key}: goes from the trainer's GPU to those of the servers, and there is no GPU "
             "here; set weight_sync.transport=files, or leave it out"
         ]
-    return [*installed_problems(key)]  # it takes vLLM servers
+    return list(installed_problems(key))  # only vLLM's servers receive weights by nccl
 
 
 def process_count_problem(section: DistributedConfig, gpus: int) -> str | None:

@@ -133,25 +133,14 @@ def check_values(
         if override.is_delete() or override.is_sweep_override():
             continue
         group = key.replace(".", "/")
-        # algorithm.objective=[clip], which is written algorithm/objective=clip
+        # algorithm.objective=[clip], which should be algorithm/objective=clip
         if group != key and group in options and not isinstance(value, str | dict):
             choose = f"choose one with {group}={'|'.join(options[group])}"
             raise ConfigError(
                 f"{line}: is a section; {choose}, and set its keys with {key}.<key>=…"
             )
-        listed = f"the options are: {', '.join(options.get(key, ()))}"
-        section = key.replace("/", ".")
-        if key in options and isinstance(value, int | float):  # model=3
-            raise ConfigError(f"{line}: no such option; {listed}")
-        # experiment={…}: a group that is no section of the settings has no keys.
-        if key in options and isinstance(value, dict) and key not in setting_keys():
-            raise ConfigError(f"{line}: takes one option; {listed}")
-        if key in options and isinstance(value, list):
-            # Only some groups, such as tools, take a list of options.
-            if section in setting_keys() and section not in SEVERAL:
-                raise ConfigError(f"{line}: takes one option; {listed}")
-            if not_texts := [shown(name) for name in value if not isinstance(name, str)]:
-                raise ConfigError(f"{line}: {not_texts[0]} is no option; {listed}")
+        if key in options:
+            _check_options(line, key, value, options[key])
         annotation = _annotation(key)
         is_flag = bool in (annotation, *get_args(annotation))
         if is_flag and isinstance(value, int) and value not in (0, 1):
@@ -172,6 +161,26 @@ def setting_keys(cls: type = RunConfig, prefix: str = "") -> Iterator[str]:
             yield from (f"{key}.{name}" for name in names)
         elif field.name in sections:
             yield from setting_keys(sections[field.name], f"{key}.")
+
+
+def _check_options(line: str, group: str, value: object, options: Sequence[str]) -> None:
+    """Raise ConfigError unless the typed `value` may be one or several options of a group.
+
+    `line` is the override as it was typed, with which the error begins.
+    """
+    listed = f"the options are: {', '.join(options)}"
+    section = group.replace("/", ".")
+    if isinstance(value, int | float):  # model=3
+        raise ConfigError(f"{line}: no such option; {listed}")
+    # experiment={…}: a group that is no section of the settings has no keys.
+    if isinstance(value, dict) and group not in setting_keys():
+        raise ConfigError(f"{line}: takes one option; {listed}")
+    if isinstance(value, list):
+        # Only some groups, such as tools, take a list of options.
+        if section in setting_keys() and section not in SEVERAL:
+            raise ConfigError(f"{line}: takes one option; {listed}")
+        if not_texts := [shown(name) for name in value if not isinstance(name, str)]:
+            raise ConfigError(f"{line}: {not_texts[0]} is no option; {listed}")
 
 
 def suggest_key(key: str, groups: Iterable[str] = ()) -> str:
@@ -212,20 +221,13 @@ def _explain_key_error(
     overrides: Sequence[str],
     groups: Mapping[str, Sequence[str]],
 ) -> str:
-    """Return the message for OmegaConf's error about a key; `text` is that of Hydra's error."""
+    """Return the message for OmegaConf's error about a key; `text` is that of Hydra's error.
+
+    `groups` maps a config group to its options: ``{"engine": ["hf", "vllm"]}``.
+    """
     key = str(cause.full_key)
-    # `where` begins the message: the override that has the mistake, or the key and Hydra's file.
-    # `meant` is the key that the user wrote.
     setting = key.partition("[")[0]
-    file = re.match(r"In '([^']+)'", text)
-    where = f"{setting} (in {file[1]}.yaml)" if file else setting
-    meant = key
-    for override in overrides:
-        name = key_of(override)
-        if name == setting or name.startswith(setting + "."):
-            # OmegaConf names the first unknown part.
-            where, meant = as_typed(override), name
-            break
+    where, meant = _locate_mistake(key, text, overrides)
     typed_key = where.partition("=")[0].partition(" ")[0].lstrip("+")
     # A group, such as `experiment`, that is no section of the settings: its option was typed.
     if key in groups and key == typed_key and key not in setting_keys():
@@ -254,6 +256,22 @@ def _explain_key_error(
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         return f"{where}: {_about_unknown_key(key, meant, groups)}"
     return f"{where}: {_expected(setting, getattr(cause, 'value', None)) or first_line}"
+
+
+def _locate_mistake(key: str, text: str, overrides: Sequence[str]) -> tuple[str, str]:
+    """Return the beginning of a message about OmegaConf's `key`, and the key that the user wrote.
+
+    The message begins with the override that has the mistake, or with the setting and the YAML file
+    that Hydra's message `text` names: ``optimizer.lrr (in experiment/mine.yaml)``.
+    """
+    setting = key.partition("[")[0]  # tools of tools[0]
+    for override in overrides:
+        name = key_of(override)
+        # OmegaConf only names the first unknown part: `a.b` for the override `a.b.c=1`.
+        if name == setting or name.startswith(setting + "."):
+            return as_typed(override), name
+    file = re.match(r"In '([^']+)'", text)
+    return f"{setting} (in {file[1]}.yaml)" if file else setting, key
 
 
 def _explain_interpolation(cause: InterpolationResolutionError, where: str, first_line: str) -> str:
@@ -321,13 +339,13 @@ def with_files(text: str, overrides: Sequence[str], config_name: str) -> str:
     Example: ``optimizer.lrr=1: unknown key …`` -> ``optimizer.lrr=1 (in experiment/mine.yaml):
     unknown key …``. Needs a `hydra_session`.
     """
-    typed = [key_of(override) for override in overrides]
+    typed_keys = [key_of(override) for override in overrides]
     loader = cast(ConfigLoaderImpl, cast(Hydra, GlobalHydra.instance().hydra).config_loader)
     lines = []
     for line in text.splitlines():
         setting, colon, problem = line.partition(": ")
         key = setting.partition("=")[0]
-        if any(key == name or key.startswith(f"{name}.") for name in typed):
+        if any(key == name or key.startswith(f"{name}.") for name in typed_keys):
             lines.append(line)
             continue
         # The last of the composed files that sets the key.
@@ -374,10 +392,14 @@ def _unknown_option(error: MissingConfigException, groups: Mapping[str, Sequence
         group, _, option = missing.partition("/")
     if group not in groups:
         return str(error).partition("\n")[0]
-    meant = _probable_settings(group, option)
-    hint = "" if local_files else did_you_mean(option.rpartition("/")[2].lower(), groups[group])
-    listed = ", ".join(groups[group])
-    return f"{group}={option}: no such option{hint}{local_files}{meant}; the options are: {listed}"
+    settings_hint = _probable_settings(group, option)
+    spelling_hint = ""
+    if not local_files:
+        spelling_hint = did_you_mean(option.rpartition("/")[2].lower(), groups[group])
+    return (
+        f"{group}={option}: no such option{spelling_hint}{local_files}{settings_hint}; the options "
+        f"are: {', '.join(groups[group])}"
+    )
 
 
 def _probable_settings(group: str, option: str) -> str:

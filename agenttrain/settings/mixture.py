@@ -51,7 +51,7 @@ def _view(config: RunConfig, source: SourceConfig) -> RunConfig:
     )
     if not has_test_rows(source):  # it is left out of evaluations
         view.eval = replace(view.eval, questions=0, every=None)
-    if view.eval.questions == 0:
+    if view.eval.questions == 0:  # without evaluations there is no best checkpoint
         view.checkpoint = replace(config.checkpoint, keep_best=False)
     return view
 
@@ -123,11 +123,12 @@ def mixture_problems(config: RunConfig) -> Iterator[str]:
     for section in OWN_SECTIONS:
         value = getattr(config, section)
         if value and all(getattr(source, section) is not None for source in sources.values()):
-            named = ", ".join(f"{section}.{key}" for key in value)
-            key = f"{section}={shown(value)}" if section == "stop_tools" else named
+            setting = ", ".join(f"{section}.{name}" for name in value)
+            if section == "stop_tools":  # a list, which has no keys
+                setting = f"{section}={shown(value)}"
             empty = "environment=null" if section == "environment" else f"{section}=[]"
             yield (
-                f"{key}: has no effect, every source has {section} of its own; leave it out: "
+                f"{setting}: has no effect, every source has {section} of its own; leave it out: "
                 f"{empty}"
             )
     yield from _evaluation_problems(config)
@@ -151,18 +152,18 @@ def _evaluation_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _share_problems(config: RunConfig) -> Iterator[str]:
-    """Yield counts that do not fit a step."""
+    """Yield the problem if `count` of the sources, their tasks in a step, do not fit a step."""
     sources, tasks = config.data.sources, config.tasks_per_step
     counts = {name: source.count for name, source in sources.items() if source.count is not None}
     total = sum(counts.values())
-    named = " ".join(f"{SOURCES}.{name}.count={count}" for name, count in counts.items())
+    settings = " ".join(f"{SOURCES}.{name}.count={count}" for name, count in counts.items())
     if counts and len(counts) == len(sources) and total != tasks:
-        yield f"{named}: add up to {total}; set tasks_per_step={total}, or change them"
+        yield f"{settings}: add up to {total}; set tasks_per_step={total}, or change them"
     elif len(counts) < len(sources) and total >= tasks:
-        rest = ", ".join(name for name in sources if name not in counts)
+        uncounted = ", ".join(name for name in sources if name not in counts)
         yield (
-            f"{named}: leave nothing of tasks_per_step={tasks} to {rest}; lower them, or raise "
-            "tasks_per_step"
+            f"{settings}: leave nothing of tasks_per_step={tasks} to {uncounted}; lower them, or "
+            "raise tasks_per_step"
         )
 
 

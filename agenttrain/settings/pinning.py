@@ -75,6 +75,7 @@ def hub_models(config: RunConfig, verb: str) -> Iterator[HubModel]:
     reads_weights = policy.init is not Init.random
     yield from in_section(("model",), policy.path, policy.revision, loaded=reads_weights)
     yield from in_section(("chat_template",), template.path, template.revision, loaded=False)
+    # The sections `reward` of the run and of its sources, with the keys above them.
     rewards: list[tuple[tuple[str, ...], Any]] = []
     if verb != "sft":
         rewards = [((), config.reward)]
@@ -148,9 +149,10 @@ def pin(composed: Composed, verb: str) -> None:
 
 
 def adopt_pins(composed: Composed, started: Composed) -> None:
-    """Copy the commits of `started` to the same models in `composed`, except typed commits.
+    """Pin the models of a run that goes on to the commits that its first start has chosen.
 
-    Compares the models of "train", the verb that reads most of them.
+    `started` has the settings of that start, `composed` those of this one, whose typed commits
+    stay. Compares the models of "train", the verb that reads most of them.
     """
     started_models = {model.key: model for model in _models_and_rows(started.config, "train")}
     for model in _models_and_rows(composed.config, "train"):
@@ -173,7 +175,7 @@ def _set_revision(composed: Composed, model: HubModel, revision: str | None) -> 
     for name in model.section:
         section = section[name] if isinstance(section, dict) else getattr(section, name)
         plain = plain[name]
-    name = f"{model.part}revision"
+    name = f"{model.part}revision"  # "revision", or "base_revision" for the base of adapters
     plain[name] = revision
     if isinstance(section, dict):
         section[name] = revision

@@ -36,13 +36,13 @@ FOLDERS = ("resume", "run")
 def as_overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     """Yield the overrides of `settings`, whose keys are below `prefix` (``"optimizer."``).
 
-    - a mapping is a section: its values are set one by one, and its other keys stay;
-    - a function or class is a section's `_target_`, or a section that has only this; as rows
-      (`data`) it replaces the experiment's;
-    - a list of options, functions and classes (`tools`, `reward`, `environment`) is a section for
-      each function and class, by its name; in a source of a mixture (`data.sources.<name>`) it
-      has no names of options, and replaces the section;
-    - everything else is a value.
+    - A mapping sets keys of a section, whose other keys stay: ``{"optimizer": {"lr": 1e-4}}``.
+    - A function or class becomes a `_target_`: ``{"user": my_user}`` is
+      ``user._target_=my_module.my_user``. Rows of this kind replace those of the experiment.
+    - A list may have names of options, functions and classes: ``{"tools": ["sql", add]}`` is
+      ``tools=['sql']`` and ``tools.add._target_=my_module.add``. A list in a source of a mixture
+      (`data.sources.<name>.tools`) has no names of options, and replaces the section.
+    - Everything else is a value.
 
     Raises ConfigError, with the key, for a value that cannot stand in config.yaml.
     """
@@ -54,14 +54,7 @@ def as_overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]
             target = key if name == "_target_" else f"{key}._target_"
             yield f"{target}={dotted_name(value, target)}"
         elif isinstance(value, Mapping) and value:
-            if key == "data" and any(map(_has_code, value.values())):
-                yield "data=own"  # without the arguments of the experiment's rows
-            elif key == "data" and _has_own_rows(value.get("sources")):
-                yield "data=mix"  # which has no rows beside those of the sources
-            elif _is_source(key) and any(_has_code(value.get(split)) for split in SPLITS):
-                # Hydra merges mappings, and the rows of the experiment would leave arguments.
-                for split in SPLITS:
-                    yield f"{key}.{split}=null"
+            yield from _without_old_rows(key, value)
             yield from as_overrides(value, f"{key}.")
         elif _is_in_source(key) and isinstance(value, list | tuple):
             yield from _of_list_in_source(key, value)
@@ -69,6 +62,20 @@ def as_overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]
             yield from _of_list(key, value)
         else:
             yield f"{key}={_literal(value, key)}"
+
+
+def _without_old_rows(key: str, section: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the overrides that remove the experiment's rows, if `section` has rows of its own.
+
+    Hydra merges mappings: the arguments of the experiment's rows would stay beside the new ones.
+    """
+    if key == "data" and any(map(_has_code, section.values())):
+        yield "data=own"
+    elif key == "data" and _has_own_rows(section.get("sources")):
+        yield "data=mix"  # which has no rows beside those of the sources
+    elif _is_source(key) and any(_has_code(section.get(split)) for split in SPLITS):
+        for split in SPLITS:
+            yield f"{key}.{split}=null"
 
 
 def _of_list(key: str, values: Sequence[Any]) -> Iterator[str]:

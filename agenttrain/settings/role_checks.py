@@ -25,6 +25,7 @@ def roles_named(config: RunConfig) -> dict[str, str]:
 
     Example: {"reward.judge.url": "judge", "algorithm.teacher.path": "teacher"}.
     """
+    # A run without sources is the only view of itself, with an empty name.
     addresses = {
         located(config, source, f"reward.{name}.url"): section.get("url")
         for source, view in (source_views(config) or {"": config}).items()
@@ -43,10 +44,10 @@ def used_roles(config: RunConfig, verb: str) -> dict[str, RoleConfig]:
     """Return the roles whose servers a run of `verb` needs, in a fixed order."""
     if verb not in VERBS_WITH_SERVERS:
         return {}
-    named = roles_named(config)
+    role_of_key = roles_named(config)
     if verb != "train":  # nothing is trained, so no teacher is asked
-        named.pop(TEACHER, None)
-    return {name: getattr(config.roles, name) for name in ROLES if name in named.values()}
+        role_of_key.pop(TEACHER, None)
+    return {name: getattr(config.roles, name) for name in ROLES if name in role_of_key.values()}
 
 
 def fleets(config: RunConfig, verb: str) -> dict[str, StartedServers]:
@@ -71,8 +72,8 @@ def named_gpus(config: RunConfig, verb: str) -> tuple[int, ...]:
 
 def role_problems(config: RunConfig) -> Iterator[str]:
     """Yield problems of roles: one without servers, one that nothing names, reserved arguments."""
-    named = roles_named(config)
-    for key, role in named.items():
+    role_of_key = roles_named(config)
+    for key, role in role_of_key.items():
         if role not in ROLES:
             yield (
                 f"{key}={ROLE}{role}: is no role{did_you_mean(role, ROLES)}; the roles are: "
@@ -90,7 +91,7 @@ def role_problems(config: RunConfig) -> Iterator[str]:
     }
     for role in ROLES:
         model = getattr(config.roles, role).model
-        if model is not None and role not in named.values():
+        if model is not None and role not in role_of_key.values():
             yield (
                 f"roles.{role}.model={model}: nothing names role:{role}; set {consumers[role]}, "
                 "or leave it out"
@@ -100,8 +101,8 @@ def role_problems(config: RunConfig) -> Iterator[str]:
             if (owner := _owner(role, name)) is not None:
                 instead = f", set {owner}" if owner else ""  # "": agenttrain sets it itself
                 yield f"roles.{role}.args.{name}: is set by agenttrain; leave it out{instead}"
-    yield from _node_problems(config, named)
-    if TEACHER not in named:
+    yield from _node_problems(config, role_of_key)
+    if TEACHER not in role_of_key:
         return
     temperature = config.rollout.temperature
     if temperature != 1:
@@ -111,16 +112,19 @@ def role_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _node_problems(config: RunConfig, named: Mapping[str, str]) -> Iterator[str]:
-    """Yield roles whose servers, on the first node, processes of other nodes cannot reach."""
+def _node_problems(config: RunConfig, role_of_key: Mapping[str, str]) -> Iterator[str]:
+    """Yield roles whose servers, on the first node, processes of other nodes cannot reach.
+
+    `role_of_key` is the result of `roles_named`.
+    """
     nodes = config.distributed.nodes
     if nodes == 1:
         return
-    for key, role in named.items():
+    for key, role in role_of_key.items():
         remedy = f"give the address of a server, or set {names_with(fleet=True)}"
         if key == TEACHER:  # the training processes of all nodes ask it
             remedy = f"let {TEACHER} name a model"
-        elif has_rollout_process(config):  # on the first node
+        elif has_rollout_process(config):  # it alone asks them, and is on the first node
             continue
         yield (
             f"{key}={ROLE}{role}: with distributed.nodes={nodes} processes of other nodes would "

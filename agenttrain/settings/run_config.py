@@ -52,7 +52,10 @@ else:
 
 
 class RunPart(StrEnum):
-    """Parts of a run besides its settings."""
+    """Parts of a run besides its settings. A resumed run refuses changes in them.
+
+    `resume_changed` names the parts that may have changed.
+    """
 
     data = "data"
     """The rows of data.train and data.test."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
@@ -34,7 +35,6 @@ from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.trust import check_trusted, own_sections
 from agenttrain.settings.untrusted import (
     SECTIONS,
-    UntrustedValue,
     resolvers,
     run_place,
     untrusted_values,
@@ -240,8 +240,8 @@ def checkpoint_of(folder: Path, step: str) -> Path:
     path = checkpoints / (step if step in links else f"step-{int(step):06d}")
     if not path.is_dir():
         steps = ", ".join(map(str, _checkpoint_steps(checkpoints)))
-        kept = f"those of the steps {steps}" if steps else "none"
-        raise ConfigError(f"--step {step}: {folder} has no such checkpoint; it has {kept}")
+        existing = f"those of the steps {steps}" if steps else "none"
+        raise ConfigError(f"--step {step}: {folder} has no such checkpoint; it has {existing}")
     return path
 
 
@@ -250,9 +250,9 @@ def at_step(
 ) -> tuple[Path | None, list[str]]:
     """Return the folder of `run=` (or None), and overrides whose `run=` names its checkpoint.
 
-    `step` is the step of the checkpoint; None leaves `run=` as it is. `typed` is the typed `--step`
-    of no checkpoint, for which `step` is None: ``play --step 0``. Raises ConfigError for a step
-    without a run.
+    `step` is the step of the checkpoint; None leaves `run=` as it is. `typed` is the value of
+    `--step` for error messages, also where `step` is None because no checkpoint belongs to it:
+    ``play --step 0`` is the model before training. Raises ConfigError for a step without a run.
     """
     words = list(overrides)
     folders = [Path(text.removeprefix("run=")) for text in words if text.startswith("run=")]
@@ -304,13 +304,14 @@ def tracker_project(command: Command) -> str | None:
     """
     if command.saved is not None:
         return _summary(run_of(command.saved)).get("project")
-    typed = {key_of(word): word.partition("=")[2] for word in command.words}
-    if "hydra.run.dir" not in typed:
+    typed_values = {key_of(word): word.partition("=")[2] for word in command.words}
+    if "hydra.run.dir" not in typed_values:
         return None
     # train.yaml has the experiment `shop`.
     default = "shop" if command.source.name == "train" else command.source.name
-    experiment = typed.get("experiment", default).rpartition("/")[2]
-    return typed.get("hydra.job.name", "run" if experiment in ("none", "null") else experiment)
+    experiment = typed_values.get("experiment", default).rpartition("/")[2]
+    project = "run" if experiment in ("none", "null") else experiment
+    return typed_values.get("hydra.job.name", project)
 
 
 def saved_settings(
@@ -325,12 +326,10 @@ def saved_settings(
 ) -> Composed:
     """Return the settings of the run in `folder`, changed by overrides of `allowed` settings.
 
-    The overrides are parsed and checked, config.yaml is read, the overrides replace values in it,
-    the whole is validated, and what is neither typed nor signed is checked for code.
+    `argument` is the typed argument with the folder, e.g. ``resume=outputs/a``.
 
-    `argument` is the typed argument with the folder, e.g. ``resume=outputs/a``. Code that
-    config.yaml names in `used_sections` is checked by `check_trusted`, unless an override
-    replaced it.
+    Code that config.yaml names in `used_sections` needs `trust`, unless the user has signed the
+    section or an override has replaced the value. Raises ConfigError.
     """
     parsed = _parse_allowed(argument, overrides, allowed, source)
     node, signed = _read(argument, folder, trust=trust)
@@ -345,25 +344,26 @@ def saved_settings(
         _apply(node, group_choices, values, source, evaluates=allowed is EVALUABLE)
         try:
             composed = convert(node)
-            # `data.only` moves a source's sections. Signatures and typed keys know their places in
-            # the mixture, so trust is decided there.
-            unmoved = composed
+            # `data.only` moves a source's sections to the top: ``data.sources.x.tools`` is `tools`
+            # of the run. Signatures and typed keys have the places in the mixture, where they are
+            # compared with untrusted values.
+            mixture = composed
             if composed.in_mixture:
-                mixture = OmegaConf.merge(node, {"data": {"only": None}})
-                unmoved = convert(cast(DictConfig, mixture))
+                without_only = OmegaConf.merge(node, {"data": {"only": None}})
+                mixture = convert(cast(DictConfig, without_only))
         except ConfigError as error:
             raise ConfigError(_with_file(str(error), folder / "config.yaml", parsed)) from error
     # A typed mapping is merged into the saved one: only its own values are the user's.
     typed_paths = [tuple(o.key_or_group.replace("/", ".").split(".")) for o in group_choices]
     for override in values:
         typed_paths += _value_paths(override.value(), tuple(override.key_or_group.split(".")))
-    unsigned = [
+    untrusted = [
         value
-        for value in untrusted_values(unmoved.plain, used_sections)
+        for value in untrusted_values(mixture.plain, used_sections)
         if not _is_within(value.path, (*signed, *typed_paths))
         and _is_used(value.path, composed.in_mixture, used_sections)
     ]
-    check_trusted(argument, unsigned, trust=trust)
+    check_trusted(argument, untrusted, trust=trust)
     return composed
 
 
@@ -375,16 +375,21 @@ def _apply(
     *,
     evaluates: bool,
 ) -> None:
-    """Change saved settings by overrides: first groups with a new choice, then values, as Hydra."""
-    fresh = compose_raw([str(o.input_line) for o in group_choices], source)
-    engine = node.engine.get("name")
+    """Change the saved settings `node` by overrides: first groups, then values, as Hydra does.
+
+    An override of `group_choices` replaces a section by another option: ``engine=vllm``.
+    `evaluates`: the settings are for an evaluation.
+    """
+    # The sections of the new options, beside defaults.
+    new = compose_raw([str(o.input_line) for o in group_choices], source)
+    saved_engine = node.engine.get("name")
     for override in group_choices:
-        node[override.key_or_group] = fresh[override.key_or_group]
-    if node.engine.get("name") != engine:
-        _forget_servers(node, fresh)
+        node[override.key_or_group] = new[override.key_or_group]
+    if node.engine.get("name") != saved_engine:
+        _forget_servers(node, new)
         if evaluates and "async_training" in node:
             # An evaluation trains nothing: these settings must not rule out the new engine.
-            node.async_training = fresh.async_training
+            node.async_training = new.async_training
     for override in values:
         OmegaConf.update(node, override.key_or_group, override.value(), force_add=True)
 
@@ -444,10 +449,11 @@ def _is_within(path: tuple[str, ...], sections: Sequence[tuple[str, ...]]) -> bo
 def _is_used(
     path: tuple[str, ...], in_mixture: Mapping[str, str], used_sections: Sequence[str]
 ) -> bool:
-    """Return True if `used_sections` have the value at `path` of the settings of a mixture.
+    """Return True if a run of `used_sections` uses the value at `path` of a mixture's settings.
 
-    `in_mixture` is that of `Composed`. With ``{"data": "data.sources.x"}`` other sources are left
-    out. Without `data.only` it is empty, and all values are used.
+    `in_mixture` maps sections of a run with ``data.only=x`` to where the mixture has them:
+    ``{"data": "data.sources.x"}``. Values of other sources are then not used. Without `data.only`
+    it is empty, and all values are used.
     """
     if not in_mixture:
         return True
@@ -456,12 +462,15 @@ def _is_used(
     return section in used_sections and _is_within(path, [tuple(place.split("."))])
 
 
-def _forget_servers(node: DictConfig, fresh: DictConfig) -> None:
-    """Reset the settings of the previous engine's servers, which the new engine may refuse."""
-    node.servers = fresh.servers
+def _forget_servers(node: DictConfig, new: DictConfig) -> None:
+    """Replace the settings of the saved engine's servers by `new` ones, as the engine is another.
+
+    The new engine may refuse the saved ones.
+    """
+    node.servers = new.servers
     for key in ("folder", "transport"):
         if key in node.get("weight_sync", {}):
-            node.weight_sync[key] = fresh.weight_sync[key]
+            node.weight_sync[key] = new.weight_sync[key]
 
 
 def _read(
@@ -470,19 +479,18 @@ def _read(
     """Return the settings in a folder's config.yaml, and the paths of sections this user signed.
 
     Resolvers (``${oc.env:HOME}``) read more than the file. Those in sections that this user did not
-    sign need `trust` before anything is resolved.
+    sign need `trust`, or the user's consent on a terminal, before anything is resolved.
     """
     file = folder / "config.yaml"
     if not file.is_file():
         raise ConfigError(f"{argument}: is no run folder: there is no config.yaml in it")
-    unsigned: list[UntrustedValue] = []
-    try:
-        plain = OmegaConf.load(file)
-        if not plain:
+    with _explained_file(argument):
+        loaded = OmegaConf.load(file)
+        if not loaded:
             raise ValueError("it is empty")
-        if not isinstance(plain, DictConfig):
+        if not isinstance(loaded, DictConfig):
             raise ValueError("it holds a list, and a run's settings are a mapping of names")
-        raw = cast(dict[str, Any], OmegaConf.to_container(plain))
+        raw = cast(dict[str, Any], OmegaConf.to_container(loaded))
         signed = own_sections(raw)
         raw.pop("provenance", None)
         unsigned = [value for value in resolvers(raw) if not _is_within(value.path, signed)]
@@ -496,18 +504,27 @@ def _read(
             )
         with explained([], groups=dict):  # no override and no group is involved
             typed = OmegaConf.merge(schema(), settings)
-        if trust or not unsigned:  # otherwise the `else` below
-            OmegaConf.resolve(typed)
-            return cast(DictConfig, typed), signed
+    check_trusted(argument, unsigned, trust=trust)
+    with _explained_file(argument):
+        OmegaConf.resolve(typed)
+    return cast(DictConfig, typed), signed
+
+
+@contextmanager
+def _explained_file(argument: str) -> Iterator[None]:
+    """Turn an error in the block about a run's config.yaml into a ConfigError.
+
+    `argument` is the typed argument that names the run: ``resume=outputs/a``.
+    """
+    try:
+        yield
+        return
     except UnicodeDecodeError as error:
         problem = f"it is not UTF-8 text: {error.reason} at byte {error.start}"
     except RecursionError:
         problem = "a value in it contains itself, or is nested too deeply"
     except Exception as error:
         problem = str(error).partition("\n")[0]
-    else:  # there are unsigned resolvers: ask the user, then read the file again
-        check_trusted(argument, unsigned, trust=trust)
-        return _read(argument, folder, trust=True)
     raise ConfigError(
         f"{argument}: its config.yaml does not fit: {problem}; put back the file that the run wrote"
     )

@@ -89,10 +89,10 @@ def arithmetic(config: RunConfig) -> Arithmetic:
     """Compute the sizes of a validated configuration."""
     rollout, algorithm, evaluation = config.rollout, config.algorithm, config.eval
     rollouts = config.tasks_per_step * algorithm.group_size
-    # Between two steps; the evaluations before the first and after the last are added below.
-    during = (config.steps - 1) // evaluation.every if evaluation.every else 0
+    # The evaluations before the first step and after the last are added below.
+    evaluations_between_steps = (config.steps - 1) // evaluation.every if evaluation.every else 0
     views = list(source_views(config).values()) or [config]
-    rows = [_test_rows(view) for view in views]
+    rows = [_test_rows(view) for view in views]  # None: the number of rows is not known
     questions = sum(
         view.eval.questions if count is None else min(view.eval.questions, count)
         for view, count in zip(views, rows, strict=True)
@@ -112,7 +112,7 @@ def arithmetic(config: RunConfig) -> Arithmetic:
         ),
         tokens_per_rollout=rollout.max_completion_tokens,
         # One before the first step, one after the last.
-        evaluations=2 + during if questions else 0,
+        evaluations=2 + evaluations_between_steps if questions else 0,
         rollouts_per_evaluation=questions * (evaluation.samples + int(evaluation.greedy)),
         evaluation_is_exact=None not in rows,
     )

@@ -94,13 +94,16 @@ def check_trusted(
 
 
 def _check_bundled_path(argument: str, value: UntrustedValue, what: str) -> None:
-    """Raise ConfigError for a dotted path inside agenttrain that this version does not have."""
+    """Raise ConfigError for a dotted path inside agenttrain that this version does not have.
+
+    `what` ends with the name of the file that has the path: ``its config.yaml``.
+    """
     path = value.value
     if not isinstance(path, str) or not re.fullmatch(r"agenttrain(\.[A-Za-z_]\w*)+", path):
         return
     # RENAMED has the paths of earlier versions that still have a meaning.
     if path not in RENAMED and not _exists_in_package(path):
-        file = what.split()[-1]  # config.yaml of "its config.yaml"
+        file = what.split()[-1]
         # The bundled classes, and the values that their arguments have in conf/.
         bundled: list[Any] = list(bundled_targets())
         for values_of_argument in bundled_targets().values():
@@ -113,10 +116,13 @@ def _check_bundled_path(argument: str, value: UntrustedValue, what: str) -> None
 
 
 def _shown(value: UntrustedValue | str) -> str:
-    """Return a value as one line without secrets: ``tools.mcp.command=[npx, server]``."""
+    """Return a value as one line without secrets: ``tools.mcp.command=[npx, server]``.
+
+    A text is such a line already, and may still hold secrets.
+    """
     if isinstance(value, str):
         return hide_in_settings(value)
-    # Which values are secret is told by the names of key and section.
+    # `hide_in_settings` recognizes secrets by the names of a key and of its section.
     section, name = value.path[-2:] if len(value.path) > 1 else ("", value.path[-1])
     hidden = hide_in_settings({section: {name: value.value}})[section]
     shown = hidden[name] if isinstance(hidden, Mapping) else hidden

@@ -92,10 +92,10 @@ def _values_of_class(
 
 
 def run_place(place: tuple[str, ...]) -> tuple[str, ...]:
-    """Return where a run of one source has what stands in a source of a mixture.
+    """Return the path that a setting of a mixture's source has in a run of that source alone.
 
-    Example: ("data", "sources", "shop", "tools", "sql") is ("tools", "sql") there, and ("data",
-    "sources", "shop", "train") is ("data", "train").
+    Example: ("data", "sources", "shop", "tools", "sql") becomes ("tools", "sql"), and ("data",
+    "sources", "shop", "train") becomes ("data", "train"). Any other path stays as it is.
     """
     inside = place[3:] if ".".join(place[:2]) == SOURCES else ()
     if not inside:
@@ -125,11 +125,16 @@ def _values_of_choice(
 def _values_of_components(
     beside: type[Any], section: Mapping[str, Any], path: tuple[str, ...]
 ) -> Iterator[UntrustedValue]:
-    """Yield the untrusted values of a section that maps names to components."""
+    """Yield the untrusted values of a section that maps names to components, such as `tools`.
+
+    `beside` is the settings class whose keys stand beside a component's `_target_` and arguments:
+    ToolSettings for `tools`. `path` is the section's path.
+    """
     for name, component in section.items():
         place = (*path, str(name))
         if isinstance(component, Mapping):
-            if run_place(place) == ("reward", REWARD):  # it may leave out its `_target_`
+            # The reward that environments share may leave out its `_target_`.
+            if run_place(place) == ("reward", REWARD):
                 component = {"_target_": REWARD_TARGET, **component}
             yield from _values_of_component(beside, component, place)
         else:
@@ -139,7 +144,11 @@ def _values_of_components(
 def _values_of_component(
     beside: type[Any] | None, component: Mapping[str, Any], path: tuple[str, ...]
 ) -> Iterator[UntrustedValue]:
-    """Yield the untrusted values of a component; `beside` are the settings beside its arguments."""
+    """Yield the untrusted values of the component at `path`: its `_target_` and its arguments.
+
+    `beside` is the class of the settings that stand beside them, such as ToolSettings; None: there
+    are none.
+    """
     target = str(component.get("_target_") or "")
     is_bundled = target in bundled_targets()
     settings = {n: v for n, v in component.items() if beside and n in field_names(beside)}
@@ -147,6 +156,7 @@ def _values_of_component(
         yield from _values_of_class(beside, settings, path)
     hints, defaults = _parameters(target) if is_bundled else ({}, {})
     for name, value in component.items():
+        # `_values_of_class` has judged the settings. A bundled or empty `_target_` runs no code.
         if name in settings or (name == "_target_" and (is_bundled or not target)):
             continue
         if is_bundled:
@@ -212,6 +222,7 @@ def bundled_targets() -> Mapping[str, Mapping[str, list[Any]]]:
 
 
 def _components(part: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield every section at any depth of `part` whose `_target_` is code of this package."""
     if isinstance(part, Mapping):
         if str(part.get("_target_")).startswith("agenttrain."):
             yield part
