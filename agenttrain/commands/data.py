@@ -39,13 +39,13 @@ def show(config: RunConfig, prompts: int) -> int:
         shown = tasks.train.tasks(0, min(prompts, len(tasks.train)))
         for task in asyncio.run(_tasks_with_prompts(shown, components)):
             ids = components.prompt_ids(task)
-            later = "".join(f"\n(later) {text}" for text in task.user_turns)
+            later_turns = "".join(f"\n(later) {text}" for text in task.user_turns)
             source = f" of {task.source}" if task.source else ""
-            rule = f"── task {task.task_id}{source}, {len(ids)} tokens "
-            line = "─" * max(100 - len(rule), 2)
+            heading = f"── task {task.task_id}{source}, {len(ids)} tokens "
+            rule = "─" * max(100 - len(heading), 2)  # fills the line to 100 columns
             images = components.chat.place(ids, task.messages)
-            text = decoded(components.chat.decode, ids, images)
-            print(f"\n{rule}{line}\n{text}{later}")
+            prompt = decoded(components.chat.decode, ids, images)
+            print(f"\n{heading}{rule}\n{prompt}{later_turns}")
     if not certificate.passed:
         print(
             "\nthe chat template fails its certificate: agenttrain check prints the reasons",
@@ -55,9 +55,9 @@ def show(config: RunConfig, prompts: int) -> int:
 
 
 def _print_rows(components: Components) -> bool:
-    """Print the summary of the rows, and the columns that rewards read; True if one is missing.
+    """Print a summary of the rows, and the columns that rewards read; True if one is missing.
 
-    `relocated` gives the settings of a source the keys that they have in the run.
+    `relocated` renames keys in a line: data.train of a source becomes data.sources.<name>.train.
     """
     columns = components.rubric.columns
     for line in _describe_sources(components, context_of(components.config)):

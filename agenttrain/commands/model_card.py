@@ -34,8 +34,9 @@ def model_card(
 ) -> str:
     """Return the card of a run's model after `step` steps.
 
-    `config` is the run's config.yaml, `summary` its summary.json; any key may be missing. `weights`
-    describes complete weights. `sees`: the model reads images.
+    `config` is the run's config.yaml, `summary` its summary.json; any key may be missing. With
+    `adapter` the folder holds adapters alone; otherwise `weights` describes the weights, e.g.
+    "complete". `sees`: the model reads images.
     """
     model = dict(config.get("model", {}))
     provenance = dict(config.get("provenance", {}))

@@ -228,8 +228,8 @@ class Player:
             if message["role"] == "assistant":
                 # A streaming engine has called `_show_token` for each token already.
                 if not isinstance(self.engine, Streaming):
-                    *_, last = rollout.trajectories[-1].sampled_spans()
-                    for token_id in last.token_ids:
+                    *_, turn = rollout.trajectories[-1].sampled_spans()  # the newest one
+                    for token_id in turn.token_ids:
                         self._show_token(token_id)
                 self._write(self._stream.flush(), STYLES[Origin.sampled])
                 self._stream = self._new_stream()

@@ -346,7 +346,7 @@ def recorded_tools(
 
     `in_last_turn` returns True once the replayed rollout has reached its last recorded turn.
     """
-    kind = environments.kind_of(task)
+    kind = environments.kind_of(task)  # name of the row's environment, or None
     boxes = [toolbox, *([] if kind is None else [environments.toolbox_of(kind)])]
     tools = RecordedToolbox(boxes, record)
     if kind is None:
@@ -387,10 +387,14 @@ def _user_texts(record: Record) -> list[str]:
 
 
 class RecordedToolbox(Toolbox):
-    """The schemas, limits and stop tools of toolboxes, with the recorded results of one rollout."""
+    """Toolbox that runs no tool: it answers calls with the recorded results of one rollout.
+
+    Schemas, limits and stop tools are those of the real toolboxes. A call that began a sub-agent
+    begins it again, and the sub-agent's calls are answered in the same way.
+    """
 
     def __init__(self, toolboxes: Sequence[Toolbox], record: Record) -> None:
-        """Take the results of a record. A call that began a sub-agent begins it again."""
+        """Answer for all tools of `toolboxes` with the results of `record`, a rollout's record."""
         tool_boxes = [(name, toolbox) for toolbox in toolboxes for name in toolbox.names]
         super().__init__(
             {name: toolbox.tool(name) for name, toolbox in tool_boxes},
@@ -442,13 +446,14 @@ class RecordedToolbox(Toolbox):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedReplies:
-    """Everything that the environment of one rollout returned."""
+    """Everything that the environment of one recorded rollout returned to the tool loop."""
 
     messages: tuple[Message, ...]
     """Messages of its `reset`."""
     user: Sequence[str]
     """Messages of its `user`, in order."""
     reward: float | None
+    """Reward of the environment; None: it gave none."""
     done: Callable[[], bool]
     """Returns True once the episode is over."""
     truncated: bool

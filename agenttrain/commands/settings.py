@@ -213,9 +213,9 @@ def _describe_bounds(metadata: Iterable[Any]) -> Iterator[str]:
 
     pydantic keeps them as objects with one attribute of BOUNDS each: Ge(ge=1) -> ">= 1".
     """
-    for part in metadata:
+    for constraint in metadata:
         for name, sign in BOUNDS.items():
-            if (bound := getattr(part, name, None)) not in (None, LARGEST):
+            if (bound := getattr(constraint, name, None)) not in (None, LARGEST):
                 yield f"{sign} {bound:g}" if isinstance(bound, float) else f"{sign} {bound}"
 
 

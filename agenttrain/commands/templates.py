@@ -153,19 +153,23 @@ EXAMPLE_TOOLS: tuple[dict, ...] = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableRow:
-    """One family of the table."""
+    """Row of the table of chat templates: one family of models."""
 
     family: str
     models: str
+    """Names of models that have the template."""
     tools: bool
+    """True if the models call tools."""
     prefix_preserving: bool | None
     """True if the stock template never changes past turns; None if it is not installed."""
     fix: str
     """Changes of the fix; empty: none."""
     parser: str
+    """Response schema that reads the model's turns."""
     reasoning: str
     """Fate of past reasoning: kept, dropped, `kept by the fix`, or none."""
     certificate: str
+    """Worst status of the stock templates, with notes."""
     certified: str | None = None
     """Date and versions of a row of the shipped table; None: certified now."""
 
@@ -196,11 +200,15 @@ def record() -> None:
         for source in _sources(family):
             if original(source) is None:
                 raise ChatError(f"{name}: the template {source} is missing; install the test extra")
-    certified = [asdict(_certify_family(name, family)) for name, family in families().items()]
+    rows_of_families = []
+    for name, family in families().items():
+        row = asdict(_certify_family(name, family))
+        del row["certified"]  # one date and one list of versions serve all rows
+        rows_of_families.append(row)
     content = {
         "date": date.today().isoformat(),
         "versions": {name: version(name) for name in PACKAGES},
-        "rows": [{k: v for k, v in row.items() if k != "certified"} for row in certified],
+        "rows": rows_of_families,
     }
     RECORD.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -271,8 +279,8 @@ def markdown(table: Sequence[TableRow]) -> str:
 
 
 def plain(table: Sequence[TableRow]) -> str:
-    """Return the table for a terminal."""
-    heads = {
+    """Return the table for a terminal, its columns padded to equal width."""
+    heads = {  # field of TableRow -> heading
         "family": "family",
         "tools": "tools",
         "prefix_preserving": "stock keeps turns",

@@ -27,7 +27,7 @@ TENSOR_PARALLEL = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerMemory:
-    """Memory of a server with `gpus` GPUs."""
+    """Estimated memory of an engine server whose weights are divided among `gpus` GPUs."""
 
     gpus: int
     gpu_bytes: int

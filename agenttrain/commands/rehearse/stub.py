@@ -51,20 +51,22 @@ LATER = {Kind.call: 4, Kind.two_calls: 1, Kind.wrong_arguments: 1, Kind.stop: 6}
 
 @dataclass(slots=True)
 class Stub:
-    """A script for `ScriptedEngine`: ``stub(token_ids, session, turn)`` returns the ids of a turn.
+    """Stand-in for a model in a rehearsal: it writes calls and answers, some of them wrong.
 
-    The same run, row, sample and turn give the same ids.
+    `ScriptedEngine` calls ``stub(token_ids, session, turn)`` for the ids of each turn. The same
+    run, row, sample and turn give the same ids.
     """
 
     components: Components
     tasks: Sequence[Task]
     """Tasks by the place that the session names: ``rehearse-<place>-<sample>``."""
     written: Counter[Kind] = field(default_factory=Counter)
+    """Number of turns of each kind."""
     _after: dict[str, str] = field(default_factory=dict)
     """Session -> role of the message that its next turn answers, if not a user's."""
 
     def __call__(self, token_ids: Sequence[int], session: str, turn: int) -> list[int]:
-        """Return the ids of a turn of this session."""
+        """Return the ids of turn `turn` of `session`; the prompt's `token_ids` are not read."""
         _, place, sample = session.rsplit("-", 2)  # rehearse-<place of the task>-<sample>
         task, chat = self.tasks[int(place)], self.components.chat
         schemas = self.components.schemas(task)
@@ -76,7 +78,7 @@ class Stub:
         callable_tools = [tool for tool in tools if tool["name"] not in stops]
         stop_tools = [tool for tool in tools if tool["name"] in stops]
         kind = FIRST[rotation % len(FIRST)]
-        if turn:
+        if turn:  # a later turn: LATER has a weight for each kind
             kind = rng.choices(list(LATER), list(LATER.values()))[0]
         kind = _possible_kind(
             kind,
@@ -148,7 +150,11 @@ def _draw_call(kind: Kind, tool: dict, call_id: str, task: Task, rng: random.Ran
 
 
 def _possible_kind(kind: Kind, *, has_tools: bool, has_stop_tools: bool, one_call: bool) -> Kind:
-    """Return `kind`, or the nearest one that the row's tools and the chat template allow."""
+    """Return `kind`, or the nearest one that the row's tools and the chat template allow.
+
+    `has_tools` counts only tools that do not stop a rollout. `one_call`: the template allows a
+    single call in a turn.
+    """
     if kind is Kind.two_calls and one_call:
         kind = Kind.call
     if kind is Kind.stop and not has_stop_tools:

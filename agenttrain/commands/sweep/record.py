@@ -64,7 +64,11 @@ class TrialSearch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepRecord:
-    """The content of sweep.json."""
+    """The content of sweep.json: a sweep's command, its jobs and its search.
+
+    A sweep without a search knows all jobs from the beginning. A search adds the jobs of one trial
+    at a time: one for each element of `search.repeats`, such as a seed.
+    """
 
     verb: str
     """Verb of every job: `train`, `sft` or `eval`."""

@@ -61,7 +61,8 @@ class Sweep:
     """Folder of the sweep, with its record."""
     settings: SweepConfig
     shares: list[dict[str, str]]
-    """Environment of each of the jobs that run at a time: see `divide_machine`."""
+    """Environment variables of each slot for a job, which divide GPUs and cores among the slots:
+    see `divide_machine`."""
     changes: list[str] = field(default_factory=list)
     """Overrides by which `agenttrain -m resume=…` changes every job."""
     trust: bool = False
@@ -89,14 +90,16 @@ def divide_machine(
                 f"{key}: {gpus} GPUs cannot be divided among {parallel} jobs; take "
                 f"{' or '.join(sizes)}, or name the GPUs that divide: {GPUS}=…"
             )
-        each = gpus // parallel
-        if problems := machine_problems(verb, configs, lambda: each):
-            raise ConfigError("\n".join([f"{key}: each job has {each} of {gpus} GPUs", *problems]))
+        gpus_per_job = gpus // parallel
+        if problems := machine_problems(verb, configs, lambda: gpus_per_job):
+            heading = f"{key}: each job has {gpus_per_job} of {gpus} GPUs"
+            raise ConfigError("\n".join([heading, *problems]))
         # The user may have named the GPUs that may be used, by number or UUID.
         visible = os.environ.get(GPUS, "").split(",")
         names = visible if len(visible) >= gpus else [str(number) for number in range(gpus)]
         for number, share in enumerate(shares):
-            share[GPUS] = ",".join(names[number * each : (number + 1) * each])
+            start = number * gpus_per_job
+            share[GPUS] = ",".join(names[start : start + gpus_per_job])
     if THREADS not in os.environ:
         ranks = 1  # processes of a job, which all inherit the variable
         for config in configs:

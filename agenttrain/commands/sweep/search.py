@@ -90,8 +90,13 @@ def _choices(axis: Override) -> list[str]:
 
 
 def draw_trials(axes: Mapping[str, Override], trials: int, seed: int) -> list[tuple[str, ...]]:
-    """Draw the values of trials at random, no two the same. Raises ConfigError."""
-    values = list(islice(_new_values(axes, Sampler.random, seed, Direction.maximize, ()), trials))
+    """Draw the values of `trials` trials at random, no two the same. Raises ConfigError.
+
+    Each tuple has the values of one trial as text, in the order of `axes`: ``("1e-4", "16")``.
+    """
+    # Random draws depend neither on a direction nor on past trials.
+    draws = _new_values(axes, Sampler.random, seed, Direction.maximize, ())
+    values = list(islice(draws, trials))
     if len(values) < trials:
         raise ConfigError(
             f"sweep.trials={trials}: the ranges are too narrow for so many, at {DIGITS} digits a "

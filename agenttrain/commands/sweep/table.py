@@ -122,7 +122,10 @@ def compare_jobs(sweep: Path, record: SweepRecord, metrics: Sequence[str]) -> Co
 def _metrics(
     record: SweepRecord, named: Sequence[str], figures: Sequence[Mapping[str, float]]
 ) -> list[str]:
-    """Return the names of the table's columns: `named`, or else the objective and DEFAULT's."""
+    """Return the names of the table's columns: `named`, or else the objective and DEFAULT's.
+
+    `figures` has the results of each job, `named` the names that the user typed.
+    """
     available = dict.fromkeys(name for values in figures for name in values)
     for name in named:
         if available and name not in available:  # `available` is empty until a job has finished
