@@ -120,7 +120,10 @@ def _describe_sources(components: Components, context: int | None) -> Iterator[s
 
 
 def _describe_images(first: Sequence[Task], components: Components, note: str) -> Iterator[str]:
-    """Yield the number of images, their sizes and their tokens; `note` ends the line."""
+    """Yield a line with the number of images in the `first` rows, their sizes and their tokens.
+
+    `note` ends the line. Nothing is yielded without images, or for a model that reads none.
+    """
     images = [image for task in first for image in images_in(task.messages)]
     placeholders = components.chat.placeholders
     if not images or placeholders is None:
@@ -131,11 +134,13 @@ def _describe_images(first: Sequence[Task], components: Components, note: str) -
     )
     tokens = sorted(map(placeholders.tokens, images))
     rows = sum(any(images_in(task.messages)) for task in first)
-    span = sizes[0][1] if len(sizes) == 1 else f"{sizes[0][1]} to {sizes[-1][1]}"
-    each = f"{tokens[0]}" if tokens[0] == tokens[-1] else f"{tokens[0]} to {tokens[-1]}"
+    (_, smallest), (_, largest) = sizes[0], sizes[-1]
+    pixels = smallest if len(sizes) == 1 else f"{smallest} to {largest}"
+    fewest, most = tokens[0], tokens[-1]
+    token_range = f"{fewest}" if fewest == most else f"{fewest} to {most}"
     yield (
-        f"  images  {len(images)} in {rows} of {len(first):,} rows, {span} pixels, {each} tokens "
-        f"each{note}"
+        f"  images  {len(images)} in {rows} of {len(first):,} rows, {pixels} pixels, "
+        f"{token_range} tokens each{note}"
     )
 
 

@@ -300,6 +300,7 @@ def _disks() -> Iterator[Finding]:
         ("outputs", Path("outputs").absolute(), "hydra.run.dir=<folder> names another one", True),
         ("hub cache", cache, "HF_HOME=<folder> names another one", False),
     ):
+        # The folder may not exist yet: examine the nearest parent that does.
         nearest = next((p for p in (folder, *folder.parents) if p.exists()), Path("/"))
         free = shutil.disk_usage(nearest).free / GIB
         writable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
@@ -324,7 +325,7 @@ def _sandbox() -> Finding:
     try:
         backend = usable_backend("required")
     except ValueError as error:
-        # The error ends with what the sandbox takes.
+        # The error ends with the remedy: "…; it takes <a newer kernel or a package>".
         problem, _, remedy = str(error).partition("; it takes ")
         return Finding("sandbox", State.missing, problem, f"it takes {remedy}")
     note = "" if shutil.which("bwrap") else "; bubblewrap is not installed"

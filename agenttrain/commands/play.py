@@ -271,9 +271,13 @@ class Session:
         self.compares = args.step == "0"
         """True: the model before training answers too."""
         self.row = args.row
+        """Number of the row whose question `/ask` sends."""
         self.players: list[Player] = []
+        """The models that answer, one or two; filled by `open`."""
         self._components: Components | None = None
+        """Set by `open`."""
         self._conversations = 0
+        """Messages that were sent: numbers the next conversation."""
 
     def print(self, text: str, style: str = "dim") -> None:
         """Print a line of the program's own."""

@@ -42,6 +42,7 @@ class Setting:
     key: str
     """Example: ``optimizer.lr``; of components ``tools.<name>.timeout_s``."""
     type: str
+    """Type in words: ``whole number or null``, ``>= 1`` included."""
     default: str
     """Value as typed on the command line; empty: it has to be set."""
     description: str
@@ -242,8 +243,9 @@ def _field_texts(cls: type) -> Mapping[str, str]:
     (tree,) = ast.parse(dedent(getsource(cls))).body
     assert isinstance(tree, ast.ClassDef)
     texts = {}
-    for node, below in pairwise(tree.body):
-        match node, below:
+    # A docstring is a bare string on the line below its field.
+    for node, next_node in pairwise(tree.body):
+        match node, next_node:
             case (
                 ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]),
                 ast.Expr(value=ast.Constant(value=str(text))),

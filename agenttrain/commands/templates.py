@@ -214,9 +214,9 @@ def record() -> None:
 
 
 def _certify_family(name: str, family: Family) -> TableRow:
-    """Certify a family with its stock templates."""
+    """Certify a family with its stock templates, and return its row of the table."""
     certificates: list[Certificate] = []
-    treatments: dict[str, None] = {}  # an ordered set
+    reasoning_fates: dict[str, None] = {}  # an ordered set
     for source, owner in _sources(family).items():
         if (text := original(source)) is None:
             continue
@@ -227,9 +227,8 @@ def _certify_family(name: str, family: Family) -> TableRow:
         chat = load_chat(tokenizer, template, ResponseSchemaConfig())
         certificate = certify(chat, EXAMPLE_TOOLS if family.tools else ())
         certificates.append(certificate)
-        treatments[_describe_past_reasoning(certificate) if chat.renders_reasoning else "none"] = (
-            None
-        )
+        fate = _describe_past_reasoning(certificate) if chat.renders_reasoning else "none"
+        reasoning_fates[fate] = None
     changes = dict.fromkeys(change for c in certificates for change in c.changes)
     # Shown in the place of changes if no template is installed to certify.
     first_fix = family.fixes[0] if family.fixes else ()
@@ -245,7 +244,7 @@ def _certify_family(name: str, family: Family) -> TableRow:
         prefix_preserving=all(c.preserving for c in certificates) if certificates else None,
         fix="; ".join(changes if certificates else reasons),
         parser=family.response,
-        reasoning=" or ".join(treatments) if treatments else "unknown",
+        reasoning=" or ".join(reasoning_fates) if reasoning_fates else "unknown",
         certificate=str(status) + note,
     )
 
@@ -259,14 +258,15 @@ def _describe_past_reasoning(certificate: Certificate) -> str:
 
 
 def _sources(family: Family) -> dict[str, Family]:
-    """Map the templates to certify a family with to the families that they belong to.
+    """Map the names of the templates to certify a family with to the families that own them.
 
-    A family without marks suits any template: it is certified with the templates without tools.
+    Marks are texts by which a family's template is recognized. A family without marks suits any
+    template: it is certified with those of the families without tools.
     """
     if family.marks:
         return dict.fromkeys(family.originals, family)
-    without_tools = [other for other in families().values() if not other.tools]
-    return {source: other for other in without_tools for source in other.originals}
+    owners = [owner for owner in families().values() if not owner.tools]
+    return {source: owner for owner in owners for source in owner.originals}
 
 
 def markdown(table: Sequence[TableRow]) -> str:

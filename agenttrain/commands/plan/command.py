@@ -232,8 +232,11 @@ def _lines(
         for part in memory.parts:
             if part.on_host:
                 yield _row(part)
-    each, node = ("process", f"{load.local} of them") if on_cpu else ("GPU", "host of a node")
-    yield f"{'moment':<18}{each:>8}  {node:>14}"
+    # Headings of two columns: memory of one process or GPU, and memory of a node's host.
+    device_head, host_head = "GPU", "host of a node"
+    if on_cpu:
+        device_head, host_head = "process", f"{load.local} of them"
+    yield f"{'moment':<18}{device_head:>8}  {host_head:>14}"
     for when, name in MOMENTS.items():
         yield f"{name:<18}{memory.at(when) / GIB:8.2f}  {memory.host(when) / GIB:14.2f}"
     yield from _verdict(memory, remedies)

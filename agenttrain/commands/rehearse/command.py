@@ -52,17 +52,20 @@ REFUSED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolReport:
-    """Calls of one tool that were run."""
+    """Statistics of one tool's calls, without calls that were refused before the tool ran."""
 
     tool: str
     calls: int
     failures: int
+    """Calls with an error."""
     first_error: str
     """Text that the model read at the first failure; empty: there was none."""
     same_error: bool
     """True if three or more calls were run, and all failed with the same text."""
     p50_s: float
+    """Median seconds of a call."""
     p95_s: float
+    """95th percentile."""
     reply_tokens_p50: int
     reply_tokens_max: int
     clipped: int

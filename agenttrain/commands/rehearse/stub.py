@@ -88,7 +88,7 @@ class Stub:
         )
         self.written[kind] += 1
 
-        after = self._after.get(session, "user")
+        after = self._after.get(session, "user")  # role of the message that the turn answers
         if kind in (Kind.answer, Kind.endless):
             self._after[session] = "user"
             return self._answer_ids(kind, task, schemas, after, rng)
@@ -102,8 +102,8 @@ class Stub:
             _draw_call(kind, tool, f"call_{turn}_{index}", task, rng)
             for index, tool in enumerate(called)
         )
-        calling = AssistantTurn(content="", reasoning=None, calls=calls)
-        ids = turn_ids(chat, calling, schemas, after)
+        turn_with_calls = AssistantTurn(content="", reasoning=None, calls=calls)
+        ids = turn_ids(chat, turn_with_calls, schemas, after)
         if kind is Kind.damaged:
             # Cut some tokens out of the middle.
             middle = len(ids) // 2
@@ -118,7 +118,10 @@ class Stub:
         after: str,
         rng: random.Random,
     ) -> list[int]:
-        """Return the ids of an answer with a text of the task; an endless one exceeds the limit."""
+        """Return the ids of an answer with a text of the task; an endless one exceeds the limit.
+
+        `after` is the role of the message that it answers: "user" or "tool".
+        """
         column_texts, words = task_texts(task)
         text = rng.choice(column_texts if column_texts and rng.random() < 0.5 else words)
         answer = AssistantTurn(content=text, reasoning=None, calls=())
@@ -131,7 +134,10 @@ class Stub:
 
 
 def _draw_call(kind: Kind, tool: dict, call_id: str, task: Task, rng: random.Random) -> ToolCall:
-    """Return a call of a tool with arguments that fit its schema, unless the kind spoils them."""
+    """Return a call of a tool with arguments that fit its schema.
+
+    Kinds of wrong calls name a tool that does not exist, or miss an argument or add one.
+    """
     column_texts, words = task_texts(task)
     arguments = arguments_for(tool, [*column_texts, *words], rng)
     if kind is Kind.stop and rng.random() < 0.5:

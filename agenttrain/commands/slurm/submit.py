@@ -64,8 +64,11 @@ class PlannedJob:
     """A job, ready to be submitted."""
 
     settings: SlurmConfig
+    """Section `slurm`."""
     runs: list[Composed]
+    """Checked settings of the run, or of each run of a sweep."""
     script: JobScript
+    """Inputs of the batch script."""
     record: SweepRecord | None
     """Record of the sweep. None: a single run."""
     resumes: bool

@@ -83,10 +83,12 @@ class JobProcess:
 
 @dataclass(slots=True)
 class Forwarder:
-    """Signal handler that passes signals on to the jobs."""
+    """Signal handler of a sweep's process, which passes signals on to the jobs."""
 
     jobs: list[JobProcess] = field(default_factory=list)
+    """Jobs that run."""
     received: list[int] = field(default_factory=list)
+    """Numbers of the signals that came, in order."""
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.received.append(number)

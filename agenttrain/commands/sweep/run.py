@@ -231,9 +231,10 @@ def _job_arguments(
 
 
 def record_end(folder: Path, ended: JobEnd, *, signalled: bool) -> None:
-    """Record how a job ended, unless its own process did; `signalled`: the sweep was stopped.
+    """Record in its summary how a job ended, unless its own process has recorded it.
 
-    A job that wrote `finished` has failed nevertheless if its exit code is not 0.
+    `signalled`: a signal stopped the sweep, and the job with it. A job that wrote `finished` has
+    failed nevertheless if its exit code is not 0.
     """
     status = read_summary(folder).get("status")
     is_recorded = status in ENDED and status != FINISHED

@@ -43,6 +43,7 @@ class Trial:
     result: float | None = None
     """Mean of the objective over the seeds; None while the trial runs, and if it failed."""
     failed: bool = False
+    """True if all of its jobs have ended, and not all have the objective."""
 
 
 def check_space(axes: Mapping[str, Override], trials: int) -> None:
@@ -120,7 +121,11 @@ def _new_values(
     direction: Direction,
     trials: Sequence[Trial],
 ) -> Iterator[tuple[str, ...]]:
-    """Yield new values, which differ from those of `trials`; ends after ATTEMPTS vain draws."""
+    """Yield values of new trials, one text for each axis: ``("1e-4", "16")``.
+
+    None repeats those of `trials`, the past ones, from which the sampler `tpe` learns. Ends after
+    ATTEMPTS draws in a row of values that have been there.
+    """
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
