@@ -76,9 +76,12 @@ class Finding:
     """One line of the report of `agenttrain doctor`."""
 
     part: str
+    """Part of the machine: ``torch``, ``GPU``, ``engine=vllm``."""
     state: State
     detail: str
+    """Version, number or problem that was found."""
     remedy: str = ""
+    """Advice; empty: none is needed or known."""
 
 
 def doctor(args: Namespace) -> int:
@@ -325,7 +328,7 @@ def _sandbox() -> Finding:
     try:
         backend = usable_backend("required")
     except ValueError as error:
-        # The error ends with the remedy: "…; it takes <a newer kernel or a package>".
+        # The error ends with the remedy: "…; it takes Linux 5.14 with user namespaces …".
         problem, _, remedy = str(error).partition("; it takes ")
         return Finding("sandbox", State.missing, problem, f"it takes {remedy}")
     note = "" if shutil.which("bwrap") else "; bubblewrap is not installed"

@@ -157,10 +157,10 @@ class Player:
         """True if the cursor is at the beginning of a line."""
 
     async def ask(self, task: Task, text: str | None, number: int) -> None:
-        """Let the model answer `text`.
+        """Let the model answer `text` in the conversation that goes on.
 
-        If no conversation goes on, begin conversation `number` with `task`, whose last message is
-        then answered instead of `text`.
+        Without one, begin conversation `number` with `task`: its last message is answered, and
+        `text` is not read.
         """
         from agenttrain.engines.base import Streaming
         from agenttrain.rollout.config import RolloutRequest

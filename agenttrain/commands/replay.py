@@ -262,9 +262,10 @@ async def replay(
 def difference(
     record: Record, rollout: Rollout, decode: Callable[[Sequence[int]], str]
 ) -> str | None:
-    """Return a text about the first difference between a replayed rollout and its record.
+    """Return a text about the first difference between a record and its replayed `rollout`.
 
-    Return None if they are the same.
+    Return None if they are the same. Trajectories are compared by parent, token ids, sampled ranges
+    and messages, then the rollouts by their stop reasons.
     """
     # Through JSON, as the record was: tuples become lists.
     replayed_record = json.loads(dumps(rollout_record(rollout)))
@@ -279,14 +280,18 @@ def difference(
             return f"{where}: the ids are the same, the mask is not"
         # Reading the record put the images back into its messages: compare their hashes instead.
         old, new = recorded_messages(before["messages"]), after["messages"]
-        for index, (was, now) in enumerate(zip(old, new, strict=False)):
-            if was != now:
-                return f"{where} in message {index}\n  recorded  {was}\n  replayed  {now}"
+        for index, (old_message, new_message) in enumerate(zip(old, new, strict=False)):
+            if old_message != new_message:
+                return (
+                    f"{where} in message {index}\n  recorded  {old_message}\n"
+                    f"  replayed  {new_message}"
+                )
         if len(old) != len(new):
             return f"{where}: {len(old)} messages were recorded, {len(new)} replayed"
     if len(recorded) != len(replayed):
         return f"{where}: {len(recorded)} trajectories were recorded, {len(replayed)} replayed"
     old_stop, new_stop = record["stop_reason"], replayed_record["stop_reason"]
+    # UNREPEATABLE reasons, such as a timeout, do not follow from the record.
     if old_stop != new_stop and old_stop not in UNREPEATABLE:
         return f"{where}: stop reason {old_stop} was recorded, {new_stop} replayed"
     return None

@@ -186,6 +186,7 @@ def _classes_below(cls: type) -> Iterator[type]:
 
 def _setting(cls: type, field: Field[Any], hint: Any, key: str) -> Setting:
     """Return the setting `key`, a field of the settings class `cls` with the annotation `hint`."""
+    # pydantic's record of the field, with its bounds; None for a field without one.
     info = getattr(cls, "__pydantic_fields__", {}).get(field.name)
     default = _default(field, info)
     is_required = info is not None and info.is_required()

@@ -68,7 +68,8 @@ def typed_verb(arguments: Sequence[str]) -> str | None:
 def _first_word(arguments: Sequence[str]) -> int | None:
     """Return the position of the first argument that is neither an option nor an option's value.
 
-    None if there is none, or if an unknown option comes before it.
+    Options of BEFORE may come before the verb. None if there is no such argument, or if an unknown
+    option comes before it.
     """
     position = 0
     while position < len(arguments) and arguments[position].startswith("-"):

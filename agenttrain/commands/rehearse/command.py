@@ -146,7 +146,7 @@ def rehearse(config: RunConfig, args: Namespace, overrides: Sequence[str]) -> in
 
 
 async def _rehearse(components: Components, args: Namespace, overrides: Sequence[str]) -> Report:
-    """Collect the rollouts of the stub, with their rewards, and return their report."""
+    """Collect rollouts in which a stub takes the model's place, score them, and return a report."""
     config = components.config
     samples = min(config.algorithm.group_size, args.rollouts)
     tasks = components.tasks.train.tasks(0, ceil(args.rollouts / samples))

@@ -210,7 +210,7 @@ def _tidy(axes: Any) -> None:
 
 
 def smoothed(run: Rows, name: str, window: int) -> dict[int, float]:
-    """Map each step to the mean of figure `name` over the last `window` rows that have it.
+    """Map each step to the mean of the metric `name` over the last `window` rows that have it.
 
     Example: rewards 0, 1, 1 of steps 1, 2, 3 in windows of 2 -> ``{1: 0.0, 2: 0.5, 3: 1.0}``.
     """

@@ -163,7 +163,11 @@ def _wait(running: dict[int, tuple[SweepJob, JobProcess]]) -> tuple[int, JobEnd]
 def _start(
     sweep: Sweep, folder: Path, job: SweepJob, share: dict[str, str], signals: Forwarder
 ) -> JobProcess | None:
-    """Start a job with a share of the machine; None if another process runs or finished it."""
+    """Start a job, and return its process; None if another process runs or finished it.
+
+    `folder` is the sweep's absolute folder. `share` has the environment variables that give the job
+    its share of GPUs and cores.
+    """
     record, job_folder = read_record(folder), folder / job.folder
     if is_held(job_folder):
         print(f"{job_folder}: another process works there; it is left alone", flush=True)
