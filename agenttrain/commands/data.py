@@ -39,13 +39,13 @@ def show(config: RunConfig, prompts: int) -> int:
         shown = tasks.train.tasks(0, min(prompts, len(tasks.train)))
         for task in asyncio.run(_tasks_with_prompts(shown, components)):
             ids = components.prompt_ids(task)
-            later = "".join(f"\n(later) {text}" for text in task.user_turns)
+            later_turns = "".join(f"\n(later) {text}" for text in task.user_turns)
             source = f" of {task.source}" if task.source else ""
-            rule = f"── task {task.task_id}{source}, {len(ids)} tokens "
-            line = "─" * max(100 - len(rule), 2)
+            heading = f"── task {task.task_id}{source}, {len(ids)} tokens "
+            rule = "─" * max(100 - len(heading), 2)  # fills the line to 100 columns
             images = components.chat.place(ids, task.messages)
-            text = decoded(components.chat.decode, ids, images)
-            print(f"\n{rule}{line}\n{text}{later}")
+            prompt = decoded(components.chat.decode, ids, images)
+            print(f"\n{heading}{rule}\n{prompt}{later_turns}")
     if not certificate.passed:
         print(
             "\nthe chat template fails its certificate: agenttrain check prints the reasons",
@@ -55,9 +55,9 @@ def show(config: RunConfig, prompts: int) -> int:
 
 
 def _print_rows(components: Components) -> bool:
-    """Print the summary of the rows, and the columns that rewards read; True if one is missing.
+    """Print a summary of the rows, and the columns that rewards read; True if one is missing.
 
-    `relocated` gives the settings of a source the keys that they have in the run.
+    `relocated` renames keys in a line: data.train of a source becomes data.sources.<name>.train.
     """
     columns = components.rubric.columns
     for line in _describe_sources(components, context_of(components.config)):
@@ -120,7 +120,10 @@ def _describe_sources(components: Components, context: int | None) -> Iterator[s
 
 
 def _describe_images(first: Sequence[Task], components: Components, note: str) -> Iterator[str]:
-    """Yield the number of images, their sizes and their tokens; `note` ends the line."""
+    """Yield a line with the number of images in the `first` rows, their sizes and their tokens.
+
+    `note` ends the line. Nothing is yielded without images, or for a model that reads none.
+    """
     images = [image for task in first for image in images_in(task.messages)]
     placeholders = components.chat.placeholders
     if not images or placeholders is None:
@@ -131,11 +134,13 @@ def _describe_images(first: Sequence[Task], components: Components, note: str) -
     )
     tokens = sorted(map(placeholders.tokens, images))
     rows = sum(any(images_in(task.messages)) for task in first)
-    span = sizes[0][1] if len(sizes) == 1 else f"{sizes[0][1]} to {sizes[-1][1]}"
-    each = f"{tokens[0]}" if tokens[0] == tokens[-1] else f"{tokens[0]} to {tokens[-1]}"
+    (_, smallest), (_, largest) = sizes[0], sizes[-1]
+    pixels = smallest if len(sizes) == 1 else f"{smallest} to {largest}"
+    fewest, most = tokens[0], tokens[-1]
+    token_range = f"{fewest}" if fewest == most else f"{fewest} to {most}"
     yield (
-        f"  images  {len(images)} in {rows} of {len(first):,} rows, {span} pixels, {each} tokens "
-        f"each{note}"
+        f"  images  {len(images)} in {rows} of {len(first):,} rows, {pixels} pixels, "
+        f"{token_range} tokens each{note}"
     )
 
 

@@ -77,9 +77,12 @@ class Finding:
     """One line of the report of `agenttrain doctor`."""
 
     part: str
+    """Part of the machine: ``torch``, ``GPU``, ``engine=vllm``."""
     state: State
     detail: str
+    """Version, number or problem that was found."""
     remedy: str = ""
+    """Advice; empty: none is needed or known."""
 
 
 def doctor(args: Namespace) -> int:
@@ -303,6 +306,7 @@ def _disks() -> Iterator[Finding]:
         ("outputs", Path("outputs").absolute(), "hydra.run.dir=<folder> names another one", True),
         ("hub cache", cache, "HF_HOME=<folder> names another one", False),
     ):
+        # The folder may not exist yet: examine the nearest parent that does.
         nearest = next((p for p in (folder, *folder.parents) if p.exists()), Path("/"))
         free = shutil.disk_usage(nearest).free / GIB
         writable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
@@ -327,7 +331,7 @@ def _sandbox() -> Finding:
     try:
         backend = usable_backend("required")
     except ValueError as error:
-        # The error ends with what the sandbox takes.
+        # The error ends with the remedy: "…; it takes Linux 5.14 with user namespaces …".
         problem, _, remedy = str(error).partition("; it takes ")
         return Finding("sandbox", State.missing, problem, f"it takes {remedy}")
     note = "" if shutil.which("bwrap") else "; bubblewrap is not installed"

@@ -44,10 +44,10 @@ FAILED = (StopReason.error, StopReason.aborted)
 
 @dataclass(slots=True)
 class DryModel:
-    """A script for `ScriptedEngine`: one call after a user's message, and an answer otherwise.
+    """Stand-in for a model, which writes the turns that `ScriptedEngine` returns.
 
-    It also writes a call or JSON that the request demands. After a tool result such a call is of a
-    stop tool, if there is one.
+    It makes one call after a user's message, and answers otherwise. If the request demands a call
+    or JSON, it writes that. Such a call after a tool result is of a stop tool, if there is one.
     """
 
     components: Components
@@ -56,16 +56,16 @@ class DryModel:
     """The last request of each session of the engine."""
 
     def __call__(self, token_ids: Sequence[int], session: str, turn: int) -> list[int]:
-        """Return the ids of a turn of this session."""
+        """Return the ids of turn `turn` of `session`; the prompt's `token_ids` are not read."""
         question, config = self.questions[session], self.components.config
-        after = question.messages[-1]["role"]
+        after = question.messages[-1]["role"]  # role of the message that the turn answers
         # What the request demands of the answer: a tool, any call, or JSON by a schema.
         form = question.form
         tools = [schema["function"] for schema in question.schemas]
         after_tool = after == "tool"
-        stops = self.components.stop_tools(self.task)
+        stop_tools = self.components.stop_tools(self.task)
         # After a user's message an ordinary tool, after a tool result a stop tool, if there is one.
-        suitable = [tool for tool in tools if (tool["name"] in stops) == after_tool]
+        suitable = [tool for tool in tools if (tool["name"] in stop_tools) == after_tool]
         demanded = [tool for tool in tools if tool["name"] == form.tool]
         candidates = demanded or suitable or tools
         column_texts, words = task_texts(self.task)
@@ -83,7 +83,11 @@ class DryModel:
 
 
 def converse(config: RunConfig) -> str:
-    """Run the conversation and return its report; raises ConfigError if the agent fails."""
+    """Let the run's outside agent converse with a scripted model, and return a report.
+
+    The report lists the restarts: requests whose history differs from what was said before. Raises
+    ConfigError if the agent fails.
+    """
     agent = config.agent
     if not agent.command and agent._target_ is None:
         return "agent          is started by somebody else: no conversation to check"

@@ -40,7 +40,7 @@ def engine_server(args: Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError(f"{settings[0]}: the run has its settings; {ELSEWHERE}")
     folder, host = args.folder, args.host
     without_port = f"--host {host}: has no effect without --port or servers.nodes; {ELSEWHERE}"
-    plan_file = folder / PLAN
+    plan_file = folder / PLAN  # in which the run describes its servers
     deadline = time.monotonic() + (args.wait or 0)
     while not plan_file.exists() and time.monotonic() < deadline:
         time.sleep(LOOK_S)

@@ -164,7 +164,7 @@ class LoadedModel(NamedTuple):
 
 
 def _load_model(checkpoint: Path, dtype: str) -> LoadedModel:
-    """Load the model of a checkpoint in `dtype`, which is as for `export`."""
+    """Load the model of a checkpoint in `dtype`: `auto` (as saved), or a name such as `float32`."""
     import torch
     from transformers.utils import logging
 
@@ -177,7 +177,8 @@ def _load_model(checkpoint: Path, dtype: str) -> LoadedModel:
     if adapted and dtype == "auto":  # adapter files do not name their base model's dtype
         dtype = _run_config(checkpoint).get("model", {}).get("dtype", dtype)
     torch_dtype: torch.dtype | str = dtype if dtype == "auto" else getattr(torch, dtype)
-    # None: the base was not in 4 bits. True: it was, with its scales in 8 bits. False: in 32.
+    # None: the base was not in 4 bits. True: it was, and its scales were quantized too, to 8 bits
+    # ("double quantization"). False: it was, with scales in 32 bits.
     double = None
     if (quantized := checkpoint / BASE_QUANTIZATION).is_file():
         double = json.loads(quantized.read_text(encoding="utf-8"))["double_quantization"]

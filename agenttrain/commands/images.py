@@ -42,7 +42,10 @@ def show(config: RunConfig, args: Namespace) -> int:
 
 
 async def _examine(client: str, names: list[str]) -> list[ImageReport]:
-    """Return a report of each name: that of an image, or the folder from which one is built."""
+    """Return a report of each name, which is an image's or a folder's to build one from.
+
+    `client` is the program that is asked for the images: podman or docker.
+    """
     reports = []
     for name in names:
         folder = images.is_folder(name)

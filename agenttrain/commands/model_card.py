@@ -34,8 +34,9 @@ def model_card(
 ) -> str:
     """Return the card of a run's model after `step` steps.
 
-    `config` is the run's config.yaml, `summary` its summary.json; any key may be missing. `weights`
-    describes complete weights. `sees`: the model reads images.
+    `config` is the run's config.yaml, `summary` its summary.json; any key may be missing. With
+    `adapter` the folder holds adapters alone; otherwise `weights` describes the weights, e.g.
+    "complete". `sees`: the model reads images.
     """
     model = dict(config.get("model", {}))
     provenance = dict(config.get("provenance", {}))
@@ -145,16 +146,16 @@ def _evaluations(summary: Mapping[str, Any], step: int) -> list[tuple[str, int, 
     evaluations = dict(summary.get("eval", {}))
     # The run was evaluated after its last step: that says nothing of an earlier checkpoint.
     recorded_after = evaluations.get("after") if summary.get("steps") == step else None
+    # Decoding (sampled or greedy) -> scores.
     before_scores, after_scores = (
         {scores.label: scores for scores in from_json(side or {})}
         for side in (evaluations.get("before"), recorded_after)
     )
     rows = []
-    for label, scores in {**before_scores, **after_scores}.items():
+    for label, after_or_before in {**before_scores, **after_scores}.items():
         pair = (before_scores.get(label), after_scores.get(label))
-        before, after = ("–" if score is None else str(score.reward) for score in pair)
-        # `scores` are those after the training, if there are both.
-        questions = (before_scores.get(label) or scores).questions
+        before, after = ("–" if scores is None else str(scores.reward) for scores in pair)
+        questions = (before_scores.get(label) or after_or_before).questions
         rows.append((label, questions, before, after))
     return rows
 

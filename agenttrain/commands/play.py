@@ -157,10 +157,10 @@ class Player:
         """True if the cursor is at the beginning of a line."""
 
     async def ask(self, task: Task, text: str | None, number: int) -> None:
-        """Let the model answer `text`.
+        """Let the model answer `text` in the conversation that goes on.
 
-        If no conversation goes on, begin conversation `number` with `task`, whose last message is
-        then answered instead of `text`.
+        Without one, begin conversation `number` with `task`: its last message is answered, and
+        `text` is not read.
         """
         from agenttrain.engines.base import Streaming
         from agenttrain.rollout.config import RolloutRequest
@@ -228,8 +228,8 @@ class Player:
             if message["role"] == "assistant":
                 # A streaming engine has called `_show_token` for each token already.
                 if not isinstance(self.engine, Streaming):
-                    *_, last = rollout.trajectories[-1].sampled_spans()
-                    for token_id in last.token_ids:
+                    *_, turn = rollout.trajectories[-1].sampled_spans()  # the newest one
+                    for token_id in turn.token_ids:
                         self._show_token(token_id)
                 self._write(self._stream.flush(), STYLES[Origin.sampled])
                 self._stream = self._new_stream()
@@ -271,9 +271,13 @@ class Session:
         self.compares = args.step == "0"
         """True: the model before training answers too."""
         self.row = args.row
+        """Number of the row whose question `/ask` sends."""
         self.players: list[Player] = []
+        """The models that answer, one or two; filled by `open`."""
         self._components: Components | None = None
+        """Set by `open`."""
         self._conversations = 0
+        """Messages that were sent: numbers the next conversation."""
 
     def print(self, text: str, style: str = "dim") -> None:
         """Print a line of the program's own."""

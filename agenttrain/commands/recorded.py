@@ -71,10 +71,10 @@ def recorded_tasks(
 def find_tasks(records: Iterable[Record], source: TaskSource, drawn: int) -> dict[str, Task]:
     """Map rollout_id to its task, for records of tasks among the first `drawn` of `source`.
 
-    Both the name and the prompt have to agree: rows may share a name, and a row that was edited
-    since may still have it.
+    Both task_id and prompt have to agree: rows may share an id, and a row that was edited since the
+    run may still have it. A record without such a task is left out.
     """
-    wanted: dict[str, list[Record]] = {}
+    wanted: dict[str, list[Record]] = {}  # task_id -> records that have no task yet
     for record in records:
         wanted.setdefault(record["task_id"], []).append(record)
     tasks: dict[str, Task] = {}
@@ -89,6 +89,6 @@ def find_tasks(records: Iterable[Record], source: TaskSource, drawn: int) -> dic
                 tasks[record["rollout_id"]] = task
             else:
                 unmatched.append(record)
-        if unmatched:  # a later row may have the same name
+        if unmatched:  # a later row may have the same id
             wanted[task.task_id] = unmatched
     return tasks

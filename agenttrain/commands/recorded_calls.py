@@ -37,9 +37,12 @@ class RecordedCalls:
         self._agents: dict[int, list[tuple[int, int]]] = {}
         """First trajectory of an agent -> (trajectory, turn in it) of each turn of the agent."""
         for number, trajectory in enumerate(self._trajectories):
-            sampled = {s["turn"] for s in trajectory["spans"] if s["origin"] == Origin.sampled}
-            turns = self._agents.setdefault(self._agent_of(number), [])
-            turns += [(number, turn) for turn in range(len(sampled))]
+            # An agent has several trajectories if its history was rewritten.
+            sampled_turns = {
+                span["turn"] for span in trajectory["spans"] if span["origin"] == Origin.sampled
+            }
+            places = self._agents.setdefault(self._agent_of(number), [])
+            places += [(number, turn) for turn in range(len(sampled_turns))]
         self.sub_agents: dict[CallKey, list[int]] = {}
         """First trajectories of the sub-agents of a call, in their order."""
         for number in self._agents:
@@ -69,7 +72,8 @@ class RecordedCalls:
     def _ended_turns(self, agent: int) -> Iterator[tuple[int, int]]:
         """Yield (trajectory, turn in it) in the order in which the turns' calls were answered.
 
-        A sub-agent's calls are answered before the call that began it.
+        A sub-agent's calls are answered before the call that began it. `agent` is the number of the
+        agent's first trajectory; `_agents` lists the places, (trajectory, turn), of its turns.
         """
         for turn, place in enumerate(self._agents[agent]):
             sub_agents = [

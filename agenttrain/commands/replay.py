@@ -262,9 +262,10 @@ async def replay(
 def difference(
     record: Record, rollout: Rollout, decode: Callable[[Sequence[int]], str]
 ) -> str | None:
-    """Return a text about the first difference between a replayed rollout and its record.
+    """Return a text about the first difference between a record and its replayed `rollout`.
 
-    Return None if they are the same.
+    Return None if they are the same. Trajectories are compared by parent, token ids, sampled ranges
+    and messages, then the rollouts by their stop reasons.
     """
     # Through JSON, as the record was: tuples become lists.
     replayed_record = json.loads(dumps(rollout_record(rollout)))
@@ -279,14 +280,18 @@ def difference(
             return f"{where}: the ids are the same, the mask is not"
         # Reading the record put the images back into its messages: compare their hashes instead.
         old, new = recorded_messages(before["messages"]), after["messages"]
-        for index, (was, now) in enumerate(zip(old, new, strict=False)):
-            if was != now:
-                return f"{where} in message {index}\n  recorded  {was}\n  replayed  {now}"
+        for index, (old_message, new_message) in enumerate(zip(old, new, strict=False)):
+            if old_message != new_message:
+                return (
+                    f"{where} in message {index}\n  recorded  {old_message}\n"
+                    f"  replayed  {new_message}"
+                )
         if len(old) != len(new):
             return f"{where}: {len(old)} messages were recorded, {len(new)} replayed"
     if len(recorded) != len(replayed):
         return f"{where}: {len(recorded)} trajectories were recorded, {len(replayed)} replayed"
     old_stop, new_stop = record["stop_reason"], replayed_record["stop_reason"]
+    # UNREPEATABLE reasons, such as a timeout, do not follow from the record.
     if old_stop != new_stop and old_stop not in UNREPEATABLE:
         return f"{where}: stop reason {old_stop} was recorded, {new_stop} replayed"
     return None
@@ -346,7 +351,7 @@ def recorded_tools(
 
     `in_last_turn` returns True once the replayed rollout has reached its last recorded turn.
     """
-    kind = environments.kind_of(task)
+    kind = environments.kind_of(task)  # name of the row's environment, or None
     boxes = [toolbox, *([] if kind is None else [environments.toolbox_of(kind)])]
     tools = RecordedToolbox(boxes, record)
     if kind is None:
@@ -387,10 +392,14 @@ def _user_texts(record: Record) -> list[str]:
 
 
 class RecordedToolbox(Toolbox):
-    """The schemas, limits and stop tools of toolboxes, with the recorded results of one rollout."""
+    """Toolbox that runs no tool: it answers calls with the recorded results of one rollout.
+
+    Schemas, limits and stop tools are those of the real toolboxes. A call that began a sub-agent
+    begins it again, and the sub-agent's calls are answered in the same way.
+    """
 
     def __init__(self, toolboxes: Sequence[Toolbox], record: Record) -> None:
-        """Take the results of a record. A call that began a sub-agent begins it again."""
+        """Answer for all tools of `toolboxes` with the results of `record`, a rollout's record."""
         tool_boxes = [(name, toolbox) for toolbox in toolboxes for name in toolbox.names]
         super().__init__(
             {name: toolbox.tool(name) for name, toolbox in tool_boxes},
@@ -442,13 +451,14 @@ class RecordedToolbox(Toolbox):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedReplies:
-    """Everything that the environment of one rollout returned."""
+    """Everything that the environment of one recorded rollout returned to the tool loop."""
 
     messages: tuple[Message, ...]
     """Messages of its `reset`."""
     user: Sequence[str]
     """Messages of its `user`, in order."""
     reward: float | None
+    """Reward of the environment; None: it gave none."""
     done: Callable[[], bool]
     """Returns True once the episode is over."""
     truncated: bool

@@ -55,7 +55,11 @@ def _rollouts(bundle: Path, step: int, tasks: Mapping[str, Task]) -> list[Rollou
 
 
 def _repeat(stage: str, config: RunConfig, bundle: Path, step: int) -> None:
-    """Repeat a stage of a step; raises the error that it fails with."""
+    """Repeat the stage of a training step that failed; raises the error that it fails with.
+
+    `bundle` is the folder of the crash: its rollouts, its batch, and the policy's weights as they
+    were before the stage.
+    """
     if stage == "logprobs":
         # Without tasks, whose columns only rewards read.
         check_logprobs(_rollouts(bundle, step, {}))

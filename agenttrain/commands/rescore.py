@@ -31,7 +31,9 @@ class Rescored:
 
     step: int
     old: Rollout
+    """The rollout with its recorded rewards."""
     new: Rollout
+    """The same rollout, scored again."""
 
     def line(self) -> str:
         """Return the rollout's line in the file of `--to`."""
@@ -57,8 +59,10 @@ def rescore(config: RunConfig, folder: Path, *, step: int | None, to: Path | Non
     steps = written_steps(folder, command) if step is None else [step]
     recorded = {number: step_records(folder, number, command) for number in steps}
     components = Components(config)
+    # Step -> rollout_id -> task.
     tasks = {
-        n: recorded_tasks(config, components.tasks, records, n) for n, records in recorded.items()
+        number: recorded_tasks(config, components.tasks, records, number)
+        for number, records in recorded.items()
     }
     all_tasks = chain(*(tasks_by_id.values() for tasks_by_id in tasks.values()))
     rubric = recorded_rubric(config, folder, chain(*recorded.values()), all_tasks)
@@ -94,13 +98,16 @@ def rescore(config: RunConfig, folder: Path, *, step: int | None, to: Path | Non
 def report(rows: Sequence[Rescored]) -> Iterator[str]:
     """Yield a table of each reward's old and new mean, per step and over all steps.
 
-    The last line has Pearson's correlation of the old and new sums, over the rollouts with both.
+    Each reward has two columns, headed by its name (the old mean) and by "now" (the new one). The
+    last line has Pearson's correlation of the old and new sums, over the rollouts with both.
     """
     functions = (name for row in rows for name in (*row.old.rewards, *row.new.rewards))
     names = [TOTAL, *dict.fromkeys(functions)]
     steps = list(dict.fromkeys(row.step for row in rows))
     header = ["step", "rollouts"]
-    table = [header + [text for name in names for text in (name, "now")]]
+    for name in names:
+        header += [name, "now"]
+    table = [header]
     for step in steps:
         table.append(_means(str(step), [row for row in rows if row.step == step], names))
     if len(steps) > 1:

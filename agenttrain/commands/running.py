@@ -164,8 +164,7 @@ def compose_all(command: Command) -> list[Composed]:
         from agenttrain.settings.saved import TRAINED, USED
 
         composed = _load_saved(command, command.saved)
-        # Only sections whose code the verb runs are imported: the user has been asked to trust no
-        # other.
+        # Import only sections whose code the verb runs: the user was asked to trust these alone.
         code = () if command.verb == "plan" else USED.get(command.verb, TRAINED)
         validate(composed.config, code=code)
         pin(composed, command.verb)

@@ -34,8 +34,9 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 def serve(config: RunConfig, args: Namespace, *, engine_named: bool = False) -> int:
     """Answer requests until SIGTERM or Ctrl-C; return the exit code. Raises ConfigError.
 
-    An engine with a server of its own serves by it. If that is not installed, the command must not
-    name the engine (`engine_named`), and our own server answers.
+    An engine that has a server of its own, as vLLM has, serves by it. If this machine cannot run
+    that server, ours answers with the default engine, unless the user named the engine
+    (`engine_named`): then ConfigError says why.
     """
     from agenttrain.serving.app import listen
 
@@ -154,6 +155,7 @@ def _serve_by_engine(config: RunConfig, args: Namespace, listener: socket) -> No
     path, revision = config.model.path, config.model.revision
     model = model_folder(path, revision=revision)
     raise_config_error(base_problems(config.model, model))
+    # The folder of the base model, if `model` holds adapters; else None.
     base = base_folder(path, revision, config.model.base_revision)
     if base:
         _check_adapters(config, model)

@@ -42,6 +42,7 @@ class Setting:
     key: str
     """Example: ``optimizer.lr``; of components ``tools.<name>.timeout_s``."""
     type: str
+    """Type in words: ``whole number or null``, ``>= 1`` included."""
     default: str
     """Value as typed on the command line; empty: it has to be set."""
     description: str
@@ -185,6 +186,7 @@ def _classes_below(cls: type) -> Iterator[type]:
 
 def _setting(cls: type, field: Field[Any], hint: Any, key: str) -> Setting:
     """Return the setting `key`, a field of the settings class `cls` with the annotation `hint`."""
+    # pydantic's record of the field, with its bounds; None for a field without one.
     info = getattr(cls, "__pydantic_fields__", {}).get(field.name)
     default = _default(field, info)
     is_required = info is not None and info.is_required()
@@ -213,9 +215,9 @@ def _describe_bounds(metadata: Iterable[Any]) -> Iterator[str]:
 
     pydantic keeps them as objects with one attribute of BOUNDS each: Ge(ge=1) -> ">= 1".
     """
-    for part in metadata:
+    for constraint in metadata:
         for name, sign in BOUNDS.items():
-            if (bound := getattr(part, name, None)) not in (None, LARGEST):
+            if (bound := getattr(constraint, name, None)) not in (None, LARGEST):
                 yield f"{sign} {bound:g}" if isinstance(bound, float) else f"{sign} {bound}"
 
 
@@ -242,8 +244,9 @@ def _field_texts(cls: type) -> Mapping[str, str]:
     (tree,) = ast.parse(dedent(getsource(cls))).body
     assert isinstance(tree, ast.ClassDef)
     texts = {}
-    for node, below in pairwise(tree.body):
-        match node, below:
+    # A docstring is a bare string on the line below its field.
+    for node, next_node in pairwise(tree.body):
+        match node, next_node:
             case (
                 ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]),
                 ast.Expr(value=ast.Constant(value=str(text))),

@@ -85,6 +85,7 @@ def play(args: Namespace, overrides: Sequence[str]) -> int:
 
 def serve(args: Namespace, overrides: Sequence[str]) -> int:
     """Answer chat requests."""
+    # The run folder, None for a model that is given by its settings, and the overrides for it.
     folder, words = at_step(overrides, args.step)
     composed = compose_single("serve", args, words)
     admit_engine(composed, "serve")

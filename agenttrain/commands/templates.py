@@ -153,19 +153,23 @@ EXAMPLE_TOOLS: tuple[dict, ...] = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableRow:
-    """One family of the table."""
+    """Row of the table of chat templates: one family of models."""
 
     family: str
     models: str
+    """Names of models that have the template."""
     tools: bool
+    """True if the models call tools."""
     prefix_preserving: bool | None
     """True if the stock template never changes past turns; None if it is not installed."""
     fix: str
     """Changes of the fix; empty: none."""
     parser: str
+    """Response schema that reads the model's turns."""
     reasoning: str
     """Fate of past reasoning: kept, dropped, `kept by the fix`, or none."""
     certificate: str
+    """Worst status of the stock templates, with notes."""
     certified: str | None = None
     """Date and versions of a row of the shipped table; None: certified now."""
 
@@ -196,19 +200,23 @@ def record() -> None:
         for source in _sources(family):
             if original(source) is None:
                 raise ChatError(f"{name}: the template {source} is missing; install the test extra")
-    certified = [asdict(_certify_family(name, family)) for name, family in families().items()]
+    rows_of_families = []
+    for name, family in families().items():
+        row = asdict(_certify_family(name, family))
+        del row["certified"]  # one date and one list of versions serve all rows
+        rows_of_families.append(row)
     content = {
         "date": date.today().isoformat(),
         "versions": {name: version(name) for name in PACKAGES},
-        "rows": [{k: v for k, v in row.items() if k != "certified"} for row in certified],
+        "rows": rows_of_families,
     }
     RECORD.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _certify_family(name: str, family: Family) -> TableRow:
-    """Certify a family with its stock templates."""
+    """Certify a family with its stock templates, and return its row of the table."""
     certificates: list[Certificate] = []
-    treatments: dict[str, None] = {}  # an ordered set
+    reasoning_fates: dict[str, None] = {}  # an ordered set
     for source, owner in _sources(family).items():
         if (text := original(source)) is None:
             continue
@@ -219,9 +227,8 @@ def _certify_family(name: str, family: Family) -> TableRow:
         chat = load_chat(tokenizer, template, ResponseSchemaConfig())
         certificate = certify(chat, EXAMPLE_TOOLS if family.tools else ())
         certificates.append(certificate)
-        treatments[_describe_past_reasoning(certificate) if chat.renders_reasoning else "none"] = (
-            None
-        )
+        fate = _describe_past_reasoning(certificate) if chat.renders_reasoning else "none"
+        reasoning_fates[fate] = None
     changes = dict.fromkeys(change for c in certificates for change in c.changes)
     # Shown in the place of changes if no template is installed to certify.
     first_fix = family.fixes[0] if family.fixes else ()
@@ -237,7 +244,7 @@ def _certify_family(name: str, family: Family) -> TableRow:
         prefix_preserving=all(c.preserving for c in certificates) if certificates else None,
         fix="; ".join(changes if certificates else reasons),
         parser=family.response,
-        reasoning=" or ".join(treatments) if treatments else "unknown",
+        reasoning=" or ".join(reasoning_fates) if reasoning_fates else "unknown",
         certificate=str(status) + note,
     )
 
@@ -251,14 +258,15 @@ def _describe_past_reasoning(certificate: Certificate) -> str:
 
 
 def _sources(family: Family) -> dict[str, Family]:
-    """Map the templates to certify a family with to the families that they belong to.
+    """Map the names of the templates to certify a family with to the families that own them.
 
-    A family without marks suits any template: it is certified with the templates without tools.
+    Marks are texts by which a family's template is recognized. A family without marks suits any
+    template: it is certified with those of the families without tools.
     """
     if family.marks:
         return dict.fromkeys(family.originals, family)
-    without_tools = [other for other in families().values() if not other.tools]
-    return {source: other for other in without_tools for source in other.originals}
+    owners = [owner for owner in families().values() if not owner.tools]
+    return {source: owner for owner in owners for source in owner.originals}
 
 
 def markdown(table: Sequence[TableRow]) -> str:
@@ -271,8 +279,8 @@ def markdown(table: Sequence[TableRow]) -> str:
 
 
 def plain(table: Sequence[TableRow]) -> str:
-    """Return the table for a terminal."""
-    heads = {
+    """Return the table for a terminal, its columns padded to equal width."""
+    heads = {  # field of TableRow -> heading
         "family": "family",
         "tools": "tools",
         "prefix_preserving": "stock keeps turns",

@@ -43,7 +43,10 @@ def timeline(args: Namespace) -> int:
 
 
 def _read_steps(text: str | None) -> tuple[int, int] | None:
-    """Read ``10-20`` or ``10``; raises ConfigError."""
+    """Return the first and the last step of `--steps`, or None without it. Raises ConfigError.
+
+    Example: ``"10-20"`` -> ``(10, 20)``, ``"10"`` -> ``(10, 10)``.
+    """
     if text is None:
         return None
     match = STEPS.fullmatch(text)

@@ -144,7 +144,7 @@ async def _make_calls(
 ) -> list[ToolResult]:
     """Make the calls one after the other, as in the turns of one rollout of the task.
 
-    `tools_of` is the name of the row for an error, `machine` its container.
+    `tools_of` names the row in errors: ``row 7``. `machine` is the row's container, if it has one.
     """
     tool_names = RowTools(task, toolbox, environments).names
     for call in calls:

@@ -362,8 +362,11 @@ def new_file(text: str) -> Path:
     return path
 
 
-def whole(minimum: int = 0, maximum: int | None = None) -> Callable[[str], int]:
-    """Return a type for argparse: a whole number from `minimum` to `maximum`."""
+def whole_number(minimum: int = 0, maximum: int | None = None) -> Callable[[str], int]:
+    """Return a type for argparse: a whole number from `minimum` to `maximum`, both included.
+
+    `maximum` of None sets no upper bound.
+    """
 
     def read(text: str) -> int:
         # -1 is below every minimum.
@@ -410,7 +413,8 @@ def as_config_error() -> Iterator[None]:
 def write_report(report: Any, file: Path | None) -> bool:
     """Print or write `report` as `--json` asks; return True if the caller prints its text too.
 
-    True without `--json` and with a file. Raises ConfigError for a file that cannot be written.
+    `file` is the value of `--json`: None without the option, a path, or STDOUT, where the JSON
+    takes the place of the text. Raises ConfigError for a file that cannot be written.
     """
     text = json.dumps(report, indent=2, ensure_ascii=False)
     if file is None:

@@ -18,7 +18,7 @@ from agenttrain.commands.verb import (
     add_new_file,
     one_of,
     positive,
-    whole,
+    whole_number,
 )
 from agenttrain.types import ConfigError
 from agenttrain.utils.names import did_you_mean
@@ -68,7 +68,8 @@ def typed_verb(arguments: Sequence[str]) -> str | None:
 def _first_word(arguments: Sequence[str]) -> int | None:
     """Return the position of the first argument that is neither an option nor an option's value.
 
-    None if there is none, or if an unknown option comes before it.
+    Options of BEFORE may come before the verb. None if there is no such argument, or if an unknown
+    option comes before it.
     """
     position = 0
     while position < len(arguments) and arguments[position].startswith("-"):
@@ -100,7 +101,7 @@ def _check(parser: ArgumentParser) -> None:
 def _rehearse(parser: ArgumentParser) -> None:
     """Add the arguments of `agenttrain rehearse`."""
     add = parser.add_argument
-    add("--rollouts", type=whole(1), default=64, metavar="N", help="rollouts to make (64)")
+    add("--rollouts", type=whole_number(1), default=64, metavar="N", help="rollouts to make (64)")
     text = "sampling speed by which the seconds of a step are computed"
     add("--tokens-per-s", type=positive, metavar="N", help=text)
     add_json(parser)
@@ -116,9 +117,9 @@ def _plan(parser: ArgumentParser) -> None:
         ("--trainer-tokens-per-s", "measured speed of a training GPU"),
     ):
         add(name, type=positive, metavar="N", help=text)
-    add("--devices", type=whole(1), metavar="N", help="number of GPUs")
+    add("--devices", type=whole_number(1), metavar="N", help="number of GPUs")
     text = "length of a prompt (1024)"
-    add("--prompt-tokens", type=whole(1), default=1024, metavar="N", help=text)
+    add("--prompt-tokens", type=whole_number(1), default=1024, metavar="N", help=text)
     add("--cpu", action="store_true", help="plan for the processor alone")
     add_json(parser)
 
@@ -130,7 +131,7 @@ def _images(parser: ArgumentParser) -> None:
 
 def _data(parser: ArgumentParser) -> None:
     text = "prompts to print (2)"
-    parser.add_argument("--rows", type=whole(), default=2, metavar="N", help=text)
+    parser.add_argument("--rows", type=whole_number(), default=2, metavar="N", help=text)
 
 
 def _tools(parser: ArgumentParser) -> None:
@@ -139,7 +140,12 @@ def _tools(parser: ArgumentParser) -> None:
     names = ("NAME", "JSON")
     parser.add_argument("--call", nargs=2, action="append", default=[], metavar=names, help=text)
     add = parser.add_mutually_exclusive_group().add_argument
-    add("--row", type=whole(), metavar="N", help="the tools of this row of data.train, from 0")
+    add(
+        "--row",
+        type=whole_number(),
+        metavar="N",
+        help="the tools of this row of data.train, from 0",
+    )
     add("--task", metavar="ID", help="the tools of the row with this task_id")
     add_json(parser)
 
@@ -170,7 +176,7 @@ def _settings(parser: ArgumentParser) -> None:
 def _view(parser: ArgumentParser) -> None:
     add_folder(parser)
     text = "all rollouts of a step (those of the run that are worth a look)"
-    parser.add_argument("--step", type=whole(), metavar="N", help=text)
+    parser.add_argument("--step", type=whole_number(), metavar="N", help=text)
     add_new_file(parser, "the page (beside the rollouts)")
 
 
@@ -184,7 +190,7 @@ def _replay(parser: ArgumentParser) -> None:
     """Add the arguments of `agenttrain replay`."""
     add_folder(parser, text="the run's folder, or that of a crash")
     add = parser.add_argument
-    add("--step", type=whole(), metavar="N", help="the step (the last one)")
+    add("--step", type=whole_number(), metavar="N", help="the step (the last one)")
     add("--rollout", metavar="ID", help="one rollout of it (all)")
     text = "live: run the tools again instead of reading their recorded replies"
     kinds = ("recorded", "live")
@@ -195,7 +201,7 @@ def _replay(parser: ArgumentParser) -> None:
 
 def _rescore(parser: ArgumentParser) -> None:
     add_folder(parser)
-    parser.add_argument("--step", type=whole(), metavar="N", help="the step (all)")
+    parser.add_argument("--step", type=whole_number(), metavar="N", help="the step (all)")
     add_new_file(parser, "write every rollout's rewards")
 
 
@@ -214,7 +220,7 @@ def _play(parser: ArgumentParser) -> None:
     text = "a checkpoint's step, or best; 0: the model before training answers too"
     parser.add_argument("--step", metavar="N", help=text)
     text = "the row of data.test that the conversation is about (0)"
-    parser.add_argument("--row", type=whole(), default=0, metavar="N", help=text)
+    parser.add_argument("--row", type=whole_number(), default=0, metavar="N", help=text)
 
 
 def _serve(parser: ArgumentParser) -> None:
@@ -224,7 +230,7 @@ def _serve(parser: ArgumentParser) -> None:
     text = "the address to listen on (127.0.0.1); nothing is authenticated"
     add("--host", default="127.0.0.1", metavar="ADDRESS", help=text)
     text = "the port (8000); 0 takes a free one"
-    add("--port", type=whole(0, 65535), default=8000, metavar="N", help=text)
+    add("--port", type=whole_number(0, 65535), default=8000, metavar="N", help=text)
     text = "further names that clients ask by, as behind a proxy; * for all"
     add("--hosts", type=_host_names, default=(), metavar="NAME,…", help=text)
     add("--name", metavar="NAME", help="the model's name for clients (the run folder's)")
@@ -239,20 +245,20 @@ def _engine_server(parser: ArgumentParser) -> None:
     add_folder(parser, text="the folder of a run; with --port a new one")
     add = parser.add_argument
     text = "which of servers.count, from 0 (0): a run starts them itself"
-    add("--number", type=whole(), metavar="N", help=text)
+    add("--number", type=whole_number(), metavar="N", help=text)
     text = "a server for servers.admin_urls; the folder gets its log"
-    add("--port", type=whole(1, 65535), metavar="N", help=text)
+    add("--port", type=whole_number(1, 65535), metavar="N", help=text)
     add("--host", metavar="ADDRESS", help="the address that it listens on (127.0.0.1)")
     text = "wait for a run with servers.nodes to begin"
-    add("--wait", type=whole(), metavar="SECONDS", help=text)
+    add("--wait", type=whole_number(), metavar="SECONDS", help=text)
     text = "end with this process, as servers do that a run starts"
-    add("--parent", type=whole(), metavar="PID", help=text)
+    add("--parent", type=whole_number(), metavar="PID", help=text)
 
 
 def _servers(parser: ArgumentParser) -> None:
     add_folder(parser)
     text = "last lines of each log (3)"
-    parser.add_argument("--lines", type=whole(), default=3, metavar="N", help=text)
+    parser.add_argument("--lines", type=whole_number(), default=3, metavar="N", help=text)
     add_json(parser)
 
 

@@ -55,7 +55,8 @@ def init(args: Namespace) -> int:
         raise ConfigError(
             f"init {folder}: {error.filename}: {error.strerror}; name a folder that can be written"
         ) from error
-    commands = {f"agenttrain {w.format(name)}": about for w, about in COMMANDS.items()}
+    # Commands to try, each with its explanation.
+    commands = {f"agenttrain {words.format(name)}": about for words, about in COMMANDS.items()}
     commands["pytest"] = "the test, if pytest is installed"
     width = max(map(len, commands))
     print(f"{folder}: a tool, a reward, ten rows, settings and a test. Try them:\n  cd {folder}")

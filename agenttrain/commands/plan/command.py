@@ -36,17 +36,20 @@ SLOW_S = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """Options of the command beside the overrides."""
+    """Options of `agenttrain plan` beside the overrides."""
 
     machine: PlannedHardware
+    """GPU and host memory of the planned machine."""
     devices: int | None
     """`--devices`; None: not given."""
     all_gpus: int | None
     """GPUs of the planned machine, those of `--devices` or of this machine; None: not known."""
     prompt_tokens: int
+    """Tokens that each prompt is assumed to have."""
     json: Path | None
     """Value of `--json`."""
     speeds: Speeds
+    """Tokens per second of a server and of a trainer, where they are given."""
 
 
 def plan_options(args: argparse.Namespace) -> PlanOptions:
@@ -229,8 +232,11 @@ def _lines(
         for part in memory.parts:
             if part.on_host:
                 yield _row(part)
-    each, node = ("process", f"{load.local} of them") if on_cpu else ("GPU", "host of a node")
-    yield f"{'moment':<18}{each:>8}  {node:>14}"
+    # Headings of two columns: memory of one process or GPU, and memory of a node's host.
+    device_head, host_head = "GPU", "host of a node"
+    if on_cpu:
+        device_head, host_head = "process", f"{load.local} of them"
+    yield f"{'moment':<18}{device_head:>8}  {host_head:>14}"
     for when, name in MOMENTS.items():
         yield f"{name:<18}{memory.at(when) / GIB:8.2f}  {memory.host(when) / GIB:14.2f}"
     yield from _verdict(memory, remedies)
@@ -254,7 +260,10 @@ MOMENTS = {
 
 
 def _row(part: MemoryItem) -> str:
-    """Return the table's line for a part, with its moments unless it is held all the time."""
+    """Return the table's line for a part, with its moments unless it is held all the time.
+
+    `part.when` has the moments of a step (`When`) at which the part is in memory.
+    """
     absent, notes = [when for when in When if when not in part.when], []
     if len(part.when) <= len(absent):  # name the moments of whichever list is shorter
         notes = [f"{', '.join(part.when)} only"]
@@ -269,6 +278,7 @@ def _row(part: MemoryItem) -> str:
 def _verdict(memory: MemoryEstimate, remedies: Sequence[Remedy]) -> Iterator[str]:
     """Yield the lines that say whether the run fits, and the settings that make it fit."""
     yield ""
+    # `room` is the engine's memory for keys and values.
     machine, room = memory.machine, memory.engine.room
     on_cpu, limit = machine.kind == "cpu", machine.memory
     if memory.excess:

@@ -26,7 +26,7 @@ COPY = "rollout process"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherGpus:
-    """GPUs of a part of the run, beside the trainer's."""
+    """Plan of a part of the run with GPUs beside the trainer's, such as a judge's servers."""
 
     key: str
     """``rollout process``, or the section of a role: ``roles.judge``."""
@@ -50,6 +50,7 @@ def plan_other_gpus(config: RunConfig, planner: Planner, memory: MemoryEstimate)
     if machine.kind == "cpu":
         return []
     parts = []
+    # A copy that shares the trainer's GPU is counted there.
     if has_policy_copy(config) and not machine.shared:
         parts.append(_plan_copy(config, planner, memory))
     for name, role in used_roles(config, "train").items():
@@ -121,9 +122,10 @@ def _plan_part(
     remedies: Mapping[str, EngineMemory],
     limit: int | None,
 ) -> OtherGpus:
-    """Return a part of the run, with a remedy if it does not fit GPUs of `limit` bytes.
+    """Return the plan of a part of the run, with a remedy if it does not fit GPUs of `limit` bytes.
 
-    `remedies` are settings and the estimates with them. The first one that fits is taken.
+    The part has `count` processes or servers of `gpus` GPUs each. `remedies` maps settings to the
+    estimates with them; the first that fits is taken.
     """
     fits_gpu = fits(estimate, limit)
     remedy = None

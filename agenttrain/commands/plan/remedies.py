@@ -39,11 +39,14 @@ GPUS_PER_NODE, MOST_GPUS = 8, 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
-    """Settings that reduce the run's memory, and its peak in bytes with them."""
+    """Settings that reduce the run's memory."""
 
     changes: tuple[Change, ...]
+    """Pairs (setting, value), applied together."""
     peak: int
+    """Bytes per GPU at the run's peak with these settings."""
     fits: bool = True
+    """True if the run fits with these settings."""
 
     @property
     def overrides(self) -> str:
@@ -57,7 +60,11 @@ class Remedy:
 
 
 class Planner:
-    """Estimates of one configuration and of variations of it."""
+    """Estimates of one configuration and of variations of it, to find remedies if it does not fit.
+
+    `Choices` has the values of one setting, from mild to strong. Each is a tuple of changes
+    (setting, value), because a value may require other settings.
+    """
 
     def __init__(self, config: RunConfig, machine: PlannedHardware, prompt_tokens: int) -> None:
         self.config, self.machine, self.prompt_tokens = config, machine, prompt_tokens
@@ -147,7 +154,10 @@ class Planner:
         return choices
 
     def _sufficient_alone(self, settings: list[Choices]) -> list[Remedy]:
-        """Return, for each setting with a value that is enough, the mildest such value."""
+        """Return, for each setting with a value that is enough, the mildest such value.
+
+        Each of `settings` has the values of one setting, the mildest first.
+        """
         remedies = []
         for choices in map(self._allowed, settings):
             estimates = ((changes, self.estimate(changes)) for changes in choices)

@@ -27,7 +27,7 @@ TENSOR_PARALLEL = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerMemory:
-    """Memory of a server with `gpus` GPUs."""
+    """Estimated memory of an engine server whose weights are divided among `gpus` GPUs."""
 
     gpus: int
     gpu_bytes: int
@@ -128,7 +128,10 @@ def fits(estimate: EngineMemory, limit: int | None) -> bool | None:
 
 
 def server_load(config: RunConfig, memory: MemoryEstimate, sizes: Sizes, rows: int) -> EngineLoad:
-    """Return the load of a server or copy with the policy's weights, on a GPU of its own."""
+    """Return the load of a server or copy with the policy's weights, on a GPU of its own.
+
+    `rows` is the number of rollouts that it samples at once.
+    """
     load = memory.load
     return EngineLoad(
         rows=rows,
@@ -151,11 +154,12 @@ def plan_servers(
     spec, servers, load = spec_of(config.engine), config.servers, memory.load
     if not spec.fleet or memory.machine.kind == "cpu":
         return None
+    # Rollouts that one server has at once.
     rows = min(config.engine.max_rows, ceil(load.in_flight / servers.count))
     engine_load = server_load(config, memory, sizes, rows)
 
     def estimate_server(gpus: int) -> ServerMemory:
-        """Return the memory of a server with so many GPUs."""
+        """Return the memory of a server whose weights are divided among `gpus` GPUs."""
         assert spec.server_memory is not None
         estimate = spec.server_memory(config.engine, engine_load, sizes, gpus)
         # The estimate calls the KV cache by this name. Its bytes are those of one GPU.
@@ -163,7 +167,8 @@ def plan_servers(
         return ServerMemory(
             gpus=gpus,
             gpu_bytes=peak_bytes(estimate),
-            # At least 1: a recurrent model has no KV cache.
+            # `token_cache`: bytes of one token's keys and values. A recurrent model has none: 1
+            # avoids a division by zero.
             rollouts=cache * gpus // max(load.sampled * sizes.token_cache, 1),
             fits=fits(estimate, memory.machine.memory),
         )

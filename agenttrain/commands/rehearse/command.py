@@ -52,17 +52,20 @@ REFUSED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolReport:
-    """Calls of one tool that were run."""
+    """Statistics of one tool's calls, without calls that were refused before the tool ran."""
 
     tool: str
     calls: int
     failures: int
+    """Calls with an error."""
     first_error: str
     """Text that the model read at the first failure; empty: there was none."""
     same_error: bool
     """True if three or more calls were run, and all failed with the same text."""
     p50_s: float
+    """Median seconds of a call."""
     p95_s: float
+    """95th percentile."""
     reply_tokens_p50: int
     reply_tokens_max: int
     clipped: int
@@ -100,14 +103,17 @@ class Report:
     sampled_tokens: list[int]
     """Minimum, median and maximum of a rollout."""
     context: int
+    """Tokens that a rollout may have at most."""
     seconds: float
     """Wall time of all rollouts, rewards included."""
     reward_s: float
+    """Seconds of scoring, which are part of `seconds`."""
     own_mib: float
     """Growth of this process at its peak: tools in threads, rows, rollouts."""
     children_mib: float
     """Peak of all child processes together: isolated tools, sandboxes, servers."""
     step_rollouts: int
+    """Rollouts of one training step."""
     step_tokens: int
     """Sampled tokens of a step in which rollouts are as long as the stub's."""
     step_tokens_most: int
@@ -140,7 +146,7 @@ def rehearse(config: RunConfig, args: Namespace, overrides: Sequence[str]) -> in
 
 
 async def _rehearse(components: Components, args: Namespace, overrides: Sequence[str]) -> Report:
-    """Collect the rollouts of the stub, with their rewards, and return their report."""
+    """Collect rollouts in which a stub takes the model's place, score them, and return a report."""
     config = components.config
     samples = min(config.algorithm.group_size, args.rollouts)
     tasks = components.tasks.train.tasks(0, ceil(args.rollouts / samples))
@@ -297,6 +303,8 @@ def _tool_names(components: Components, collected: Collected) -> list[str]:
 
 def _tool_reports(collector: Collector, rollouts: Sequence[Rollout]) -> Iterator[ToolReport]:
     """Yield a report of every tool that was run."""
+    # Tool -> (result, most tokens of its reply) of each call. The rows' own tools may have limits
+    # of their own.
     by_tool: dict[str, list[tuple[ToolResult, int]]] = {}
     for rollout in rollouts:
         source = collector.of(rollout.task)
@@ -311,12 +319,14 @@ def _tool_reports(collector: Collector, rollouts: Sequence[Rollout]) -> Iterator
         errors = [result.content for result, _ in entries if result.error]
         seconds = sorted(result.seconds for result, _ in entries)
         tokens = [len(chat.encode_plain(result.content)) for result, _ in entries]
+        all_failed = len(errors) == len(entries)
         yield ToolReport(
             tool=name,
             calls=len(entries),
             failures=len(errors),
             first_error=errors[0] if errors else "",
-            same_error=len(entries) >= 3 and len(errors) == len(entries) and len(set(errors)) == 1,
+            # One or two equal failures may be chance.
+            same_error=all_failed and len(entries) >= 3 and len(set(errors)) == 1,
             p50_s=nearest_rank(seconds, 50),
             p95_s=nearest_rank(seconds, 95),
             reply_tokens_p50=round(nearest_rank(tokens, 50)),
@@ -354,10 +364,12 @@ def _min_median_max(values: Sequence[int]) -> list[int]:
 
 
 class _Memory:
-    """Measures peak bytes in the block: this process's growth (`own`), its `children` in sum."""
+    """Measures peaks of memory while its block runs, in a thread of its own."""
 
     own = 0
+    """Bytes by which this process has grown at its peak."""
     children = 0
+    """Peak bytes of all child processes together."""
 
     def __enter__(self) -> _Memory:
         self._process = psutil.Process()
@@ -387,7 +399,7 @@ class _Memory:
 
 
 def show(report: Report, tokens_per_s: float | None) -> None:
-    """Print the report; `tokens_per_s` is the speed that `step_s` assumes."""
+    """Print the report; `tokens_per_s` is the speed that `report.step_s` assumes."""
     console = Console()
     written = ", ".join(f"{kind} {count}" for kind, count in report.turns.items())
     ended = ", ".join(f"{reason} {count}" for reason, count in report.stop_reasons.items())
@@ -411,7 +423,7 @@ def show(report: Report, tokens_per_s: float | None) -> None:
         f"are as short as here, {report.step_tokens_most:,} at most",
     }
     if report.step_s is not None and tokens_per_s is not None:
-        short, long = report.step_s
+        short, long = report.step_s  # with rollouts as short as the stub's, and with the longest
         # The stub samples in no time: what a rollout took here comes on top of sampling.
         loop_s = report.seconds * report.step_rollouts / max(report.rollouts, 1)
         lines[""] = (

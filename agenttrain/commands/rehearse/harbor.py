@@ -25,13 +25,19 @@ PASSED = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One task, attempted by its solution or not at all."""
+    """Grades of a task with its own solution and with no attempt.
+
+    They show whether the tests tell a solved task from an unsolved one.
+    """
 
     task: str
+    """The task's id."""
     oracle: dict[str, float] | None
-    """Rewards by name; None: they could not be had."""
+    """Rewards by name after the solution has run; None: the container was lost."""
     untouched: dict[str, float] | None
+    """Rewards by name without any attempt; None: the container was lost."""
     problems: list[str]
+    """Lines for the report; empty if the solution passes and the untouched task does not."""
 
 
 def rehearse_tasks(components: Components, args: Namespace) -> int:
@@ -81,7 +87,10 @@ async def _attempt(machines: Machines, task: Task) -> Attempt:
 async def _grades(
     machines: Machines, task: Task, problems: list[str], *, solved: bool
 ) -> dict[str, float] | None:
-    """Return a task's rewards, with or without its solution; None if they cannot be had."""
+    """Return a task's rewards, with or without its solution; None if its container is lost.
+
+    Adds what goes wrong to `problems`.
+    """
     harbor, name = harbor_task(task), f"{task.task_id}-{'oracle' if solved else 'untouched'}"
     assert harbor is not None
     rollout = Rollout(task=task, rollout_id=name)

@@ -51,20 +51,22 @@ LATER = {Kind.call: 4, Kind.two_calls: 1, Kind.wrong_arguments: 1, Kind.stop: 6}
 
 @dataclass(slots=True)
 class Stub:
-    """A script for `ScriptedEngine`: ``stub(token_ids, session, turn)`` returns the ids of a turn.
+    """Stand-in for a model in a rehearsal: it writes calls and answers, some of them wrong.
 
-    The same run, row, sample and turn give the same ids.
+    `ScriptedEngine` calls ``stub(token_ids, session, turn)`` for the ids of each turn. The same
+    run, row, sample and turn give the same ids.
     """
 
     components: Components
     tasks: Sequence[Task]
     """Tasks by the place that the session names: ``rehearse-<place>-<sample>``."""
     written: Counter[Kind] = field(default_factory=Counter)
+    """Number of turns of each kind."""
     _after: dict[str, str] = field(default_factory=dict)
     """Session -> role of the message that its next turn answers, if not a user's."""
 
     def __call__(self, token_ids: Sequence[int], session: str, turn: int) -> list[int]:
-        """Return the ids of a turn of this session."""
+        """Return the ids of turn `turn` of `session`; the prompt's `token_ids` are not read."""
         _, place, sample = session.rsplit("-", 2)  # rehearse-<place of the task>-<sample>
         task, chat = self.tasks[int(place)], self.components.chat
         schemas = self.components.schemas(task)
@@ -76,7 +78,7 @@ class Stub:
         callable_tools = [tool for tool in tools if tool["name"] not in stops]
         stop_tools = [tool for tool in tools if tool["name"] in stops]
         kind = FIRST[rotation % len(FIRST)]
-        if turn:
+        if turn:  # a later turn: LATER has a weight for each kind
             kind = rng.choices(list(LATER), list(LATER.values()))[0]
         kind = _possible_kind(
             kind,
@@ -86,7 +88,7 @@ class Stub:
         )
         self.written[kind] += 1
 
-        after = self._after.get(session, "user")
+        after = self._after.get(session, "user")  # role of the message that the turn answers
         if kind in (Kind.answer, Kind.endless):
             self._after[session] = "user"
             return self._answer_ids(kind, task, schemas, after, rng)
@@ -100,8 +102,8 @@ class Stub:
             _draw_call(kind, tool, f"call_{turn}_{index}", task, rng)
             for index, tool in enumerate(called)
         )
-        calling = AssistantTurn(content="", reasoning=None, calls=calls)
-        ids = turn_ids(chat, calling, schemas, after)
+        turn_with_calls = AssistantTurn(content="", reasoning=None, calls=calls)
+        ids = turn_ids(chat, turn_with_calls, schemas, after)
         if kind is Kind.damaged:
             # Cut some tokens out of the middle.
             middle = len(ids) // 2
@@ -116,7 +118,10 @@ class Stub:
         after: str,
         rng: random.Random,
     ) -> list[int]:
-        """Return the ids of an answer with a text of the task; an endless one exceeds the limit."""
+        """Return the ids of an answer with a text of the task; an endless one exceeds the limit.
+
+        `after` is the role of the message that it answers: "user" or "tool".
+        """
         column_texts, words = task_texts(task)
         text = rng.choice(column_texts if column_texts and rng.random() < 0.5 else words)
         answer = AssistantTurn(content=text, reasoning=None, calls=())
@@ -129,7 +134,10 @@ class Stub:
 
 
 def _draw_call(kind: Kind, tool: dict, call_id: str, task: Task, rng: random.Random) -> ToolCall:
-    """Return a call of a tool with arguments that fit its schema, unless the kind spoils them."""
+    """Return a call of a tool with arguments that fit its schema.
+
+    Kinds of wrong calls name a tool that does not exist, or miss an argument or add one.
+    """
     column_texts, words = task_texts(task)
     arguments = arguments_for(tool, [*column_texts, *words], rng)
     if kind is Kind.stop and rng.random() < 0.5:
@@ -148,7 +156,11 @@ def _draw_call(kind: Kind, tool: dict, call_id: str, task: Task, rng: random.Ran
 
 
 def _possible_kind(kind: Kind, *, has_tools: bool, has_stop_tools: bool, one_call: bool) -> Kind:
-    """Return `kind`, or the nearest one that the row's tools and the chat template allow."""
+    """Return `kind`, or the nearest one that the row's tools and the chat template allow.
+
+    `has_tools` counts only tools that do not stop a rollout. `one_call`: the template allows a
+    single call in a turn.
+    """
     if kind is Kind.two_calls and one_call:
         kind = Kind.call
     if kind is Kind.stop and not has_stop_tools:

@@ -64,8 +64,11 @@ class PlannedJob:
     """A job, ready to be submitted."""
 
     settings: SlurmConfig
+    """Section `slurm`."""
     runs: list[Composed]
+    """Checked settings of the run, or of each run of a sweep."""
     script: JobScript
+    """Inputs of the batch script."""
     record: SweepRecord | None
     """Record of the sweep. None: a single run."""
     resumes: bool
@@ -224,7 +227,8 @@ def _plan_resumed(command: Command, slurm: Sequence[str], folder: Path) -> Plann
 def _plan_sweep(command: Command, name: str, first: RunConfig, runs: list[Composed]) -> PlannedJob:
     """Plan the job array of a sweep.
 
-    `first` are the settings of its first run without what the job adds to them in `runs`.
+    `first` is the settings of its first run as typed; in `runs` the job has added nodes and
+    processes to them.
     """
     _check_sweep(runs[0].config.sweep)
     if first.servers.nodes:
@@ -263,7 +267,11 @@ def _check_sweep(settings: SweepConfig) -> None:
 def _job_script(
     folder: Path, name: str, jobs: Sequence[Sequence[str]], first: Composed, *, array: bool = False
 ) -> JobScript:
-    """Return the script of these jobs. Raises ConfigError for a folder that SLURM cannot name."""
+    """Return the script of these jobs. Raises ConfigError for a folder that SLURM cannot name.
+
+    Each of `jobs` is the arguments of one `agenttrain` command. `first` is the run of the first
+    one, whose servers the script starts.
+    """
     if not f"{folder}{Path.cwd()}".isprintable():  # a line break would end an #SBATCH line
         raise ConfigError(f"{str(folder)!r}: SLURM takes no such folder name; give another one")
     return JobScript(

@@ -84,6 +84,7 @@ def new_sweep(command: Command, runs: Sequence[Composed]) -> tuple[Path, SweepRe
     # Without resolving ${hydra.job.num}, which differs between the jobs.
     subdir = str(raw.hydra.sweep._get_node("subdir")._value())
     search, jobs = expansion.search, list[SweepJob]()
+    # Overrides that pin models and data of each run to the commits of the hub.
     commits = [pins(run, command.verb) for run in runs]
     if search is None:
         pairs = zip(expansion.runs, commits, strict=True)

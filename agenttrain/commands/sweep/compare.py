@@ -122,7 +122,9 @@ def write(comparison: Comparison, path: Path) -> None:
     figure.set_layout_engine("constrained")
     # Rows of metrics.jsonl: configuration -> job -> step.
     configurations = comparison.configurations
-    measured = [[curves(job.folder) for job in each.jobs] for each in configurations]
+    measured = [
+        [curves(job.folder) for job in configuration.jobs] for configuration in configurations
+    ]
     names = {name for runs in measured for run in runs for row in run for name in row}
     curve = next((name for name in (*comparison.metrics, *CURVES) if name in names), None)
     axes = figure.subplots(1, 2 if curve else 1, squeeze=False)[0]
@@ -132,6 +134,7 @@ def write(comparison: Comparison, path: Path) -> None:
         _draw_results(axes[-1], comparison.metrics[0], comparison)
     # Lines without points, for the legend alone.
     lines = [axes[-1].plot([], [], color=colour(n))[0] for n in range(len(measured))]
+    # Without settings that vary there is a single configuration.
     labels = [settings_line(each.chosen) or "all jobs" for each in configurations]
     figure.legend(lines, labels, loc="outside lower center", frameon=False, ncols=1)
     figure.suptitle("/".join(comparison.sweep.resolve().parts[-2:]), fontsize=10)
@@ -159,16 +162,21 @@ def write(comparison: Comparison, path: Path) -> None:
 def _draw_curves(axes: Any, name: str, measured: Sequence[Sequence[Rows]]) -> None:
     """Draw for each configuration the mean of its seeds as a line, and their range as a band.
 
-    `measured` holds the rows of each seed's run, for each configuration.
+    `name` is the metric to draw, and `measured` holds its runs: configuration -> seed -> rows of
+    metrics.jsonl.
     """
     longest = max(len(run) for runs in measured for run in runs)
     window = max(1, longest // WINDOW)
     for number, runs in enumerate(measured):
-        smooth = [smoothed(run, name, window) for run in runs]
-        steps = sorted({step for run in smooth for step in run})
-        values = [[run[step] for run in smooth if step in run] for step in steps]
-        axes.plot(steps, [sum(v) / len(v) for v in values], color=colour(number))
-        low, high = [min(v) for v in values], [max(v) for v in values]
+        curves_of_seeds = [smoothed(run, name, window) for run in runs]  # each step -> value
+        steps = sorted({step for curve in curves_of_seeds for step in curve})
+        # A seed that failed early has no value at later steps.
+        values_by_step = [
+            [curve[step] for curve in curves_of_seeds if step in curve] for step in steps
+        ]
+        means = [sum(values) / len(values) for values in values_by_step]
+        axes.plot(steps, means, color=colour(number))
+        low, high = list(map(min, values_by_step)), list(map(max, values_by_step))
         axes.fill_between(steps, low, high, color=colour(number), alpha=0.2, linewidth=0)
     over = f", mean of {window} steps" if window > 1 else ""
     axes.set(xlabel="step", ylabel=name + over, title="line: mean of the seeds, band: their range")
@@ -176,7 +184,10 @@ def _draw_curves(axes: Any, name: str, measured: Sequence[Sequence[Rows]]) -> No
 
 
 def _draw_results(axes: Any, name: str, comparison: Comparison) -> None:
-    """Draw a dot per seed and a line at their mean."""
+    """Draw a column for each configuration: a dot per seed and a line at their mean.
+
+    `name` is the figure to draw. Jobs without it have no dot.
+    """
     pairs = zip(comparison.jobs, comparison.results, strict=True)
     results = {job.folder: job_figures for job, job_figures in pairs}
     for number, configuration in enumerate(comparison.configurations):
@@ -199,16 +210,16 @@ def _tidy(axes: Any) -> None:
 
 
 def smoothed(run: Rows, name: str, window: int) -> dict[int, float]:
-    """Map each step to the mean of figure `name` over the last `window` rows that have it.
+    """Map each step to the mean of the metric `name` over the last `window` rows that have it.
 
     Example: rewards 0, 1, 1 of steps 1, 2, 3 in windows of 2 -> ``{1: 0.0, 2: 0.5, 3: 1.0}``.
     """
     points = [(row["step"], row[name]) for row in run if row.get(name) is not None]
-    return {
-        step: sum(value for _, value in points[max(0, index + 1 - window) : index + 1])
-        / min(window, index + 1)
-        for index, (step, _) in enumerate(points)
-    }
+    means = {}
+    for stop, (step, _) in enumerate(points, start=1):
+        values = [value for _, value in points[max(0, stop - window) : stop]]
+        means[step] = sum(values) / len(values)
+    return means
 
 
 def colour(number: int) -> str:

@@ -55,13 +55,14 @@ def expand(overrides: Sequence[str], source: Source) -> Expansion:
             if override.is_sweep_override() and section in ("sweep", "hydra"):
                 raise ConfigError(f"{override.input_line}: is the sweep's own and takes one value")
         params = [f"{key}={value}" for key, value in (raw.hydra.sweeper.params or {}).items()]
-        swept = [*parse(open_keys(params)), *parsed]
-        last_by_key = {override.get_key_element(): override for override in swept}
+        # Typed overrides come last, so that they win over hydra.sweeper.params.
+        all_overrides = [*parse(open_keys(params)), *parsed]
+        last_by_key = {override.get_key_element(): override for override in all_overrides}
         for override in last_by_key.values():
             if override.is_sweep_override() and not override.is_interval_sweep():
                 _check_number(_number_of_values(override), as_typed(override.input_line))
         if raw.sweep.sampler is Sampler.tpe:
-            return _expand_search(swept, raw)
+            return _expand_search(all_overrides, raw)
         if raw.sweep.direction is not None:
             raise ConfigError(
                 f"sweep.direction={raw.sweep.direction.value}: sweep.sampler="
@@ -69,9 +70,9 @@ def expand(overrides: Sequence[str], source: Source) -> Expansion:
                 "add sweep.sampler=tpe"
             )
         if raw.sweep.trials is None:
-            combinations = _all_combinations(swept)
+            combinations = _all_combinations(all_overrides)
         else:  # no two trials are the same, and each is run with every seed
-            axes, repeats = _split_trial_axes(swept)
+            axes, repeats = _split_trial_axes(all_overrides)
             _check_number(raw.sweep.trials * len(repeats), f"sweep.trials={raw.sweep.trials}")
             check_space(axes, raw.sweep.trials)
             trials = draw_trials(axes, raw.sweep.trials, raw.sweep.trials_seed)

@@ -50,8 +50,8 @@ class JobProcess:
         with nullcontext() if output is None else output.open("ab+") as file:
             self._process = ChildProcess(
                 [sys.executable, "-m", "agenttrain.cli", *arguments],
-                # A keeper would kill all that a killed run leaves. Its trackers and servers are to
-                # outlive it, to clean up.
+                # A keeper process would kill all that a killed run leaves, but its trackers and
+                # servers are to outlive it, to clean up.
                 keeper=False,
                 env={**os.environ, **(environment or {}), PARENT: str(os.getpid())},
                 tail_bytes=TAIL,
@@ -64,14 +64,14 @@ class JobProcess:
         code = self._process.code
         if code is None:
             return None
-        self._process.kill()  # closes its files
+        self._process.kill()  # it has ended already: this closes its files
         lines = [line.strip() for line in self._process.printed().splitlines()]
         last_words = next((line for line in reversed(lines) if line), "")
         # Python's code -15 for signal 15 is 143 in a shell.
         return JobEnd(code=128 - code if code < 0 else code, last_words=last_words)
 
     def send(self, number: int) -> None:
-        """Send the process a signal, if it still runs."""
+        """Send the process the signal `number`, if it still runs."""
         self._process.signal(signal.Signals(number))
 
     def stop(self) -> None:
@@ -83,10 +83,12 @@ class JobProcess:
 
 @dataclass(slots=True)
 class Forwarder:
-    """Signal handler that passes signals on to the jobs."""
+    """Signal handler of a sweep's process, which passes signals on to the jobs."""
 
     jobs: list[JobProcess] = field(default_factory=list)
+    """Jobs that run."""
     received: list[int] = field(default_factory=list)
+    """Numbers of the signals that came, in order."""
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.received.append(number)
@@ -123,7 +125,8 @@ def end_with_sweep(environment: MutableMapping[str, str] = os.environ) -> None:
 
     A job also handles SIGINT, which its sweep passes on.
     """
-    number = environment.pop(PARENT, None)
-    if number is not None:
+    # Removed, so that the job's own child processes do not take themselves for jobs.
+    sweep_pid = environment.pop(PARENT, None)
+    if sweep_pid is not None:
         hear_interrupts()
-        end_with_parent(parent=int(number))
+        end_with_parent(parent=int(sweep_pid))

@@ -64,7 +64,11 @@ class TrialSearch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepRecord:
-    """The content of sweep.json."""
+    """The content of sweep.json: a sweep's command, its jobs and its search.
+
+    A sweep without a search knows all jobs from the beginning. A search adds the jobs of one trial
+    at a time: one for each element of `search.repeats`, such as a seed.
+    """
 
     verb: str
     """Verb of every job: `train`, `sft` or `eval`."""
@@ -203,11 +207,13 @@ ENDED = (FINISHED, FAILED, INTERRUPTED, "preempted")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
-    """A job with its state."""
+    """A job of a sweep with its state."""
 
     job: SweepJob
     folder: Path
+    """Folder of the job's run."""
     status: str
+    """Status in the run's summary, or RUNNING, NEVER_STARTED or KILLED."""
     error: str | None = None
     """The error of a failed job."""
 
@@ -230,7 +236,7 @@ def job_state(folder: Path, job: SweepJob) -> JobState:
         status = NEVER_STARTED
     elif is_held(folder):  # comes first: the summary of a resumed run still has the old status
         status = RUNNING
-    else:
+    else:  # no process works in the folder: a run that is not recorded as ended was killed
         status = KILLED if recorded in (None, RUNNING) else str(recorded)
     error = summary.get("error") if status == FAILED else None
     return JobState(job=job, folder=folder, status=status, error=error)

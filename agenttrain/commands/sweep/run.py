@@ -61,7 +61,8 @@ class Sweep:
     """Folder of the sweep, with its record."""
     settings: SweepConfig
     shares: list[dict[str, str]]
-    """Environment of each of the jobs that run at a time: see `divide_machine`."""
+    """Environment variables of each slot for a job, which divide GPUs and cores among the slots:
+    see `divide_machine`."""
     changes: list[str] = field(default_factory=list)
     """Overrides by which `agenttrain -m resume=…` changes every job."""
     trust: bool = False
@@ -89,14 +90,16 @@ def divide_machine(
                 f"{key}: {gpus} GPUs cannot be divided among {parallel} jobs; take "
                 f"{' or '.join(sizes)}, or name the GPUs that divide: {GPUS}=…"
             )
-        each = gpus // parallel
-        if problems := machine_problems(verb, configs, lambda: each):
-            raise ConfigError("\n".join([f"{key}: each job has {each} of {gpus} GPUs", *problems]))
+        gpus_per_job = gpus // parallel
+        if problems := machine_problems(verb, configs, lambda: gpus_per_job):
+            heading = f"{key}: each job has {gpus_per_job} of {gpus} GPUs"
+            raise ConfigError("\n".join([heading, *problems]))
         # The user may have named the GPUs that may be used, by number or UUID.
         visible = os.environ.get(GPUS, "").split(",")
         names = visible if len(visible) >= gpus else [str(number) for number in range(gpus)]
         for number, share in enumerate(shares):
-            share[GPUS] = ",".join(names[number * each : (number + 1) * each])
+            start = number * gpus_per_job
+            share[GPUS] = ",".join(names[start : start + gpus_per_job])
     if THREADS not in os.environ:
         ranks = 1  # processes of a job, which all inherit the variable
         for config in configs:
@@ -160,7 +163,11 @@ def _wait(running: dict[int, tuple[SweepJob, JobProcess]]) -> tuple[int, JobEnd]
 def _start(
     sweep: Sweep, folder: Path, job: SweepJob, share: dict[str, str], signals: Forwarder
 ) -> JobProcess | None:
-    """Start a job with a share of the machine; None if another process runs or finished it."""
+    """Start a job, and return its process; None if another process runs or finished it.
+
+    `folder` is the sweep's absolute folder. `share` has the environment variables that give the job
+    its share of GPUs and cores.
+    """
     record, job_folder = read_record(folder), folder / job.folder
     if is_held(job_folder):
         print(f"{job_folder}: another process works there; it is left alone", flush=True)
@@ -228,9 +235,10 @@ def _job_arguments(
 
 
 def record_end(folder: Path, ended: JobEnd, *, signalled: bool) -> None:
-    """Record how a job ended, unless its own process did; `signalled`: the sweep was stopped.
+    """Record in its summary how a job ended, unless its own process has recorded it.
 
-    A job that wrote `finished` has failed nevertheless if its exit code is not 0.
+    `signalled`: a signal stopped the sweep, and the job with it. A job that wrote `finished` has
+    failed nevertheless if its exit code is not 0.
     """
     status = read_summary(folder).get("status")
     is_recorded = status in ENDED and status != FINISHED

@@ -43,6 +43,7 @@ class Trial:
     result: float | None = None
     """Mean of the objective over the seeds; None while the trial runs, and if it failed."""
     failed: bool = False
+    """True if all of its jobs have ended, and not all have the objective."""
 
 
 def check_space(axes: Mapping[str, Override], trials: int) -> None:
@@ -90,8 +91,13 @@ def _choices(axis: Override) -> list[str]:
 
 
 def draw_trials(axes: Mapping[str, Override], trials: int, seed: int) -> list[tuple[str, ...]]:
-    """Draw the values of trials at random, no two the same. Raises ConfigError."""
-    values = list(islice(_new_values(axes, Sampler.random, seed, Direction.maximize, ()), trials))
+    """Draw the values of `trials` trials at random, no two the same. Raises ConfigError.
+
+    Each tuple has the values of one trial as text, in the order of `axes`: ``("1e-4", "16")``.
+    """
+    # Random draws depend neither on a direction nor on past trials.
+    draws = _new_values(axes, Sampler.random, seed, Direction.maximize, ())
+    values = list(islice(draws, trials))
     if len(values) < trials:
         raise ConfigError(
             f"sweep.trials={trials}: the ranges are too narrow for so many, at {DIGITS} digits a "
@@ -115,7 +121,11 @@ def _new_values(
     direction: Direction,
     trials: Sequence[Trial],
 ) -> Iterator[tuple[str, ...]]:
-    """Yield new values, which differ from those of `trials`; ends after ATTEMPTS vain draws."""
+    """Yield values of new trials, one text for each axis: ``("1e-4", "16")``.
+
+    None repeats those of `trials`, the past ones, from which the sampler `tpe` learns. Ends after
+    ATTEMPTS draws in a row of values that have been there.
+    """
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)

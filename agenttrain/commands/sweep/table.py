@@ -44,7 +44,7 @@ WIDEST = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A figure over the seeds of a configuration."""
+    """Mean and spread of one figure, such as eval/reward, over the seeds of a configuration."""
 
     mean: float
     std: float | None
@@ -92,11 +92,12 @@ def compare_jobs(sweep: Path, record: SweepRecord, metrics: Sequence[str]) -> Co
         {key: value for key, value in settings.items() if key != REPEATED}
         for settings in varying_settings(record)
     ]
-    groups: dict[tuple[tuple[str, str], ...], list[int]] = {}
+    # A configuration's settings -> the numbers of its jobs, which differ only in the seed.
+    numbers_by_settings: dict[tuple[tuple[str, str], ...], list[int]] = {}
     for number, values in enumerate(chosen):
-        groups.setdefault(tuple(values.items()), []).append(number)
+        numbers_by_settings.setdefault(tuple(values.items()), []).append(number)
     configurations = []
-    for settings, numbers in groups.items():
+    for settings, numbers in numbers_by_settings.items():
         over_seeds: dict[str, Figure] = {}
         for name in shown:
             samples = [figures[n][name] for n in numbers if name in figures[n]]
@@ -122,7 +123,10 @@ def compare_jobs(sweep: Path, record: SweepRecord, metrics: Sequence[str]) -> Co
 def _metrics(
     record: SweepRecord, named: Sequence[str], figures: Sequence[Mapping[str, float]]
 ) -> list[str]:
-    """Return the names of the table's columns: `named`, or else the objective and DEFAULT's."""
+    """Return the names of the table's columns: `named`, or else the objective and DEFAULT's.
+
+    `figures` has the results of each job, `named` the names that the user typed.
+    """
     available = dict.fromkeys(name for values in figures for name in values)
     for name in named:
         if available and name not in available:  # `available` is empty until a job has finished
@@ -141,11 +145,12 @@ def rows(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     head = [*comparison.keys, *comparison.metrics, "jobs"]
     body = [
         [
-            *(each.chosen.get(key, "–") for key in comparison.keys),
-            *(str(each.figures.get(name, "")) for name in comparison.metrics),
-            f"{status_counts(each.jobs)} ({', '.join(job.job.folder for job in each.jobs)})",
+            *(configuration.chosen.get(key, "–") for key in comparison.keys),
+            *(str(configuration.figures.get(name, "")) for name in comparison.metrics),
+            f"{status_counts(configuration.jobs)} "
+            f"({', '.join(job.job.folder for job in configuration.jobs)})",
         ]
-        for each in comparison.configurations
+        for configuration in comparison.configurations
     ]
     return head, body
 
@@ -182,11 +187,11 @@ def as_json(comparison: Comparison, resume: str | None) -> dict[str, Any]:
         "metrics": comparison.metrics,
         "configurations": [
             {
-                "overrides": each.chosen,
-                "folders": [job.job.folder for job in each.jobs],
-                "figures": {name: asdict(figure) for name, figure in each.figures.items()},
+                "overrides": configuration.chosen,
+                "folders": [job.job.folder for job in configuration.jobs],
+                "figures": {name: asdict(figure) for name, figure in configuration.figures.items()},
             }
-            for each in comparison.configurations
+            for configuration in comparison.configurations
         ],
         "jobs": [
             {
