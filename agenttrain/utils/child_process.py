@@ -359,8 +359,8 @@ class AsyncChildProcess:
         return await self._process.wait()
 
     async def end(self) -> None:
-        """Kill it with all that it has started, and wait for its end."""
-        self._lifeline.close()
+        """Kill the child with all that it has started, and wait for its end."""
+        self._lifeline.close()  # has the keeper, the parent of the child, kill them all
         self.stdin.close()
         try:
             async with asyncio.timeout(KILL_S):

@@ -52,7 +52,10 @@ class Codec:
         return b"".join([len(text).to_bytes(LENGTH, "little"), text, *map(bytes, arrays)])
 
     def decode(self, content: bytes) -> Any:
-        """Return the value that was encoded."""
+        """Return the value that `encode` turned into these bytes.
+
+        They are the length of the JSON in `LENGTH` bytes, the JSON, and the numbers of its arrays.
+        """
         start = LENGTH + int.from_bytes(content[:LENGTH], "little")
         message = json.loads(content[LENGTH:start])
         arrays = []

@@ -236,7 +236,8 @@ def template_file(path: str, revision: str | None = None) -> Path:
         return file
     if not (file.is_dir() or path.startswith(BUNDLED) or is_hub_id(path)):
         raise ConfigError(f"{key}={path}: there is no such file")
-    folder = model_folder(path, (), revision=revision, key=key)
+    no_parts = ()  # only the template is read: the model may lack its weights or tokenizer
+    folder = model_folder(path, no_parts, revision=revision, key=key)
     for name in ("chat_template.jinja", TOKENIZER_CONFIG):
         if (folder / name).is_file():
             return folder / name

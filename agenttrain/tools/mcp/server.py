@@ -216,17 +216,21 @@ def inline_references(schema: Mapping[str, Any]) -> dict[str, Any]:
         return dict(schema)
 
 
-def _inline(node: Any, definitions: Mapping[str, Any], inside: tuple[str, ...]) -> Any:
-    """Replace the references in a node that stands `inside` these definitions."""
+def _inline(node: Any, definitions: Mapping[str, Any], enclosing: tuple[str, ...]) -> Any:
+    """Return a node of a schema with each ``$ref`` replaced by its definition.
+
+    `enclosing` names the definitions that are being replaced around the node. Raises RecursionError
+    for a reference to one of them, which would never end, and KeyError for an unknown one.
+    """
     if isinstance(node, list):
-        return [_inline(item, definitions, inside) for item in node]
+        return [_inline(item, definitions, enclosing) for item in node]
     if not isinstance(node, Mapping):
         return node
     reference = node.get("$ref")
     if not isinstance(reference, str):  # a property may be called `$ref`
-        return {key: _inline(value, definitions, inside) for key, value in node.items()}
+        return {key: _inline(value, definitions, enclosing) for key, value in node.items()}
     name = reference.removeprefix("#/$defs/")
-    if name in inside:
+    if name in enclosing:
         raise RecursionError(f"{name} refers to itself")
     siblings = {key: value for key, value in node.items() if key != "$ref"}
-    return {**_inline(definitions[name], definitions, (*inside, name)), **siblings}
+    return {**_inline(definitions[name], definitions, (*enclosing, name)), **siblings}

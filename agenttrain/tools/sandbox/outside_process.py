@@ -244,8 +244,9 @@ def next_user() -> int | None:
     if os.geteuid() != 0:
         return None
     with open("/proc/self/uid_map", encoding="utf-8") as file:
+        # "0 0 4294967295": ids from 0 on in here are those from 0 on outside, and so many exist.
         inner, outer, count = (int(number) for number in file.readline().split())
-    has_ids = count >= 1 << 31  # those below exist for this process
+    has_ids = count >= 1 << 31  # enough that the ids returned below exist for this process
     if not has_ids and inner == 0 and outer == 0:
         raise PermissionError("this process is the machine's root and can become no other user")
     if not has_ids:  # root of a container

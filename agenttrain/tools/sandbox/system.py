@@ -105,10 +105,10 @@ def drop_capabilities() -> None:
 
 
 def install_filter(program: Sequence[bytes]) -> None:
-    """Install a seccomp filter: instructions of eight bytes each."""
+    """Install a seccomp filter for this thread; each instruction has eight bytes."""
     code = ctypes.create_string_buffer(b"".join(program), 8 * len(program))
 
-    class Program(ctypes.Structure):
+    class Program(ctypes.Structure):  # `struct sock_fprog` of linux/filter.h
         _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
 
     header = Program(len(program), ctypes.addressof(code))
