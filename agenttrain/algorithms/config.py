@@ -124,7 +124,7 @@ class Aggregation(StrEnum):
     """How token losses become one number per optimizer update."""
 
     token_mean = "token_mean"
-    """Over all sampled tokens of the update, across processes and microbatches (DAPO)."""
+    """Mean over all sampled tokens of the update, across processes and microbatches (DAPO)."""
     sequence_mean = "sequence_mean"
     """Mean over rollouts of each rollout's token mean (GRPO paper)."""
     sequence_sum = "sequence_sum"

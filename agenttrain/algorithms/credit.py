@@ -207,8 +207,8 @@ def returns(rewards: Sequence[float], gamma: float) -> tuple[float, ...]:
 
 def _pad_turns(values: Sequence[Sequence[Sequence[float]]]) -> Tensor:
     """Return values by group, rollout and turn as one tensor, [P, G, K], padded with NaN."""
-    # One at least, for the baselines of a process without rollouts. `max` needs a second number.
-    rollouts = max(1, *(len(group) for group in values), 0)
+    # One at least, for the baselines of a process without rollouts.
+    rollouts = max([1, *(len(group) for group in values)])
     turns = max((len(by_turn) for group in values for by_turn in group), default=0)
     result_PGK = torch.full((len(values), rollouts, turns), torch.nan, dtype=torch.float64)
     for p, group in enumerate(values):

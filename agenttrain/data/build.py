@@ -46,7 +46,7 @@ class Splits:
     def by_key(self) -> dict[str, TaskSource]:
         """Sources by their configuration key. `data.test` is among them only if it has rows."""
         if self.sources:
-            return {
+            return {  # data.train of the source shop is data.sources.shop.train
                 at_source(name, (), key): tasks
                 for name, splits in self.sources.items()
                 for key, tasks in splits.by_key.items()

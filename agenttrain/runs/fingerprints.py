@@ -248,7 +248,11 @@ def _model_digests(config: RunConfig, verb: str) -> dict[str, str]:
 
 
 def _weights_digest(key: str, path: str, revision: str | None, *, is_read: bool) -> dict[str, str]:
-    """Return the commit of a model of the hub, or the digest of a folder's weights if `is_read`."""
+    """Return the commit of a model of the hub, or the digest of a local folder's weights.
+
+    `key` is the model's setting, with which the entry is named. Reading all weights takes time:
+    without `is_read` a local folder has no entry.
+    """
     if is_hub_id(path):
         return {f"revision of {key}": str(revision)}
     if not is_read:

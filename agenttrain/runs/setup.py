@@ -417,6 +417,7 @@ class Components:
         """
         lengths: dict[str, list[int]] = {}
         for part in self.sources.values():
+            # Errors and keys: data.train of the source shop is data.sources.shop.train of the run.
             with part.located():
                 for key, split_lengths in part.prompt_lengths.items():
                     lengths[part.relocated(key)] = split_lengths

@@ -167,6 +167,7 @@ class TrackerConfig:
 def _section(
     name: str, key: str, target: str, arguments: dict[str, Any], settings: OwnTrackerSettings
 ) -> TrackerSection:
+    """Return a tracker's section; `arguments` are those of the constructor of class `target`."""
     return TrackerSection(
         name=name,
         key=key,
