@@ -217,7 +217,7 @@ class EntropyConfig:
     """Bonus for the entropy of the policy."""
 
     bonus: Number = Field(default=0.0, ge=0)
-    """Weight of the mean token entropy, taken off the loss."""
+    """Weight of the mean token entropy, which is subtracted from the loss."""
     adaptive: OptionalSection[AdaptiveBonus] = None
     """A bonus that adapts to a target; null: it stays as it is."""
 
@@ -431,7 +431,7 @@ class AlgorithmConfig:
 
     @property
     def kl_in_reward(self) -> KlConfig | None:
-        """Return the KL penalty if it is taken off the rewards."""
+        """Return the KL penalty if it is subtracted from the rewards."""
         return self.kl if self.kl is not None and self.kl.place is KlPlace.reward else None
 
     @property

@@ -226,7 +226,7 @@ class Averages:
         """Add parts, or, if not `counted`, only their names with values that change nothing.
 
         Every process needs the same names, because `means` combines them over all processes. So a
-        process without a sampled token adds the names of its stand-in.
+        process without a sampled token runs a stand-in, an empty sequence, and adds its names.
         """
         for name, part in parts.items():
             if not counted:

@@ -135,6 +135,7 @@ def build_rows(section: Mapping[str, Any], key: str) -> Rows:
     ``split=…`` becomes one about ``data.train.split``.
     """
     located = locate_section(section, key=key)
+    # The callable, its arguments, and the start of messages: "data.train._target_=…".
     target, bound, where = located.target, located.bound, located.where
     try:
         # A function of `index` has rows without end; `bind` raises TypeError for wrong arguments.

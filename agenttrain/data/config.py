@@ -367,7 +367,7 @@ class SourceEvalConfig:
 
 @dataclass(config=SETTINGS)
 class SourceConfig(DataConfig):
-    """One source of a mixture (`data=mix`): rows, and what their rollouts have of their own."""
+    """One source of a mixture (`data=mix`): rows, and tools and rewards of its own, if any."""
 
     weight: Number | None = Field(default=None, gt=0)
     """Share of the tasks that no `count` claims, relative to the other sources' weights; None: 1,

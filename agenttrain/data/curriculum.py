@@ -113,6 +113,7 @@ class Curriculum:
 
         `results` are those of all groups of the step. It is closed first if it is still open.
         """
+        # By task id: rollouts that succeeded, and rollouts with a reward.
         success_counts, reward_counts = Counter[str](), Counter[str]()
         for task_id, successes, rewards in results:
             success_counts[task_id] += successes

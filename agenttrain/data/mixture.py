@@ -60,15 +60,15 @@ class Turns:
         """`limits` are the most draws of a source; sources without a limit are missing."""
         common = lcm(*(share.denominator for share in shares.values()))
         self._weights = {name: int(share * common) for name, share in shares.items()}
-        """The shares as whole numbers."""
+        """The shares as whole numbers: 2 and 1 for 2/3 and 1/3."""
         common = lcm(*self._weights.values())
         self._distances = {name: common // weight for name, weight in self._weights.items()}
-        """Distance between two draws of a source, in a unit in which all are whole numbers."""
+        """Distance between two draws of a source, as whole numbers: 1 and 2 for these weights."""
         self._limits = limits
         self.drawn = dict.fromkeys(shares, 0)
         """Draws of each source so far."""
         self.counted = dict.fromkeys(shares, 0)
-        """Those since a source was last left out."""
+        """Draws of each source since one was last left out."""
 
     def draw(self) -> str:
         """Return the source of the next task, and count it."""

@@ -388,14 +388,14 @@ def _training_parts(
     distributed = config.distributed
     sharded, on_host = distributed.name is DistributedName.fsdp2, distributed.cpu_offload
     shards = _shards(config, load)
-    divided = f" / {shards}" if sharded else ""
+    divisor_text = f" / {shards}" if sharded else ""  # at the end of reasons
     state = updating(sizes.model, config.optimizer)
-    why = f"{sizes.parameters:,} x {config.model.dtype}{divided}"
+    why = f"{sizes.parameters:,} x {config.model.dtype}{divisor_text}"
     if sizes.in_4_bits:
         why += f", {sum(sizes.in_4_bits):,} of them in {config.model.quantization}"
         if sharded:
             why += f", whose scales ({sizes.scales:,} bytes) are whole"
-    size = (sizes.held - sizes.scales) // shards + sizes.scales
+    size = (sizes.held - sizes.scales) // shards + sizes.scales  # each process has all scales
     yield MemoryItem(name="weights", bytes=size, why=why, on_host=on_host)
     if sizes.in_4_bits:
         yield MemoryItem(
@@ -406,21 +406,22 @@ def _training_parts(
         )
     size = (state.moments + state.masters) // shards
     copies = " and float32 copies" if state.masters else ""
-    why = f"{config.optimizer.name}: moments{copies}{divided}"
+    why = f"{config.optimizer.name}: moments{copies}{divisor_text}"
     if config.training.offload_during_rollouts and machine.kind != "cpu":
+        # On the GPU during updates only. The copy on the host stays for the whole run.
         optimizer = MemoryItem(name="optimizer", bytes=size, why=why, when=(When.update,))
         yield optimizer
         why = f"{why}; pinned, and kept during updates"
         yield replace(optimizer, name="offloaded", why=why, when=EVER, on_host=True)
     else:
         yield MemoryItem(name="optimizer", bytes=size, why=why, on_host=on_host)
-    yield from _frozen_models(config, sizes, shards, divided)
+    yield from _frozen_models(config, sizes, shards, divisor_text)
     # With float32 copies, gradients are summed in float32 beside those of one microbatch.
     why = "float32, and a microbatch's" if state.masters else str(config.model.dtype)
     yield MemoryItem(
         name="gradients",
         bytes=state.gradients // shards,
-        why=f"{why}{divided}",
+        why=f"{why}{divisor_text}",
         when=(When.update,),
         on_host=on_host,
     )
@@ -438,13 +439,13 @@ def _training_parts(
 
 
 def _frozen_models(
-    config: RunConfig, sizes: Sizes, shards: int, divided: str
+    config: RunConfig, sizes: Sizes, shards: int, divisor_text: str
 ) -> Iterator[MemoryItem]:
-    """Yield the reference and the teacher; `divided` names the number of shards."""
+    """Yield the reference and the teacher; `divisor_text` is `` / 8`` with 8 shards, else empty."""
     kl = config.algorithm.kl
     # With new adapters the reference is the base model, which is in memory already.
     if kl is not None and not config.model.lora.rank:
-        why = f"algorithm.kl.beta={kl.beta:g}: a copy of the weights{divided}"
+        why = f"algorithm.kl.beta={kl.beta:g}: a copy of the weights{divisor_text}"
         yield MemoryItem(name="reference", bytes=sizes.weights // shards, why=why)
     elif kl is not None and sizes.continues:  # adapters of an earlier training are trained on
         why = f"algorithm.kl.beta={kl.beta:g}: a copy of the loaded adapters"
@@ -455,7 +456,7 @@ def _frozen_models(
         yield MemoryItem(
             name="teacher",
             bytes=weight_bytes(_empty_teacher(teacher)) // shards,
-            why=f"{teacher.path}, {teacher.dtype}{divided}",
+            why=f"{teacher.path}, {teacher.dtype}{divisor_text}",
             on_host=config.distributed.cpu_offload,
         )
 

@@ -216,7 +216,7 @@ class Components:
 
     @contextmanager
     def located(self) -> Iterator[None]:
-        """Let errors about the settings of a source name the keys that the run has."""
+        """Let errors of the block about settings of a source name the keys that the run has."""
         try:
             yield
         except (AgenttrainError, ValueError) as error:
@@ -225,7 +225,10 @@ class Components:
             raise
 
     def relocated(self, message: str) -> str:
-        """Return a message with the keys that the run has for the settings of its source."""
+        """Return a message with the keys that the run has for the settings of its source.
+
+        Example: ``data.where=a: …`` of the source shop becomes ``data.sources.shop.where=a: …``.
+        """
         config = self.config if self._mixture is None else self._mixture.config
         return located(config, self._source, message)
 

@@ -109,6 +109,7 @@ class TrackerSection:
     key: str
     """Key of its section: ``tracker.wandb``, ``tracker.own.mine``."""
     target: str
+    """Dotted path of its class."""
     settings: dict[str, Any]
     """Arguments of its constructor."""
     system: bool

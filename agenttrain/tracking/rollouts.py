@@ -214,7 +214,7 @@ def _take(
 def _span_records(trajectory: Trajectory) -> list[dict[str, Any]]:
     """Return the spans of a trajectory as `rollout_record` describes them."""
     records: list[dict[str, Any]] = []
-    start = sampled = 0
+    start = sampled = 0  # tokens, and sampled tokens, of the spans before
     for span in trajectory.spans:
         end = start + len(span.token_ids)
         advantage: float | list[float] | None = None
@@ -540,6 +540,7 @@ def _trajectory(record: Record, index: int, before: Sequence[Trajectory]) -> Tra
     # A turn sampled under several policy versions has several spans, but is one completion.
     for (origin, _), spans in groupby(written["spans"], key=lambda s: (s["origin"], s["turn"])):
         if origin == Origin.sampled:
+            # `sent`: the engine was sent all ids before the turn.
             trajectory.append_sampled(next(sampled), sent=trajectory.token_ids)
             continue
         for span in spans:

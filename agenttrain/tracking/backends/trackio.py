@@ -47,7 +47,7 @@ class Trackio(ExperimentTracker):
 
     def start(self, run: TrackedRun, config: Mapping[str, Any]) -> int | None:
         """Open the run; return the last step in the database, or None for a remote one."""
-        for name in REMOTE_VARIABLES:
+        for name in REMOTE_VARIABLES:  # they would send the run elsewhere than its settings say
             os.environ.pop(name, None)
         # trackio reads it when it is imported.
         os.environ["TRACKIO_DIR"] = str(_folder(run).absolute())
@@ -138,6 +138,7 @@ class Trackio(ExperimentTracker):
         """
         notes = []
         for name in REMOTE_VARIABLES:
+            # OURS: the setting that replaces a variable, if there is one.
             value, setting = os.environ.get(name), OURS.get(name)
             if value and (setting is None or self.remote[setting] is None):
                 remedy = f"; tracker.trackio.{setting} sends a run there" if setting else ""
