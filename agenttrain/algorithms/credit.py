@@ -99,9 +99,11 @@ def _sampling_order(rollout: Rollout) -> list[int]:
 
 
 def set_advantages(rollout: Rollout, by_turn: float | Sequence[float] | None) -> None:
-    """Set the sampled tokens' advantages: one number for all, one for each turn in order, or None.
+    """Set the advantages of a rollout's sampled tokens.
 
-    A sub-agent's turns come after the turn that called it, and before that agent's next one.
+    `by_turn` is one number for all tokens, one for each turn in the order of sampling, or None for
+    a rollout without advantages. A sub-agent's turns come after the turn that called it, and before
+    the caller's next one.
     """
     turn_values = [0.0] * rollout.turns  # trajectory by trajectory
     if isinstance(by_turn, Sequence):

@@ -347,12 +347,12 @@ def _mixture_problems(data: DataConfig) -> Iterator[str]:
 
 
 class AtEnd(StrEnum):
-    """What follows the last row of a source of a mixture."""
+    """Continuation after the last row of a source of a mixture."""
 
     repeat = "repeat"
-    """Its rows come again."""
+    """The source's rows come again."""
     drop = "drop"
-    """The other sources share its part of the steps."""
+    """The source has no more tasks, and the others share its part of the steps."""
 
 
 @dataclass(config=SETTINGS)

@@ -582,7 +582,7 @@ KEPT = {
     ActivationCheckpointing.blocks: "kept, but for those of feed-forward blocks and norms",
     ActivationCheckpointing.all: "inputs of layers",
 }
-"""What is kept of activations at each level, as the plan prints it."""
+"""Activations that each level keeps, as the plan prints it."""
 RECOMPUTED = {ActivationCheckpointing.blocks: "a block", ActivationCheckpointing.all: "a layer"}
 """Name of a recomputed module at each level."""
 

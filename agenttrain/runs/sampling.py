@@ -227,6 +227,7 @@ def _load(config: RunConfig) -> Any:
         model = load_whole(base or source, dtype, uniform=uniform)
         if config.model.quantization is not None:
             check_quantizable(model, config.model)
+            # Each process holds the whole model until it is sharded: then it stays on the host.
             sharded = config.distributed.name is DistributedName.fsdp2
             quantize(model, double=config.model.double_quantization, on_host=sharded)
         if base is None:

@@ -251,8 +251,8 @@ class Components:
             return self._build_tools()
 
     def _build_tools(self) -> tuple[Toolbox, Environments]:
+        """Build the run's tools and environments; both are empty if every source has its own."""
         config = self.config
-        # All sources of a mixture have tools of their own.
         if config.data.sources and not any(map(shares_tools, config.data.sources.values())):
             return Toolbox({}), Environments()
         environments = Environments(
@@ -616,7 +616,10 @@ class Components:
                     stack.push_async_callback(part._close_tools)
 
     async def _close_tools(self) -> None:
-        # Everything is closed, also after an error; the last error is raised.
+        """Close agents, environments, tools and machines, each also after an error of another.
+
+        The last error is raised.
+        """
         try:
             if self._agents is not None:
                 await self._agents.aclose()

@@ -22,7 +22,7 @@ from typing import Any
 LONGEST_PAUSE_S = 60.0
 """Longest time until a tracker that failed is started again; it begins with one second."""
 LAST_PAUSE_S = 1.0
-"""That time once the run has ended."""
+"""Longest such pause once the run has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

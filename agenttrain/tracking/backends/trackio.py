@@ -31,7 +31,7 @@ REMOTE_VARIABLES = (
 )
 """Any of these would make trackio send data to other machines."""
 OURS = {"TRACKIO_SPACE_ID": "space", "TRACKIO_SERVER_URL": "server_url"}
-"""Those that a setting replaces."""
+"""Variables that a setting replaces, each with this setting's name."""
 ARRIVAL_S = 60.0
 """Longest wait for trackio's own thread, which writes or sends what was logged."""
 SYSTEM = "system/"
@@ -161,8 +161,8 @@ class Trackio(ExperimentTracker):
 
 def _folder(run: TrackedRun) -> Path:
     """Return the folder of the database: the user's, or the experiment's."""
-    named = os.environ.get("TRACKIO_DIR")
-    return Path(named).expanduser() if named else run.shared / "trackio"
+    users_folder = os.environ.get("TRACKIO_DIR")
+    return Path(users_folder).expanduser() if users_folder else run.shared / "trackio"
 
 
 def trace(
