@@ -36,12 +36,12 @@ from agenttrain.utils.sections import (
 
 
 class Rewards(StrEnum):
-    """How several reward functions become one advantage."""
+    """Way in which several reward functions become one advantage."""
 
     sum = "sum"
-    """Their weighted sum is one reward."""
+    """The weighted sum of the functions is one reward."""
     normalize_each = "normalize_each"
-    """Each is normalised within its group, then weighted and added (GDPO)."""
+    """Each function is normalised within its group, then weighted and added (GDPO)."""
 
 
 class Advantage(StrEnum):
@@ -121,10 +121,10 @@ def credit_settings(section: Any) -> CreditConfig:
 
 
 class Aggregation(StrEnum):
-    """How token losses become one number per optimizer update."""
+    """Way in which token losses become one number per optimizer update."""
 
     token_mean = "token_mean"
-    """Over all sampled tokens of the update, across processes and microbatches (DAPO)."""
+    """Mean over all sampled tokens of the update, across processes and microbatches (DAPO)."""
     sequence_mean = "sequence_mean"
     """Mean over rollouts of each rollout's token mean (GRPO paper)."""
     sequence_sum = "sequence_sum"
@@ -217,7 +217,7 @@ class EntropyConfig:
     """Bonus for the entropy of the policy."""
 
     bonus: Number = Field(default=0.0, ge=0)
-    """Weight of the mean token entropy, taken off the loss."""
+    """Weight of the mean token entropy, which is subtracted from the loss."""
     adaptive: OptionalSection[AdaptiveBonus] = None
     """A bonus that adapts to a target; null: it stays as it is."""
 
@@ -235,18 +235,18 @@ class Behaviour(StrEnum):
     """Probabilities in the denominator of the ratio and in a KL in the reward."""
 
     engine = "engine"
-    """Those that the engine sampled with."""
+    """The probabilities that the engine sampled with."""
     recomputed = "recomputed"
-    """The trainer's own, before the step's first update."""
+    """The trainer's own probabilities, before the step's first update."""
 
 
 class RouterReplay(StrEnum):
     """Experts of mixture-of-experts layers in the trainer's forward passes."""
 
     off = "off"
-    """Those that the trainer's routers choose."""
+    """The experts that the trainer's routers choose."""
     rollout = "rollout"
-    """Those by which the engine sampled, at the positions from which it sampled (R3)."""
+    """The experts by which the engine sampled, at the positions from which it sampled (R3)."""
 
 
 class CorrectionLevel(StrEnum):
@@ -254,7 +254,7 @@ class CorrectionLevel(StrEnum):
 
     token = "token"
     sequence = "sequence"
-    """Their ratio over the whole trajectory."""
+    """The product of the trajectory's token ratios."""
     geometric = "geometric"
     """The geometric mean of the trajectory's token ratios."""
 
@@ -263,9 +263,9 @@ class CorrectionMode(StrEnum):
     """Treatment of a ratio outside its bounds."""
 
     truncate = "truncate"
-    """It becomes the bound."""
+    """The ratio becomes the bound."""
     mask = "mask"
-    """It becomes zero: no gradient."""
+    """The ratio becomes zero: no gradient."""
 
 
 @dataclass(config=SETTINGS)
@@ -306,9 +306,9 @@ class Gate(StrEnum):
 
     all = "all"
     failed = "failed"
-    """Those with a reward below `success`."""
+    """Rollouts with a reward below `success`."""
     succeeded = "succeeded"
-    """Those with a reward of at least `success`."""
+    """Rollouts with a reward of at least `success`."""
 
 
 @dataclass(config=SETTINGS)
@@ -431,7 +431,7 @@ class AlgorithmConfig:
 
     @property
     def kl_in_reward(self) -> KlConfig | None:
-        """Return the KL penalty if it is taken off the rewards."""
+        """Return the KL penalty if it is subtracted from the rewards."""
         return self.kl if self.kl is not None and self.kl.place is KlPlace.reward else None
 
     @property

@@ -99,9 +99,11 @@ def _sampling_order(rollout: Rollout) -> list[int]:
 
 
 def set_advantages(rollout: Rollout, by_turn: float | Sequence[float] | None) -> None:
-    """Set the sampled tokens' advantages: one number for all, one for each turn in order, or None.
+    """Set the advantages of a rollout's sampled tokens.
 
-    A sub-agent's turns come after the turn that called it, and before that agent's next one.
+    `by_turn` is one number for all tokens, one for each turn in the order of sampling, or None for
+    a rollout without advantages. A sub-agent's turns come after the turn that called it, and before
+    the caller's next one.
     """
     turn_values = [0.0] * rollout.turns  # trajectory by trajectory
     if isinstance(by_turn, Sequence):
@@ -207,8 +209,8 @@ def returns(rewards: Sequence[float], gamma: float) -> tuple[float, ...]:
 
 def _pad_turns(values: Sequence[Sequence[Sequence[float]]]) -> Tensor:
     """Return values by group, rollout and turn as one tensor, [P, G, K], padded with NaN."""
-    # One at least, for the baselines of a process without rollouts. `max` needs a second number.
-    rollouts = max(1, *(len(group) for group in values), 0)
+    # One at least, for the baselines of a process without rollouts.
+    rollouts = max([1, *(len(group) for group in values)])
     turns = max((len(by_turn) for group in values for by_turn in group), default=0)
     result_PGK = torch.full((len(values), rollouts, turns), torch.nan, dtype=torch.float64)
     for p, group in enumerate(values):

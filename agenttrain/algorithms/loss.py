@@ -48,7 +48,7 @@ class LossInputs(ObjectiveInputs):
     kept_S: Tensor | None = None
     """True for the tokens of top entropy, which alone are trained. None: all are."""
     bonus: float = 0.0
-    """Weight of a token's entropy: the coefficient over the tokens of the update it acts on."""
+    """Weight of a token's entropy: the coefficient divided by the update's number of tokens."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sequences", self.weights_B.numel())
@@ -226,7 +226,7 @@ class Averages:
         """Add parts, or, if not `counted`, only their names with values that change nothing.
 
         Every process needs the same names, because `means` combines them over all processes. So a
-        process without a sampled token adds the names of its stand-in.
+        process without a sampled token runs a stand-in, an empty sequence, and adds its names.
         """
         for name, part in parts.items():
             if not counted:

@@ -50,7 +50,11 @@ def try_objective(config: AlgorithmConfig) -> None:
 
 
 def _output_problems(output: Any, logprobs_S: Tensor, declared: Collection[str]) -> Iterator[str]:
-    """Yield the problems of an objective's output, each a sentence without its subject."""
+    """Yield the problems of an objective's output for the three tokens of `try_objective`.
+
+    Each is a sentence without its subject, the objective. `logprobs_S` are the objective's input,
+    and `declared` the names of its metrics.
+    """
     if not isinstance(output, ObjectiveOutput):
         yield f"returned a {type(output).__name__}; return ObjectiveOutput(loss_S=…)"
         return

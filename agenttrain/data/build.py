@@ -46,7 +46,7 @@ class Splits:
     def by_key(self) -> dict[str, TaskSource]:
         """Sources by their configuration key. `data.test` is among them only if it has rows."""
         if self.sources:
-            return {
+            return {  # data.train of the source shop is data.sources.shop.train
                 at_source(name, (), key): tasks
                 for name, splits in self.sources.items()
                 for key, tasks in splits.by_key.items()
@@ -135,6 +135,7 @@ def build_rows(section: Mapping[str, Any], key: str) -> Rows:
     ``split=…`` becomes one about ``data.train.split``.
     """
     located = locate_section(section, key=key)
+    # The callable, its arguments, and the start of messages: "data.train._target_=…".
     target, bound, where = located.target, located.bound, located.where
     try:
         # A function of `index` has rows without end; `bind` raises TypeError for wrong arguments.

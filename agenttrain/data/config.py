@@ -50,14 +50,18 @@ class OnBadRow(StrEnum):
 
 @dataclass(config=SETTINGS)
 class CurriculumConfig:
-    """Settings for drawing tasks by their success so far. Those solved now and then teach most."""
+    """Settings for drawing tasks by their success so far.
+
+    Tasks that are solved now and then teach most: those whose share of successful rollouts is from
+    `low` to `high` are in the band, and are drawn most often.
+    """
 
     enabled: Data[bool] = False
     """False: tasks are drawn in the order of the rows, or of `data.shuffle`."""
     low: Number = Field(default=0.2, ge=0, le=1)
     """Least share of successful rollouts of a task in the band."""
     high: Number = Field(default=0.8, ge=0, le=1)
-    """Largest share of them."""
+    """Largest share of successful rollouts of a task in the band."""
     explore: Number = Field(default=0.5, gt=0, le=1)
     """Share of drawn tasks whose row was never drawn before; new rows come in their order."""
     floor: Number = Field(default=0.1, gt=0, le=1)
@@ -343,12 +347,12 @@ def _mixture_problems(data: DataConfig) -> Iterator[str]:
 
 
 class AtEnd(StrEnum):
-    """What follows the last row of a source of a mixture."""
+    """Continuation after the last row of a source of a mixture."""
 
     repeat = "repeat"
-    """Its rows come again."""
+    """The source's rows come again."""
     drop = "drop"
-    """The other sources share its part of the steps."""
+    """The source has no more tasks, and the others share its part of the steps."""
 
 
 @dataclass(config=SETTINGS)
@@ -363,7 +367,7 @@ class SourceEvalConfig:
 
 @dataclass(config=SETTINGS)
 class SourceConfig(DataConfig):
-    """One source of a mixture (`data=mix`): rows, and what their rollouts have of their own."""
+    """One source of a mixture (`data=mix`): rows, and tools and rewards of its own, if any."""
 
     weight: Number | None = Field(default=None, gt=0)
     """Share of the tasks that no `count` claims, relative to the other sources' weights; None: 1,
@@ -371,7 +375,7 @@ class SourceConfig(DataConfig):
     count: Whole | None = Field(default=None, ge=1)
     """Tasks of a step; None: `weight` decides."""
     at_end: Data[AtEnd] = AtEnd.repeat
-    """What follows its last row."""
+    """How the source goes on after its last row."""
     tools: dict[str, Any] | None = None
     """Its tools, as in `tools`; None: the run's."""
     stop_tools: Data[list[str] | None] = None

@@ -70,7 +70,7 @@ class Curriculum:
         """The rows of this step that were chosen so far."""
 
     def tasks(self, start: int, count: int) -> list[Task]:
-        """Return `count` tasks from the run's `start`-th on, which is 0 for its first task.
+        """Return `count` tasks from task `start` of the run on, counted from 0.
 
         All must belong to one step: this one, or a closed one without results. Raises ValueError
         for tasks of earlier steps.
@@ -113,6 +113,7 @@ class Curriculum:
 
         `results` are those of all groups of the step. It is closed first if it is still open.
         """
+        # By task id: rollouts that succeeded, and rollouts with a reward.
         success_counts, reward_counts = Counter[str](), Counter[str]()
         for task_id, successes, rewards in results:
             success_counts[task_id] += successes
@@ -147,7 +148,11 @@ class Curriculum:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state on which later choices depend, as JSON."""
+        """Return the state on which later choices depend, as JSON.
+
+        ``rows`` has the row, its share of successes and the step of this measure; ``ahead`` the
+        rows of each closed step whose results are missing.
+        """
         rows = [[row, m.rate, m.step] for row, m in sorted(self._measures.items())]
         state: dict[str, Any] = {
             "start": self._start,

@@ -27,11 +27,11 @@ class ImageLimits:
     """Limits on the images of rows."""
 
     pixels: int = MOST_PIXELS
-    """Pixels of an image."""
+    """Most pixels of an image."""
     count: int = 8
-    """Images of a row."""
+    """Most images of a row."""
     total: int = MOST_IMAGES
-    """Images of all rows of a dataset that are checked before the run."""
+    """Most images of all rows of a dataset, whose rows are checked before the run."""
     urls: bool = False
     """Images may be given by their addresses, which are then downloaded."""
 

@@ -60,15 +60,15 @@ class Turns:
         """`limits` are the most draws of a source; sources without a limit are missing."""
         common = lcm(*(share.denominator for share in shares.values()))
         self._weights = {name: int(share * common) for name, share in shares.items()}
-        """The shares as whole numbers."""
+        """The shares as whole numbers: 2 and 1 for 2/3 and 1/3."""
         common = lcm(*self._weights.values())
         self._distances = {name: common // weight for name, weight in self._weights.items()}
-        """Distance between two draws of a source, in a unit in which all are whole numbers."""
+        """Distance between two draws of a source, as whole numbers: 1 and 2 for these weights."""
         self._limits = limits
         self.drawn = dict.fromkeys(shares, 0)
         """Draws of each source so far."""
         self.counted = dict.fromkeys(shares, 0)
-        """Those since a source was last left out."""
+        """Draws of each source since one was last left out."""
 
     def draw(self) -> str:
         """Return the source of the next task, and count it."""
@@ -110,8 +110,10 @@ class Mixture:
 
     Example: ``Mixture({"shop": MixedSource(tasks=shop, share=Fraction(2, 3)), "sums":
     MixedSource(tasks=sums, share=Fraction(1, 3))}, seed=0).tasks(0, 3)`` are the first two tasks of
-    one source and the first of the other. A step's tasks may be asked for again until `learn` ends
-    it.
+    one source and the first of the other.
+
+    Each step calls `tasks`, `close` when its tasks are drawn, and `learn` with its results. A
+    step's tasks may be asked for again until `learn`.
     """
 
     endless = True
@@ -129,13 +131,13 @@ class Mixture:
         self._next_turns = self._turns.copy()
         """State of the turns after `_picks`."""
         self._picks: list[tuple[str, int]] = []
-        """(source, its own occurrence) of each task from `_start` on that was drawn."""
+        """Source, and number among the source's own tasks, of each task drawn from `_start` on."""
 
     def __len__(self) -> int:
         return sys.maxsize
 
     def tasks(self, start: int, count: int) -> list[Task]:
-        """Return `count` tasks from the run's `start`-th on, which is 0 for its first task.
+        """Return `count` tasks from task `start` of the run on, counted from 0.
 
         Raises ValueError for tasks of steps whose results were learnt.
         """
@@ -188,10 +190,10 @@ class Mixture:
             by_source.setdefault(name, []).append(result)
         for name, source_cursor in self._cursors(cursor).items():
             curriculum = self._sources[name].curriculum
-            # A step without a task of the source is none of its curriculum's.
+            # Skip a source that had no task in this step: its curriculum has no such step.
             if curriculum is not None and source_cursor > self._turns.drawn[name]:
                 curriculum.learn(source_cursor, by_source.get(name, []))
-        # Bring `_turns` from the old `_start` to the new one.
+        # Repeat the step's draws, which brings `_turns` from the old `_start` to the new one.
         for _ in range(cursor - self._start):
             self._turns.draw()
         del self._picks[: cursor - self._start]
@@ -243,7 +245,7 @@ class Questions:
     endless = False
 
     def __init__(self, sources: Mapping[str, tuple[TaskSource | None, int]]) -> None:
-        """`sources` maps names to tasks, and to the most of them that are questions."""
+        """`sources` maps names to a source's tasks, None without any, and its most questions."""
         self._sources = {
             name: (tasks, min(count, len(tasks)))
             for name, (tasks, count) in sources.items()

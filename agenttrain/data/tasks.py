@@ -331,7 +331,8 @@ def _row_tool(item: Any, where: str) -> RowTool:
 def with_executor(tools: Any, executor: str) -> Any:
     """Return a row's column `tools`, with this executor for each tool of the row that names none.
 
-    A column that cannot be read is returned as it is: `read_tools` refuses it and names the row.
+    `executor` is the tool of the run that does the work of the row's tools. A column that cannot be
+    read is returned as it is: `read_tools` refuses it and names the row.
     """
     try:
         # A text among the tools is the name of one, or the JSON of one.

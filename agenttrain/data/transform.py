@@ -197,7 +197,7 @@ class RowCheck:
     kept: int = 0
     """Rows of which `data.where` is true, or all without it."""
     left_out: int = 0
-    """Rows of which it is not true."""
+    """Rows of which `data.where` is not true."""
     keys: list[str] = field(default_factory=list)
     """A key of each good row's question. Rows with equal keys ask the same."""
 
@@ -243,7 +243,8 @@ def check_rows(
                 f"take fewer rows: {key}.limit={index}"
             )
         question = rows.question(index) or _question(task.messages)
-        # Without messages an environment makes the question from the columns.
+        # The key tells equal questions. Without messages an environment makes the question from
+        # the columns.
         identity = [question or dict(task.columns), task.user_turns]
         usable.keys.append(json.dumps(identity, default=str, sort_keys=True))
     if transform.where is not None and usable.left_out == len(rows):

@@ -78,11 +78,14 @@ def _source_fingerprints(components: Components) -> Fingerprints:
     assert isinstance(train, TaskSource) and isinstance(test, TaskSource)
     suffix = f" ({train.source})" if train.source else ""  # "schema of find (shop)" in a mixture
     return {
-        RunPart.data: {"rows of data.train": _rows(train), "rows of data.test": _rows(test)},
+        RunPart.data: {
+            "rows of data.train": _rows_digest(train),
+            "rows of data.test": _rows_digest(test),
+        },
         RunPart.tools: {
             **{f"schema of {s['function']['name']}{suffix}": _digest(_json(s)) for s in schemas},
             **_code_digests("tools", config.tools),
-            **_files(config.tools),
+            **_file_digests(config.tools),
         },
         RunPart.environment: {
             **_code_digests("environment", config.environment),
@@ -93,8 +96,8 @@ def _source_fingerprints(components: Components) -> Fingerprints:
     }
 
 
-def check_unchanged(folder: Path, now: Fingerprints, allowed: Sequence[RunPart]) -> None:
-    """Compare `now` with the fingerprints in `folder`; only `allowed` parts may differ.
+def check_unchanged(folder: Path, current: Fingerprints, allowed: Sequence[RunPart]) -> None:
+    """Compare `current` with the fingerprints in `folder`; only `allowed` parts may differ.
 
     Raises ConfigError with the names of everything else that changed.
     """
@@ -102,17 +105,17 @@ def check_unchanged(folder: Path, now: Fingerprints, allowed: Sequence[RunPart])
     if before is None:  # `read` has printed a warning
         return
     # A run of an older version may have recorded fewer parts.
-    if unrecorded := [part for part in now if part not in before]:
+    if unrecorded := [part for part in current if part not in before]:
         print(
             f"warning: {folder / FILE}: holds nothing of {', '.join(unrecorded)}; it is not known "
             "whether these changed",
             file=sys.stderr,
         )
     changed: dict[str, list[str]] = {}
-    for part in now:
+    for part in current:
         if part in before:
-            names = dict.fromkeys([*before[part], *now[part]])  # of either, in order
-            old, new = before[part], now[part]
+            old, new = before[part], current[part]  # name of a digest -> digest
+            names = dict.fromkeys([*old, *new])  # of either, in order
             changed[part] = [name for name in names if old.get(name) != new.get(name)]
     refused = {part: names for part, names in changed.items() if names and part not in allowed}
     if refused:
@@ -136,9 +139,9 @@ def check_resumed(components: Components) -> None:
         check_unchanged(Path(config.resume), fingerprints(components), config.resume_changed)
 
 
-def write(folder: Path, now: Fingerprints) -> None:
+def write(folder: Path, current: Fingerprints) -> None:
     """Write a run's fingerprints."""
-    write_atomically(folder / FILE, json.dumps(now, indent=1) + "\n")
+    write_atomically(folder / FILE, json.dumps(current, indent=1) + "\n")
 
 
 def read(folder: Path) -> Fingerprints | None:
@@ -161,7 +164,7 @@ def read(folder: Path) -> Fingerprints | None:
     return parts
 
 
-def _rows(source: TaskSource) -> str:
+def _rows_digest(source: TaskSource) -> str:
     """Return the digest of the number of rows and of the content of some of them.
 
     Those are the first ENDLESS_ROWS rows of a source without end, and at most ROWS rows, evenly
@@ -200,7 +203,7 @@ def _code_digests(key: str, sections: Mapping[str, Any]) -> dict[str, str]:
     return digests
 
 
-def _files(sections: Mapping[str, Any]) -> dict[str, str]:
+def _file_digests(sections: Mapping[str, Any]) -> dict[str, str]:
     """Return the digests of the files and folders that bundled tools read.
 
     A folder's digest covers the names and contents of all files in it.
@@ -248,7 +251,11 @@ def _model_digests(config: RunConfig, verb: str) -> dict[str, str]:
 
 
 def _weights_digest(key: str, path: str, revision: str | None, *, is_read: bool) -> dict[str, str]:
-    """Return the commit of a model of the hub, or the digest of a folder's weights if `is_read`."""
+    """Return the commit of a model of the hub, or the digest of a local folder's weights.
+
+    `key` is the model's setting, with which the entry is named. Reading all weights takes time:
+    without `is_read` a local folder has no entry.
+    """
     if is_hub_id(path):
         return {f"revision of {key}": str(revision)}
     if not is_read:

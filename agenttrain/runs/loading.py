@@ -77,8 +77,9 @@ def check_model(config: RunConfig, verb: str = "train") -> None:
     may_lack_weights = config.model.init is Init.random or is_hub_id(config.model.path)
     index_files = [] if may_lack_weights else folder.glob("*.safetensors.index.json")
     for index in index_files:
-        listed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        missing = sorted(name for name in listed if not (folder / name).is_file())
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]  # weight -> file
+        file_names = set(weight_map.values())
+        missing = sorted(name for name in file_names if not (folder / name).is_file())
         if missing:
             raise ConfigError(
                 f"model.path={config.model.path}: {index.name} names {', '.join(missing)}, which "

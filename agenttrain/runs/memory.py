@@ -80,7 +80,7 @@ class PlannedHardware:
     host: int | None = None
     """Bytes of a node's host memory. None: not known, or the same as `memory`."""
     kind: str = "cuda"
-    """With `cpu` the tiles of logits are smaller, and everything is in the node's host memory."""
+    """`cuda` or `cpu`, where the tiles of logits are smaller and all is in the host's memory."""
     shared: bool = False
     """The trainer shares the only GPU with the rollout process's copy of the policy."""
 
@@ -230,6 +230,7 @@ def _estimate_at(
         limit=load.limit,
         on_gpu=on_gpu,
         memory=machine.memory,
+        # On a CPU the engine shares its memory with the trainer's weights and Python.
         taken=0 if on_gpu else sizes.held + PYTHON_ON_CPU,
         sharded=config.distributed.name is DistributedName.fsdp2,
         adapters=sends_adapters(config, is_merged=sizes.merges_adapters),
@@ -327,6 +328,7 @@ def _count_load(
     limit = config.engine.max_context or sizes.max_context or longest
     context = sampled = min(longest, limit)
     if has_questions(config.data, config.eval.questions):
+        # Without a limit of its own an evaluation has that of training, which `context` covers.
         longest_evaluated = prompt_tokens + (config.eval.max_completion_tokens or 0)
         sampled = max(context, min(longest_evaluated, limit))
     # Processes
@@ -341,6 +343,7 @@ def _count_load(
     samples, greedy = config.eval.samples, config.eval.greedy
     in_evaluation = counts.rollouts_per_evaluation * samples // (samples + greedy)
     staleness = config.async_training.max_staleness
+    # Beside the groups of this step, those of the next `staleness` steps are sampled ahead.
     in_training = counts.most_tasks_per_step * counts.group_size * (1 + staleness)
     in_flight = max(in_training, in_evaluation)
     rows = config.engine.max_rows
@@ -353,10 +356,10 @@ def _count_load(
     per_engine = in_flight if has_policy_copy(config) else ceil(in_flight / devices)
     # A microbatch holds one rollout at least, and at most all rollouts of the update. With
     # distributed.context_parallel the processes of a group divide its tokens.
-    divided = distributed.context_parallel
-    per_update = ceil(counts.rollouts_per_update / max(devices // divided, 1))
-    budget = config.training.token_budget * divided
-    packed = ceil(min(max(budget, context), per_update * context) / divided)
+    group = distributed.context_parallel
+    per_update = ceil(counts.rollouts_per_update / max(devices // group, 1))
+    budget = config.training.token_budget * group
+    packed = ceil(min(max(budget, context), per_update * context) / group)
     return Load(
         arithmetic=counts,
         devices=devices,
@@ -378,18 +381,21 @@ def _training_parts(
     load: Load,
     level: ActivationCheckpointing,
 ) -> Iterator[MemoryItem]:
-    """Yield the parts that training takes: weights, optimizer, gradients, microbatch, …"""
+    """Yield the parts that training takes: weights, optimizer, gradients, microbatch, …
+
+    `load` counts processes and tokens, and `level` is that of activation checkpointing.
+    """
     distributed = config.distributed
     sharded, on_host = distributed.name is DistributedName.fsdp2, distributed.cpu_offload
     shards = _shards(config, load)
-    divided = f" / {shards}" if sharded else ""
+    divisor_text = f" / {shards}" if sharded else ""  # at the end of reasons
     state = updating(sizes.model, config.optimizer)
-    why = f"{sizes.parameters:,} x {config.model.dtype}{divided}"
+    why = f"{sizes.parameters:,} x {config.model.dtype}{divisor_text}"
     if sizes.in_4_bits:
         why += f", {sum(sizes.in_4_bits):,} of them in {config.model.quantization}"
         if sharded:
             why += f", whose scales ({sizes.scales:,} bytes) are whole"
-    size = (sizes.held - sizes.scales) // shards + sizes.scales
+    size = (sizes.held - sizes.scales) // shards + sizes.scales  # each process has all scales
     yield MemoryItem(name="weights", bytes=size, why=why, on_host=on_host)
     if sizes.in_4_bits:
         yield MemoryItem(
@@ -400,21 +406,22 @@ def _training_parts(
         )
     size = (state.moments + state.masters) // shards
     copies = " and float32 copies" if state.masters else ""
-    why = f"{config.optimizer.name}: moments{copies}{divided}"
+    why = f"{config.optimizer.name}: moments{copies}{divisor_text}"
     if config.training.offload_during_rollouts and machine.kind != "cpu":
+        # On the GPU during updates only. The copy on the host stays for the whole run.
         optimizer = MemoryItem(name="optimizer", bytes=size, why=why, when=(When.update,))
         yield optimizer
         why = f"{why}; pinned, and kept during updates"
         yield replace(optimizer, name="offloaded", why=why, when=EVER, on_host=True)
     else:
         yield MemoryItem(name="optimizer", bytes=size, why=why, on_host=on_host)
-    yield from _frozen_models(config, sizes, shards, divided)
+    yield from _frozen_models(config, sizes, shards, divisor_text)
     # With float32 copies, gradients are summed in float32 beside those of one microbatch.
     why = "float32, and a microbatch's" if state.masters else str(config.model.dtype)
     yield MemoryItem(
         name="gradients",
         bytes=state.gradients // shards,
-        why=f"{why}{divided}",
+        why=f"{why}{divisor_text}",
         when=(When.update,),
         on_host=on_host,
     )
@@ -432,15 +439,15 @@ def _training_parts(
 
 
 def _frozen_models(
-    config: RunConfig, sizes: Sizes, shards: int, divided: str
+    config: RunConfig, sizes: Sizes, shards: int, divisor_text: str
 ) -> Iterator[MemoryItem]:
-    """Yield the reference and the teacher; `divided` names the number of shards."""
+    """Yield the reference and the teacher; `divisor_text` is `` / 8`` with 8 shards, else empty."""
     kl = config.algorithm.kl
     # With new adapters the reference is the base model, which is in memory already.
     if kl is not None and not config.model.lora.rank:
-        why = f"algorithm.kl.beta={kl.beta:g}: a copy of the weights{divided}"
+        why = f"algorithm.kl.beta={kl.beta:g}: a copy of the weights{divisor_text}"
         yield MemoryItem(name="reference", bytes=sizes.weights // shards, why=why)
-    elif kl is not None and sizes.continues:
+    elif kl is not None and sizes.continues:  # adapters of an earlier training are trained on
         why = f"algorithm.kl.beta={kl.beta:g}: a copy of the loaded adapters"
         size = sum(weight.nbytes for weight in adapter_parameters(sizes.model).values())
         yield MemoryItem(name="reference", bytes=size, why=why, on_host=True)
@@ -449,7 +456,7 @@ def _frozen_models(
         yield MemoryItem(
             name="teacher",
             bytes=weight_bytes(_empty_teacher(teacher)) // shards,
-            why=f"{teacher.path}, {teacher.dtype}{divided}",
+            why=f"{teacher.path}, {teacher.dtype}{divisor_text}",
             on_host=config.distributed.cpu_offload,
         )
 
@@ -466,7 +473,7 @@ def _gathered_parts(config: RunConfig, sizes: Sizes) -> Iterator[MemoryItem]:
         teacher_why = "the teacher's embeddings, head and two layers"
         size, why = max((size, why), (teacher_size, teacher_why))
     yield MemoryItem(name="gathered", bytes=size, why=why, when=(When.update,))
-    if has_rollout_process(config) and run_spec(config).own_weights:
+    if has_rollout_process(config) and run_spec(config).own_weights:  # weights are sent to it
         why = "a layer, gathered to be sent"
         yield MemoryItem(name="layer", bytes=sizes.gathered, why=why, when=(When.sync,))
     why = "one unsharded weight, while it is written"
@@ -534,11 +541,13 @@ def _file_parts(
         )
     if sharded or in_background:
         state = updating(sizes.model, config.optimizer)
-        who = "each process writes a copy of its part" if sharded else "the first process: a copy"
+        copied = (
+            "each process writes a copy of its part" if sharded else "the first process: a copy"
+        )
         yield MemoryItem(
             name="written state",
             bytes=(state.moments + state.masters) // shards,
-            why=f"{who} of the optimizer{', in background' if in_background else ''}",
+            why=f"{copied} of the optimizer{', in background' if in_background else ''}",
             when=when,
             on_host=on_gpu,
             once=not sharded,
@@ -573,7 +582,7 @@ KEPT = {
     ActivationCheckpointing.blocks: "kept, but for those of feed-forward blocks and norms",
     ActivationCheckpointing.all: "inputs of layers",
 }
-"""What is kept of activations at each level, as the plan prints it."""
+"""Activations that each level keeps, as the plan prints it."""
 RECOMPUTED = {ActivationCheckpointing.blocks: "a block", ActivationCheckpointing.all: "a layer"}
 """Name of a recomputed module at each level."""
 
@@ -634,8 +643,8 @@ def _microbatch_parts(
 def _cast_bytes(config: RunConfig, sizes: Sizes, level: ActivationCheckpointing) -> int:
     """Return the bytes of trained weights that autocast casts for modules of `level`.
 
-    It holds them until the forward pass ends, although the modules do not keep them. FSDP2 gathers
-    weights in the shorter format.
+    Autocast holds them until the forward pass ends, although the modules do not keep them. There
+    are none with FSDP2, which gathers weights in the shorter format.
     """
     is_cast = config.training.mixed_precision is not MixedPrecision.no
     sharded = config.distributed.name is DistributedName.fsdp2
@@ -691,7 +700,8 @@ class Sizes:
         """Engines get the adapters merged into the weights: vLLM would read them wrongly, or add
         them to other weights."""
         self.in_4_bits = list(numbers_of(self.stored).values())
-        """Numbers of each weight that the trainer stores in 4 bits; empty: of none."""
+        """Number of elements of each weight that the trainer stores in 4 bits."""
+        # Precision -> function that returns the bytes of a forward pass.
         self._saved = {
             name: SavedActivations(self.model, dtype) for name, dtype in MIXED_PRECISIONS.items()
         }
@@ -732,18 +742,18 @@ class Sizes:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a number of the weights."""
+        """Bytes of one element of a weight."""
         return self.model.dtype.itemsize
 
     @property
     def width(self) -> int:
-        """Numbers of one token's hidden state."""
+        """Elements of one token's hidden state."""
         size: int = self.model.config.get_text_config().hidden_size
         return size
 
     @property
     def inner_width(self) -> int:
-        """Numbers of one token in the widest linear layer of a decoder layer."""
+        """Elements of one token at the widest linear layer of a decoder layer."""
         first_layer = sharding.layers(language_model(self.model))[0]
         linear = (m for m in first_layer.modules() if isinstance(m, nn.Linear))
         return max((max(m.in_features, m.out_features) for m in linear), default=self.width)
@@ -775,7 +785,7 @@ class Sizes:
         return sum(layer.token for layer in self._cache) * self.itemsize
 
     def key_cache(self, tokens: int) -> int:
-        """Bytes of the keys and values of one sequence, of windows no more than they hold."""
+        """Bytes of the keys and values of one sequence; a layer with a window holds no more."""
         held = (layer.token * min(tokens, layer.window or tokens) for layer in self._cache)
         return sum(held) * self.itemsize
 

@@ -117,9 +117,10 @@ class RemoteEngine:
         parent: str | None = None,
         images: Sequence[object] = (),
     ) -> Completion:
-        """Return a completion of the probe's prompt.
+        """Return a completion of the probe's prompt, by which a weight sync is checked.
 
-        The other arguments are not sent: the prompt is text, in a session of the rollout process.
+        The session, its parent and images are not sent: the prompt is text, which the rollout
+        process completes in a session of its own.
         """
         request = CompletionRequest(token_ids=tuple(token_ids), sampling=sampling)
         completion: Completion = await self._rollouts.call(request, "the text of the probe")
@@ -129,7 +130,7 @@ class RemoteEngine:
         """Do nothing: the rollout process releases its sessions."""
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Implement `Engine.update` for an engine that samples from no weights."""
+        """Give an engine without weights of its own the number of the new version."""
         await self._rollouts.call(LoadRequest(version=version, files=None), "the weight sync")
         await self._end_sync()
 
@@ -167,7 +168,10 @@ class RemoteReplica(RemoteEngine):
     async def verify(
         self, token_ids: Sequence[int], find_problem: Callable[[Sequence[float]], str | None]
     ) -> list[float]:
-        """Implement `Replicated.verify`. `find_problem` is a ProbeCheck, which has the ids too."""
+        """Score the probe's ids by every copy of the engine, and let the good copies sample.
+
+        Implements `Replicated.verify`. `find_problem` is a ProbeCheck, which has the ids too.
+        """
         assert isinstance(find_problem, ProbeCheck), "data, which can be sent; a closure cannot"
         request = ProbeRequest(check=find_problem)
         scores: list[float] = await self._rollouts.call(request, "the probe")
@@ -246,7 +250,7 @@ class RemoteCopy(RemoteReplica):
         files: WeightFiles | None = None
         failure: Exception | None = None
         iterator = iter(weights)
-        if self._rollouts.process is not None:
+        if self._rollouts.process is not None:  # in the first training process
             try:
                 files = await self._write(self._rollouts.process, iterator, version)
             except Exception as error:

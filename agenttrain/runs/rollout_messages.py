@@ -90,7 +90,8 @@ class EngineDescription:
     max_context: int
     """Maximum tokens of a sequence."""
     own_weights: bool
-    """The engine is a `Separate` one. The fields below describe such an engine."""
+    """The engine samples from weights of its own, which the trainer sends (`Separate`). The fields
+    below describe such an engine."""
     takes_adapters: bool = False
     """The engine takes only the model's adapters; False: all weights (`Separate`)."""
     model_names: bool = False

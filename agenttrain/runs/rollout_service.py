@@ -171,6 +171,7 @@ class RolloutService:
         settings = {name: getattr(config, name) for name in JOURNAL_SETTINGS}
         settings["group_size"] = config.algorithm.group_size
         journal = Journal(self._folder / "rollouts", CODEC, settings_digest(plain(settings)))
+        # Sampling goes on between the requests: these keep the event loop from being blocked.
         stack.enter_context(light_gc())
         monitor = LoopMonitor(collector.limits.max_loop_lag_s, collector.blocking)
         await stack.enter_async_context(monitor)

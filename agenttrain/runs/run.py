@@ -192,7 +192,7 @@ class Run:
             processes=self.world.size if self.world.size > 1 else None,
             stalled_phase=None,  # remove it: an earlier execution may have stalled
             project=self.project,
-            # A resumed run leaves those that the run was started with.
+            # A resumed run keeps the recorded arguments of its first start.
             **({"arguments": hide_in_words(self.words)} if self.words else {}),
         )
 
@@ -667,7 +667,7 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
     # Before the servers end: the stack calls the last callback first.
     stack.callback(components.close_roles)
     rollouts = await _start_rollout_process(run, components, stack)
-    may_raise_level = run.choose_level()
+    may_raise_level = run.choose_level()  # the level of activation checkpointing
     policy = make_policy(
         config,
         _algorithm_of(run),

@@ -57,7 +57,10 @@ def verify_model(config: RunConfig, index: int = 0, count: int = 1) -> None:
 
 
 def placeholders_of(config: RunConfig) -> Placeholders | str:
-    """Return the placeholders of the model's images, or the reason why the run has no images."""
+    """Return the tokens that stand for an image in the model's prompts.
+
+    A str is the reason why the run has no images.
+    """
     placeholders = load_placeholders(architecture_folder(config))
     if isinstance(placeholders, str):
         return placeholders
@@ -147,7 +150,7 @@ def load_empty(config: RunConfig, rank: int) -> tuple[Any, Any] | None:
             print(f"every process loads all weights of model.path={path}: {reason}", flush=True)
         return None
     disable_cudnn_attention()
-    threads = _initial_threads()
+    threads = _initial_threads()  # `_set_threads` changes it for a small model
     dtype = getattr(torch, config.model.dtype)
     model: Any = empty_model(base or source, dtype, uniform=_needs_one_dtype(config))
     weights = SlicedWeights(model, base or source, rank)
@@ -205,7 +208,8 @@ def _load(config: RunConfig) -> Any:
 
     logging.disable_progress_bar()  # bars for each checkpoint would tear up the live display
     path, revision = config.model.path, config.model.revision
-    dtype, uniform = getattr(torch, config.model.dtype), _needs_one_dtype(config)
+    dtype = getattr(torch, config.model.dtype)
+    uniform = _needs_one_dtype(config)  # False: weights that need float32 keep it
     if config.model.init is Init.random:
         folder = model_folder(path, revision=revision)
         architecture = AutoConfig.from_pretrained(folder)
@@ -223,6 +227,7 @@ def _load(config: RunConfig) -> Any:
         model = load_whole(base or source, dtype, uniform=uniform)
         if config.model.quantization is not None:
             check_quantizable(model, config.model)
+            # Each process holds the whole model until it is sharded: then it stays on the host.
             sharded = config.distributed.name is DistributedName.fsdp2
             quantize(model, double=config.model.double_quantization, on_host=sharded)
         if base is None:
@@ -272,7 +277,11 @@ def engine_inputs(
     rank: int,
     verb: str = "train",
 ) -> EngineInputs:
-    """Return the inputs from which the engine of a run of `verb` is built."""
+    """Return the inputs from which the engine of a run of `verb` is built.
+
+    `policy` is the trainer's model, from which some engines sample; None where it is not loaded.
+    `folder` is the run folder, and `rank` that of this process.
+    """
     lora = config.model.lora
     path, revision = config.model.path, config.model.revision
     source_folder = model_folder(path, revision=revision)

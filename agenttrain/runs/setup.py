@@ -216,7 +216,7 @@ class Components:
 
     @contextmanager
     def located(self) -> Iterator[None]:
-        """Let errors about the settings of a source name the keys that the run has."""
+        """Let errors of the block about settings of a source name the keys that the run has."""
         try:
             yield
         except (AgenttrainError, ValueError) as error:
@@ -225,7 +225,10 @@ class Components:
             raise
 
     def relocated(self, message: str) -> str:
-        """Return a message with the keys that the run has for the settings of its source."""
+        """Return a message with the keys that the run has for the settings of its source.
+
+        Example: ``data.where=a: …`` of the source shop becomes ``data.sources.shop.where=a: …``.
+        """
         config = self.config if self._mixture is None else self._mixture.config
         return located(config, self._source, message)
 
@@ -248,8 +251,8 @@ class Components:
             return self._build_tools()
 
     def _build_tools(self) -> tuple[Toolbox, Environments]:
+        """Build the run's tools and environments; both are empty if every source has its own."""
         config = self.config
-        # All sources of a mixture have tools of their own.
         if config.data.sources and not any(map(shares_tools, config.data.sources.values())):
             return Toolbox({}), Environments()
         environments = Environments(
@@ -417,6 +420,7 @@ class Components:
         """
         lengths: dict[str, list[int]] = {}
         for part in self.sources.values():
+            # Errors and keys: data.train of the source shop is data.sources.shop.train of the run.
             with part.located():
                 for key, split_lengths in part.prompt_lengths.items():
                     lengths[part.relocated(key)] = split_lengths
@@ -612,7 +616,10 @@ class Components:
                     stack.push_async_callback(part._close_tools)
 
     async def _close_tools(self) -> None:
-        # Everything is closed, also after an error; the last error is raised.
+        """Close agents, environments, tools and machines, each also after an error of another.
+
+        The last error is raised.
+        """
         try:
             if self._agents is not None:
                 await self._agents.aclose()

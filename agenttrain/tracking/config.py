@@ -109,6 +109,7 @@ class TrackerSection:
     key: str
     """Key of its section: ``tracker.wandb``, ``tracker.own.mine``."""
     target: str
+    """Dotted path of its class."""
     settings: dict[str, Any]
     """Arguments of its constructor."""
     system: bool
@@ -167,6 +168,7 @@ class TrackerConfig:
 def _section(
     name: str, key: str, target: str, arguments: dict[str, Any], settings: OwnTrackerSettings
 ) -> TrackerSection:
+    """Return a tracker's section; `arguments` are those of the constructor of class `target`."""
     return TrackerSection(
         name=name,
         key=key,

@@ -37,11 +37,11 @@ ROOMY = 110
 """Columns of a terminal whose live line has room for them."""
 
 
-def _of_sources(metrics: Mapping[str, float]) -> list[tuple[str, str, str]]:
-    """Return (metric, label, format) of the rewards of a mixture's sources, as in `_SHOWN`.
+def _source_rewards(metrics: Mapping[str, float]) -> list[tuple[str, str, str]]:
+    """Return (metric, label, format) of the reward of each source of a mixture, for a step's line.
 
-    A source without a rollout in the step has none. Of more than MOST_SOURCES sources none is
-    shown: they would not fit into a line.
+    Example: ``[("source/shop/reward", "shop", "{:.2f}")]``. A source without a rollout in the step
+    has none. With more than MOST_SOURCES sources the list is empty: they would not fit into a line.
     """
     matches = (re.fullmatch(r"source/([^/]+)/reward", name) for name in metrics)
     # NaN, which is not equal to itself, is the reward of a source without a rollout.
@@ -119,7 +119,7 @@ class ConsoleProgress:
         values = "  ".join(
             f"{label} {shape.format(metrics[name])}"
             for name, label, shape in (
-                *(*shown, *_of_sources(metrics)),
+                *(*shown, *_source_rewards(metrics)),
                 *(_SHOWN_LAST if has_room else ()),
             )
             if name in metrics
@@ -127,8 +127,9 @@ class ConsoleProgress:
         if self._progress is not None:
             self._progress.update(self._task, completed=step, values=values)
             return
-        every = max(1, min(PLAIN_EVERY, self._total // 10))
-        if step in (self._first + 1, self._total) or step % every == 0:
+        # Plain mode: a line for the first step, the last one and every `line_every`-th.
+        line_every = max(1, min(PLAIN_EVERY, self._total // 10))
+        if step in (self._first + 1, self._total) or step % line_every == 0:
             elapsed_s = time.monotonic() - self._started
             left_s = round((self._total - step) * elapsed_s / max(step - self._first, 1))
             minutes, seconds = divmod(left_s, 60)

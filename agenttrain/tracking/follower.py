@@ -22,7 +22,7 @@ from typing import Any
 LONGEST_PAUSE_S = 60.0
 """Longest time until a tracker that failed is started again; it begins with one second."""
 LAST_PAUSE_S = 1.0
-"""That time once the run has ended."""
+"""Longest such pause once the run has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +33,9 @@ class TrackerReport:
     reason: str = ""
     """Error of an attempt; empty: the tracker has everything, or is late."""
     is_off: bool = False
-    """It would fail again: its library is missing or it refuses a setting."""
+    """The tracker is given up: its library is missing or it refuses a setting."""
     is_late: bool = False
-    """It did not finish in time."""
+    """The tracker did not finish in time after the end of the run."""
 
 
 def pause_after(failures: int) -> float:
@@ -129,7 +129,7 @@ def send_all(
                     config,
                     end.event,
                     load,
-                    how=lambda: run_end(tracked.folder, end.message),
+                    how_ended=lambda: run_end(tracked.folder, end.message),
                 )
         except BaseException as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())

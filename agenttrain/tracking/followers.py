@@ -188,6 +188,7 @@ class Followers:
             # Closing the pipe is not enough: a process forked from this one may hold it open.
             with suppress(ChildGone):
                 self._process.send(f"end {how}")
+            # EXIT_S: at the deadline the process still reports the trackers that are late.
             in_time = self._process.wait_for_end(max(deadline + EXIT_S - time.monotonic(), 0.01))
             if not in_time or self._process.code == 0:  # hanging, or done
                 self._process.printed()  # waits until the last reports are read

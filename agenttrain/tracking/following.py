@@ -101,12 +101,13 @@ def follow(
     config: Mapping[str, Any],
     ended: Event,
     load: MachineLoad | None = None,
-    how: Callable[[], RunEnd] = lambda: RunEnd.finished,
+    how_ended: Callable[[], RunEnd] = lambda: RunEnd.finished,
 ) -> None:
     """Send the run to the tracker until `ended` is set and the files have nothing new.
 
-    The order of each round: machine load, metrics, rollout tables, evaluations. `how` returns how
-    the run ended.
+    The order of each round: machine load, metrics, rollout tables, evaluations. `name` is that of
+    the tracker's cursor file, and `config` holds the run's settings. Without `load` the machine's
+    load is not sent. `how_ended` is called once `ended` is set.
     """
     path = cursor_path(run.folder, name)
     cursor = Cursor.read(path) or Cursor(id=run.id)
@@ -119,6 +120,7 @@ def follow(
         # lost data, so tables and evaluations of the lost steps are sent again too.
         if tracker_step < cursor.step:
             cursor.table = min(cursor.table, tracker_step)
+            # The evaluation after `tracker_step` itself may be lost in part.
             cursor.evaluated, cursor.sections = min(cursor.evaluated, tracker_step - 1), []
         cursor.step = tracker_step
     metrics, evaluations = Lines(run.folder / "metrics.jsonl"), Lines(evaluations_path(run.folder))
@@ -153,7 +155,7 @@ def follow(
             break
         ended.wait(POLL_S)
     if hasattr(tracker, "ended"):  # a class that is not derived from ours may lack it
-        tracker.ended(how())
+        tracker.ended(how_ended())
     tracker.finish()
 
 

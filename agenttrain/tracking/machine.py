@@ -65,9 +65,11 @@ def _gpus() -> list[Callable[[], dict[str, float]]]:
 
         pynvml.nvmlInit()
         # CUDA_VISIBLE_DEVICES names GPUs by number or by UUID.
-        named = os.environ.get("CUDA_VISIBLE_DEVICES")
-        numbers = map(str, range(pynvml.nvmlDeviceGetCount()))
-        devices = numbers if named is None else (d for d in named.split(",") if d not in ("", "-1"))
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is None:
+            devices = list(map(str, range(pynvml.nvmlDeviceGetCount())))
+        else:
+            devices = [d for d in visible.split(",") if d not in ("", "-1")]
         handles = [
             pynvml.nvmlDeviceGetHandleByIndex(int(d))
             if d.isdecimal()

@@ -50,7 +50,11 @@ class Notable:
     log-probability of their sampled tokens as `logprob`."""
 
     def add(self, title: str, text: str, records: Iterable[dict[str, Any]]) -> None:
-        """Add a section. A record that another section has is not added again."""
+        """Add a section, which lists its records by their places in `self.records`.
+
+        A record that another section has is not added again.
+        """
+        # A rollout's step and id identify it.
         places = {(r["step"], r["rollout_id"]): place for place, r in enumerate(self.records)}
         rollouts = []
         for record in records:

@@ -126,6 +126,7 @@ def with_data(messages: Sequence[Message], folder: Path) -> list[Message]:
     """
 
     def add_data(part: Any) -> Any:
+        """Return a part of a message; that of a recorded image gets its file as ``data``."""
         if not isinstance(part, Mapping) or "sha256" not in part:
             return part
         path = image_path(part, folder)

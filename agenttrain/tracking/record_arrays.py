@@ -32,7 +32,7 @@ ARRAYS = "arrays"
 PER_TOKEN = ("token_ids", "logprobs", "trainer_logprobs", "entropies")
 """Keys of a trajectory whose values are lists with an item per token."""
 TRAINER_SCORES = ("trainer_logprobs", "entropies")
-"""Those of them that the trainer computes: of sampled tokens only, rounded to 6 decimals."""
+"""Keys of `PER_TOKEN` that the trainer computes: of sampled tokens only, rounded to 6 decimals."""
 SHORTEST = 64
 """Items of the shortest list that becomes an array: in JSON it is as long as an array's headers."""
 MOST_TOKENS = 4_194_304

@@ -40,16 +40,17 @@ def before_after(before: Sequence[Scores], after: Sequence[Scores]) -> Table:
     table.add_column("after", no_wrap=True, style="bold")
     sides = [{evaluation.label: evaluation for evaluation in side} for side in (before, after)]
     for label in dict.fromkeys([*sides[0], *sides[1]]):
-        pair = [side.get(label) for side in sides]
+        pair = [side.get(label) for side in sides]  # before and after; None: no such evaluation
+        present = [scores for scores in pair if scores is not None]
         _add_row(table, label, "all", [e.reward if e else None for e in pair])
-        for k in sorted({k for e in pair if e for k in e.pass_at}):
+        for k in sorted({k for scores in present for k in scores.pass_at}):
             cells = [e.pass_at.get(k) if e else None for e in pair]
             # With rewards of 0 and 1, pass@1 equals the mean reward.
             if any(c != e.reward for c, e in zip(cells, pair, strict=True) if e):
                 _add_row(table, "", f"all, pass@{k}", cells)
-        for group in sorted({name for e in pair if e for name in e.by_group}):
+        for group in sorted({name for scores in present for name in scores.by_group}):
             _add_row(table, "", group, [e.by_group.get(group) if e else None for e in pair])
-        for source in dict.fromkeys(name for e in pair if e for name in e.by_source):
+        for source in dict.fromkeys(name for scores in present for name in scores.by_source):
             _add_source(table, source, [e.by_source.get(source) if e else None for e in pair])
         table.add_section()
     return table

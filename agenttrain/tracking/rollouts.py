@@ -63,14 +63,16 @@ Record = Mapping[str, Any]
 def rollout_record(rollout: Rollout) -> dict[str, Any]:
     """Return a rollout as a JSON object.
 
-    O are the tokens of a trajectory, S the sampled ones of these. The `spans` of a trajectory cover
-    its `token_ids` [O] exactly, one after the other. With `parent` (index, position) the first
-    `position` tokens of that trajectory come before them. `logprobs` [O] is 0.0 at tokens that were
-    not sampled; `trainer_logprobs` [S] and `entropies` [S] are those of the sampled tokens, to 6
-    decimals. Example of a span: ``{"origin": "sampled", "start": 3, "end": 5, "turn": 0,
-    "policy_version": 7, "advantage": 0.5, "finish": "stop"}``. `advantage` is null for other
-    origins or without a reward, and a list where the tokens of a span differ (`algorithm.teacher`).
-    Only the last sampled span of a turn has `finish`.
+    O are a trajectory's own tokens, S the sampled ones of these. The `spans` of a trajectory cover
+    its `token_ids` [O] exactly, one after the other. A trajectory with a `parent` (index, position)
+    begins with the first `position` tokens of that trajectory, which are not repeated. `logprobs`
+    [O] is 0.0 at tokens that were not sampled; `trainer_logprobs` [S] and `entropies` [S] are those
+    of the sampled tokens, to 6 decimals.
+
+    Example of a span: ``{"origin": "sampled", "start": 3, "end": 5, "turn": 0, "policy_version": 7,
+    "advantage": 0.5, "finish": "stop"}``. `advantage` is null for other origins or without a
+    reward, and a list where the tokens of a span differ (`algorithm.teacher`). Only the last
+    sampled span of a turn has `finish`.
 
     Trajectories of a sub-agent have a `delegation`, e.g. ``{"caller": [0, 1], "call_id":
     "call_1_0", "schemas": [], "max_turns": 4, "max_tokens": 512}``.
@@ -133,8 +135,8 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
         record["counts"] = rollout.counts
     if rollout.untrained:
         record["untrained"] = [
-            {**asdict(side), "messages": recorded_messages(side.messages)}
-            for side in rollout.untrained
+            {**asdict(conversation), "messages": recorded_messages(conversation.messages)}
+            for conversation in rollout.untrained
         ]
     if rollout.error is not None:
         record["error"] = rollout.error
@@ -165,7 +167,7 @@ class Exchange:
 
 
 def exchanges_of(conversations: Iterable[Sequence[Message]]) -> dict[str, list[Exchange]]:
-    """Map each call id to its exchanges: turns and conversations may repeat an id."""
+    """Map each call id to its exchanges, a call with its reply. Several calls may have one id."""
     exchanges: dict[str, list[Exchange]] = {}
     for messages in conversations:
         last: dict[str, Exchange] = {}  # call id -> its last exchange in this conversation
@@ -190,8 +192,8 @@ def _take(
 ) -> tuple[Exchange, bool]:
     """Remove the exchange of a call and return it, and True if it is the first that fits.
 
-    Of those with the call's id, the ones with its name and arguments fit, and of these the one with
-    the text `content`, if there is one. None: the first one.
+    Among the exchanges with the call's id, those with its name and arguments fit. The first of
+    these whose text is `content` is taken; if there is none, or `content` is None, the first.
     """
     remaining = exchanges.get(call.id, [])
     name_and_arguments = (call.name, call.arguments)
@@ -205,14 +207,14 @@ def _take(
         return Exchange(), True
     same_text = (e for e in fitting if content is not None and e.text == content)
     taken = next(same_text, fitting[0])
-    remaining[:] = [e for e in remaining if e is not taken]  # in place: it is of `exchanges`
+    remaining[:] = [e for e in remaining if e is not taken]  # in place: changes `exchanges`
     return taken, taken is fitting[0]
 
 
 def _span_records(trajectory: Trajectory) -> list[dict[str, Any]]:
     """Return the spans of a trajectory as `rollout_record` describes them."""
     records: list[dict[str, Any]] = []
-    start = sampled = 0
+    start = sampled = 0  # tokens, and sampled tokens, of the spans before
     for span in trajectory.spans:
         end = start + len(span.token_ids)
         advantage: float | list[float] | None = None
@@ -243,7 +245,11 @@ def _span_records(trajectory: Trajectory) -> list[dict[str, Any]]:
 
 
 def _tool_call(result: ToolResult, exchanges: Mapping[str, list[Exchange]]) -> dict[str, Any]:
-    """Return the record of a call; takes its exchange out of `exchanges`."""
+    """Return the record of a tool call.
+
+    `exchanges` maps call ids to the calls and replies in the recorded messages. The one of this
+    call is removed, so that the next call with the same id gets the next exchange.
+    """
     record: dict[str, Any] = {
         "id": result.call.id,
         "name": result.call.name,
@@ -252,7 +258,7 @@ def _tool_call(result: ToolResult, exchanges: Mapping[str, list[Exchange]]) -> d
         "seconds": result.seconds,
     }
     exchange, is_first = _take(exchanges, result.call, result.content)
-    # Without a text, a reader takes the first exchange that fits.
+    # Left out, a reader takes the content from the first exchange that fits.
     if exchange.text != result.content or not is_first:
         record["content"] = result.content
     record |= {key: True for key in ("done", "stop") if getattr(result, key)}
@@ -498,8 +504,8 @@ def read_rollout(record: Record, task: Task) -> Rollout:
         turn_scores={n: tuple(values) for n, values in record.get("turn_scores", {}).items()},
         counts=dict(record.get("counts", {})),
         untrained=tuple(
-            UntrainedConversation(**{**side, "messages": tuple(side["messages"])})
-            for side in record.get("untrained", ())
+            UntrainedConversation(**{**conversation, "messages": tuple(conversation["messages"])})
+            for conversation in record.get("untrained", ())
         ),
         reward=record["reward"],
     )
@@ -534,6 +540,7 @@ def _trajectory(record: Record, index: int, before: Sequence[Trajectory]) -> Tra
     # A turn sampled under several policy versions has several spans, but is one completion.
     for (origin, _), spans in groupby(written["spans"], key=lambda s: (s["origin"], s["turn"])):
         if origin == Origin.sampled:
+            # `sent`: the engine was sent all ids before the turn.
             trajectory.append_sampled(next(sampled), sent=trajectory.token_ids)
             continue
         for span in spans:

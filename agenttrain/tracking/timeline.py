@@ -69,8 +69,9 @@ class Timeline:
     ) -> None:
         """Record a rollout that began at `since` and ends now.
 
-        Example of a turn: ``[0.6, 0.5, 1]`` began 0.6 s after the rollout, and took 0.5 s at the
-        server 1.
+        Times are seconds of the monotonic clock: (start, end, server or None) of each turn, (tool,
+        start, end) of each call. Example of a recorded turn: ``[0.6, 0.5, 1]`` began 0.6 s after
+        the rollout, and took 0.5 s at the server 1.
         """
 
         def interval(start: float, end: float) -> list[Any]:
@@ -99,7 +100,10 @@ class Timeline:
             self._file.close()
 
     def _add(self, since: float, until: float, fields: dict[str, Any]) -> None:
-        """Append a line; the first one also writes the line about the process."""
+        """Append a line about the time from `since` until `until`, of the monotonic clock.
+
+        Before the first one comes a line about the process.
+        """
         if self._path is None:
             return
         try:

@@ -206,7 +206,7 @@ class Page:
         """Second on the page at which each window begins."""
         for start, end in windows:
             self._begins.append(self._begins[-1] + end - start)
-        self.total = max(self._begins[-1], 1e-9)
+        self.total = max(self._begins[-1], 1e-9)  # not 0: shares are divided by it
         self._main = processes[0].name
         self._phases = {
             process.name: [p for p in process.phases if self._window(p.start) is not None]
@@ -221,7 +221,7 @@ class Page:
         self._rollouts: dict[str, list[dict[str, Any]]] = {}
         self.left_out = 0
         """Number of the oldest rollouts, which the page has no space for."""
-        remaining_parts = MOST_PARTS
+        remaining_parts = MOST_PARTS  # a rollout has one bar, and one for each turn and call
         for process in processes:
             # The newest first, because the oldest are left out.
             rollouts = sorted(process.rollouts, key=lambda rollout: -float(rollout["time"]))
@@ -269,20 +269,22 @@ class Page:
             ],
             "steps": [[step, self._place(start)] for step, start, _ in self.steps()],
             "phases": {
-                name: [
-                    [
-                        *(self._place(phase.start), round(phase.end - phase.start, 4)),
-                        *(phase.name, phase.step, phase.label, self.lost(phase)),
-                    ]
-                    for phase in phases
-                ]
-                for name, phases in self._phases.items()
+                process: [self._phase_bar(phase) for phase in phases]
+                for process, phases in self._phases.items()
                 if phases
             },
             "rollouts": {
-                name: self._bars(rollouts) for name, rollouts in self._rollouts.items() if rollouts
+                process: self._bars(rollouts)
+                for process, rollouts in self._rollouts.items()
+                if rollouts
             },
         }
+
+    def _phase_bar(self, phase: RecordedPhase) -> list[Any]:
+        """Return the bar of a phase: start on the page, seconds, name, step, label, lost."""
+        seconds = round(phase.end - phase.start, 4)
+        place, lost = self._place(phase.start), self.lost(phase)
+        return [place, seconds, phase.name, phase.step, phase.label, lost]
 
     def _bars(self, rollouts: Sequence[dict[str, Any]]) -> list[list[Any]]:
         """Return the bar of each rollout: start, seconds, row, id, turns and calls."""

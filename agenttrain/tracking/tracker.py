@@ -221,7 +221,7 @@ class Tracker:
 
 
 def _end_of(error: BaseException | None) -> RunEnd:
-    """Return how a run ended that raised `error`, or nothing."""
+    """Return how a run ended that raised `error`; None: it raised nothing."""
     if error is None:
         return RunEnd.finished
     if isinstance(error, Preempted):

@@ -128,10 +128,10 @@ class Usage:
             ("mfu", "perf/mfu"): in_phases["train"],
             ("gpu_tokens", "perf/tokens_per_s_gpu"): sum(v for v in in_phases.values() if v),
         }
-        for (total, name), weight in weights.items():
+        for (sum_name, name), weight in weights.items():
             if weight and name in measured:
-                self._add(total, measured[name] * weight)
-                self._add(f"{total}_of", weight)
+                self._add(sum_name, measured[name] * weight)
+                self._add(f"{sum_name}_of", weight)
         if (peak_gb := measured.get("perf/peak_gb")) is not None:
             self._sums["perf/peak_gb"] = max(peak_gb, self._sums.get("perf/peak_gb", 0.0))
 

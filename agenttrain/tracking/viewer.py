@@ -77,8 +77,8 @@ def as_script(data: Any) -> str:
     return dumps(data).replace("<", "\\u003c")
 
 
-def token_texts(token_ids: Sequence[int], decode: Decode, known: dict[int, str]) -> list[str]:
-    """Return the text of each token; `known` caches the texts of single ids.
+def token_texts(token_ids: Sequence[int], decode: Decode, text_of_id: dict[int, str]) -> list[str]:
+    """Return the text of each token; `text_of_id` caches the texts of single ids.
 
     The first of several tokens that make one character has the character, the others a dot. Bytes
     that are no character are U+FFFD.
@@ -87,9 +87,9 @@ def token_texts(token_ids: Sequence[int], decode: Decode, known: dict[int, str])
     while len(texts) < len(token_ids):
         start = len(texts)
         token_id = token_ids[start]
-        if token_id not in known:
-            known[token_id] = decode([token_id])
-        text, width = known[token_id], 1
+        if token_id not in text_of_id:
+            text_of_id[token_id] = decode([token_id])
+        text, width = text_of_id[token_id], 1  # the text, and the number of tokens that make it
         if "\ufffd" in text:
             # Try to complete the character with the tokens that follow.
             for count in range(2, min(LONGEST_CHARACTER, len(token_ids) - start) + 1):

@@ -12,7 +12,15 @@ import yaml
 
 from agenttrain.cli import main
 from agenttrain.data.tasks import TaskSource
-from agenttrain.runs.fingerprints import _files, _json, _rows, check_unchanged, code_of, read, write
+from agenttrain.runs.fingerprints import (
+    _file_digests,
+    _json,
+    _rows_digest,
+    check_unchanged,
+    code_of,
+    read,
+    write,
+)
 
 pytestmark = pytest.mark.timeout(1200)  # whole runs
 
@@ -88,18 +96,18 @@ def test_what_has_no_source_has_no_code():
 
 def test_rows_are_their_number_order_and_content():
     found = {
-        _rows(TaskSource(rows))
+        _rows_digest(TaskSource(rows))
         for rows in (ROWS, ROWS[:-1], ROWS[::-1], [*ROWS[:-1], {**ROWS[-1], "answer": "8"}])
     }
     assert len(found) == 4
-    assert _rows(TaskSource(list(ROWS))) == _rows(TaskSource(ROWS))
+    assert _rows_digest(TaskSource(list(ROWS))) == _rows_digest(TaskSource(ROWS))
 
 
 def test_the_files_of_bundled_tools_are_their_content(tmp_path):
     (tmp_path / "a.md").write_text("The Oss is a river.")
 
     def found(path: object) -> dict[str, str]:
-        return _files(
+        return _file_digests(
             {"search": {"_target_": "agenttrain.tools.builtin.search.Search", "path": path}}
         )
 

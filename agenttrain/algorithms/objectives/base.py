@@ -103,6 +103,14 @@ class ObjectiveOutput:
     or for a name that ends in ``min`` or ``max`` the least or the greatest."""
 
 
+def _with_gradient(value_S: Tensor, source_S: Tensor, scale_S: Tensor | None = None) -> Tensor:
+    """Return `value_S` with `scale_S` times the gradient of `source_S` in place of its own."""
+    zero_S = source_S - source_S.detach()  # 0, with the gradient of `source_S`
+    if scale_S is not None:
+        zero_S = zero_S * scale_S
+    return value_S.detach() + zero_S
+
+
 def importance_ratio(
     log_ratio_S: Tensor,
     sequence_S: Tensor,
@@ -114,7 +122,8 @@ def importance_ratio(
 ) -> Tensor:
     """Return the ratio of probabilities policy / behaviour, [S].
 
-    Above token level all tokens of a sequence have one value.
+    `sequence_S` is the index of each token's sequence, 0 … `sequences` - 1. Above token level all
+    tokens of a sequence have one value.
 
     token: PPO and GRPO. sequence_mean: the geometric mean over a sequence's tokens, GSPO
     (https://arxiv.org/abs/2507.18071). sequence_sum: of the whole sequence, RLOO.
@@ -142,20 +151,18 @@ def importance_ratio(
         log_ratio_S = sequence_means(token_S, sequence_S, sequences)[sequence_S]
     elif level is Ratio.sequence_sum:
         log_ratio_S = sequence_sums(token_S, sequence_S, sequences)[sequence_S]
-    # x - x.detach() is 0 and has the gradient of x: it adds a gradient without changing the value.
     if token_gradient and level is not Ratio.token:
-        difference_S = token_S - token_S.detach()
+        scale_S = None
         if level is Ratio.sequence_sum:
             tokens_B = rollout_tokens_B
             if tokens_B is None:
                 tokens_B = sequence_S.bincount(minlength=sequences)
-            difference_S = difference_S * tokens_B[sequence_S]
-        log_ratio_S = log_ratio_S.detach() + difference_S
+            scale_S = tokens_B[sequence_S]
+        log_ratio_S = _with_gradient(log_ratio_S, token_S, scale_S)
     elif level is Ratio.sequence_sum and rollout_tokens_B is not None:
         tokens_B = sequence_S.bincount(minlength=sequences).clamp(min=1)
         scale_B = rollout_tokens_B.to(token_S.dtype) / tokens_B
-        scaled_S = (log_ratio_S - log_ratio_S.detach()) * scale_B[sequence_S]
-        log_ratio_S = log_ratio_S.detach() + scaled_S
+        log_ratio_S = _with_gradient(log_ratio_S, log_ratio_S, scale_B[sequence_S])
     large = log_ratio_S > math.log(torch.finfo(log_ratio_S.dtype).max) - 1
     return log_ratio_S.masked_fill(large, 0.0).exp().masked_fill(large, math.inf)
 

@@ -39,6 +39,6 @@ def geometric_mean(inputs: ObjectiveInputs, settings: GeometricMeanSettings) -> 
     ratio_S = inputs.mean(clipped_S).exp()[inputs.sequence_S]
     return ObjectiveOutput(
         loss_S=-ratio_S * inputs.advantages_S,
-        # Log ratios with bounds of log ratios: what is outside is the same.
+        # Logarithms of ratios and bounds: the same tokens are outside.
         metrics=clip_metrics(inputs, log_ratio_S, low, high, Ratio.token),
     )

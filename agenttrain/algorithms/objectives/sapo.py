@@ -13,12 +13,12 @@ from agenttrain.utils.sections import SETTINGS, Number
 
 @dataclass(config=SETTINGS)
 class SapoSettings:
-    """Steepness of the gate."""
+    """Steepness tau of the gate, a sigmoid of the ratio."""
 
     tau_pos: Number = Field(default=1.0, gt=0)
-    """Where the advantage is positive."""
+    """Steepness where the advantage is positive."""
     tau_neg: Number = Field(default=1.05, gt=0)
-    """Where it is not."""
+    """Steepness where the advantage is zero or negative."""
     ratio: Data[Ratio] = Ratio.token
 
 

@@ -64,7 +64,7 @@ def row(
     pairs = _draw_pairs(rng, sum(counts), split)
     requests: list[str] = []
     answers: list[str] = []
-    names: list[tuple[str, str]] = []
+    names: list[tuple[str, str]] = []  # (first, last) name of everybody so far
     for count in counts:
         new_names = pairs[len(names) : len(names) + count]
         names += new_names

@@ -69,9 +69,9 @@ def row(
 
     Example: `{"task_id": "calculator/train/0/3", "messages": [{"role": "user", "content": "Kim
     has 12 coins. Kim loses 5. Count the coins of Kim."}], "answer": "7", "family": "subtract",
-    "hops": 1, "start": 12, "steps": [["subtract", 5]]}`. With `curriculum=[(0, [1, 0])]` all
-    questions have one step. Raises ValueError for an unknown split or a curriculum without a stage
-    for row 0.
+    "hops": 1, "start": 12, "steps": [["subtract", 5]]}`. `curriculum` has stages (first row, shares
+    of questions of one and of two steps): with `[(0, [1, 0])]` all have one step. Raises ValueError
+    for an unknown split or a curriculum without a stage for row 0.
     """
     if split not in RESIDUES:
         raise ValueError(f"split={split!r}: must be one of {', '.join(RESIDUES)}")
@@ -96,15 +96,15 @@ def row(
         if 0 <= answer <= 999 and checksum % 10 in RESIDUES[split]:
             break
     name, thing = rng.choice(NAMES), rng.choice(THINGS)
-    clauses = ", then ".join(rng.choice(CLAUSES[step]).format(b=b) for step, b in steps)
+    clauses = ", then ".join(rng.choice(CLAUSES[name]).format(b=b) for name, b in steps)
     closing = closer.format(thing=thing, name=name)
     story = f"{opener}{name} has {start} {thing}. {name} {clauses}. {closing}"
     return {
         "task_id": f"calculator/{split}/{seed}/{index}",
         "messages": [{"role": "user", "content": story}],
         "answer": str(answer),
-        "family": "-".join(step for step, _ in steps),
+        "family": "-".join(operation for operation, _ in steps),
         "hops": hops,
         "start": start,
-        "steps": [[step, number] for step, number in steps],
+        "steps": [[operation, number] for operation, number in steps],
     }

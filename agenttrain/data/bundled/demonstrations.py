@@ -133,13 +133,13 @@ def calculator_demonstration(
     steps = row["steps"] if rng.random() < habits.follow_chain else row["steps"][:1]
     messages: list[Message] = []
     total = row["start"]
-    for step, number in steps:
-        name = step
+    for operation, number in steps:  # ("subtract", 5)
+        tool = operation
         if rng.random() < habits.confuse:
-            name = rng.choice(tuple(calculator.OPERATIONS))
-        messages.append(call(name, a=total, b=number))
-        total = calculator.OPERATIONS[name](total, number)
-        messages.append(reply(name, str(total)))
+            tool = rng.choice(tuple(calculator.OPERATIONS))
+        messages.append(call(tool, a=total, b=number))
+        total = calculator.OPERATIONS[tool](total, number)
+        messages.append(reply(tool, str(total)))
     if rng.random() < habits.miscopy:
         total = row["start"]
     return [*messages, call("final_answer", answer=str(total))]
@@ -156,7 +156,7 @@ def word_problem_demonstration(
     """
     if rng.random() < habits.give_up:
         return [say("unknown")]
-    *steps, _ = row["answer"].split("\n")
+    *steps, _ = row["answer"].split("\n")  # the last line repeats the result: "#### 14"
     shown = steps if rng.random() < habits.follow_chain else steps[:1]
     messages: list[Message] = []
     lines: list[str] = []

@@ -60,7 +60,10 @@ class River:
 
 @dataclass(frozen=True, slots=True)
 class Town:
-    """Example: ``Town("Varholm", founded=1342, people=8100, product="sea salt", river=…)``"""
+    """An invented town.
+
+    Example: ``Town("Varholm", founded=1342, people=8100, product="sea salt", river=…)``
+    """
 
     name: str
     founded: int

@@ -316,7 +316,11 @@ def row(
 
 
 def _solve(plan: Sequence[str], database_seed: int) -> str | None:
-    """Run the queries one after the other. Return None if one of them has no result."""
+    """Return the answer to a question: the result of the last of its queries.
+
+    ``{result}`` in a query stands for the result of the one before. Return None if one of them has
+    no result.
+    """
     result: Any = None
     with closing(connect({"database_seed": database_seed})) as connection:
         for query in plan:

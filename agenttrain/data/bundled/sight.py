@@ -67,6 +67,7 @@ class Plate:
     """Two coloured cells in a quarter of a picture."""
 
     quarter: str
+    """``top left``, ``bottom right``, …"""
     colours: tuple[str, str]
     left: int
     """Pixels from the quarter's left side."""
@@ -103,7 +104,7 @@ def draw(wall: int) -> Any:
     from PIL import Image
 
     noise = np.random.default_rng(wall)
-    tone = noise.integers(50, 80, 3)
+    tone = noise.integers(50, 80, 3)  # the dark colour of the wall
     pixels = np.clip(tone + noise.integers(-12, 13, (SIDE, SIDE, 1)), 0, 255).astype(np.uint8)
     for plate in plates_of(wall):
         quarter_row, quarter_column = divmod(QUARTERS.index(plate.quarter), 2)

@@ -54,11 +54,12 @@ class TrackedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """Where a run can be seen, printed at its end, and remarks that are printed at its start."""
+    """A tracker's answer to where a run can be seen, and its remarks."""
 
     view: str = ""
-    """A shell command, or an address."""
+    """A shell command, or an address, which is printed at the end of the run."""
     notes: tuple[str, ...] = ()
+    """Remarks that are printed at the start of the run."""
 
 
 class ExperimentTracker(Protocol):

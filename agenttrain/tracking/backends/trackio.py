@@ -31,7 +31,7 @@ REMOTE_VARIABLES = (
 )
 """Any of these would make trackio send data to other machines."""
 OURS = {"TRACKIO_SPACE_ID": "space", "TRACKIO_SERVER_URL": "server_url"}
-"""Those that a setting replaces."""
+"""Variables that a setting replaces, each with this setting's name."""
 ARRIVAL_S = 60.0
 """Longest wait for trackio's own thread, which writes or sends what was logged."""
 SYSTEM = "system/"
@@ -47,7 +47,7 @@ class Trackio(ExperimentTracker):
 
     def start(self, run: TrackedRun, config: Mapping[str, Any]) -> int | None:
         """Open the run; return the last step in the database, or None for a remote one."""
-        for name in REMOTE_VARIABLES:
+        for name in REMOTE_VARIABLES:  # they would send the run elsewhere than its settings say
             os.environ.pop(name, None)
         # trackio reads it when it is imported.
         os.environ["TRACKIO_DIR"] = str(_folder(run).absolute())
@@ -138,6 +138,7 @@ class Trackio(ExperimentTracker):
         """
         notes = []
         for name in REMOTE_VARIABLES:
+            # OURS: the setting that replaces a variable, if there is one.
             value, setting = os.environ.get(name), OURS.get(name)
             if value and (setting is None or self.remote[setting] is None):
                 remedy = f"; tracker.trackio.{setting} sends a run there" if setting else ""
@@ -160,8 +161,8 @@ class Trackio(ExperimentTracker):
 
 def _folder(run: TrackedRun) -> Path:
     """Return the folder of the database: the user's, or the experiment's."""
-    named = os.environ.get("TRACKIO_DIR")
-    return Path(named).expanduser() if named else run.shared / "trackio"
+    users_folder = os.environ.get("TRACKIO_DIR")
+    return Path(users_folder).expanduser() if users_folder else run.shared / "trackio"
 
 
 def trace(

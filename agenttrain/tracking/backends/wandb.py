@@ -39,6 +39,7 @@ class WandB(ExperimentTracker):
     def __init__(
         self, project: str | None = None, entity: str | None = None, mode: str = "auto"
     ) -> None:
+        """`mode` is wandb's own, or ``auto``: $WANDB_MODE, else online if there is an API key."""
         self.project = project
         self.entity = entity
         chosen = os.environ.get("WANDB_MODE") if mode == "auto" else mode
@@ -155,7 +156,10 @@ class WandBFile:
         self._parts = b""
 
     def read(self) -> int:
-        """Read what was added; return `rows`."""
+        """Read the records that were added since the last call; return `rows`.
+
+        A record is a header and content, and lies in one block. Longer ones are split in parts.
+        """
         from wandb.proto.wandb_internal_pb2 import Record
 
         with suppress(FileNotFoundError), self.path.open("rb") as file:
