@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import closing
 
 from agents import Agent, Runner, StopAtTools, function_tool, set_tracing_disabled
 
@@ -17,8 +18,6 @@ from agenttrain.data.bundled.shop import connect
 from agenttrain.utils.sqlite import QueryFailed, answer_query, restrict
 
 TASK = json.loads(sys.stdin.readline())
-DATABASE = connect(TASK["columns"])
-restrict(DATABASE)  # the model writes the queries
 MAX_RESULT_CHARACTERS = 2000
 set_tracing_disabled(True)  # traces go to OpenAI, with the rollout's key
 
@@ -31,7 +30,10 @@ def sql(query: str) -> str:
         query: One SELECT statement.
     """
     try:
-        return answer_query(DATABASE, query, max_characters=MAX_RESULT_CHARACTERS)
+        # A connection for each call: the library runs calls of a turn in threads, at once.
+        with closing(connect(TASK["columns"])) as database:
+            restrict(database)  # the model writes the queries
+            return answer_query(database, query, max_characters=MAX_RESULT_CHARACTERS)
     except QueryFailed as error:
         return f"Error: {error}"  # by default the model does not read what went wrong
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import closing
 
 from pydantic_ai import Agent, ModelRetry, ToolOutput
 
@@ -17,8 +18,6 @@ from agenttrain.data.bundled.shop import connect
 from agenttrain.utils.sqlite import QueryFailed, answer_query, restrict
 
 TASK = json.loads(sys.stdin.readline())
-DATABASE = connect(TASK["columns"])
-restrict(DATABASE)  # the model writes the queries
 MAX_RESULT_CHARACTERS = 2000
 
 
@@ -29,7 +28,10 @@ def sql(query: str) -> str:
         query: One SELECT statement.
     """
     try:
-        return answer_query(DATABASE, query, max_characters=MAX_RESULT_CHARACTERS)
+        # A connection for each call: the library runs calls of a turn in threads, at once.
+        with closing(connect(TASK["columns"])) as database:
+            restrict(database)  # the model writes the queries
+            return answer_query(database, query, max_characters=MAX_RESULT_CHARACTERS)
     except QueryFailed as error:
         raise ModelRetry(str(error)) from error  # the model reads it
 

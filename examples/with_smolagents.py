@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import closing
 
 from smolagents import OpenAIModel, ToolCallingAgent, tool
 
@@ -21,8 +22,6 @@ from agenttrain.data.bundled.shop import connect
 from agenttrain.utils.sqlite import answer_query, restrict
 
 TASK = json.loads(sys.stdin.readline())
-DATABASE = connect(TASK["columns"])
-restrict(DATABASE)  # the model writes the queries
 MAX_RESULT_CHARACTERS = 2000
 
 
@@ -33,7 +32,10 @@ def sql(query: str) -> str:
     Args:
         query: One SELECT statement.
     """
-    return answer_query(DATABASE, query, max_characters=MAX_RESULT_CHARACTERS)
+    # A connection for each call: the library runs calls of a turn in threads, at once.
+    with closing(connect(TASK["columns"])) as database:
+        restrict(database)  # the model writes the queries
+        return answer_query(database, query, max_characters=MAX_RESULT_CHARACTERS)
 
 
 if __name__ == "__main__":

@@ -73,6 +73,10 @@ def select(
 ) -> list[tuple[Any, ...]]:
     """Return the first rows of a query on a restricted connection: one more than `max_rows`.
 
+    Calls at once need a connection each. Two threads on one would wait for each other without end:
+    one holds Python's lock (GIL) and sets the handler below, which waits for SQLite's lock, and the
+    other holds that one and asks for Python's, to call the authorizer.
+
     Raises QueryFailed, also if it takes longer than `limit_s`, or if a value is longer than
     MAX_VALUE_BYTES or the result than MAX_RESULT_BYTES.
     """
