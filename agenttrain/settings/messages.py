@@ -223,7 +223,7 @@ def _explain_key_error(
 ) -> str:
     """Return the message for OmegaConf's error about a key; `text` is that of Hydra's error.
 
-    `groups` maps a config group to its options: ``{"engine": ["hf", "vllm"]}``.
+    `groups` maps a config group to its options: ``{"algorithm": ["grpo", "rloo"]}``.
     """
     key = str(cause.full_key)
     setting = key.partition("[")[0]
