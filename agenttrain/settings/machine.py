@@ -36,8 +36,8 @@ def run_gpus(config: RunConfig, verb: str, trainers: int) -> int:
         return trainers
     servers = sum(fleet.gpu_count for fleet in fleets(config, verb).values())
     servers += config.servers.gpu_count if config.servers.nodes else 0
-    in_process_vllm: int = getattr(config.engine, "tensor_parallel_size", 1)
-    return max(policy_gpus(config, trainers), in_process_vllm) + servers
+    gpus_of_engine: int = getattr(config.engine, "tensor_parallel_size", 1)
+    return max(policy_gpus(config, trainers), gpus_of_engine) + servers
 
 
 def machine_problems(
