@@ -27,7 +27,7 @@ def huge(rollout, **columns) -> float:
 WORDS = (
     *("debug=tiny", "experiment=shop", "steps=2", "checkpoint.every=1", "tracker=none"),
     *("optimizer.schedule=constant", "eval.questions=0", "algorithm.router_replay=rollout"),
-    *("reward=[]", "reward.odd._target_=odd.odd", "training.share_prefix=always"),
+    *("reward=[]", "reward.odd._target_=odd_routes.odd", "training.share_prefix=always"),
 )
 
 
@@ -56,7 +56,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     monkeypatch.chdir(tmp_path)
-    Path("odd.py").write_text(ODD)  # a random model earns nothing in the shop
+    Path("odd_routes.py").write_text(ODD)  # a random model earns nothing in the shop
     return folder
 
 
@@ -113,7 +113,7 @@ def test_a_failed_update_is_repeated_with_its_experts(
 ) -> None:
     """The crash bundle has them, though its rollouts' files do not."""
     words = [*WORDS, f"model.path={model}", "algorithm.scale=none"]
-    words += ["reward.odd._target_=odd.huge", f"hydra.run.dir={tmp_path / 'run'}"]
+    words += ["reward.odd._target_=odd_routes.huge", f"hydra.run.dir={tmp_path / 'run'}"]
     assert main(words) == 1
     bundle = tmp_path / "run" / "crash" / "step-000001"
     records = torch.load(bundle / "batch.pt", weights_only=True)
