@@ -134,8 +134,8 @@ def may_set_alarms(function: Callable[..., Any]) -> str | None:
         # Where the names may lead: the function's own scopes, and the modules that it names. The
         # names of these modules' attributes are among `names` too.
         scopes = [closure, value.__globals__, sys.modules, methods]
-        named = [scope[name] for scope in scopes for name in names if name in scope]
-        scopes += [vars(module) for module in named if isinstance(module, ModuleType)]
+        values = [scope[name] for scope in scopes for name in names if name in scope]
+        scopes += [vars(module) for module in values if isinstance(module, ModuleType)]
         reached = [scope[name] for scope in scopes for name in names if name in scope]
         to_visit += [item for item in reached if callable(item) and not inspect.isclass(item)]
     return None

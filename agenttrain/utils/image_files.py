@@ -149,6 +149,7 @@ def _from_file(data: bytes, most_pixels: int) -> Image:
 
 
 def _check_size(size: tuple[int, int], most_pixels: int) -> None:
+    """Raise BadImage for a (width, height) that is empty, too large or too narrow."""
     width, height = size
     if not width or not height:
         raise BadImage("it has no pixels")

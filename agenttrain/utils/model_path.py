@@ -51,7 +51,7 @@ def model_folder(
 
     A model of the hub is brought into its cache without the weights: see `weights_folder`. A GGUF
     file is converted into a folder, once. Raises ConfigError when there is none, or when one of
-    `parts` is missing.
+    `parts` is missing, e.g. ``config.json`` (the names are those of PARTS).
     """
     setting = revision_key(key)
     if not isinstance(revision, str | None):
