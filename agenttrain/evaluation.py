@@ -171,6 +171,7 @@ class LossEvaluator(Evaluator):
         if conversations == 0:
             return []
         with self.world.collective("the held-out loss"):
+            # Sequence -> logprobs [S] of its assistant tokens, the only ones that the loss counts.
             logprobs = self.policy.logprobs(self._rollouts)
         total = sum(float(logprobs_S.double().sum()) for logprobs_S in logprobs.values())
         total = self.world.sum(total, "the held-out loss")

@@ -231,6 +231,7 @@ class Trainer:
 
         The main process returns them for all processes, any other process only its own.
         """
+        # Tokens and floating-point operations of this process's passes in the step.
         work = self.policy.take_work(self.config.cost.peak_tflops)
         share = (batch, dict(self.run.seconds), work)
         shares = self.run.world.to_main([share], "the rollouts of a step")
@@ -449,7 +450,10 @@ def train_minibatch(policy: Policy, minibatch: Minibatch, metrics: Averages) -> 
 def compute_gradient(
     policy: Policy, minibatch: Minibatch, microbatch: Microbatch
 ) -> tuple[LossInputs, Tensor, MetricParts]:
-    """Add the gradient of a microbatch; return the inputs of its loss, the loss, and metrics."""
+    """Add a microbatch's gradient; return the inputs of its loss, the loss, and metrics.
+
+    S: the sampled tokens of the microbatch.
+    """
     logprobs_S, entropy_S = policy.forward(microbatch)
     inputs = loss_inputs(microbatch, logprobs_S, entropy_S, minibatch, policy.algorithm)
     loss, parts = policy_loss(inputs, policy.algorithm)

@@ -81,6 +81,7 @@ class _Lifeline:
         `ChildProcess`.
         """
         program_files = "".join(f"{file}," for file in files)
+        # -I -S: the keeper needs no installed packages, and starts faster without looking for them.
         words = [self.theirs, os.getpid(), grace_s, "deaf" if deaf else "", program_files]
         return [sys.executable, "-I", "-S", KEEPER, *map(str, words), *command]
 

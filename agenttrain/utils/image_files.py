@@ -83,9 +83,9 @@ def is_array(value: object) -> bool:
 
 
 def is_image(value: object) -> bool:
-    """Return True for a value of a tool that is an image: of Pillow, an array, a file, its path.
+    """Return True if a tool's return value is an image: Pillow's, an array, a file's bytes or path.
 
-    A text is never one.
+    A str is never one, though `read_image` also reads paths and base64 that are given as str.
     """
     if isinstance(value, Image) or is_picture(value) or is_array(value):
         return True

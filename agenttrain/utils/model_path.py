@@ -157,7 +157,8 @@ def has_experts(folder: Path) -> bool:
 def packed_experts(folder: Path) -> str | None:
     """Return the setting or weight that shows adapters of packed experts; None without them.
 
-    vLLM reads such adapters for few models, and wrongly for others.
+    Packed: one tensor holds the weights of all experts of a layer. vLLM reads such adapters for few
+    models, and wrongly for others.
     """
     config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     if value := config.get("target_parameters"):
