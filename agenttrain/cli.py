@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if SWEEP_PROCESS in os.environ:
         from agenttrain.commands.sweep.process import end_with_sweep
 
-        end_with_sweep()
+        end_with_sweep()  # a sweep started this process, which must not outlive it
     arguments = list(sys.argv[1:] if argv is None else argv)
     # As with `python -m`, `_target_: my_tools.find` finds the user's modules in the current folder.
     # It comes last, so that no file there hides an installed package.
@@ -99,7 +99,7 @@ def run(arguments: Sequence[str]) -> int:
     verb, args, settings = parse(arguments)
     if verb.settings is not None:
         with no_garbage_collection():  # the modules' objects live until the end
-            import agenttrain.commands.running  # noqa: F401
+            import agenttrain.commands.running  # noqa: F401  only to import what `verb.run` needs
     return verb.run(args, settings)
 
 

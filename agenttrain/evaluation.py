@@ -171,6 +171,7 @@ class LossEvaluator(Evaluator):
         if conversations == 0:
             return []
         with self.world.collective("the held-out loss"):
+            # Sequence -> logprobs [S] of its assistant tokens, the only ones that the loss counts.
             logprobs = self.policy.logprobs(self._rollouts)
         total = sum(float(logprobs_S.double().sum()) for logprobs_S in logprobs.values())
         total = self.world.sum(total, "the held-out loss")
@@ -269,7 +270,7 @@ async def evaluate(
         request = BatchRequest(
             tasks=tasks, samples=samples, sampling=sampling, seed_path=(seed, "eval", label)
         )
-        collected, _ = await collect_share(collector, request, peers=world, costs=costs)
+        collected, _summaries = await collect_share(collector, request, peers=world, costs=costs)
         shares = world.to_main([collected], "the rollouts of an evaluation")
         evaluation: Evaluation | None = None
         if world.is_main:
@@ -401,8 +402,8 @@ def to_json(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
         results["questions"] = evaluation.questions
         results[f"reward{suffix}"] = evaluation.reward.mean
         results |= {f"pass@{k}{suffix}": value.mean for k, value in evaluation.pass_at.items()}
-    # Of each evaluation the fields of Scores: no rollouts and no counts of them. Rollouts are taken
-    # out before `asdict` would copy them.
+    # Only the fields of `Scores`: neither the rollouts nor the counts of them. The rollouts are
+    # taken out first, since `asdict` would copy them.
     names = [field.name for field in fields(Scores)]
     results["scores"] = [
         {name: value for name, value in asdict(replace(e, rollouts=[])).items() if name in names}

@@ -142,11 +142,11 @@ class Trainer:
         then the one after the last finished step.
         """
         self.run.tracker.progress.begin()
-        await self._between_steps()
+        await self._between_steps()  # a resumed run may have stopped before they were done
         while not self.finished:
             metrics, rollouts = await self.step(self.finished_steps + 1)
             self.finished_steps += 1
-            self._random_states = random_states()
+            self._random_states = random_states()  # an evaluation changes and restores them
             self.run.tracker.step(self.finished_steps, metrics, rollouts)
             self._check_guards(metrics, rollouts)
             if self.stop_when.config.enabled:
@@ -169,7 +169,10 @@ class Trainer:
                 self.guards.check_step(step, metrics, rollouts, self.run.tracker.warn)
 
     def _add_to_stop_when(self, metrics: Mapping[str, float]) -> None:
-        """Add a step to `stop_when`, in every process what the main process measured."""
+        """Add the step's value of the metric to `stop_when`.
+
+        Every process adds the main process's value, so that all of them stop after the same step.
+        """
         name = self.stop_when.config.metric
         if self.finished_steps == 1 and self.run.world.is_main and name not in metrics:
             self.run.tracker.warn(
@@ -228,6 +231,7 @@ class Trainer:
 
         The main process returns them for all processes, any other process only its own.
         """
+        # Tokens and floating-point operations of this process's passes in the step.
         work = self.policy.take_work(self.config.cost.peak_tflops)
         share = (batch, dict(self.run.seconds), work)
         shares = self.run.world.to_main([share], "the rollouts of a step")
@@ -285,7 +289,7 @@ class Trainer:
             self.evaluated_step = self.finished_steps
         self._finish_checkpoint(wait=False)
         # The best evaluation so far gets a checkpoint even if none is due.
-        if is_due(self.config.checkpoint.every) or self._best_of(self.finished_steps):
+        if is_due(self.config.checkpoint.every) or self._sources_best_at(self.finished_steps):
             self.save_checkpoint(in_background=self.config.checkpoint.in_background)
         self.run.stop.check()
 
@@ -354,11 +358,14 @@ class Trainer:
 
     def _mark_best(self, step: int) -> None:
         """Mark the checkpoint of a step if it is the best, of the run or of one of its sources."""
-        if sources := self._best_of(step):
+        if sources := self._sources_best_at(step):
             self.checkpoints.mark_best(self.policy, step, sources)
 
-    def _best_of(self, step: int) -> list[str]:
-        """Return the sources whose best evaluation is of this step, if its checkpoint is kept."""
+    def _sources_best_at(self, step: int) -> list[str]:
+        """Return the sources whose best evaluation is of this step; "" is the run as a whole.
+
+        Empty if no checkpoint is kept for the best evaluation, or before the first step.
+        """
         if self.best is None or not self.config.checkpoint.keep_best or step == 0:
             return []
         return self.best.of_step(step)
@@ -443,7 +450,10 @@ def train_minibatch(policy: Policy, minibatch: Minibatch, metrics: Averages) -> 
 def compute_gradient(
     policy: Policy, minibatch: Minibatch, microbatch: Microbatch
 ) -> tuple[LossInputs, Tensor, MetricParts]:
-    """Add the gradient of a microbatch; return the inputs of its loss, the loss, and metrics."""
+    """Add a microbatch's gradient; return the inputs of its loss, the loss, and metrics.
+
+    S: the sampled tokens of the microbatch.
+    """
     logprobs_S, entropy_S = policy.forward(microbatch)
     inputs = loss_inputs(microbatch, logprobs_S, entropy_S, minibatch, policy.algorithm)
     loss, parts = policy_loss(inputs, policy.algorithm)

@@ -585,13 +585,15 @@ class Trajectory:
         """Append one completion as a turn, a span for each policy version that sampled it.
 
         `sent` are the ids that the engine was asked to continue. Raises LedgerError unless they are
-        exactly the ids so far, and the completion's policy versions cover its tokens.
+        exactly this trajectory's ids so far, its ledger, and the completion's policy versions cover
+        all of its tokens.
         """
         where = f"{self.name} turn {self.turns}"
         if (sent if isinstance(sent, array) else array("q", sent)) != self._ids:
             # The first difference, or the end of the shorter one.
-            pairs, shorter = zip(sent, self._ids, strict=False), min(len(sent), len(self._ids))
-            position = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
+            pairs = enumerate(zip(sent, self._ids, strict=False))
+            shorter_length = min(len(sent), len(self._ids))
+            position = next((i for i, (a, b) in pairs if a != b), shorter_length)
             raise LedgerError(
                 f"{where}: the engine was sent {len(sent)} ids that differ from the "
                 f"{len(self._ids)} ids of the ledger at position {position}: "
@@ -714,7 +716,8 @@ class UntrainedConversation:
     model: str | None
     """Name by which the agent asked for a model."""
     frozen: bool
-    """True: `agent.models` says so. False: another conversation of the rollout is trained."""
+    """True: `agent.models` maps the model to `frozen`. False: the policy answered, but the rollout
+    trains only other conversations."""
     turns: int
     sampled_length: int
     """Tokens sampled."""
@@ -791,22 +794,23 @@ class Rollout:
         return branched
 
     def begin(self, *, role: str, delegation: Delegation | None) -> Trajectory:
-        """Add a trajectory that shares nothing with the others."""
-        begun = Trajectory(rollout_id=self.rollout_id, role=role, delegation=delegation)
-        begun.index = len(self.trajectories)
-        self.trajectories.append(begun)
-        return begun
+        """Add an empty trajectory, which shares no tokens with the others, and return it."""
+        trajectory = Trajectory(rollout_id=self.rollout_id, role=role, delegation=delegation)
+        trajectory.index = len(self.trajectories)
+        self.trajectories.append(trajectory)
+        return trajectory
 
     def keep_trajectories(self, indices: Collection[int]) -> None:
-        """Remove all other trajectories, whose tokens are then not trained.
+        """Remove all trajectories but these, so that the others' tokens are not trained.
 
-        Ids of a removed trajectory with which a kept one begins become the prompt of that one.
+        Indices are counted anew. If a kept trajectory is a branch of a removed one, the ids that it
+        shares with it, until then context, become part of its own prompt.
         """
         kept = [trajectory for trajectory in self.trajectories if trajectory.index in indices]
         places = {trajectory.index: place for place, trajectory in enumerate(kept)}  # new indices
         for place, trajectory in enumerate(kept):
             if trajectory.number is None and trajectory.index != place:
-                trajectory.number = trajectory.index  # the ids of its calls have it
+                trajectory.number = trajectory.index  # part of its calls' ids, which stay
             if trajectory.parent is not None and trajectory.parent[0] in places:
                 trajectory.parent = (places[trajectory.parent[0]], trajectory.parent[1])
             elif trajectory.parent is not None:

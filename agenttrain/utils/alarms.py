@@ -115,30 +115,39 @@ def may_set_alarms(function: Callable[..., Any]) -> str | None:
     to_visit: list[Any] = [function]
     seen: set[int] = set()
     while to_visit and len(seen) < MOST_FUNCTIONS:
-        value = to_visit.pop(0)
-        if isinstance(value, functools.partial):
-            value = value.func
-        methods: dict[str, Any] = {}
-        if not inspect.isroutine(value):  # an object that is called, and the methods it may call
-            methods = {k: v for cls in reversed(type(value).__mro__) for k, v in vars(cls).items()}
-            value = methods.get("__call__")
-        value = getattr(value, "__func__", value)  # the function of a bound method
-        if not inspect.isfunction(value) or id(value) in seen:
+        called, methods = _called_function(to_visit.pop(0))
+        if not inspect.isfunction(called) or id(called) in seen:
             continue
-        seen.add(id(value))
-        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        seen.add(id(called))
+        cells = zip(called.__code__.co_freevars, called.__closure__ or (), strict=True)
         closure = {name: cell.cell_contents for name, cell in cells if _has_contents(cell)}
-        names = sorted({*_names_in(value.__code__), *closure})
+        names = sorted({*_names_in(called.__code__), *closure})
         if not set(names).isdisjoint(SETTERS):
-            return f"{value.__module__}.{value.__qualname__}"
+            return f"{called.__module__}.{called.__qualname__}"
         # Where the names may lead: the function's own scopes, and the modules that it names. The
         # names of these modules' attributes are among `names` too.
-        scopes = [closure, value.__globals__, sys.modules, methods]
-        named = [scope[name] for scope in scopes for name in names if name in scope]
-        scopes += [vars(module) for module in named if isinstance(module, ModuleType)]
+        scopes = [closure, called.__globals__, sys.modules, methods]
+        values = [scope[name] for scope in scopes for name in names if name in scope]
+        scopes += [vars(module) for module in values if isinstance(module, ModuleType)]
         reached = [scope[name] for scope in scopes for name in names if name in scope]
         to_visit += [item for item in reached if callable(item) and not inspect.isclass(item)]
     return None
+
+
+def _called_function(value: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the function that runs when `value` is called, and the methods it may call on itself.
+
+    In place of the function, a builtin or None where there is no Python code to read. Only an
+    object with a `__call__` has methods here: those of its class, by name.
+    """
+    if isinstance(value, functools.partial):
+        value = value.func
+    methods: dict[str, Any] = {}
+    if not inspect.isroutine(value):
+        classes = reversed(type(value).__mro__)  # a subclass's methods replace those of its bases
+        methods = {name: member for cls in classes for name, member in vars(cls).items()}
+        value = methods.get("__call__")
+    return getattr(value, "__func__", value), methods  # the function of a bound method
 
 
 def _names_in(code: CodeType) -> Iterator[str]:

@@ -60,9 +60,11 @@ def how_ended(code: int) -> str:
 class _Lifeline:
     """This process's socket to a keeper, which kills its processes if this process ends.
 
-    `theirs` is the keeper's end, which is closed in this process once the keeper has it.
+    `theirs` is the file descriptor of the keeper's end, which `ChildProcess` closes in this process
+    once the keeper has inherited it.
 
-    Forked processes inherit the socket: its end of file alone does not show that this one ended.
+    Processes forked from this one inherit this end, and keep the socket open after its end. So the
+    keeper also watches this process's pid, and `close` sends SIGKILL before it closes.
     """
 
     def __init__(self) -> None:
@@ -79,6 +81,7 @@ class _Lifeline:
         `ChildProcess`.
         """
         program_files = "".join(f"{file}," for file in files)
+        # -I -S: the keeper needs no installed packages, and starts faster without looking for them.
         words = [self.theirs, os.getpid(), grace_s, "deaf" if deaf else "", program_files]
         return [sys.executable, "-I", "-S", KEEPER, *map(str, words), *command]
 
@@ -219,7 +222,10 @@ class ChildProcess:
             raise self.gone_error() from error
 
     def receive(self, *, limit_s: float) -> Any:
-        """Wait for the next line of its standard output; return its JSON. Raises ChildGone."""
+        """Wait for the next line of its standard output and return the line's JSON value.
+
+        Raises ChildGone if the child has ended, or if no whole line comes within `limit_s` seconds.
+        """
         assert self._process.stdout is not None
         deadline = time.monotonic() + limit_s
         while b"\n" not in self._unread:
@@ -263,6 +269,7 @@ class ChildProcess:
         With a keeper, SIGKILL ends all that the child has started. `kill` also waits for the end.
         """
         if self._lifeline is not None:
+            # A request to the keeper is one byte: the signal's number, with TO_GROUP as a flag bit.
             self._lifeline.signal(number | TO_GROUP if to_group else number)
             if number == signal.SIGKILL:
                 self._process.send_signal(signal.SIGCONT)  # the program may have stopped its keeper
@@ -272,10 +279,11 @@ class ChildProcess:
             os.killpg(self._process.pid, number)
 
     def kill(self) -> None:
-        """Kill the child with all that it has started, and wait for its end; harmless if it ended.
+        """Kill the child with all that it has started, and wait for its end.
 
-        Without a keeper only its process group is killed. If the child has been reaped (by `code`,
-        `alive` or `wait_for_end`), nothing is: its process group id may have been reused.
+        May be called after the child's end, and twice. Without a keeper, only the child's process
+        group is killed, and only if the child has not been reaped (by `code`, `alive` or
+        `wait_for_end`): after that, its process group id may belong to another process.
         """
         if self._lifeline is not None:
             self.signal(signal.SIGKILL)
@@ -287,12 +295,12 @@ class ChildProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         if self._output is not None:
-            self.printed()
+            self.printed()  # keeps the tail of the file, for calls after this one
             os.close(self._output)
             self._output = None
         for pipe in (self._process.stdin, self._process.stdout if self._replies else None):
             if pipe is not None:
-                with suppress(OSError):  # unsent requests
+                with suppress(OSError):  # closing flushes requests that the child never read
                     pipe.close()
 
     def _read_output(self, pipe: IO[bytes]) -> None:
@@ -314,7 +322,11 @@ class ChildProcess:
 
 
 class AsyncChildProcess:
-    """A child process below a keeper whose three streams are asyncio's."""
+    """A child process whose three streams are asyncio's.
+
+    A keeper, the process between the two, kills it with all that it has started when this process
+    ends.
+    """
 
     def __init__(self, process: asyncio.subprocess.Process, lifeline: _Lifeline) -> None:
         assert process.stdin and process.stdout and process.stderr
@@ -392,8 +404,8 @@ def end_with_parent(
 
     `at_end` is called just before. Pass the pid `parent` if the parent may have ended already.
 
-    A child without a keeper calls this first. The kernel's PR_SET_PDEATHSIG would also kill it at
-    the end of the thread that started it.
+    A child that was started without a keeper calls this first. The kernel's PR_SET_PDEATHSIG is no
+    substitute: it would kill the child at the end of the thread that started it.
     """
     parent_pid = os.getppid() if parent is None else parent
 

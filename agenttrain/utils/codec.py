@@ -27,12 +27,18 @@ RAW = {"ints": "q", "floats": "d"}
 
 
 class Codec:
-    """Encodes values of the plain types, and records and enums of the classes that it is given."""
+    """Encodes values of the plain types, and records and enums of the classes that it is given.
+
+    The bytes: LENGTH bytes with the JSON's length, the JSON, and the numbers of all arrays. In the
+    JSON an object has one key, the kind of its value: ``{"ints": 0}`` is a tuple of integers that
+    are the first array, ``{"record": ["Span", [value of each field]]}`` a dataclass.
+    """
 
     def __init__(self, classes: Sequence[type], other: Callable[[Any], Any] | None = None) -> None:
-        """`other` replaces values of any other type; None: they are a TypeError.
+        """Take the enums and dataclasses to encode, whose names must differ.
 
-        The classes are enums and dataclasses, whose names differ.
+        `other` is called with a value of any other type and returns one to encode in its place;
+        without it, such a value is a TypeError.
         """
         self._classes = {cls.__name__: cls for cls in classes}
         assert len(self._classes) == len(classes), "two classes have the same name"
@@ -68,7 +74,11 @@ class Codec:
         return self._unpack(message["value"], arrays)
 
     def _pack(self, value: Any, arrays: list[array[Any]]) -> Any:
-        """Return `value` as JSON data, which has the index of each array added to `arrays`."""
+        """Return `value` as JSON data. Adds its arrays to `arrays`; the data has their indices.
+
+        Examples: ``[1, None]`` -> ``[1, None]``; ``Path("a")`` -> ``{"path": "a"}``; ``b"ab"`` ->
+        ``{"bytes": 0}`` if its bytes are the first array.
+        """
         kind = type(value)
         if value is None or kind in (str, bool, int, float):
             return value
@@ -130,7 +140,7 @@ class Codec:
             return tuple(arrays[content])
         if kind == "path":
             return Path(content)
-        name, content = content
+        name, content = content  # a record or an enum: [name of its class, fields or value]
         cls = self._classes[name]
         if kind == "enum":
             return cls(content)

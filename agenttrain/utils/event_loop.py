@@ -19,8 +19,8 @@ def without_running_loop() -> Iterator[None]:
         yield
         return
     task = asyncio.current_task(loop)
-    # Of asyncio's interface for task implementations ("Extending" in its documentation). The task
-    # is left first and entered last, because its loop has to be the running one.
+    # `_leave_task` and `_enter_task` are asyncio's documented interface for task implementations
+    # ("Extending"). The loop has to be the running one for both: leave first, enter last.
     if task is not None:
         tasks._leave_task(loop, task)
     events._set_running_loop(None)

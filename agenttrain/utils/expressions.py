@@ -44,6 +44,7 @@ class Expression:
 
     text: str
     parsed: Any
+    """The expression as `jmespath.compile` returns it."""
 
     def search(self, value: Any) -> Any:
         """Return its value on plain data; raise ValueError if it cannot be computed."""

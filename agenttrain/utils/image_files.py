@@ -83,9 +83,9 @@ def is_array(value: object) -> bool:
 
 
 def is_image(value: object) -> bool:
-    """Return True for a value of a tool that is an image: of Pillow, an array, a file, its path.
+    """Return True if a tool's return value is an image: Pillow's, an array, a file's bytes or path.
 
-    A text is never one.
+    A str is never one, though `read_image` also reads paths and base64 that are given as str.
     """
     if isinstance(value, Image) or is_picture(value) or is_array(value):
         return True
@@ -149,6 +149,7 @@ def _from_file(data: bytes, most_pixels: int) -> Image:
 
 
 def _check_size(size: tuple[int, int], most_pixels: int) -> None:
+    """Raise BadImage for a (width, height) that is empty, too large or too narrow."""
     width, height = size
     if not width or not height:
         raise BadImage("it has no pixels")

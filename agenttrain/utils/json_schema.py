@@ -47,7 +47,7 @@ def schema_types(schema: Schema) -> list[str]:
 
 def subschemas(schema: Any) -> Iterator[Schema]:
     """Yield a schema and all schemas inside of it, but not those that it refers to."""
-    if not isinstance(schema, Mapping):  # true and false
+    if not isinstance(schema, Mapping):  # `true` and `false` are schemas without keywords
         return
     yield schema
     for key, value in schema.items():
@@ -61,7 +61,10 @@ def subschemas(schema: Any) -> Iterator[Schema]:
 
 
 def map_subschemas(schema: Schema, change: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return a schema with the schemas directly inside of it changed."""
+    """Return a schema with `change` applied to each schema directly inside of it.
+
+    These are the values of keywords such as `properties` (by name), `anyOf` (a list) and `items`.
+    """
     changed: dict[str, Any] = {}
     for key, value in schema.items():
         if key in OF_NAMES and isinstance(value, Mapping):
@@ -281,11 +284,12 @@ def _merge(merged: dict[str, Any], part: Schema) -> None:
         if key not in merged:
             merged[key] = value
         elif key == "properties":
-            both = {**merged[key]}
+            properties = {**merged[key]}
             for name, schema in value.items():
-                is_compatible = name not in both or both[name] == schema
-                both[name] = schema if is_compatible else {"allOf": [both[name], schema]}
-            merged[key] = both
+                if properties.get(name, schema) != schema:  # both schemas restrict the property
+                    schema = {"allOf": [properties[name], schema]}
+                properties[name] = schema
+            merged[key] = properties
         elif key == "required":
             merged[key] = list(dict.fromkeys([*merged[key], *value]))
         elif key == "enum":

@@ -60,7 +60,7 @@ def _without_draft(schema: Any) -> Any:
 
 @contextmanager
 def remembered_checks() -> Iterator[None]:
-    """Check each value once by each reference of a schema.
+    """Remember in the block which value was checked by which `$ref`, so that none is checked twice.
 
     Otherwise, in a schema that contains itself, each level of a value is checked by each option of
     a union, many times as often as the level above.
@@ -75,8 +75,8 @@ def remembered_checks() -> Iterator[None]:
 def _pattern_problem(schemas: Sequence[Schema]) -> str | None:
     """Return the pattern of a schema that cannot be matched in linear time, and why; else None."""
     for schema in schemas:
-        pattern = [schema["pattern"]] if "pattern" in schema else []
-        for text in (*pattern, *schema.get("patternProperties", ())):
+        patterns = [schema["pattern"]] if "pattern" in schema else []
+        for text in (*patterns, *schema.get("patternProperties", ())):
             try:
                 _compiled(text)
             except ValueError as error:
@@ -114,7 +114,10 @@ def _compiled(pattern: str) -> Callable[[str], bool]:
 
 
 def _escaped(pattern: str) -> str:
-    """Escape what only Rust's regular expressions read as operators of sets: ``[a&&b]``."""
+    r"""Escape what only Rust's regular expressions read as operators of sets.
+
+    Example: ``[a&&b]`` -> ``[a\&\&b]``, both the set of ``a``, ``&`` and ``b`` in a JSON schema.
+    """
     tokens: list[str] = []
     in_set, position = False, 0
     while position < len(pattern):

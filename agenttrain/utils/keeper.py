@@ -39,6 +39,7 @@ HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Signals that ask to stop. A scheduler sends them to all processes of a job. The keeper blocks
 them: its parent and the program decide what to do."""
 TO_GROUP = 0x80
+"""Bit of a request on the lifeline: the signal goes to the program's process group."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 MAX_PAUSE_S = 0.5
 """Longest pause between two attempts to kill children that have not ended."""
@@ -55,7 +56,7 @@ def main() -> NoReturn:
     lifeline_fd, parent, grace_s, deaf, files, *command = sys.argv[1:]
     lifeline = int(lifeline_fd)
     signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
-    adopt_orphans()
+    adopt_orphans()  # so that `end_children` finds them below this process
     wakeup_reader, wakeup_writer = os.pipe()
     for end in (wakeup_reader, wakeup_writer):
         os.set_blocking(end, False)
@@ -69,7 +70,7 @@ def main() -> NoReturn:
     null = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):  # or the pipes to the parent would stay open after the program's end
         os.dup2(null, stream)
-    for file in files.split(",")[:-1]:  # "5,7,"
+    for file in files.split(",")[:-1]:  # "5,7,": descriptors that only the program needs
         os.close(int(file))
     status = _watch(program, lifeline, wakeup_reader, int(parent), float(grace_s))
     end_children(program)
@@ -90,7 +91,7 @@ def _exec_program(command: list[str], keeper: int, lifeline: int, *, is_deaf: bo
     with suppress(OSError):  # the parent has ended
         os.write(lifeline, f"{os.getpid()}\n".encode())
     os.close(lifeline)
-    if ADOPTS:
+    if ADOPTS:  # Linux
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != keeper:  # the keeper was killed before prctl took effect
             os._exit(1)

@@ -40,9 +40,9 @@ def parameter_names(target: Any) -> tuple[str, ...] | None:
 
 
 def call_parameters(target: Any) -> int | None:
-    """Return the number of parameters of a function, or of calls of a class's instances.
+    """Return how many parameters a function has, or the `__call__` of a class, without `self`.
 
-    None: unknown, as the signature cannot be read.
+    None: unknown, because the class has no `__call__` or the signature cannot be read.
     """
     is_class = inspect.isclass(target)
     called = vars(target).get("__call__") if is_class else target

@@ -51,7 +51,7 @@ def model_folder(
 
     A model of the hub is brought into its cache without the weights: see `weights_folder`. A GGUF
     file is converted into a folder, once. Raises ConfigError when there is none, or when one of
-    `parts` is missing.
+    `parts` is missing, e.g. ``config.json`` (the names are those of PARTS).
     """
     setting = revision_key(key)
     if not isinstance(revision, str | None):
@@ -157,7 +157,8 @@ def has_experts(folder: Path) -> bool:
 def packed_experts(folder: Path) -> str | None:
     """Return the setting or weight that shows adapters of packed experts; None without them.
 
-    vLLM reads such adapters for few models, and wrongly for others.
+    Packed: one tensor holds the weights of all experts of a layer. vLLM reads such adapters for few
+    models, and wrongly for others.
     """
     config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     if value := config.get("target_parameters"):

@@ -79,9 +79,10 @@ def in_this_layout(settings: Any) -> Any:
 
 
 def _with_sections(algorithm: Mapping[str, Any]) -> dict[str, Any]:
-    """Put the flat keys of `algorithm` into their sections.
+    """Return a saved run's `algorithm` with its flat keys in their sections: `beta` in `kl.beta`.
 
-    A run wrote all of the keys, also those of a penalty or a correction that it did not have.
+    Runs of the flat layout recorded all keys, also those of a penalty or a correction that was
+    off. Such a section becomes null.
     """
     if isinstance(algorithm.get("teacher"), Mapping) and algorithm["teacher"].get("path") is None:
         algorithm = {**algorithm, "teacher": None}
@@ -114,7 +115,7 @@ def _with_sections(algorithm: Mapping[str, Any]) -> dict[str, Any]:
         sections["correction"] = None
     if old.get("entropy_target") is None and "entropy" in sections:
         sections["entropy"]["adaptive"] = None
-    # Keys that this kind of credit does not read, and has no longer: only gigpo has a step_weight.
+    # Keys that this kind of credit does not have: only gigpo has a step_weight.
     unread_keys = {"rollout": ("gamma", "step_weight"), "gigpo": ()}.get(credit, ("step_weight",))
     for key in unread_keys:
         sections.get("credit", {}).pop(key, None)

@@ -23,7 +23,10 @@ NO_READER = (errno.EPIPE, errno.EIO, errno.ENXIO)
 
 
 class _Descriptor(io.RawIOBase):
-    """A file descriptor whose writes never fail; `error` is the first suppressed error."""
+    """A file descriptor whose writes never fail: a run goes on when its output cannot be written.
+
+    `error` is the first suppressed error, other than that the reader has gone; None without one.
+    """
 
     def __init__(self, number: int) -> None:
         self._number = number

@@ -98,7 +98,10 @@ def hide_in_words(arguments: Sequence[str]) -> list[str]:
 
 
 def _hide_in_word(word: str) -> str:
-    """Hide the values of `env` and `headers` in an argument ``key=value``."""
+    """Hide the values of `env` and `headers` in an argument ``key=value``.
+
+    Example: ``tools.mcp.env.TOKEN=abc`` -> ``tools.mcp.env.TOKEN=***``.
+    """
     key, equals, value = word.partition("=")
     path = key.split(".")[2:]  # behind section and name: an environment may be called env
     if not equals or not _SECTION.search(word):

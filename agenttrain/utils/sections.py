@@ -96,7 +96,7 @@ def _optional(settings: type[Any]) -> Any:
     """Return the annotation of a section that is None while none of its keys is set."""
 
     def read(section: object) -> object:
-        """Validate the section; an empty mapping is None."""
+        """Return the section as a record of the class `settings`; None for an empty mapping."""
         if section is None or isinstance(section, settings):
             return section
         if not isinstance(section, Mapping):
@@ -144,7 +144,7 @@ def sections_below(cls: type) -> Mapping[str, type]:
     sections: dict[str, type] = {}
     for name, hint in get_type_hints(cls, include_extras=True).items():
         optional = [part.settings for part in get_args(hint) if isinstance(part, MayBeNone)]
-        # The annotated type, the type in Annotated or in a union, or that of a section or None.
+        # A section's hint is its class, ``Annotated[Class, …]``, ``Class | None`` or has MayBeNone.
         for part in (hint, *get_args(hint)[:1], *optional):
             if isinstance(part, type) and is_dataclass(part):
                 sections[name] = part

@@ -57,7 +57,10 @@ class Insistence:
     _first: float | None = None
 
     def arrive(self) -> bool:
-        """Record a signal; return True if it insists, having come GRACE_S after the first."""
+        """Record a signal; return True if it came GRACE_S seconds or more after the first.
+
+        An earlier one is a repetition: GNU timeout and schedulers send the same signal twice.
+        """
         now = time.monotonic()
         if self._first is None:
             self._first = now
@@ -83,16 +86,17 @@ class StopRequest:
     several processes all have to call it at the same points:
     ``lambda stopping: world.max(float(stopping), "a signal") > 0``."""
     _insistence: Insistence = field(default_factory=Insistence, repr=False)
-    """Of SIGTERM, and of a deferred SIGINT."""
+    """Shared by SIGTERM and a deferred SIGINT."""
     _deferred: bool = False
     """True within `deferred`: there is something to save, so the first signal only requests."""
     _cancel: Callable[[], object] | None = field(default=None, repr=False)
     """Cancels the work of `until_stopped`; None while there is none."""
 
     def arrive(self, number: int, frame: FrameType | None = None) -> None:
-        """Handle a signal: request a stop or, if nothing would be lost, interrupt at once.
+        """Handle a signal: request a stop or, outside of `deferred`, interrupt at once.
 
-        Raises KeyboardInterrupt to interrupt, or has asyncio cancel its main task.
+        A SIGTERM or SIGINT that is repeated interrupts a pending stop too (`insisted`). Raises
+        KeyboardInterrupt to interrupt, or has asyncio cancel its main task.
         """
         is_first = self.name is None
         self.name = self.name or self.passed_on() or signal.Signals(number).name
@@ -134,8 +138,9 @@ class StopRequest:
             self._deferred = False
 
     async def cut_short(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Return the result of `work`, which a signal cancels; then raise Preempted as `check`.
+        """Return the result of `work`. A signal cancels it, and Preempted is raised instead.
 
+        Preempted is also raised after `work` if another process of the run is to stop (`check`).
         `work` must not wait for another process of the run.
         """
         try:
@@ -160,7 +165,7 @@ class StopRequest:
         try:
             return [await task]
         except asyncio.CancelledError:
-            # Another cancellation than the signal's goes on: without a signal, or of this task.
+            # Raised again unless the signal alone caused it: this task may be cancelled too.
             outer = asyncio.current_task()
             if self.name is None or (outer is not None and outer.cancelling()):
                 raise

@@ -74,7 +74,8 @@ async def attempt_async(
     """Await a user's `awaitable`; return its value or its error, as `attempt` does for a function.
 
     A cancellation of this task and a KeyboardInterrupt by a signal are raised again. If user code
-    computes the error's text, it does so in one of `threads`.
+    computes the error's text, it does so in one of `threads`, with `label` and `deadline` as in
+    `DaemonThreads.run`.
     """
     _contain_tasks(asyncio.get_running_loop())
     token = _in_user_code.set(True)
@@ -114,7 +115,7 @@ def with_fixed_text(error: BaseException) -> BaseException:
     if _has_plain_text(error):
         return error
     try:
-        text = str.__str__(str(error))
+        text = str.__str__(str(error))  # a plain str, even if the user's `__str__` returns another
     except BaseException:
         text = ""
     kind = type(error)
@@ -128,6 +129,7 @@ def with_fixed_text(error: BaseException) -> BaseException:
     # A class that cannot be subclassed (pydantic's ValidationError) is replaced by its builtin base
     # (ValueError) under its name, and an exception group, which needs its errors, by Exception.
     fixed: Any
+    # `maker` is the class whose `__new__` makes the instance: no `__init__` of a user's runs.
     for base, maker in ((kind, native), (native, native), (Exception, Exception)):
         with suppress(BaseException):
             fixed = maker.__new__(type(kind.__name__, (base,), texts))
@@ -187,6 +189,8 @@ class _Stopped(Exception):
 
 class _Contained(Coroutine[Any, Any, Any]):
     """Wraps a coroutine; its SystemExit or KeyboardInterrupt is raised as _Stopped.
+
+    asyncio would let either of the two, raised in a task, end the whole event loop.
 
     Its state (``cr_running``, ``cr_frame``), which anyio and printed stacks of tasks read, is that
     of the inner coroutine.
@@ -292,7 +296,8 @@ def settle(future: asyncio.Future[Any], result: object) -> None:
 class DaemonThreads:
     """Pool of daemon threads that grows with the concurrent calls, which the caller bounds.
 
-    A call whose caller was cancelled keeps its thread. When its function returns after all, the
+    Each thread has an inbox, a queue from which it takes its jobs; None in it ends the thread. A
+    call whose caller was cancelled keeps its thread. When its function returns after all, the
     result is discarded and the thread is idle again.
 
     Example: ``(await DaemonThreads().run(lambda: 2 + 2)).value == 4``
