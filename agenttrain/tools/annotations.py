@@ -434,10 +434,10 @@ class ToolDialect(GenerateJsonSchema):
 
     def typed_dict_schema(self, schema: core_schema.TypedDictSchema) -> JsonSchemaValue:
         """Write `required` also if it is empty."""
-        described = super().typed_dict_schema(schema)
-        required = described.get("required", [])
-        ordered = {"type": "object", "properties": described["properties"], "required": required}
-        return {**ordered, **described}
+        json_schema = super().typed_dict_schema(schema)
+        required = json_schema.get("required", [])
+        ordered = {"type": "object", "properties": json_schema["properties"], "required": required}
+        return {**ordered, **json_schema}
 
     def complex_schema(self, schema: core_schema.ComplexSchema) -> JsonSchemaValue:
         """Refuse complex numbers, which JSON does not have."""
@@ -449,14 +449,17 @@ def _items_first(schema: JsonSchemaValue) -> JsonSchemaValue:
 
 
 class PlainToolDialect(ToolDialect):
-    """Writes annotations without classes, for which transformers has shorter forms."""
+    """Writes the schema of an annotation without classes as transformers' `get_json_schema` does.
+
+    Example: ``int | str`` is ``{"type": ["integer", "string"]}``, not an ``anyOf`` of two schemas.
+    """
 
     def tuple_schema(self, schema: core_schema.TupleSchema) -> JsonSchemaValue:
         """Leave out the length; a tuple of another length is refused when it is built."""
-        described = super().tuple_schema(schema)
+        json_schema = super().tuple_schema(schema)
         if "variadic_item_index" not in schema:  # tuple[int, str]; tuple[int, ...] has no length
-            del described["minItems"], described["maxItems"]
-        return described
+            del json_schema["minItems"], json_schema["maxItems"]
+        return json_schema
 
     def union_schema(self, schema: core_schema.UnionSchema) -> JsonSchemaValue:
         """Write a union of simple types as a list of their names."""

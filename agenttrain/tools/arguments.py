@@ -177,7 +177,7 @@ class _Coercion:
     resolver: SchemaResolver
     validator: Any
     """Checks a value against any part of the schema: `_fits`."""
-    converted: dict[tuple[int, int], tuple[Any, Any, Any]] = field(default_factory=dict)
+    results: dict[tuple[int, int], tuple[Any, Any, Any]] = field(default_factory=dict)
     """Cache: (id of a value, id of a part with `$ref`) -> (value, part, result). It keeps value and
     part alive, so that their ids stay theirs. Without it, a schema that contains itself takes
     exponential time."""
@@ -189,10 +189,10 @@ class _Coercion:
         if "$ref" not in part:
             return self._convert(value, self.resolver.expand(part))
         key = id(value), id(part)
-        if key not in self.converted:
+        if key not in self.results:
             result = self._convert(value, self.resolver.expand(part))
-            self.converted[key] = value, part, result
-        _, _, result = self.converted[key]
+            self.results[key] = value, part, result
+        _, _, result = self.results[key]
         return result
 
     def _convert(self, value: Any, schema: Mapping[str, Any]) -> Any:
@@ -205,8 +205,8 @@ class _Coercion:
             value = _coerce_enum(value, schema["enum"])
         if isinstance(value, list):
             # `prefixItems` has a schema for each of the first items, `items` one for all others.
-            first, items = schema.get("prefixItems", []), schema.get("items")
-            parts = [*first[: len(value)], *[items] * (len(value) - len(first))]
+            prefix, items = schema.get("prefixItems", []), schema.get("items")
+            parts = [*prefix[: len(value)], *[items] * (len(value) - len(prefix))]
             return [self.convert(item, part) for item, part in zip(value, parts, strict=True)]
         if isinstance(value, dict):
             properties = schema.get("properties", {})
@@ -219,22 +219,26 @@ class _Coercion:
 
     def _convert_union(self, value: Any, options: Sequence[Any]) -> Any:
         """Coerce a value to the first option that it fits, or else fits once it is coerced."""
-        for part in options:
-            if self._fits(value, part):
-                return self.convert(value, part)
-        for part in options:
-            coerced = self.convert(value, part)
-            if self._fits(coerced, part):
+        for option in options:
+            if self._fits(value, option):
+                return self.convert(value, option)
+        for option in options:
+            coerced = self.convert(value, option)
+            if self._fits(coerced, option):
                 return coerced
         return value
 
     def _fits(self, value: Any, part: Any) -> bool:
+        """Return True if `part`, a schema of the tool's schema, accepts the value."""
         fits: bool = self.validator.evolve(schema=part).is_valid(value)
         return fits
 
 
 def _coerce_type(value: Any, types: Sequence[str]) -> Any:
-    """Return a value in one of these JSON types, if that loses nothing; else as it is."""
+    """Return a value in one of these JSON types, if that loses nothing; else as it is.
+
+    Examples: "3" -> 3 for integer, 3 -> "3" for string, "[1]" -> [1] for array.
+    """
     for name in types:
         if _is_type(value, name):  # 3.0 is an "integer"
             return int(value) if name == "integer" else value

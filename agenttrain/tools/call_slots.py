@@ -27,8 +27,8 @@ class CallSlots:
         """True once the call is over."""
         self._waits = 0
         """Number of sub-agents that the call waits for."""
-        self._taking = asyncio.Lock()
-        """Held by the sub-agent's end that takes the slots again."""
+        self._retake_lock = asyncio.Lock()
+        """Held while the slots are taken again, so that only one of several sub-agents does it."""
         self._started = time.monotonic()
         self._waiting_since: float | None = None
         """When the call gave its slots to sub-agents; None while it has them."""
@@ -51,7 +51,10 @@ class CallSlots:
         return now - self._started - self._waited_s - waiting_s
 
     def lent_while(self, run: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        """Return a function that runs `run` without the slots and outside of the call's time."""
+        """Return a function that runs a sub-agent by `run` without the call's slots.
+
+        `seconds` does not count its time.
+        """
 
         @wraps(run)
         async def run_without_slots(*args: Any, **kwargs: Any) -> Any:
@@ -71,7 +74,7 @@ class CallSlots:
 
     async def _take_again(self) -> None:
         """Take the slots after the last sub-agent. One that begins meanwhile keeps them free."""
-        async with self._taking:
+        async with self._retake_lock:
             if self._waits or self._ended or self._held:
                 return
             await self._acquire()  # may wait for other calls

@@ -73,6 +73,7 @@ class ToolLimits:
     @field_validator("retry_on")
     @classmethod
     def _are_errors(cls, paths: list[str]) -> list[str]:
+        """Return `paths`; raise ValueError for a builtin that is no exception."""
         for path in paths:
             module, _, name = path.rpartition(".")
             if module != "builtins":  # other modules are imported when the tool is built

@@ -135,7 +135,10 @@ class ToolWorker:
     def _exchange(
         self, message: Recipe | WorkerRequest, *, limit_s: float | None
     ) -> dict[str, Any]:
-        """Send a message and return the answer, within `limit_s` seconds; None: no limit."""
+        """Send a message and return the answer, within `limit_s` seconds; None: no limit.
+
+        Raises ToolUnavailable if the worker is dead or late, or its answer cannot be read.
+        """
         try:
             self._connection.send_bytes(pickle.dumps(message))
         except OSError:
@@ -285,7 +288,7 @@ class ProcessTool:
 
     async def ask(self, worker: ToolWorker, request: WorkerRequest) -> Reply:
         """Send a request and return the reply; cancelling this kills the worker."""
-        worker.busy = True
+        worker.busy = True  # a cancellation leaves it so: `_put_back` must not lend it again
         try:
             outcome = await self._threads.run(lambda: worker.request(request), label=self.name)
         except asyncio.CancelledError:

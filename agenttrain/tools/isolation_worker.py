@@ -84,7 +84,10 @@ class Server:
         self._loop = asyncio.new_event_loop()
 
     def answer(self, request: WorkerRequest) -> Reply:
-        """Return the reply to the request's call; an empty one for a request without a call."""
+        """Release rollouts and close the tool as requested, then run the call and return its reply.
+
+        The reply is empty for a request without a call.
+        """
         wait = self._loop.run_until_complete
         # `attempt` contains the errors of hooks: they must not lose the call's reply.
         for rollout_id in request.released:

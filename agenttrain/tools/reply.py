@@ -113,9 +113,9 @@ def error_reply(
     exceptions are written for people: their secrets are hidden here, before the model reads them,
     so that token ids, messages and records agree.
 
-    `agenttrain.utils.threads.attempt` has replaced a text of `error` that the user's code computes
-    by a fixed one: no `__str__` of the user's runs here. `faults` are
-    types of infrastructure errors, which no model should read.
+    `error` comes from `agenttrain.utils.threads.attempt`, which has already called a `__str__` of
+    the user's and stored its text: none runs here. `faults` are types of infrastructure errors;
+    their reply is marked `unavailable`, and no model reads it.
     """
     is_for_model = isinstance(error, ToolFailure | InvalidArguments)
     name = "" if is_for_model else type(error).__name__
@@ -237,8 +237,8 @@ def _column(value: Any) -> Any:
 def _in_json_type(value: Any) -> Any:
     """Return a value in a type that JSON has; only its top level is converted.
 
-    Raises ToolFailure if it does not get there in MAX_FORMS steps, as for a mock, whose every
-    method returns another mock.
+    Several steps may be needed: an enum's value may be a date, whose plain form is text. Raises
+    ToolFailure after MAX_FORMS steps, as for a mock, whose every method returns another mock.
     """
     for _ in range(MAX_FORMS):
         if isinstance(value, str | dict | list | tuple | bool | int | float | None):

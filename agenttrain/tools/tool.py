@@ -164,6 +164,7 @@ def describe_method(cls: type, name: str) -> ToolSpec:
     """Describe a method as a tool. Raises ValueError that quotes what to add."""
     method = getattr(cls, name)
     is_static = isinstance(inspect.getattr_static(cls, name), staticmethod)
+    # The class's function still has `self`, which no call passes: hide it from the schema.
     self_name = [] if is_static else list(inspect.signature(method).parameters)[:1]
     try:
         return describe_function(method, name=name, hidden=self_name)

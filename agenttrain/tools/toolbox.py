@@ -339,7 +339,7 @@ class Toolbox:
         return task.result()
 
     def _discard(self, task: asyncio.Task[Reply]) -> None:
-        """Drop the outcome of an abandoned call that has ended."""
+        """Drop the result of an abandoned call that has ended; no one waits for it."""
         self._abandoned.pop(task, None)
         if not task.cancelled():
             task.exception()  # asyncio warns of an exception that is never read
@@ -425,6 +425,7 @@ def _make_entry(name: str, tool: Tool, limits: ToolLimits) -> _Entry:
         faults = fault_types(tuple(limits.retry_on))
     except ValueError as error:
         raise ValueError(f"tools.{name}.{error}") from error
+    # Only a blocking function needs a thread for its calls.
     function = tool if isinstance(tool, FunctionTool) and tool.blocking else None
     return _Entry(tool=tool, function=function, arguments=arguments, limits=limits, faults=faults)
 
@@ -472,9 +473,10 @@ class StepTracker:
 
     @types.coroutine
     def _drive(self, name: str, steps: Generator[Any, Any, object]) -> Generator[Any, Any, object]:
-        """Run the steps of a coroutine, and yield to the event loop whatever each waits for.
+        """Run the steps of tool `name`'s coroutine; yield to the event loop what each waits for.
 
-        The same as `await`, but with `now` set while a step runs.
+        The same as `await`, but `now` is (tool, start time) while a step runs, which shows a tool
+        that blocks the event loop.
         """
         value: Any = None
         error: BaseException | None = None

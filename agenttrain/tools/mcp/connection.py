@@ -44,7 +44,7 @@ class _Link:
     def __init__(self, open_client: OpenClient) -> None:
         self.client: Any = None
         """The SDK's client; None until the session is established."""
-        self.over = asyncio.Event()
+        self.stop = asyncio.Event()
         """Set to end the session's task."""
         self.ready = asyncio.Event()
         """Set when the session is established, or has failed with `error`."""
@@ -54,20 +54,20 @@ class _Link:
     @property
     def alive(self) -> bool:
         """True while the session can take calls."""
-        return self.client is not None and not self.over.is_set() and not self.task.done()
+        return self.client is not None and not self.stop.is_set() and not self.task.done()
 
     async def end(self) -> None:
         """End the session and wait until its task has ended."""
-        self.over.set()
+        self.stop.set()
         await asyncio.wait({self.task})
 
     async def _run_session(self, open_client: OpenClient) -> None:
-        """Hold the session open until `over` is set."""
+        """Hold the session open until `stop` is set."""
         try:
             async with open_client() as client:
                 self.client = client
                 self.ready.set()
-                await self.over.wait()
+                await self.stop.wait()
         except BaseException as error:  # anyio raises groups of errors and cancellations
             self.error = error
         finally:
@@ -89,7 +89,7 @@ class Connection:
         self._connecting: asyncio.Task[_Link] | None = None
         """The last reconnection, for which all calls wait."""
         self._closed = False
-        self._closing = threading.Lock()
+        self._close_lock = threading.Lock()
         """Held by `close`, which any thread may call."""
         # An event loop of its own, because several loops may send calls over the one session.
         self._loop = asyncio.new_event_loop()
@@ -110,7 +110,7 @@ class Connection:
 
     def close(self) -> None:
         """End the session and the server's process, and block until they have ended."""
-        with self._closing:
+        with self._close_lock:
             if self._closed:
                 return
             self._closed = True
@@ -149,7 +149,7 @@ class Connection:
         try:
             try:
                 async with asyncio.timeout(timeout_s):
-                    await link.ready.wait()
+                    await link.ready.wait()  # set by success and by failure
             except TimeoutError:
                 link.task.cancel()
                 raise CannotConnect(f"no answer within {timeout_s:g} s") from None
@@ -161,7 +161,10 @@ class Connection:
         return link
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> Any:
-        """Do the work of `call` in the connection's own event loop."""
+        """Do the work of `call` in the connection's own event loop.
+
+        Reconnects and sends the call again if the session has failed, up to ATTEMPTS times.
+        """
         reason = ""
         for attempt in range(ATTEMPTS):
             link = self._link
@@ -175,7 +178,7 @@ class Connection:
                 return await link.client.call_tool(name, arguments)
             except Exception as error:
                 if _session_failed(error) or not link.alive:
-                    link.over.set()  # ends the session, and so the next attempt reconnects
+                    link.stop.set()  # ends the session, and so the next attempt reconnects
                 elif str(error) == HTTP_REFUSED:  # the session is good: send the call again
                     await asyncio.sleep(PAUSES_S[0] * 2**attempt)
                 else:  # an answer of the server: the call failed
@@ -184,7 +187,10 @@ class Connection:
         raise ToolUnavailable(f"the MCP server broke {name} off {ATTEMPTS} times: {reason}")
 
     async def _reconnect(self) -> _Link:
-        """Return a new session, after as many attempts as `reconnect_s` allows."""
+        """Return a new session, after as many attempts as `reconnect_s` allows.
+
+        Raises ToolUnavailable if none succeeds.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._reconnect_s
         first_pause, longest_pause = PAUSES_S

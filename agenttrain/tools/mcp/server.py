@@ -75,8 +75,8 @@ class McpServer:
             self._make_client, start_timeout_s=start_timeout_s, reconnect_s=reconnect_s
         )
         try:
-            listed = self._connection.start()
-            names = [tool.name for tool in listed]
+            server_tools = self._connection.start()
+            names = [tool.name for tool in server_tools]
             if not names:
                 raise ValueError("the MCP server has no tools")
             for name in allow or ():
@@ -85,8 +85,10 @@ class McpServer:
                         f"allow=[{', '.join(map(str, allow or ()))}]: the server has no tool "
                         f"{name!r}{did_you_mean(str(name), names)}; it has: {', '.join(names)}"
                     )
-            # The tools in use, in the server's order.
-            self._used_tools = [tool for tool in listed if allow is None or tool.name in allow]
+            # In the server's order.
+            self._used_tools = [
+                tool for tool in server_tools if allow is None or tool.name in allow
+            ]
         except CannotConnect as error:
             self._connection.close()
             raise ValueError(self._cannot_connect(error)) from error

@@ -141,7 +141,8 @@ class InitProcess:
         if self._isolated:
             from agenttrain.tools.sandbox.system import PR_SET_DUMPABLE, prctl
 
-            prctl(PR_SET_DUMPABLE, 1)  # the code may inspect its own processes, as usual
+            # The first process has set 0 for itself. The code may inspect its own processes.
+            prctl(PR_SET_DUMPABLE, 1)
         limits = ("memory_mb", "file_mb", "cpu_s")
         limit_worker(**{name: self._settings[name] for name in limits})
         for number in (1, 2):

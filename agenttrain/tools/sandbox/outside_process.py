@@ -139,7 +139,7 @@ class Jail:
         folder, self._folder = self._folder, None
         waited, pause = 0.0, 0.002
         while process is not None and process.alive:
-            if waited > END_S:
+            if waited > END_S:  # it should have ended itself when `kill` closed the connection
                 process.signal(signal.SIGKILL)
             await asyncio.sleep(pause)
             waited, pause = waited + pause, min(pause * 2, 0.1)
@@ -179,7 +179,9 @@ class Jail:
                 # -I -S: without the user's packages and without those of site-packages.
                 self._process = ChildProcess(
                     [*wrapper, base_python(), "-I", "-S", "-c", code, json.dumps(settings)],
-                    keeper=self.backend == "none",  # otherwise the namespace ends as a whole
+                    # A keeper ends what the process leaves behind. The kernel ends a namespace
+                    # as a whole with its first process, without a keeper.
+                    keeper=self.backend == "none",
                     pass_fds=(number,),
                     env=environment,
                     cwd="/",
@@ -190,7 +192,11 @@ class Jail:
 def settings_inside(
     settings: SandboxSettings, backend: str, *, control: int, work: str, user: int | None
 ) -> dict[str, object]:
-    """Return the settings with which `inside_setup.py` starts a sandbox."""
+    """Return the settings with which `inside_setup.py` starts a sandbox.
+
+    `control` is the number of the file that is connected to this process, `work` the folder in
+    which the code begins, `user` the id that it runs under (None: outside it stays our user's).
+    """
     limits = asdict(settings)
     for name in ("sandbox", "call_s", "max_chars"):  # of use outside only
         del limits[name]

@@ -76,7 +76,8 @@ class Pool:
             await jail.lock.acquire()
             if self._jails.get(rollout_id) is jail:
                 break
-            jail.lock.release()  # a call before this one ended it: take a new one
+            # An earlier call ended this sandbox while we waited for its lock: take a new one.
+            jail.lock.release()
         was_used = jail.started
         try:
             if not was_used:
@@ -124,7 +125,11 @@ class Pool:
     def _make_text(
         self, rollout_id: str, kind: str, outcome: CodeOutcome, settings: SandboxSettings
     ) -> str:
-        """Make the text that the model reads; raises ToolFailure with it for a failed call."""
+        """Make the text that the model reads; raises ToolFailure with it for a failed call.
+
+        A bash command with an exit status other than 0 is no failure. If the rollout has lost its
+        earlier sandbox, the text says so once.
+        """
         text, end = outcome.output, outcome.end
         if lost := self._lost.pop(rollout_id, None):
             text = _join_lines(f"[{lost}. {LOST}]", text)

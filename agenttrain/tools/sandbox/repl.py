@@ -23,7 +23,12 @@ FRAMES = 8
 
 
 def run(channel: socket.socket, packages: str | None) -> None:
-    """Answer calls until the parent has ended."""
+    """Run the code of each request on `channel` until the parent has closed it.
+
+    A request is a line ``{"nonce": "9f…", "code": "1 + 1"}``; its answer is ``9f… 0``, or ``9f… 1``
+    if the code raised. What the code prints goes to stdout. `packages` is a folder of further
+    packages to import, or None.
+    """
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     for number, name in ((1, "stdout"), (2, "stderr")):
         # Unbuffered, so that both streams and the output of subprocesses keep their order.

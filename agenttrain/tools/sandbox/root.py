@@ -161,6 +161,7 @@ def _show_all(root: Root, submounts: Sequence[str]) -> None:
     for path in sorted({*root.programs, *root.shown}):
         if path in root.shown and os.path.isdir(HOST + path):
             _show(path, f"{LAYERS}/{next(numbers)}", root)
+            # Parents first here too: an overlay would cover the mounts made below it before.
             for mounted in sorted(submounts):
                 if mounted != path and is_within(mounted, path) and os.path.isdir(path):
                     with suppress(OSError):  # a special file system stays absent
@@ -188,17 +189,18 @@ def _show(path: str, layer: str, root: Root) -> None:
         if is_within(place, path) and place != path:
             _copy_folders(os.path.dirname(place), path, layer, added=0o011)
     _make_folder(path)
-    # The first folder is on top. overlayfs reads colons and commas in a path only with a backslash.
+    # The machine's folder is below HOST. overlayfs puts the first folder of `lowerdir` on top, and
+    # wants a backslash before each colon and comma of a path.
     lower = ":".join(re.sub(r"([\\:,])", r"\\\1", folder) for folder in (layer, HOST + path))
     flags = MS_RDONLY | MS_NOSUID | MS_NODEV
     mount("overlay", path, "overlay", flags, f"lowerdir={lower},userxattr")
 
 
 def _copy_folders(folder: str, top: str, layer: str, *, added: int = 0) -> str:
-    """Make the folders on the path from `top` down to `folder` in `layer`; return the last one.
+    """Copy the folders on the path from `top` down to `folder`, without their files, to `layer`.
 
-    `layer` stands for `top`. The folders are empty, with the owners and permissions of the
-    machine's; `added` are further permissions.
+    Returns the copy of `folder`: "/layer/a/b" for "/usr/a/b" below the top "/usr". A copy has the
+    owner and permissions of the machine's folder, below HOST, plus the permission bits `added`.
     """
     source, copy = HOST + top, layer
     for name in filter(None, folder[len(top) :].split("/")):

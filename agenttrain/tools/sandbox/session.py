@@ -103,7 +103,7 @@ class Output:
     def text(self) -> str:
         """Return the text, clipped in the middle with a marker; invalid UTF-8 becomes U+FFFD."""
         missing_bytes = self.size - len(self._head) - len(self._tail)
-        if missing_bytes == 0:
+        if missing_bytes == 0:  # joined first: the border may be inside of a character
             head = tail = (self._head + self._tail).decode("utf-8", "replace").rstrip("\n")
             length = len(head)
             if length <= self._max_chars:
@@ -153,7 +153,10 @@ class _Call:
         """File descriptors whose readers the event loop calls."""
 
     async def run(self, code: str) -> CodeOutcome:
-        """Send the code, and wait until one of the readers ends the call."""
+        """Run the code until one of the readers below ends the call, or the time limit does.
+
+        The sandbox's processes run from "go" to "halt"; after a limit or a fault they are killed.
+        """
         self._jail.interrupt = self._on_interrupt
         self._jail.control.send(b"go")
         self._send(code)

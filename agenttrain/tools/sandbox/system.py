@@ -35,7 +35,7 @@ MACHINE = os.uname().machine
 
 
 class MountAttributes(ctypes.Structure):
-    """`struct mount_attr`."""
+    """`struct mount_attr`, the argument of mount_setattr(2)."""
 
     _fields_ = (
         ("attr_set", ctypes.c_uint64),
