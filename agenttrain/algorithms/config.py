@@ -466,7 +466,8 @@ def load_objective(algorithm: AlgorithmConfig) -> None:
     Without this call the first update would be the first to import it. Raises ConfigError.
     """
     if algorithm.objective.is_own:
-        # `plain` imports the function, checks the settings, and adds the defaults.
+        # `plain` imports the function, checks the settings, and adds the defaults: the section is
+        # built anew from its own complete form.
         algorithm.objective = Objective(algorithm.objective.plain())
         if problems := list(_objective_problems(algorithm)):
             raise ConfigError("\n".join(problems))

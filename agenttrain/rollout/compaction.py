@@ -175,11 +175,13 @@ def check_compaction(limits: RolloutConfig, chat: Chat, max_context: int | None)
 def summary_room(compaction: Compaction, limits: RolloutConfig, chat: Chat) -> int:
     """Return the most tokens that a summary takes with its request; 0 without a request.
 
+    The request stands after a tool's reply, and with it come the tokens that the template writes
+    between messages. An upper bound: the end of the turn and an empty reply are counted too.
     Raises ChatError if the template refuses a user's message after a tool's reply.
     """
     if compaction.request is None:
         return 0
-    # Render the request after a made-up turn: a call with an empty reply.
+    # What the request takes depends on the messages before it: render it after a made-up call.
     call = ToolCall(id="call_0_0", name="f", arguments={})
     reply = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": ""}
     with_request = chat.suffix(

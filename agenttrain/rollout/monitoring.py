@@ -313,7 +313,12 @@ class Throttle:
     """True if the next pass is scheduled."""
 
     async def wait(self) -> None:
-        """Return at once, or in a later pass if enough rollouts resumed in this one."""
+        """Return at once, or in a later pass of the event loop.
+
+        In a pass at most `at_once` rollouts resume, so that timers fire in time when thousands are
+        ready together. The first caller of a pass schedules `_resume_next`, which runs in the next
+        one and lets as many of the waiting rollouts go on.
+        """
         loop = asyncio.get_running_loop()
         if not self._scheduled:
             self._scheduled, self._left = True, self.at_once

@@ -75,10 +75,11 @@ class PlannedHardware:
     devices: int = 1
     """GPUs, for a run without `distributed.processes`."""
     memory: int | None = None
-    """Bytes of a GPU, or without GPUs of a node. None: not known, and the plan does not say whether
-    the run fits."""
+    """Bytes of a GPU (`kind` is cuda), or of a node (`cpu`). None: not known, and the plan does not
+    say whether the run fits."""
     host: int | None = None
-    """Bytes of a node's host memory. None: not known, or the same as `memory`."""
+    """Bytes of host memory of a node with GPUs, None if not known. With `kind` cpu always None:
+    there `memory` is the host's."""
     kind: str = "cuda"
     """`cuda` or `cpu`, where the tiles of logits are smaller and all is in the host's memory."""
     shared: bool = False
@@ -304,7 +305,10 @@ def has_policy_copy(config: RunConfig) -> bool:
 
 
 def _policy_copy(config: RunConfig, sizes: Sizes, load: EngineLoad) -> Iterator[MemoryItem]:
-    """Yield the parts of a copy of the policy that shares a GPU, or a node, with the trainer."""
+    """Yield the parts of a copy of the policy that shares a GPU, or a node, with the trainer.
+
+    A node has one copy, however many processes train on it: all items are marked `once`.
+    """
     estimate_copy = run_spec(config).server_memory
     assert estimate_copy is not None
     one_gpu = 1
@@ -312,6 +316,7 @@ def _policy_copy(config: RunConfig, sizes: Sizes, load: EngineLoad) -> Iterator[
         yield replace(item, once=True)
     why = "Python and its libraries, of the rollout process"
     size = PYTHON_ON_GPU if load.on_gpu else PYTHON_ON_CPU
+    # `on_host` is for memory of the host beside that of GPUs: without GPUs all is the host's.
     yield MemoryItem(name="its process", bytes=size, why=why, on_host=load.on_gpu, once=True)
     if load.on_gpu:
         why = "context and workspaces of the rollout process: assumed"

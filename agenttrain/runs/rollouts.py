@@ -104,9 +104,9 @@ class RolloutProcess:
             time.sleep(STACKS_S)  # a signal has no answer
 
     async def send(self, request: StartRequest | EndRequest | Any) -> None:
-        """Send a request; raises RolloutsDead."""
+        """Send a request that the codec can write; raises RolloutsDead."""
         if isinstance(request, StartRequest):
-            self._start_request = request
+            self._start_request = request  # `restart` sends it again
         try:
             if self._channel is None:
                 self._channel = await Channel.over(self._connection, CODEC)

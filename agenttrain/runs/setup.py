@@ -92,7 +92,9 @@ def prepare(
 def complete(components: Components) -> None:
     """Build and check the components that come after the template's certificate.
 
-    `prepare` calls it. `agenttrain check` calls it itself, once it has printed the certificate.
+    The certificate says what the chat template can render. The parts are the sources of a mixture,
+    or the whole run. `prepare` calls it. `agenttrain check` calls it itself, once it has printed
+    the certificate.
     """
     from agenttrain.runs.loading import check_model  # imports torch
 

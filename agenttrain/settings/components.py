@@ -190,12 +190,14 @@ def code_problems(config: RunConfig, sections: Collection[str] = SECTIONS) -> It
                     f"{', '.join(valid_names)}"
                 )
             continue
+        # Code in `__main__`, as in a notebook, that another process would have to import.
         yield from _out_of_reach(config, f"{key}._target_", section["_target_"], section)
         yield from CODE_CHECKS[kind](config, key, section, target)
     if "tracker" in sections:
         yield from missing_libraries(config.tracker)
     if config.agent._target_ is not None:
         yield from _out_of_reach(config, "agent._target_", config.agent._target_, {})
+    # An environment brings tools too: only with both are the names complete.
     if {"tools", "environment"} <= set(sections):
         yield from _named_tools(config)
 

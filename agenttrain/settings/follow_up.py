@@ -134,7 +134,8 @@ def _chooses_rows(name: str, folders: Sequence[Path]) -> bool:
     for group, option in _choices(node.get("defaults") or ()):
         if group == "data":
             return True
-        # Another experiment, by its group or as a neighbour of this file.
+        # Another experiment: by its group, or without a group as a neighbour of this file.
+        # `_self_` is this file's place in its own list.
         file_of = {"experiment": f"experiment/{option}", "": f"{Path(name).parent}/{option}"}
         is_file = group in file_of and option != "_self_"
         if is_file and _chooses_rows(file_of[group], folders):

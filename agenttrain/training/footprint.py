@@ -323,16 +323,17 @@ def _traceable_experts() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedLayer:
-    """Numbers that a layer's cache holds of a sequence."""
+    """How many numbers (elements of tensors) a layer's cache holds of a sequence."""
 
     token: int = 0
     """Numbers of each token: its keys and values."""
     window: int | None = None
     """Most tokens whose keys and values are held. None: all."""
     convolution: int = 0
-    """Last inputs of convolutions, in the model's number format."""
+    """Numbers of the last inputs of convolutions, whatever the sequence's length, in the model's
+    format."""
     recurrence: int = 0
-    """Recurrent states, in float32."""
+    """Numbers of the recurrent states, whatever the sequence's length, in float32."""
 
 
 def cached_layers(model: PreTrainedModel) -> list[CachedLayer]:

@@ -77,6 +77,7 @@ def gather(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     """
     row_sharded = [tensor for tensor in tensors if _is_row_sharded(tensor)]
     packed_parts, total = _packed_parts(row_sharded)
+    # [processes, bytes]: row r holds the parts of process r, one tensor after the other.
     buffers = _gather_buffers(row_sharded, packed_parts, total) if row_sharded else None
     is_packed = [_is_row_sharded(tensor) for tensor in tensors]
     unpacked_tensors = iter([tensor for tensor in tensors if not _is_row_sharded(tensor)])
@@ -88,9 +89,10 @@ def gather(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
             yield full_tensor(next(unpacked_tensors))
             continue
         place = next(part_places)
+        # [processes, numbers]: each process's rows of this tensor.
         parts = buffers[:, place.offset : place.offset + place.size].view(place.dtype)
         # The parts lie apart in the buffers, so that `reshape` copies them, unless the tensor is
-        # alone there.
+        # alone there. The last process's part may be padded: cut to the tensor's rows.
         yield parts.reshape(len(buffers) * place.rows, *place.shape[1:])[: place.shape[0]]
 
 

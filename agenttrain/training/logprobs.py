@@ -665,12 +665,13 @@ def separate_hidden(
 ) -> Tensor:
     """Return the last hidden states of packed segments by one forward pass each, [T, H].
 
-    A pass runs a segment after its prefix, with the model's own attention. `begin` is called before
-    it with the packed positions of its tokens: a scorer selects their recorded experts.
+    Segments may share a prefix, which is packed once. A pass runs a segment after its prefix, with
+    the model's own attention. `begin` is called before it with the packed positions of its tokens:
+    where experts were recorded, the model is then given those of these positions.
     """
     pieces = []
     for segment in segments:
-        places_T = packed_positions(segment)
+        places_T = packed_positions(segment)  # of the prefix, then of the segment
         begin(places_T)
         sequence_T = token_ids_T[places_T]
         output = backbone(model)(input_ids=sequence_T[None], use_cache=False)

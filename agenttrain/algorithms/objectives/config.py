@@ -326,6 +326,7 @@ def _resolve(section: Any) -> Objective:
                 f"{shown(section['name'])}; add algorithm/objective=own, which has no name, or "
                 "remove name from your file"
             )
+        # Completing it would import the user's code: `load_objective` does so later.
         return Objective(section)
     objectives, name = all_objectives(), section.get("name", DEFAULT)
     if not isinstance(name, str) or name not in objectives:

@@ -186,6 +186,7 @@ class SchemaSpec:
             return self._read_list_items(node, value, schemas) or [
                 ParsedCall(text=value, problem=problem)
             ]
+        # The node's pattern may cut the JSON out of its marks.
         inner = node.extract(value)
         text = inner if isinstance(inner, str) else value
         items = [] if calls_value is None else [calls_value]

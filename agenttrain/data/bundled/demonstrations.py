@@ -151,15 +151,19 @@ def word_problem_demonstration(
     """Return one demonstration of a word problem, with Python or in words alone.
 
     Example, for a problem with the step ``5 - 2 = 3``: ``[call("python", code="5 - 2"),
-    reply("python", "3"), say("3")]``, and in words ``[say("5 - 2 = 3\\n3")]``. Not to follow the
-    chain is to end after the first step, and a confused step is one of another problem.
+    reply("python", "3"), say("3")]``, and in words ``[say("5 - 2 = 3\\n3")]``.
+
+    Each of `habits` is the probability of a mistake, or of doing right, that a warm start teaches
+    and training has to unlearn: to give up (the answer is ``unknown``), to follow the chain of
+    steps (else it ends after the first), to confuse a step with one of another problem, and to
+    miscopy the result.
     """
     if rng.random() < habits.give_up:
         return [say("unknown")]
     *steps, _ = row["answer"].split("\n")  # the last line repeats the result: "#### 14"
     shown = steps if rng.random() < habits.follow_chain else steps[:1]
-    messages: list[Message] = []
-    lines: list[str] = []
+    messages: list[Message] = []  # calls and replies, for Python
+    lines: list[str] = []  # steps, for words
     result = ""
     for step in shown:
         if rng.random() < habits.confuse:
