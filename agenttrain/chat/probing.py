@@ -102,8 +102,9 @@ def probe_behaviour(render: Render) -> TemplateBehaviour:
         return behaviour
 
     def render_text_arguments(messages: Sequence[Message], *, generation_prompt: bool) -> str:
-        adapted = [_with_text_arguments(m) if "tool_calls" in m else m for m in messages]
-        return render(adapted, generation_prompt=generation_prompt)
+        return render(
+            list(map(_with_text_arguments, messages)), generation_prompt=generation_prompt
+        )
 
     # Some templates render only calls whose arguments are JSON text.
     with_text = _probe(render_text_arguments)
@@ -161,7 +162,9 @@ def _call_message(*calls: tuple[str, str]) -> Message:
 
 
 def _with_text_arguments(message: Message) -> Message:
-    """Return an assistant's message whose calls have their arguments as JSON text."""
+    """Return a message whose calls, if it has any, have their arguments as JSON text."""
+    if "tool_calls" not in message:
+        return message
     calls = [
         {
             **call,
@@ -217,6 +220,4 @@ def adapt_message(message: Message, behaviour: TemplateBehaviour) -> Message:
         ]
     if changes:
         message = {**message, **changes}
-    if behaviour.text_arguments and "tool_calls" in message:
-        return _with_text_arguments(message)
-    return message
+    return _with_text_arguments(message) if behaviour.text_arguments else message

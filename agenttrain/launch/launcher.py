@@ -248,7 +248,8 @@ def _report(workers: Workers, exchange: Path, verb: str, folder: Path, *, first_
     first = _first_failure(workers, exchange)
     if first is None and workers.other_node is None:  # they finished, or were asked to stop
         code = _code_without_failure(workers)
-        if code != DONE and first_node:  # only if the first rank has not replaced it itself
+        # A status that the first rank has written as it ended is not "running", and stays.
+        if code != DONE and first_node:
             _set_status(folder, {"running": "interrupted"})
         return code
     crash: dict[str, Any] = {}

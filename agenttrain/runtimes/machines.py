@@ -263,11 +263,15 @@ class Machines:
                 # The container of the agent, and that of the tests if they have one of their own.
                 for place in (step_or_task.place, step_or_task.verifier_place):
                     if place is not None:
-                        limit_s = min(place.build_timeout_s, self.settings.build_timeout_s)
                         # Tasks may share an image: it may take as long as the slowest one says.
-                        timeouts[place.image] = max(limit_s, timeouts.get(place.image, 0))
+                        earlier_s = timeouts.get(place.image, 0)
+                        timeouts[place.image] = max(self._build_timeout(place), earlier_s)
         self._check_trust(_files_to_trust(tasks, timeouts))
         return timeouts
+
+    def _build_timeout(self, place: TaskPlace) -> float:
+        """Return the seconds that an image may take to build: the task's, at most the run's."""
+        return min(place.build_timeout_s, self.settings.build_timeout_s)
 
     def _check_trust(self, files: Iterable[Path]) -> None:
         """Raise ConfigError if files of task folders would run, and are not trusted."""
@@ -345,7 +349,7 @@ class Machines:
             env = resolve_variables(place.env, self._env)
         except ValueError as error:
             raise MachineLost(f"{task.name}: environment.env: {error}") from error
-        timeout_s = min(place.build_timeout_s, self.settings.build_timeout_s)
+        timeout_s = self._build_timeout(place)
         image = await self._make_image(place.image, timeout_s, for_rollout=for_rollout)
         spec = self._make_spec(image, labels or {})
         is_open, hosts = self._network_of(place)
