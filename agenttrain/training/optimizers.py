@@ -209,13 +209,19 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 
     Example: lr 1, 2 steps of warm-up, linear over 6: .5, 1, .8, .6, .4, .2.
     """
+    warmup_steps = max(config.warmup_steps, 1)
+    warmup = min(step / warmup_steps, 1.0)
+    # These two are written here, because an import of transformers' takes a second of CPU time.
+    if config.schedule is Schedule.constant:
+        return config.lr * warmup
+    if config.schedule is Schedule.linear:
+        return config.lr * min(warmup, (steps + 1 - step) / max(steps + 1 - warmup_steps, 1))
     get_scheduler = _import_get_scheduler()
-    constant = config.schedule is Schedule.constant  # transformers' has no warm-up
     scheduler = get_scheduler(
-        "constant_with_warmup" if constant else str(config.schedule),
+        str(config.schedule),
         # transformers reads the base rate from an optimizer (for `min_lr`).
         SGD([torch.zeros(1)], lr=config.lr),
-        num_warmup_steps=max(config.warmup_steps, 1),
+        num_warmup_steps=warmup_steps,
         num_training_steps=steps + 1,
         scheduler_specific_kwargs=dict(config.schedule_options),
     )
