@@ -96,7 +96,9 @@ def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = S
         if running := reusable_servers(folder, plan):
             progress = f"{len(running)} of {servers.count} servers are running, and are reused"
         print(f"engine: {progress} (logs: {folder / FOLDER})", flush=True)
-        end_servers = LocalServers(folder.resolve(), plan, servers.count).end
+        local_servers = LocalServers(folder.resolve(), plan, servers.count)
+        local_servers.start()
+        end_servers = local_servers.end
     form = ServedForm(
         max_context=plan.max_context,
         dtype=getattr(torch, plan.dtype),
