@@ -55,6 +55,8 @@ class EngineInputs:
     """Training processes of this machine, which have its first GPUs."""
     taken: tuple[int, ...] = ()
     """GPUs, by number, that role servers take beside the trainers'."""
+    shares_gpu: bool = False
+    """The only server has the GPU of the only trainer."""
     max_staleness: int = 0
     """async_training.max_staleness: updates by which a rollout may be older than the policy."""
     vision: Vision | None = None

@@ -1,4 +1,7 @@
-"""engine=vllm_server: vLLM servers on devices of their own, started and ended with the run."""
+"""engine=vllm_server: vLLM servers, started and ended with the run.
+
+They have devices of their own, or one of them a share of the trainer's GPU.
+"""
 
 from __future__ import annotations
 
