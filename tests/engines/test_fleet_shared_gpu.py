@@ -6,6 +6,7 @@ There is no GPU here: `torch.cuda` is told of one with 24 GiB. The servers are s
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from agenttrain.engines.vllm_server.server_records import PLAN, record_path
 from agenttrain.engines.vllm_server.starting import build, server_plan
 from agenttrain.runs.loading import make_standalone_engine
 from agenttrain.runs.memory import GIB, keep_servers_share
+from agenttrain.runs.roles import start_roles
 from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.types import ConfigError
@@ -130,6 +132,18 @@ def test_the_rollout_process_starts_no_server_before_it_gets_weights(
     engine = make_standalone_engine(config, tmp_path, "train", on_gpu=True, trainers=1)
     assert not record_path(tmp_path, 0).exists()
     asyncio.run(engine.aclose())
+
+
+def test_a_run_without_roles_looks_for_no_second_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_card: list[float]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            await start_roles(run_with(), "train", tmp_path, stack).ready()
+
+    asyncio.run(main())
 
 
 def test_the_trainer_keeps_to_its_share(
