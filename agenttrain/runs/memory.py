@@ -23,7 +23,6 @@ from agenttrain.data.config import has_questions
 from agenttrain.engines.language_model import language_model
 from agenttrain.engines.memory import EVER, EngineLoad, EngineMemory, MemoryItem, When
 from agenttrain.engines.registry import spec_of, specs
-from agenttrain.engines.vllm_server.config import VllmServerSettings
 from agenttrain.launch.config import DistributedName, ShardWithin
 from agenttrain.settings.engine_checks import has_rollout_process, run_spec, sends_adapters
 from agenttrain.settings.role_checks import server_shares_gpu
@@ -361,9 +360,9 @@ def keep_servers_share(config: RunConfig) -> None:
 
 def servers_share(config: RunConfig) -> float:
     """Return the share that a server takes of the trainer's GPU."""
-    settings = config.engine
-    assert isinstance(settings, VllmServerSettings), "see `server_shares_gpu`"
-    return settings.share(shares_gpu=True)
+    share_of = spec_of(config.engine).trainers_gpu_share
+    assert share_of is not None, "see `server_shares_gpu`"
+    return share_of(config.engine)
 
 
 def trainers_share(config: RunConfig, total: int) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from agenttrain.engines.config import StartedServers
 from agenttrain.engines.registry import OutsideEngine, names_with, spec_of
-from agenttrain.engines.vllm_server.config import ROLES, RoleConfig, VllmServerSettings
+from agenttrain.engines.vllm_server.config import ROLES, RoleConfig
 from agenttrain.engines.vllm_server.spec import OWNED
 from agenttrain.launch.config import DistributedName
 from agenttrain.settings.engine_checks import has_rollout_process
@@ -75,9 +75,9 @@ def server_shares_gpu(config: RunConfig, gpus: int | None) -> bool:
     """
     if gpus != 1 or config.distributed.name is not DistributedName.single:
         return False
-    if not isinstance(config.engine, VllmServerSettings):  # only these have a `share`
+    if [*fleets(config, "train")] != [POLICY] or config.servers.gpu_count > 1:
         return False
-    return [*fleets(config, "train")] == [POLICY] and config.servers.gpu_count == 1
+    return spec_of(config.engine).trainers_gpu_share is not None
 
 
 def named_gpus(config: RunConfig, verb: str) -> tuple[int, ...]:

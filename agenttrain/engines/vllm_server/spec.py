@@ -139,6 +139,7 @@ SPEC = EngineSpec(
     gpu_notes=lambda settings: flash_attention_notes(settings.dtype),
     memory=memory,
     server_memory=server_memory,
+    trainers_gpu_share=lambda settings: settings.share(shares_gpu=True),
     package="vllm",
     own_weights=True,
     standalone=True,
