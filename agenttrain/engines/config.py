@@ -106,6 +106,9 @@ class ServersConfig(StartedServers):
     count: Whole = Field(default=1, ge=1)
     """Number of servers; 1 with `nodes` stands for one on each node. With `admin_urls`: the fewest
     of those servers that have to answer at the start."""
+    gpus: list[Whole] | None = None
+    """GPUs of the servers, by number, e.g. [4,5,6,7]; None: the first that nothing else of the run
+    has, after the trainer's. On a machine with one GPU one server shares it with the trainer."""
     nodes: Whole = Field(default=0, ge=0)
     """Nodes that serve and do not train, each with count / nodes servers: the last ones of the job
     that `agenttrain submit` writes. 0: the run starts the servers on its own machine."""

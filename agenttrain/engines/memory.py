@@ -127,6 +127,8 @@ class EngineLoad:
     """The engine is sent the policy's adapters as they are, not all weights."""
     broadcast: bool = False
     """Weights reach servers by weight_sync.transport=nccl."""
+    shares_gpu: bool = False
+    """The server, or the copy of the policy, is on the trainer's GPU."""
 
 
 Saving = tuple[str, Sequence[Any]]

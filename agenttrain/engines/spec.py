@@ -55,6 +55,8 @@ class EngineInputs:
     """Training processes of this machine, which have its first GPUs."""
     taken: tuple[int, ...] = ()
     """GPUs, by number, that role servers take beside the trainers'."""
+    shares_gpu: bool = False
+    """The only server has the GPU of the only trainer."""
     max_staleness: int = 0
     """async_training.max_staleness: updates by which a rollout may be older than the policy."""
     vision: Vision | None = None
@@ -154,6 +156,9 @@ class EngineSpec(Generic[S]):
     server_memory: Callable[[S, EngineLoad, ModelSizes, int], EngineMemory] | None = None
     """Estimate the memory that each GPU of a server needs; the last argument counts its GPUs. The
     rollout process's copy of the policy counts as a server of one GPU. None: there are none."""
+    trainers_gpu_share: Callable[[S], float] | None = None
+    """Return the share of the trainer's GPU, where it is the only one, that a server takes. None:
+    servers of this engine never share a GPU with a trainer."""
     package: str | None = None
     """Package that the engine needs, e.g. vllm; `agenttrain doctor` imports it."""
     own_weights: bool = False

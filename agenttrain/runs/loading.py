@@ -34,7 +34,7 @@ from agenttrain.settings.engine_checks import (
     sent_problems,
 )
 from agenttrain.settings.machine import float32_on_gpu
-from agenttrain.settings.role_checks import named_gpus
+from agenttrain.settings.role_checks import named_gpus, server_shares_gpu
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.checkpoint import random_states, seed_random, set_random_states
 from agenttrain.training.checkpoint_files import auto_class
@@ -262,8 +262,11 @@ def make_standalone_engine(
 
 def _build_engine(config: RunConfig, inputs: EngineInputs) -> Engine:
     """Build the engine by its spec; ConfigError if it lacks methods that the spec promises."""
+    import torch
+
     spec = run_spec(config)
-    engine = spec.build(config.engine, inputs)
+    shares_gpu = inputs.on_gpu and server_shares_gpu(config, torch.cuda.device_count())
+    engine = spec.build(config.engine, replace(inputs, shares_gpu=shares_gpu))
     if spec.own_weights and not isinstance(engine, Separate):
         raise ConfigError(
             f"engine={config.engine.name}: its SPEC has own_weights=True, so that each step sends "

@@ -25,6 +25,7 @@ from agenttrain.engines.memory import EVER, EngineLoad, EngineMemory, MemoryItem
 from agenttrain.engines.registry import spec_of, specs
 from agenttrain.launch.config import DistributedName, ShardWithin
 from agenttrain.settings.engine_checks import has_rollout_process, run_spec, sends_adapters
+from agenttrain.settings.role_checks import server_shares_gpu
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.sizes import PROMPT_TOKENS, Arithmetic, arithmetic
 from agenttrain.training import sharding
@@ -83,7 +84,8 @@ class PlannedHardware:
     kind: str = "cuda"
     """`cuda` or `cpu`, where the tiles of logits are smaller and all is in the host's memory."""
     shared: bool = False
-    """The trainer shares the only GPU with the rollout process's copy of the policy."""
+    """The trainer shares the only GPU with a server, or with the rollout process's copy of the
+    policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,11 +238,15 @@ def _estimate_at(
         sharded=config.distributed.name is DistributedName.fsdp2,
         adapters=sends_adapters(config, is_merged=sizes.merges_adapters),
         broadcast=config.weight_sync.transport is Transport.nccl,
+        shares_gpu=machine.shared,
     )
     engine = EngineMemory() if supervised else _engine_memory(config, engine_load, sizes)
     parts += engine.items
-    if not supervised and has_policy_copy(config) and (not on_gpu or machine.shared):
-        parts += _policy_copy(config, sizes, engine_load)
+    if not supervised and (machine.shared or (has_policy_copy(config) and not on_gpu)):
+        beside = _sampler_beside(config, sizes, engine_load)
+        parts += beside.items
+        if run_spec(config).fleet:  # its room and its settings are those of the engine
+            engine = replace(engine, room=beside.room, savings=beside.savings)
     if on_gpu:
         parts.append(
             MemoryItem(name="reserve", bytes=RESERVE, why="context and workspaces: assumed")
@@ -292,9 +298,85 @@ def device_memory() -> tuple[int | None, str]:
 
 
 def shares_gpu(config: RunConfig) -> bool:
-    """Return True if the trainer and the rollout process's copy have one GPU of this machine."""
+    """Return True if the trainer shares this machine's only GPU with what samples."""
+    return sampler_shares_gpu(config, torch.cuda.device_count())
+
+
+def sampler_shares_gpu(config: RunConfig, gpus: int | None) -> bool:
+    """Return True if a server, or the rollout process's copy, has the trainer's GPU.
+
+    It is the only one of the machine's `gpus`; None: their number is not known.
+    """
     is_single = config.distributed.name is DistributedName.single
-    return is_single and torch.cuda.device_count() == 1 and has_policy_copy(config)
+    has_copy = is_single and gpus == 1 and has_policy_copy(config)
+    return has_copy or server_shares_gpu(config, gpus)
+
+
+def check_shared_gpu(config: RunConfig, verb: str) -> None:
+    """Raise ConfigError if server and trainer need more than the GPU that they share.
+
+    A run of a `verb` that trains is estimated as `agenttrain plan` does, unless its model cannot
+    be. Without a shared GPU nothing is checked.
+    """
+    if not server_shares_gpu(config, torch.cuda.device_count()):
+        return
+    total, kind = device_memory()
+    assert total is not None, "a GPU's memory is known"
+    trainers_share(config, total)  # raises ConfigError
+    if verb != "train":
+        return
+    machine = PlannedHardware(memory=total, kind=kind, shared=True)
+    try:
+        memory = estimate(config, Sizes(config.model), machine, PROMPT_TOKENS)
+    except ConfigError:
+        return
+    key = f"engine.memory_share={servers_share(config):g}"
+    room = memory.engine.room
+    if room is not None and room.missing:
+        raise ConfigError(
+            f"{key}: leaves the server on the trainer's GPU {room.has / GIB:.2f} GiB of keys and "
+            f"values, and one sequence of {room.tokens:,} tokens (engine.max_context) needs "
+            f"{room.needs / GIB:.2f}; raise it, or lower engine.max_context"
+        )
+    if memory.over:
+        server = sum(part.bytes for part in memory.parts if part.once and not part.on_host)
+        raise ConfigError(
+            f"{key}: the server takes {server / GIB:.2f} GiB of the trainer's GPU, and with the "
+            f"trainer {memory.peak / GIB:.2f} of its {total / GIB:.2f}; lower it, or use a "
+            "setting that agenttrain plan names"
+        )
+
+
+def keep_servers_share(config: RunConfig) -> None:
+    """Keep this process from allocating the server's share of a GPU that they have together.
+
+    A server that starts again needs its share free. Call it before the process uses the GPU.
+    """
+    if server_shares_gpu(config, torch.cuda.device_count()):
+        total, _ = device_memory()
+        assert total is not None, "a GPU's memory is known"
+        torch.cuda.set_per_process_memory_fraction(trainers_share(config, total))
+
+
+def servers_share(config: RunConfig) -> float:
+    """Return the share that a server takes of the trainer's GPU."""
+    share_of = spec_of(config.engine).trainers_gpu_share
+    assert share_of is not None, "see `server_shares_gpu`"
+    return share_of(config.engine)
+
+
+def trainers_share(config: RunConfig, total: int) -> float:
+    """Return the share of a GPU of `total` bytes that a server leaves to the trainer's tensors.
+
+    The contexts of both processes, which are in neither share, come off too. Raises ConfigError.
+    """
+    share = 1 - servers_share(config) - RESERVE / total
+    if share <= 0:
+        raise ConfigError(
+            f"engine.memory_share={servers_share(config):g}: leaves the trainer nothing of the "
+            f"GPU's {total / GIB:.2f} GiB, of which contexts take {RESERVE / GIB:.2f}; lower it"
+        )
+    return share
 
 
 def has_policy_copy(config: RunConfig) -> bool:
@@ -304,23 +386,30 @@ def has_policy_copy(config: RunConfig) -> bool:
     return samples_apart and spec.server_memory is not None
 
 
-def _policy_copy(config: RunConfig, sizes: Sizes, load: EngineLoad) -> Iterator[MemoryItem]:
-    """Yield the parts of a copy of the policy that shares a GPU, or a node, with the trainer.
+def _sampler_beside(config: RunConfig, sizes: Sizes, load: EngineLoad) -> EngineMemory:
+    """Estimate a server, or a copy of the policy, on the GPU or node of the trainer.
 
-    A node has one copy, however many processes train on it: all items are marked `once`.
+    A node has one, however many processes train on it: all items are marked `once`.
     """
-    estimate_copy = run_spec(config).server_memory
-    assert estimate_copy is not None
+    spec = run_spec(config)
+    assert spec.server_memory is not None
     one_gpu = 1
-    for item in estimate_copy(config.engine, load, sizes, one_gpu).items:
-        yield replace(item, once=True)
-    why = "Python and its libraries, of the rollout process"
-    size = PYTHON_ON_GPU if load.on_gpu else PYTHON_ON_CPU
-    # `on_host` is for memory of the host beside that of GPUs: without GPUs all is the host's.
-    yield MemoryItem(name="its process", bytes=size, why=why, on_host=load.on_gpu, once=True)
+    memory: EngineMemory = spec.server_memory(config.engine, load, sizes, one_gpu)
+    process = "the server" if spec.fleet else "the rollout process"
+    items = [
+        *memory.items,
+        MemoryItem(
+            name="its process",
+            bytes=PYTHON_ON_GPU if load.on_gpu else PYTHON_ON_CPU,
+            why=f"Python and its libraries, of {process}",
+            # For memory of the host beside that of GPUs: without GPUs all is the host's.
+            on_host=load.on_gpu,
+        ),
+    ]
     if load.on_gpu:
-        why = "context and workspaces of the rollout process: assumed"
-        yield MemoryItem(name="its reserve", bytes=RESERVE, why=why, once=True)
+        why = f"context and workspaces of {process}: assumed"
+        items.append(MemoryItem(name="its reserve", bytes=RESERVE, why=why))
+    return replace(memory, items=tuple(replace(item, once=True) for item in items))
 
 
 def _count_load(

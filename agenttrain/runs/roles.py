@@ -68,11 +68,12 @@ def start_roles(
     world, roles = world or World(), used_roles(config, verb)
     # torchrun or a scheduler sets it: training processes of this machine.
     trainers = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    started = StartedRoles(run, world, roles)
+    # Without roles there may be no GPU beside the trainer's to be found.
+    if not (world.is_main and roles):
+        return started
     on_gpu = torch.cuda.is_available()
     gpus = _gpus(fleets(config, verb), policy_gpus(config, trainers)) if on_gpu else {}
-    started = StartedRoles(run, world, roles)
-    if not world.is_main:
-        return started
     for name, role in roles.items():
         print(f"roles.{name}: servers start (logs: {role_folder(run, name)}/servers)", flush=True)
         plan = _plan(config, name, role, gpus.get(f"roles.{name}"), module)

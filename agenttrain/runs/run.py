@@ -40,7 +40,13 @@ from agenttrain.rollout.declared import write_declared
 from agenttrain.runs.fingerprints import check_unchanged, fingerprints
 from agenttrain.runs.fingerprints import write as write_fingerprints
 from agenttrain.runs.loading import make_engine, make_policy
-from agenttrain.runs.memory import PlannedHardware, device_memory, level_of, shares_gpu
+from agenttrain.runs.memory import (
+    PlannedHardware,
+    device_memory,
+    keep_servers_share,
+    level_of,
+    shares_gpu,
+)
 from agenttrain.runs.provenance import write_config
 from agenttrain.runs.remote import make_remote_engine, make_remote_source, start_rollouts
 from agenttrain.runs.report import print_losses, print_scores
@@ -516,8 +522,9 @@ class Run:
         """Return the usage of the run until now: that of its earlier parts, if it is resumed."""
         cost, metrics = self.config.cost, self.folder / "metrics.jsonl"
         resumed = self.config.resume is not None and metrics.exists()
+        asked = 1 if shares_gpu(self.config) else run_gpus(self.config, self.verb, self.world.size)
         return Usage(
-            gpus=cost.gpus or run_gpus(self.config, self.verb, self.world.size),
+            gpus=cost.gpus or asked,
             gpu_hour=cost.gpu_hour,
             earlier_s=read_summary(self.folder).get("seconds", 0.0),
             rows=read_rows(metrics) if resumed else (),
@@ -668,6 +675,8 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
     stack.callback(components.close_roles)
     rollouts = await _start_rollout_process(run, components, stack)
     may_raise_level = run.choose_level()  # the level of activation checkpointing
+    if not supervised:
+        keep_servers_share(config)
     policy = make_policy(
         config,
         _algorithm_of(run),

@@ -97,10 +97,12 @@ def complete(components: Components) -> None:
     the certificate.
     """
     from agenttrain.runs.loading import check_model  # imports torch
+    from agenttrain.runs.memory import check_shared_gpu
 
     config, verb = components.config, components.verb
     if verb != "sft":
         check_model(config, verb)
+        check_shared_gpu(config, verb)
     # Checkpoints save the tokenizer: a server then renders and parses as the training did.
     components.tokenizer.chat_template = components.chat.saved_template
     components.tokenizer.response_template = response_template(components.chat)

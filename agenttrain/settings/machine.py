@@ -6,7 +6,7 @@ does not use it: the job's machine is another one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 
 from agenttrain.engines.placement import placement_problems
@@ -15,7 +15,12 @@ from agenttrain.engines.vllm_server.spec import installed_problems
 from agenttrain.launch.config import DistributedConfig, DistributedName, uneven_groups
 from agenttrain.settings.command_line import CHECK
 from agenttrain.settings.engine_checks import policy_gpus, replays_routes
-from agenttrain.settings.role_checks import VERBS_WITH_SERVERS, fleets, used_roles
+from agenttrain.settings.role_checks import (
+    VERBS_WITH_SERVERS,
+    fleets,
+    server_shares_gpu,
+    used_roles,
+)
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.config import Dtype, MixedPrecision, Transport
 
@@ -87,6 +92,9 @@ def machine_problems(
             if config.distributed.name is not DistributedName.single:
                 trainers = config.distributed.processes or count_gpus()
             taken_gpus = policy_gpus(config, trainers)
+            if server_shares_gpu(config, count_gpus()):
+                taken_gpus = 0  # the server may have the trainer's GPU
+                problems += _shared_gpu_problems(config)
             problems += placement_problems(started, count_gpus(), taken_gpus)
     return list(dict.fromkeys(problems))
 
@@ -102,6 +110,15 @@ def broadcast_problems(config: RunConfig, count_gpus: Callable[[], int]) -> list
             "here; set weight_sync.transport=files, or leave it out"
         ]
     return list(installed_problems(key))  # only vLLM's servers receive weights by nccl
+
+
+def _shared_gpu_problems(config: RunConfig) -> Iterator[str]:
+    """Yield settings that do not go with a server on the trainer's GPU."""
+    if config.weight_sync.transport is Transport.nccl:
+        yield (
+            "weight_sync.transport=nccl: NCCL connects no two processes on one GPU, and the server "
+            "has the trainer's, the only one here; set weight_sync.transport=files, or leave it out"
+        )
 
 
 def process_count_problem(section: DistributedConfig, gpus: int) -> str | None:

@@ -8,6 +8,7 @@ from agenttrain.engines.config import StartedServers
 from agenttrain.engines.registry import OutsideEngine, names_with, spec_of
 from agenttrain.engines.vllm_server.config import ROLES, RoleConfig
 from agenttrain.engines.vllm_server.spec import OWNED
+from agenttrain.launch.config import DistributedName
 from agenttrain.settings.engine_checks import has_rollout_process
 from agenttrain.settings.mixture import located, source_views
 from agenttrain.settings.run_config import RunConfig
@@ -18,6 +19,8 @@ from agenttrain.utils.sections import shown
 VERBS_WITH_SERVERS = ("train", "eval")
 """Verbs whose runs start servers: of the policy and of roles."""
 TEACHER = "algorithm.teacher.path"
+POLICY = "servers"
+"""Section of the policy's servers."""
 
 
 def roles_named(config: RunConfig) -> dict[str, str]:
@@ -60,9 +63,21 @@ def fleets(config: RunConfig, verb: str) -> dict[str, StartedServers]:
     if not isinstance(engine, OutsideEngine) and spec_of(engine).fleet:
         # Servers that somebody else starts, or the job on nodes of their own.
         elsewhere = config.servers.outside or config.servers.nodes
-        policy_servers = {} if elsewhere else {"servers": config.servers}
+        policy_servers = {} if elsewhere else {POLICY: config.servers}
     roles = {f"roles.{name}": role for name, role in used_roles(config, verb).items()}
     return {**policy_servers, **roles}
+
+
+def server_shares_gpu(config: RunConfig, gpus: int | None) -> bool:
+    """Return True if the policy's server has the GPU of the trainer, the only one of `gpus`.
+
+    A second server, or one of a role, finds no GPU there.
+    """
+    if gpus != 1 or config.distributed.name is not DistributedName.single:
+        return False
+    if [*fleets(config, "train")] != [POLICY] or config.servers.gpu_count > 1:
+        return False
+    return spec_of(config.engine).trainers_gpu_share is not None
 
 
 def named_gpus(config: RunConfig, verb: str) -> tuple[int, ...]:

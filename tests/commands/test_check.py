@@ -290,6 +290,41 @@ def test_servers_of_a_role_leave_the_gpu_of_a_policy_that_samples_apart() -> Non
     assert "the servers need 1 GPUs beside the 2 of the trainer, and this machine has 2" in line
 
 
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "message"),
+    [
+        ((), 1, None),
+        (("async_training.max_staleness=1", "weight_sync.mode=in_flight"), 1, None),
+        (("servers.gpus=[0]",), 1, None),
+        (("servers.gpus=[1]",), 1, "servers.gpus=[1]: this machine's GPUs are 0 to 0"),
+        (("servers.gpus=[0]",), 2, "servers.gpus=[0]: GPU 0 is the trainer's; leave it out"),
+        (("servers.count=2",), 1, "the servers need 2 GPUs beside the trainer's"),
+        (("servers.tensor_parallel_size=2",), 1, "the servers need 2 GPUs beside the trainer's"),
+        (("distributed=ddp",), 1, "the servers need 1 GPUs beside the trainer's"),
+        (
+            ("reward=[judge]", "reward.judge.url=role:judge", "roles.judge.model=/models/judge"),
+            1,
+            "servers.count=1 roles.judge.count=1: with servers.tensor_parallel_size=1",
+        ),
+        (
+            ("weight_sync.transport=nccl",),
+            1,
+            "weight_sync.transport=nccl: NCCL connects no two processes on one GPU",
+        ),
+        (("weight_sync.transport=nccl",), 2, None),
+    ],
+)
+def test_one_server_may_have_the_gpu_of_the_trainer(
+    monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], gpus: int, message: str | None
+) -> None:
+    monkeypatch.setattr("agenttrain.engines.vllm_server.spec.find_spec", lambda name: object())
+    config = run_with("engine=vllm_server", *overrides)
+    for verb in ("check", "train", "eval"):
+        problems = machine_problems(verb, [config], machine(gpus))
+        assert len(problems) == (message is not None)
+        assert message is None or message in problems[0]
+
+
 def test_vllm_has_as_many_gpus_as_it_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = run_with("engine=vllm", "engine.tensor_parallel_size=4")
     monkeypatch.setattr("agenttrain.engines.vllm.spec.find_spec", lambda name: None)

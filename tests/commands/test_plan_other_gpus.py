@@ -78,6 +78,48 @@ def test_on_one_gpu_the_copy_is_beside_the_trainer(capsys, folder: Path) -> None
     assert moments[0] - moments[1] == 2 * WEIGHTS + 3 * GIB
 
 
+SERVER = ("engine=vllm_server", "model.dtype=bfloat16", "--gpu-memory-gb", "80")
+
+
+def test_on_one_gpu_a_server_takes_a_share_of_the_trainers(capsys, folder: Path) -> None:
+    _, apart = plan(capsys, folder, "--devices", "2", *SERVER)
+    code, shared = plan(capsys, folder, "--devices", "1", *SERVER)
+    assert (code, shared["fits"], shared["servers"], shared["beside"]) == (0, True, None, [])
+    # 0.35 of 80 GiB, all of which its weights, passes, graphs and cache fill; its own context
+    added = 28 * GIB + RESERVE
+    assert shared["update_bytes"] - apart["update_bytes"] == added
+    got = parts(shared)
+    # The embedding in bfloat16 three times, while it gets new weights.
+    sync = [one["moments"]["sync"]["gpu"] for one in (shared, apart)]
+    assert sync[0] - sync[1] == added + 3 * 151936 * 1024 * 2
+    assert got["engine's weights"] == 2 * WEIGHTS
+    names = ("engine's weights", "engine's passes", "keys and values", "engine's graphs")
+    assert sum(got[name] for name in names) == 28 * GIB
+    _, typed = plan(capsys, folder, "--devices", "1", *SERVER, "engine.memory_share=0.5")
+    assert typed["update_bytes"] - apart["update_bytes"] == 40 * GIB + RESERVE
+    # A cache of its own size leaves a part of the share, which has to be free at a start.
+    small = (*SERVER, "engine.kv_cache_mb=1024", "engine.max_context=4096")
+    _, cached = plan(capsys, folder, "--devices", "1", *small)
+    assert parts(cached)["keys and values"] == GIB
+    assert cached["update_bytes"] - apart["update_bytes"] == added
+
+
+def test_a_server_that_takes_too_much_of_the_trainers_gpu(capsys, folder: Path) -> None:
+    few = ("training.token_budget=4096", "training.logits_budget_mb=64", "eval.questions=0")
+    card = ("engine=vllm_server", "model.dtype=bfloat16", *few, "--gpu-memory-gb", "24")
+    code, record = plan(capsys, folder, "--devices", "1", *card, "engine.memory_share=0.8")
+    assert (code, record["fits"]) == (1, False)
+    assert "engine.memory_share=0.4" in [one["overrides"] for one in record["remedies"]]
+    # 24 x 0.1 less 0.348 of weights, passes, and 1.5 of graphs and workspaces
+    code, record = plan(capsys, folder, "--devices", "1", *card, "engine.memory_share=0.1")
+    assert (code, record["engine"]["missing"] > 0) == (1, True)
+    # 24 x 0.2 is enough, and of the values that are tried it leaves the trainer the most.
+    assert "engine.memory_share=0.2" in [one["overrides"] for one in record["remedies"]]
+    model = ("experiment=none", "model=folder", f"model.path={folder}")
+    assert cli.main(["plan", *model, "--devices", "1", *card]) == 0
+    assert "engine.memory_share=0.35 of the trainer's GPU, 8.4 GiB" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_on_cpus_one_copy_serves_all_processes(capsys, folder: Path) -> None:
     cpu = ("--cpu", "--host-memory-gb", "64", "--devices", "2", "distributed=ddp")

@@ -17,13 +17,14 @@ from agenttrain.commands.plan.remedies import Planner, Remedy
 from agenttrain.commands.plan.servers import FleetPlan, Speeds, plan_servers, trainers_of
 from agenttrain.commands.verb import write_report
 from agenttrain.engines.memory import MemoryItem, When
-from agenttrain.engines.registry import names_with
+from agenttrain.engines.registry import names_with, spec_of
 from agenttrain.launch.config import DistributedName
 from agenttrain.runs.memory import (
     GIB,
     MemoryEstimate,
     PlannedHardware,
-    has_policy_copy,
+    sampler_shares_gpu,
+    servers_share,
 )
 from agenttrain.settings.machine import float32_on_gpu
 from agenttrain.settings.run_config import RunConfig
@@ -112,9 +113,11 @@ def show(config: RunConfig, options: PlanOptions) -> int:
     memory = planner.estimate()
     fleet = plan_servers(config, planner.sizes(config.model), memory, options.speeds)
     if fleet is None and options.speeds.server is not None:
+        remedy = "leave it out"
+        if not machine.shared:  # then the run has no servers
+            remedy = f"set {names_with(fleet=True)}, or {remedy}"
         raise ConfigError(
-            "--server-tokens-per-s: has no effect without servers that have GPUs; set "
-            f"{names_with(fleet=True)}, or leave it out"
+            f"--server-tokens-per-s: has no effect without servers on GPUs of their own; {remedy}"
         )
     processes = plan_other_gpus(config, planner, memory)
     remedies = planner.remedies() if memory.excess else []
@@ -154,8 +157,8 @@ def _planned_machine(config: RunConfig, options: PlanOptions) -> PlannedHardware
             f"--devices {devices}: distributed.processes={processes} and "
             f"distributed.nodes={distributed.nodes} are {process_count} of them; leave one out"
         )
-    # The trainer and the rollout process's copy of the policy have only one GPU.
-    shared = is_single and options.all_gpus == 1 and has_policy_copy(config)
+    # The trainer, and a server or the rollout process's copy of the policy, have only one GPU.
+    shared = machine.kind != "cpu" and sampler_shares_gpu(config, options.all_gpus)
     return replace(machine, devices=devices or machine.devices, shared=shared)
 
 
@@ -216,6 +219,13 @@ def _lines(
         f"machine     {load.devices} x {device}{size}{host_memory}, "
         f"distributed={config.distributed.name}"
     )
+    if machine.shared and spec_of(config.engine).fleet:
+        share = servers_share(config)
+        size = "" if machine.memory is None else f", {machine.memory * share / GIB:.1f} GiB"
+        yield (
+            f"server      has engine.memory_share={share:g} of the trainer's GPU{size} (computed, "
+            "never run on a GPU)"
+        )
     yield (
         f"a rollout   {load.prompt:,} tokens of prompt (--prompt-tokens), at most {load.context:,} "
         "in all"

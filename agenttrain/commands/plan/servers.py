@@ -13,7 +13,13 @@ from typing import Any
 from agenttrain.engines.memory import EngineLoad, EngineMemory, When
 from agenttrain.engines.registry import spec_of
 from agenttrain.launch.config import DistributedName
-from agenttrain.runs.memory import GIB, MemoryEstimate, Sizes, has_policy_copy
+from agenttrain.runs.memory import (
+    GIB,
+    MemoryEstimate,
+    Sizes,
+    has_policy_copy,
+    sampler_shares_gpu,
+)
 from agenttrain.settings.engine_checks import sends_adapters
 from agenttrain.settings.role_checks import fleets
 from agenttrain.settings.run_config import RunConfig
@@ -95,8 +101,8 @@ def trainers_of(config: RunConfig, devices: int | None, *, on_gpu: bool = True) 
     if devices is None or not (fleet_by_key or has_copy):
         return devices
     is_single = config.distributed.name is DistributedName.single
-    if has_copy and is_single and devices == 1 and not fleet_by_key:
-        return 1  # the trainer and the copy share it
+    if on_gpu and sampler_shares_gpu(config, devices) and not (has_copy and fleet_by_key):
+        return 1
     used = sum(servers.gpu_count for servers in fleet_by_key.values()) + (1 if has_copy else 0)
     if used >= devices:
         parts = [
@@ -150,9 +156,12 @@ def server_load(config: RunConfig, memory: MemoryEstimate, sizes: Sizes, rows: i
 def plan_servers(
     config: RunConfig, sizes: Sizes, memory: MemoryEstimate, speeds: Speeds
 ) -> FleetPlan | None:
-    """Return the plan of the policy's servers. None: the run has no servers with GPUs."""
+    """Return the plan of the policy's servers. None: the run has none with GPUs of their own.
+
+    A server on the trainer's GPU is counted there.
+    """
     spec, servers, load = spec_of(config.engine), config.servers, memory.load
-    if not spec.fleet or memory.machine.kind == "cpu":
+    if not spec.fleet or memory.machine.kind == "cpu" or memory.machine.shared:
         return None
     # Rollouts that one server has at once.
     rows = min(config.engine.max_rows, ceil(load.in_flight / servers.count))

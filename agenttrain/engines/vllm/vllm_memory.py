@@ -159,7 +159,7 @@ def _savings(settings: VllmSettings, load: EngineLoad, room: Room) -> tuple[Savi
     cache: tuple[Saving, ...] = ()
     share = settings.memory_share
     if settings.kv_cache_mb is None:
-        higher = [value for value in (0.6, 0.7, 0.8, 0.85, 0.9) if value > share]
+        higher = [v for v in (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9) if v > share]
         lower = [value for value in (0.4, 0.3, 0.2, 0.1) if value < share]
         cache = (("memory_share", higher if room.missing else lower),)
     elif room.missing:

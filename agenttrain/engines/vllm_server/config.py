@@ -16,6 +16,13 @@ from agenttrain.engines.config import EngineDtype, EngineSettings, StartedServer
 from agenttrain.utils.data_fields import Data
 from agenttrain.utils.sections import SETTINGS, Number, Quoted, Whole, raise_problems, shown
 
+OWN_GPU_SHARE = 0.9
+"""Share of a server that has its GPU to itself: vLLM's own default."""
+TRAINERS_GPU_SHARE = 0.35
+"""Share of a server on the trainer's GPU. With AdamW a weight of 16 bits takes the trainer about 20
+bytes (its float32 copy, moments and gradients) and activations, but the server 2 and its cache: so
+the trainer gets the larger part."""
+
 
 @dataclass(config=SETTINGS, kw_only=True)
 class OneServer:
@@ -25,8 +32,9 @@ class OneServer:
     """Sequences that a server decodes together (bounds the KV cache)."""
     dtype: Data[EngineDtype] = EngineDtype.auto
     """Number format of the servers' weights."""
-    memory_share: Number = Field(default=0.9, gt=0, lt=1)
-    """Share of a GPU's memory that a server takes (of the machine's, on vLLM's build for CPUs)."""
+    memory_share: Number | None = Field(default=None, gt=0, lt=1)
+    """Share of a GPU's memory that a server takes (of the machine's, on vLLM's build for CPUs);
+    None: 0.9, or 0.35 for the policy's server on the trainer's GPU."""
     kv_cache_mb: Whole | None = Field(default=None, ge=1)
     """Size of a server's cache of keys and values; None: what memory_share leaves."""
     quantization: Data[str | None] = None
@@ -34,9 +42,19 @@ class OneServer:
     enforce_eager: Data[bool] = False
     """No CUDA graphs: starts faster, samples slower."""
 
-    def server_keys(self) -> dict[str, Any]:
-        """Return the settings of this class, without those of its subclasses."""
-        return {key_field.name: getattr(self, key_field.name) for key_field in fields(OneServer)}
+    def share(self, *, shares_gpu: bool = False) -> float:
+        """Return `memory_share`, or its default. `shares_gpu`: on the trainer's GPU."""
+        if self.memory_share is not None:
+            return self.memory_share
+        return TRAINERS_GPU_SHARE if shares_gpu else OWN_GPU_SHARE
+
+    def server_keys(self, *, shares_gpu: bool = False) -> dict[str, Any]:
+        """Return the settings of this class, without those of its subclasses.
+
+        `memory_share` is never None: see `share`.
+        """
+        keys = {key_field.name: getattr(self, key_field.name) for key_field in fields(OneServer)}
+        return keys | {"memory_share": self.share(shares_gpu=shares_gpu)}
 
 
 @dataclass(config=SETTINGS, kw_only=True)

@@ -129,19 +129,24 @@ class LocalServers:
     """
 
     def __init__(self, folder: Path, plan: ServerPlan, count: int) -> None:
+        """Take the settings of the servers; `start` starts them."""
+        self._folder, self._plan, self._count = folder, plan, count
+        self._wrappers: list[ChildProcess | KeptWrapper] = []
+        """The wrappers that were started or are reused, by the number of their server."""
+
+    def start(self) -> None:
         """Start the servers. Raises EngineError if servers of an earlier process still run."""
-        self._folder = folder
-        reused = reusable_servers(folder, plan)
+        folder = self._folder
+        reused = reusable_servers(folder, self._plan)
         try:
-            self._await_end_of_former([n for n in range(count) if n not in reused])
+            self._await_end_of_former([n for n in range(self._count) if n not in reused])
         except EngineError:
             remove_weights_folder(folder)  # made for these servers, which are not started now
             raise
-        plan.write(folder)
+        self._plan.write(folder)
         command = [sys.executable, "-m", WRAPPER, str(folder)]
         owner = launcher_of(folder) or os.getpid()
-        self._wrappers: list[ChildProcess | KeptWrapper] = []
-        for number in range(count):
+        for number in range(self._count):
             if number in reused:
                 self._wrappers.append(KeptWrapper(reused[number]))
                 continue

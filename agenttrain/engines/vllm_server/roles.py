@@ -57,7 +57,9 @@ def start_role(run: Path, plan: ServerPlan) -> LocalServers:
     assert plan.role is not None
     folder = role_folder(run.resolve(), plan.role)
     shutil.rmtree(folder / FOLDER / OF_PROCESSES, ignore_errors=True)
-    return LocalServers(folder, plan, plan.servers["count"])
+    servers = LocalServers(folder, plan, plan.servers["count"])
+    servers.start()
+    return servers
 
 
 async def await_start(folder: Path, role: str, count: int) -> None:

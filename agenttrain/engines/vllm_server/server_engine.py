@@ -98,7 +98,7 @@ class ServerEngine(Generic[F]):
         return await self.fleet.score(token_ids)
 
     async def sleep(self) -> None:
-        """Do nothing: servers have devices of their own."""
+        """Do nothing: servers keep their memory."""
 
     def server_of(self, session: str) -> int | None:
         """Implement `Placed.server_of`."""
@@ -127,12 +127,15 @@ class VllmServerEngine(ServerEngine[Fleet]):
         end_servers: Callable[[], None],
         form: ServedForm,
         writer: WeightWriter,
+        start_servers: Callable[[], None] | None = None,
     ) -> None:
         """Take new weights as adapters alone if `writer` has their `alpha`, else as all weights.
 
         `end_servers` ends the servers when the engine closes. `form` says how they hold the model.
+        `start_servers` starts them at the first `load`; None: they have been started.
         """
         super().__init__(fleet, end_servers, form)
+        self._start_servers = start_servers
         self.takes_adapters = writer.alpha is not None
         self.writer = writer
 
@@ -152,6 +155,9 @@ class VllmServerEngine(ServerEngine[Fleet]):
 
     async def load(self, files: WeightFiles) -> None:
         """Implement `ReadsFiles.load`."""
+        start_servers, self._start_servers = self._start_servers, None
+        if start_servers is not None:
+            start_servers()
         await self.fleet.load(files)
 
 

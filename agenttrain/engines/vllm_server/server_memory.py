@@ -1,6 +1,7 @@
 """Memory of the servers' GPUs, and of the trainer's machine, for `agenttrain plan`.
 
-A server is a vLLM with its GPUs to itself. Its parts are those of vLLM in the trainer's process.
+A server is a vLLM with its GPUs to itself, or with a share of the trainer's. Its parts are those of
+vLLM in the trainer's process.
 """
 
 from __future__ import annotations
@@ -8,7 +9,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from agenttrain.engines.broadcast import BUFFER_BYTES
-from agenttrain.engines.memory import EngineLoad, EngineMemory, MemoryItem, ModelSizes, When
+from agenttrain.engines.memory import (
+    EVER,
+    EngineLoad,
+    EngineMemory,
+    MemoryItem,
+    ModelSizes,
+    When,
+)
 from agenttrain.engines.vllm.config import VllmSettings
 from agenttrain.engines.vllm.vllm_memory import memory as vllm_memory
 from agenttrain.engines.vllm_server.config import RoleConfig, VllmServerSettings
@@ -39,15 +47,23 @@ def server_memory(
     settings: VllmServerSettings, load: EngineLoad, sizes: ModelSizes, gpus: int
 ) -> EngineMemory:
     """Estimate the memory that a server takes on each of its `gpus`."""
-    vllm = VllmSettings(
-        max_context=settings.max_context, tensor_parallel_size=gpus, **settings.server_keys()
-    )
+    keys = settings.server_keys(shares_gpu=load.shares_gpu)
+    vllm = VllmSettings(max_context=settings.max_context, tensor_parallel_size=gpus, **keys)
     estimate = vllm_memory(vllm, load, sizes)
     # Weights reach a server's workers through the files, which are counted with the trainer.
     items = tuple(item for item in estimate.items if not item.on_host)
     if load.broadcast:
         items += (_buffer_item(sizes, copies=2),)  # two buffers of packed weights
-    return replace(estimate, items=items, savings=())
+    if not load.shares_gpu:
+        return replace(estimate, items=items, savings=())
+    if settings.kv_cache_mb is not None and load.memory is not None:
+        held = sum(item.bytes for item in items if item.when == EVER)
+        unused = int(load.memory * vllm.memory_share) - held
+        why = f"vLLM starts only if engine.memory_share={vllm.memory_share:g} is free"
+        items += (MemoryItem(name="unused share", bytes=max(0, unused), why=why),)
+    # A server cannot sleep.
+    savings = tuple(saving for saving in estimate.savings if saving[0] != "sleep")
+    return replace(estimate, items=items, savings=savings)
 
 
 def role_memory(role: RoleConfig, load: EngineLoad, sizes: ModelSizes, gpus: int) -> EngineMemory:

@@ -1,4 +1,7 @@
-"""engine=vllm_server: vLLM servers on devices of their own, started and ended with the run."""
+"""engine=vllm_server: vLLM servers, started and ended with the run.
+
+They have devices of their own, or one of them a share of the trainer's GPU.
+"""
 
 from __future__ import annotations
 
@@ -136,6 +139,7 @@ SPEC = EngineSpec(
     gpu_notes=lambda settings: flash_attention_notes(settings.dtype),
     memory=memory,
     server_memory=server_memory,
+    trainers_gpu_share=lambda settings: settings.share(shares_gpu=True),
     package="vllm",
     own_weights=True,
     standalone=True,

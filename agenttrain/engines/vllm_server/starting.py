@@ -54,7 +54,8 @@ SERVER = "agenttrain.engines.vllm_server.server_process"
 def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = SERVER) -> Engine:
     """Return the engine over servers that are started here, or by others.
 
-    The first update waits for them. `module` is run as a server.
+    The first update waits for them; on the trainer's GPU it starts them. `module` is run as a
+    server.
     """
     import torch
 
@@ -77,6 +78,7 @@ def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = S
         plan = replace(plan, weights=str(weights))
     alpha = None if inputs.adapters is None else inputs.adapters.alpha  # None: all weights
     end_servers: Callable[[], None]
+    start_servers: Callable[[], None] | None = None
     outside: Outside | None = None
     if servers.outside:
         outside = outside_servers(plan, inputs)
@@ -92,11 +94,16 @@ def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = S
         plan_node_servers(folder.resolve(), plan)
         end_servers = partial(end_node_servers, folder.resolve())
     else:
-        progress = f"{servers.count} servers start" if servers.count > 1 else "a server starts"
-        if running := reusable_servers(folder, plan):
-            progress = f"{len(running)} of {servers.count} servers are running, and are reused"
-        print(f"engine: {progress} (logs: {folder / FOLDER})", flush=True)
-        end_servers = LocalServers(folder.resolve(), plan, servers.count).end
+        local_servers = LocalServers(folder.resolve(), plan, servers.count)
+        end_servers = local_servers.end
+        # vLLM takes the memory that a GPU loses during its start for its own, and the start fails
+        # if a GPU gains any (`memory_profiling` and `determine_available_memory` of vLLM 0.32).
+        # On a shared GPU the server therefore starts once the trainer has its weights there and
+        # has written them, and the trainer does nothing until it answers.
+        if inputs.shares_gpu:
+            start_servers = partial(_start_local, local_servers, folder, plan)
+        else:
+            _start_local(local_servers, folder, plan)
     form = ServedForm(
         max_context=plan.max_context,
         dtype=getattr(torch, plan.dtype),
@@ -123,7 +130,18 @@ def build(settings: VllmServerSettings, inputs: EngineInputs, *, module: str = S
         plan.adapters,
         record_routes=plan.record_routes,
     )
-    return VllmServerEngine(fleet, end_servers, form, WeightWriter(weights, alpha=alpha))
+    writer = WeightWriter(weights, alpha=alpha)
+    return VllmServerEngine(fleet, end_servers, form, writer, start_servers)
+
+
+def _start_local(servers: LocalServers, folder: Path, plan: ServerPlan) -> None:
+    """Start the servers of the run in `folder`, and print so."""
+    count = plan.servers["count"]
+    progress = f"{count} servers start" if count > 1 else "a server starts"
+    if running := reusable_servers(folder, plan):
+        progress = f"{len(running)} of {count} servers are running, and are reused"
+    print(f"engine: {progress} (logs: {folder / FOLDER})", flush=True)
+    servers.start()
 
 
 def server_plan(settings: VllmServerSettings, inputs: EngineInputs, module: str) -> ServerPlan:
@@ -137,7 +155,8 @@ def server_plan(settings: VllmServerSettings, inputs: EngineInputs, module: str)
     limit = AutoConfig.from_pretrained(inputs.model).get_text_config().max_position_embeddings
     gpus = None
     if inputs.on_gpu and not inputs.servers.outside:
-        gpus = place(inputs.servers, inputs.trainers, inputs.taken)
+        # The trainer's GPU, if they share it, is the first one.
+        gpus = place(inputs.servers, 0 if inputs.shares_gpu else inputs.trainers, inputs.taken)
     return ServerPlan(
         module=module,
         model=str(inputs.model),
@@ -145,7 +164,7 @@ def server_plan(settings: VllmServerSettings, inputs: EngineInputs, module: str)
         dtype=dtype,
         max_context=settings.max_context or limit,
         seed=inputs.seed,
-        engine=plain(settings),
+        engine=plain(replace(settings, memory_share=settings.share(shares_gpu=inputs.shares_gpu))),
         servers=plain(inputs.servers),
         rank=0 if inputs.adapters is None else inputs.adapters.rank,
         # Rollouts go on with the adapters that they began with, for up to `max_staleness` updates.
