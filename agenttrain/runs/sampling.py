@@ -275,7 +275,7 @@ def engine_inputs(
     *,
     on_gpu: bool,
     rank: int,
-    verb: str = "train",
+    verb: str,
 ) -> EngineInputs:
     """Return the inputs from which the engine of a run of `verb` is built.
 
@@ -337,7 +337,8 @@ def _adapts_experts(config: RunConfig) -> bool:
 
 def server_inputs(config: RunConfig, folder: Path, *, on_gpu: bool) -> EngineInputs:
     """Return the inputs for the engine of a server for other runs; its files go to `folder`."""
-    inputs = engine_inputs(config, None, folder, on_gpu=on_gpu, rank=0)
+    # Routes are recorded if the runs that it serves replay them.
+    inputs = engine_inputs(config, None, folder, on_gpu=on_gpu, rank=0, verb="train")
     model = model_folder(config.model.path, revision=config.model.revision)
     # No process trains beside it: its first GPU is the machine's first.
     return replace(inputs, tokenizer=model, sync_folder=None, trainers=0)

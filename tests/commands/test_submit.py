@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import shlex
@@ -276,6 +277,18 @@ def test_the_certificate_does_not_mix_with_the_script(capsys, elsewhere):
     assert out.startswith("#!/bin/bash\n") and out.endswith(core())
     assert "certificate passed" in err
     assert "there is no sbatch here" in err
+
+
+@pytest.mark.parametrize("verb", [["check", "sft"], ["submit", "sft", "--dry-run", "slurm=gpu"]])
+def test_demonstrations_are_checked_as_supervised_learning_reads_them(verb, capsys, elsewhere):
+    """Rows end with their answers, nothing is rewarded and no agent is started."""
+    turns = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+    row = json.dumps({"messages": turns})
+    (elsewhere / "rows.jsonl").write_text(row + "\n")
+    (elsewhere / "agent.py").write_text("raise SystemExit('was started')\n")
+    words = ["data=file", "data.path=rows.jsonl", "tools=[]", "stop_tools=[]", "eval.questions=0"]
+    agent = ["agent=endpoint", f"agent.command=[{sys.executable},agent.py]"]
+    assert cli.main([*verb, *words, *agent]) == 0, capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "job.sbatch", "sweep.json"])

@@ -97,7 +97,7 @@ def submit(args: Namespace, overrides: Sequence[str]) -> int:
     # A dry run prints only the script to stdout, so that it can be redirected to a file.
     output = sys.stderr if args.dry_run else sys.stdout
     with _offline_if(plan.settings.offline), redirect_stdout(output):
-        if not args.no_check and not certify(plan.runs):
+        if not args.no_check and not certify(plan.runs, command.verb):
             return 1
     configs = [run.config for run in plan.runs]
     for note in (*note_local_paths(plan.script, configs), *note_containers(configs)):
