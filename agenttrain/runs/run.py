@@ -714,7 +714,6 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
         )
 
     source, evaluator = _make_source(run, components, policy, rollouts, collector)
-    is_asynchronous = config.async_training.max_staleness > 0
     trainer = Trainer(
         config=config,
         run=run,
@@ -729,7 +728,7 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
         if supervised
         else Guards(
             config=config.guards,
-            asynchronous=is_asynchronous,
+            asynchronous=config.is_asynchronous,
             folder=run.folder,
             on_alarm=run.tracker.alarm,
         ),

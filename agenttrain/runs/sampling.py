@@ -67,9 +67,10 @@ def placeholders_of(config: RunConfig) -> Placeholders | str:
     spec = run_spec(config)
     # The rollout process samples from a copy of the model, with an engine of its own.
     has_copy = spec is not spec_of(config.engine)
-    is_asynchronous = config.async_training.max_staleness > 0
     if not spec.reads_images and has_copy:
-        remedy = "async_training.max_staleness=0" if is_asynchronous else "rollout.process=same"
+        remedy = "rollout.process=same"
+        if config.is_asynchronous:
+            remedy = "async_training.max_staleness=0"
         return f"the model's copy in the rollout process reads token ids alone; set {remedy}"
     if not spec.reads_images:
         remedy = names_with(reads_images=True)

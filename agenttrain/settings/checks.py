@@ -199,10 +199,8 @@ def _agent(config: RunConfig) -> Iterator[str]:
             f"rollout.timeout_s={rollout.timeout_s:g}: has no effect with agent=endpoint; set "
             "agent.timeout_s"
         )
-    at_once = min(config.engine.max_rows, config.tasks_per_step * config.algorithm.group_size)
-    # `deterministic` may also be None, which is true where the engine can.
-    repeats = rollout.deterministic is not False and not config.async_training.max_staleness
-    if repeats and agent.concurrency < at_once:
+    at_once = config.rollouts_in_lockstep
+    if agent.concurrency < at_once:
         yield (
             f"agent.concurrency={agent.concurrency}: with rollout.deterministic the engine waits "
             f"for engine.max_rows={config.engine.max_rows} rollouts at once; set "
@@ -251,10 +249,8 @@ def _runtime(config: RunConfig) -> Iterator[str]:
             "agent.reuse=true: a process cannot go from one rollout's container to the next; leave "
             "it out, or set runtime=bwrap"
         )
-    at_once = min(config.engine.max_rows, config.tasks_per_step * config.algorithm.group_size)
-    # `deterministic` may also be None, which is true where the engine can.
-    repeats = config.rollout.deterministic is not False and not config.async_training.max_staleness
-    if repeats and runtime.max_running < at_once:
+    at_once = config.rollouts_in_lockstep
+    if runtime.max_running < at_once:
         yield (
             f"runtime.max_running={runtime.max_running}: with rollout.deterministic the engine "
             f"waits for {at_once} rollouts at once; set runtime.max_running={at_once}, or "
