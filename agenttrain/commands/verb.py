@@ -89,10 +89,8 @@ class Verb:
 
     def run(self, args: Namespace, settings: list[str]) -> int:
         """Do the work; return the exit code. Raises ConfigError."""
-        module, _, name = self.command.partition(":")
-        command = getattr(import_module(f"agenttrain.commands.{module}"), name)
-        code: int = command(args) if self.settings is None else command(args, settings)
-        return code
+        settings_of_verb = () if self.settings is None else (settings,)
+        return call_command(self.command, args, *settings_of_verb)
 
     def parser(self) -> VerbParser:
         """Return the parser of the words behind the verb."""
@@ -105,6 +103,13 @@ class Verb:
     def parse(self, words: Sequence[str]) -> tuple[Namespace, list[str]]:
         """Return the arguments and the settings among the words; raises ConfigError."""
         return self.parser().parse_words(words)
+
+
+def call_command(command: str, *arguments: Any) -> int:
+    """Import and call a command of this folder, ``export:export_checkpoint``; return its code."""
+    module, _, name = command.partition(":")
+    code: int = getattr(import_module(f"agenttrain.commands.{module}"), name)(*arguments)
+    return code
 
 
 class VerbParser(ArgumentParser):

@@ -94,8 +94,10 @@ def _submit(parser: ArgumentParser) -> None:
 
 def _check(parser: ArgumentParser) -> None:
     text = "the verb whose settings these are: sft, eval run=…"
-    verbs = one_of("train", "sft", "eval", "play", "serve", *LIKE_TRAIN)
-    parser.add_argument("target", nargs="?", type=verbs, metavar="VERB", help=text)
+    names = ("train", "sft", "eval", "play", "serve", "rescore", "engine-server", *LIKE_TRAIN)
+    parser.add_argument("target", nargs="?", type=one_of(*names), metavar="VERB", help=text)
+    text = "with rescore and engine-server: their folder"
+    parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help=text)
 
 
 def _rehearse(parser: ArgumentParser) -> None:

@@ -19,10 +19,10 @@ from shlex import quote
 from rich.console import Console
 from rich.syntax import Syntax
 
-from agenttrain.commands.check import certify
+from agenttrain.commands.check import certify, check
 from agenttrain.commands.running import compose_all
 from agenttrain.commands.slurm import script as sbatch
-from agenttrain.commands.slurm.config import SlurmConfig, check_submission
+from agenttrain.commands.slurm.config import SlurmConfig
 from agenttrain.commands.slurm.script import (
     NAME,
     OFFLINE,
@@ -35,6 +35,7 @@ from agenttrain.commands.sweep.command import new_sweep
 from agenttrain.commands.sweep.config import OnFailedJob, Sampler, SweepConfig
 from agenttrain.commands.sweep.expand import expand
 from agenttrain.commands.sweep.record import RECORD, SweepRecord, quote_path, write_record
+from agenttrain.settings.checks import check_submission
 from agenttrain.settings.command_line import RUN_DIR, TRUSTED, Command, command_of
 from agenttrain.settings.compose import (
     Composed,
@@ -77,23 +78,13 @@ class PlannedJob:
 
 def submit(args: Namespace, overrides: Sequence[str]) -> int:
     """Submit a run or sweep; exit code 1: a template fails its certificate. Raises ConfigError."""
-    command, slurm = _split_slurm(args, overrides)
     if not args.dry_run and not sbatch.has_sbatch():
         raise ConfigError(sbatch.ABSENT)
-    with hydra_session(command.source):
-        plan = _plan_job(command, slurm)
+    command, plan = _checked_plan(args.target, args, overrides)
     folder = plan.script.folder
-    if not plan.resumes and any((folder / name).exists() for name in (CONFIG, RECORD, NAME)):
-        raise ConfigError(
-            f"{folder}: holds a run or a job already; `sbatch {quote(str(plan.script.path))}` "
-            "submits a job again and agenttrain submit resume=… goes on with a run; another "
-            "hydra.run.dir= starts a new one"
-        )
     if not args.dry_run:
         check_writable(folder, f"{folder}", f"name another folder: {RUN_DIR}…")
     text = render(plan.script, plan.settings)
-    if plan.settings.offline:
-        check_cached([run.config for run in plan.runs], command.verb)
     # A dry run prints only the script to stdout, so that it can be redirected to a file.
     output = sys.stderr if args.dry_run else sys.stdout
     with _offline_if(plan.settings.offline), redirect_stdout(output):
@@ -117,6 +108,35 @@ def submit(args: Namespace, overrides: Sequence[str]) -> int:
     return 0
 
 
+def check_job(args: Namespace, overrides: Sequence[str]) -> int:
+    """Check a training job as `submit` does; exit code 1: a certificate did not pass.
+
+    Raises ConfigError. The machine is not checked: the job's is another one.
+    """
+    command, plan = _checked_plan("train", args, overrides)
+    with _offline_if(plan.settings.offline):
+        return check(command.verb, plan.runs)
+
+
+def _checked_plan(
+    verb: str, args: Namespace, overrides: Sequence[str]
+) -> tuple[Command, PlannedJob]:
+    """Return the command that a job runs, and the job, with its settings and folder checked."""
+    command, slurm = _split_slurm(verb, args, overrides)
+    with hydra_session(command.source):
+        plan = _plan_job(command, slurm)
+    folder = plan.script.folder
+    if not plan.resumes and any((folder / name).exists() for name in (CONFIG, RECORD, NAME)):
+        raise ConfigError(
+            f"{folder}: holds a run or a job already; `sbatch {quote(str(plan.script.path))}` "
+            "submits a job again and agenttrain submit resume=… goes on with a run; another "
+            "hydra.run.dir= starts a new one"
+        )
+    if plan.settings.offline:
+        check_cached([run.config for run in plan.runs], command.verb)
+    return command, plan
+
+
 def _print_script(text: str) -> None:
     """Print the script without secrets, in colours on a terminal."""
     console, public_text = Console(), hide_secrets(text)
@@ -128,10 +148,10 @@ def _print_script(text: str) -> None:
         print(public_text, end="", flush=True)
 
 
-def _split_slurm(args: Namespace, overrides: Sequence[str]) -> tuple[Command, list[str]]:
+def _split_slurm(verb: str, args: Namespace, overrides: Sequence[str]) -> tuple[Command, list[str]]:
     """Return the command of the run, and the overrides of the job's section. Raises ConfigError."""
     slurm = [text for text in overrides if key_of(text).partition(".")[0] == "slurm"]
-    command = command_of(args.target, args, [text for text in overrides if text not in slurm])
+    command = command_of(verb, args, [text for text in overrides if text not in slurm])
     if command.auto:
         raise ConfigError(
             "resume=auto: the job adds it itself; leave it out, or name a run: resume=<folder>"
@@ -179,7 +199,7 @@ def _plan_job(command: Command, slurm: Sequence[str]) -> PlannedJob:
     except ConfigError as error:
         run = f"in the run {' '.join(overrides)}\n" if command.sweep else ""
         raise ConfigError(f"{run}{error}") from error
-    check_submission(first, first.slurm)
+    check_submission(first)
     # By default one process per GPU of the job: this machine may have fewer GPUs.
     gpus = first.slurm.gpus if first.distributed.name != "single" else 0
     if gpus and first.distributed.processes is None:
@@ -217,7 +237,7 @@ def _plan_resumed(command: Command, slurm: Sequence[str], folder: Path) -> Plann
     source = command.source
     settings = compose_run(slurm, source).config.slurm
     runs = compose_all(command)
-    check_submission(runs[0].config, settings)
+    check_submission(replace(runs[0].config, slurm=settings))
     trust = [TRUSTED] if command.trust else []
     arguments = [command.verb, *command.options, f"resume={folder}", *command.overrides, *trust]
     script = _job_script(folder, job_name([], source), [arguments], runs[0])
