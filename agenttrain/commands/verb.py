@@ -395,15 +395,22 @@ def positive(text: str) -> float:
     return number
 
 
-def one_of(*names: str) -> Callable[[str], str]:
-    """Return a type for argparse that takes these names; give it a `metavar` too."""
+class OneOf:
+    """A type for argparse that takes one of these names; give it a `metavar` too."""
 
-    def read(text: str) -> str:
-        if text not in names:
-            raise bad_value(text, f"expected one of {', '.join(names)}{did_you_mean(text, names)}")
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def __call__(self, text: str) -> str:
+        if text not in self.names:
+            expected = f"expected one of {', '.join(self.names)}"
+            raise bad_value(text, f"{expected}{did_you_mean(text, self.names)}")
         return text
 
-    return read
+
+def values_of(action: Action) -> Sequence[str]:
+    """Return the values that an argument takes; empty if they cannot be listed."""
+    return action.type.names if isinstance(action.type, OneOf) else tuple(action.choices or ())
 
 
 @contextmanager
