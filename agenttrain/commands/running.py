@@ -7,7 +7,7 @@ second and leaves no folder.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -188,11 +188,20 @@ def compose_all(command: Command) -> list[Composed]:
         return [composed]
     if not command.sweep:
         return [_compose_one(overrides, command)]
-    from agenttrain.commands.sweep.config import objective_problems
     from agenttrain.commands.sweep.expand import expand
 
+    return compose_combinations(command, expand(overrides, source).runs)
+
+
+def compose_combinations(command: Command, combinations: Iterable[Sequence[str]]) -> list[Composed]:
+    """Return the checked settings of a sweep's runs, of which each is given by its overrides.
+
+    Raises ConfigError. Needs a `hydra_session`.
+    """
+    from agenttrain.commands.sweep.config import objective_problems
+
     runs = []
-    for combination in expand(overrides, source).runs:
+    for combination in combinations:
         try:
             # Without `raw`, which only a started run needs: a sweep may have thousands of runs.
             runs.append(replace(_compose_one(combination, command), raw=None))

@@ -14,6 +14,7 @@ import time
 from contextlib import redirect_stdout
 from pathlib import Path
 
+import hydra
 import pytest
 
 from agenttrain import cli
@@ -277,6 +278,27 @@ def test_the_certificate_does_not_mix_with_the_script(capsys, elsewhere):
     assert out.startswith("#!/bin/bash\n") and out.endswith(core())
     assert "certificate passed" in err
     assert "there is no sbatch here" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "count"),
+    [
+        (["debug=tiny"], 2),  # with the job's settings, and the run
+        # One with the fixed settings, the first run with those of the job, and both runs.
+        (["-m", "debug=tiny", "seed=1,2"], 4),
+    ],
+)
+def test_settings_are_composed_as_seldom_as_can_be(words, count, capsys, monkeypatch):
+    """A composition takes about a sixth of a second."""
+    composed = []
+
+    def counting(*arguments, **options):
+        composed.append(arguments)
+        return hydra.compose(*arguments, **options)
+
+    monkeypatch.setattr("agenttrain.settings.compose.compose", counting)
+    rendered(capsys, *words)
+    assert len(composed) == count
 
 
 @pytest.mark.parametrize("verb", [["check", "sft"], ["submit", "sft", "--dry-run", "slurm=gpu"]])

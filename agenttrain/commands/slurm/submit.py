@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.syntax import Syntax
 
 from agenttrain.commands.check import certify, check
-from agenttrain.commands.running import compose_all
+from agenttrain.commands.running import compose_all, compose_combinations
 from agenttrain.commands.slurm import script as sbatch
 from agenttrain.commands.slurm.config import SlurmConfig
 from agenttrain.commands.slurm.script import (
@@ -33,13 +33,14 @@ from agenttrain.commands.slurm.script import (
 )
 from agenttrain.commands.sweep.command import new_sweep
 from agenttrain.commands.sweep.config import OnFailedJob, Sampler, SweepConfig
-from agenttrain.commands.sweep.expand import expand
+from agenttrain.commands.sweep.expand import Expansion, expand
 from agenttrain.commands.sweep.record import RECORD, SweepRecord, quote_path, write_record
 from agenttrain.settings.checks import check_submission
 from agenttrain.settings.command_line import RUN_DIR, TRUSTED, Command, command_of
 from agenttrain.settings.compose import (
     Composed,
     check_writable,
+    compose_new,
     compose_run,
     hydra_session,
     job_name,
@@ -47,7 +48,6 @@ from agenttrain.settings.compose import (
 )
 from agenttrain.settings.overrides import key_of
 from agenttrain.settings.pinning import check_cached, pins
-from agenttrain.settings.run_config import RunConfig
 from agenttrain.types import ConfigError
 from agenttrain.utils.redaction import hide_secrets
 
@@ -190,37 +190,43 @@ def _plan_job(command: Command, slurm: Sequence[str]) -> PlannedJob:
     if command.saved is not None:
         return _plan_resumed(command, slurm, command.saved.absolute())
     overrides = command.overrides  # of a single run; below, of a sweep's first run
-    if command.sweep:
-        runs_of_sweep = expand(command.overrides, source).runs
-        overrides = runs_of_sweep[0]
-        _check_same_processes(command.overrides, runs_of_sweep)
+    expansion = expand(command.overrides, source) if command.sweep else None
+    if expansion is not None:
+        overrides = expansion.runs[0]
+        _check_same_processes(command.overrides, expansion.runs)
     try:
-        first = compose_run([*overrides, *slurm], source).config
+        composed = compose_run([*overrides, *slurm], source, with_hydra=True)
     except ConfigError as error:
         run = f"in the run {' '.join(overrides)}\n" if command.sweep else ""
         raise ConfigError(f"{run}{error}") from error
+    first = composed.config
     check_submission(first)
     # By default one process per GPU of the job: this machine may have fewer GPUs.
     gpus = first.slurm.gpus if first.distributed.name != "single" else 0
+    processes = list[str]()
     if gpus and first.distributed.processes is None:
-        processes = f"distributed.processes={gpus}"
-        command = replace(command, overrides=[*command.overrides, processes])
+        processes = [f"distributed.processes={gpus}"]
+    command = replace(command, overrides=[*command.overrides, *processes])
     # The job adds its nodes itself: here they are only checked with the other settings.
     nodes = first.slurm.nodes - first.servers.nodes
     rendezvous = [f"distributed.nodes={nodes}", f"distributed.rendezvous={ANY_ENDPOINT}"]
-    in_job = [*command.overrides, *(rendezvous if nodes > 1 else ())]
-    runs = compose_all(replace(command, overrides=in_job))
-    name = job_name(overrides, source)
-    if command.sweep:
-        return _plan_sweep(command, name, first, runs)
-    folder = run_folder(command.overrides, source)
+    set_by_job = rendezvous if nodes > 1 else []
+    if expansion is not None:
+        expansion = expansion.with_overrides(*processes)
+        runs = compose_combinations(command, expansion.with_overrides(*set_by_job).runs)
+        return _plan_sweep(command, composed, runs, expansion)
+    runs = compose_all(replace(command, overrides=[*command.overrides, *set_by_job]))
+    composed = runs[0]
+    if set_by_job:  # the folder may be named after the overrides, without those of the job's nodes
+        composed = compose_new(command.overrides, source, starts=True)
+    folder = run_folder(composed, command.overrides, source)
     settings = [text for text in command.overrides if not text.startswith(RUN_DIR)]
     # The job loads the revisions that were checked here, whatever the hub has by then.
     commits = pins(runs[0], command.verb)
     # resume=auto: a job that is put back into the queue goes on in the same folder.
     resume = ["resume=auto", f"{RUN_DIR}{quote_path(folder)}"]
     arguments = [command.verb, *command.options, *settings, *commits, *resume]
-    script = _job_script(folder, name, [arguments], runs[0])
+    script = _job_script(folder, job_name(composed), [arguments], runs[0])
     return PlannedJob(settings=first.slurm, runs=runs, script=script, record=None, resumes=False)
 
 
@@ -235,32 +241,35 @@ def _check_same_processes(overrides: Sequence[str], runs: Sequence[Sequence[str]
 def _plan_resumed(command: Command, slurm: Sequence[str], folder: Path) -> PlannedJob:
     """Plan the job that resumes the run in `folder`."""
     source = command.source
-    settings = compose_run(slurm, source).config.slurm
+    composed = compose_run(slurm, source, with_hydra=True)
+    settings = composed.config.slurm
     runs = compose_all(command)
     check_submission(replace(runs[0].config, slurm=settings))
     trust = [TRUSTED] if command.trust else []
     arguments = [command.verb, *command.options, f"resume={folder}", *command.overrides, *trust]
-    script = _job_script(folder, job_name([], source), [arguments], runs[0])
+    script = _job_script(folder, job_name(composed), [arguments], runs[0])
     return PlannedJob(settings=settings, runs=runs, script=script, record=None, resumes=True)
 
 
-def _plan_sweep(command: Command, name: str, first: RunConfig, runs: list[Composed]) -> PlannedJob:
+def _plan_sweep(
+    command: Command, composed: Composed, runs: list[Composed], expansion: Expansion
+) -> PlannedJob:
     """Plan the job array of a sweep.
 
-    `first` is the settings of its first run as typed; in `runs` the job has added nodes and
-    processes to them.
+    `composed` is its first run as typed; in `runs` the job has added nodes and processes.
     """
+    first = composed.config
     _check_sweep(runs[0].config.sweep)
     if first.servers.nodes:
         raise ConfigError(
             f"servers.nodes={first.servers.nodes}: the jobs of an array have no nodes for "
             "servers; submit the runs one by one, or leave it out"
         )
-    folder, record = new_sweep(command, runs)
+    folder, record = new_sweep(command, runs, expansion)
     folder = folder.absolute()
     # A job that is put back into the queue resumes its run.
     jobs = [record.arguments(folder, job, "resume=auto") for job in record.jobs]
-    script = _job_script(folder, name, jobs, runs[0], array=True)
+    script = _job_script(folder, job_name(composed), jobs, runs[0], array=True)
     return PlannedJob(settings=first.slurm, runs=runs, script=script, record=record, resumes=False)
 
 
