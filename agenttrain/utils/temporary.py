@@ -6,7 +6,6 @@ any way. The next process that makes a folder in the same place removes those wi
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import shutil
@@ -16,14 +15,14 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from agenttrain.utils.files import NO_LOCKS
+
 PREFIX = "agenttrain-tmp-"
 UNFINISHED = "agenttrain-new-"
 """Beginning of the name of a folder without its lock."""
 UNFINISHED_S = 3600
 """Seconds after which a folder without its lock is taken for one of a killed process."""
 LOCK = ".lock"
-NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-"""Errors of a file system that cannot lock."""
 
 
 class TemporaryFolder:

@@ -24,15 +24,10 @@ from agenttrain.tracking.rollouts import (
     step_path,
     write_step,
 )
-from agenttrain.tracking.run_folder import (
-    FolderInUse,
-    lock_folder,
-    read_summary,
-    update_summary,
-    write_atomically,
-)
+from agenttrain.tracking.run_folder import FolderInUse, lock_folder, read_summary, update_summary
 from agenttrain.tracking.tracker import MetricsFile, Tracker, cut
 from agenttrain.types import Completion, Finish
+from agenttrain.utils.files import write_atomically
 from agenttrain.utils.json_lines import dumps, read_rows
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from agenttrain.engines.vllm_server.files_transport import BACKEND
-from agenttrain.engines.vllm_server.process_ids import process_exists, started_at
+from agenttrain.utils.process_ids import process_exists, started_at
 from agenttrain.utils.signing import sign
 
 FOLDER = "servers"
