@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import hashlib
 import os
 from collections.abc import Iterator
@@ -122,11 +123,29 @@ def file_lock(path: Path, *, blocking: bool = True) -> Iterator[None]:
         lock.release()
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace a file's content; a reader sees the old content or the new, never a part."""
+def lock_descriptor(descriptor: int) -> None:
+    """Wait for the exclusive lock of an open file; nothing is locked where `file_lock` locks none.
+
+    For a lock that another thread releases, or that goes with its file to another name; `file_lock`
+    is for the others.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+
+
+def write_atomically(path: Path, content: str | bytes, *, mode: int = 0o666) -> None:
+    """Replace a file; a reader sees the old content or the new, never a part.
+
+    The new file has the permissions `mode` from the start, less those that the umask takes away.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+        with open(descriptor, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
         temporary.replace(path)
     except BaseException:
         with suppress(OSError):

@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from agenttrain.utils.files import NO_LOCKS
+from agenttrain.utils.files import lock_descriptor
 
 PREFIX = "agenttrain-tmp-"
 UNFINISHED = "agenttrain-new-"
@@ -41,11 +41,7 @@ class TemporaryFolder:
         # Only a folder that has its lock gets the name that `remove_abandoned` looks for.
         unfinished = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=parent))
         self._lock = os.open(unfinished / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-        except OSError as error:  # a file system without locks, on which nothing is abandoned
-            if error.errno not in NO_LOCKS:
-                raise
+        lock_descriptor(self._lock)  # without locks nothing is removed as abandoned
         self.path = unfinished.rename(parent / unfinished.name.replace(UNFINISHED, PREFIX, 1))
 
     def __enter__(self) -> Path:
