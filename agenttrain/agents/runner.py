@@ -25,10 +25,10 @@ import uvicorn
 from agenttrain.agents.app import ON_RESET, OpenRollout, build_app
 from agenttrain.agents.attempt import EndpointRollout, ServedPolicy
 from agenttrain.agents.certified import CertifiedTools
+from agenttrain.agents.command_agent import CommandAgent, environment_of
 from agenttrain.agents.config import AgentConfig, OnFailure, OnForm, Sandbox, Served
 from agenttrain.agents.contained import ContainedAgent
 from agenttrain.agents.output import DividedOutput
-from agenttrain.agents.processes import CommandAgent, environment_of
 from agenttrain.agents.restarts import Restart
 from agenttrain.agents.sandbox import check_sandbox, sandbox_command
 from agenttrain.agents.task import AgentFailed, AgentTask, agent_reward

@@ -40,7 +40,7 @@ from agenttrain.rollout.declared import write_declared
 from agenttrain.runs.fingerprints import check_unchanged, fingerprints
 from agenttrain.runs.fingerprints import write as write_fingerprints
 from agenttrain.runs.loading import make_engine, make_policy
-from agenttrain.runs.memory import PlannedHardware, device_memory, level_of, shares_gpu
+from agenttrain.runs.memory_plan import PlannedHardware, device_memory, level_of, shares_gpu
 from agenttrain.runs.provenance import write_config
 from agenttrain.runs.remote import make_remote_engine, make_remote_source, start_rollouts
 from agenttrain.runs.report import print_losses, print_scores

@@ -29,7 +29,7 @@ from agenttrain.engines.transformers.engine import TransformersEngine
 from agenttrain.engines.vllm.config import VllmSettings
 from agenttrain.engines.vllm.setup import engine_arguments
 from agenttrain.runs.loading import check_model
-from agenttrain.runs.memory import Sizes
+from agenttrain.runs.memory_plan import Sizes
 from agenttrain.runs.sampling import adapters_are_sent, engine_inputs
 from agenttrain.settings.async_checks import async_note
 from agenttrain.settings.checks import validate
