@@ -16,7 +16,7 @@ import transformers
 import agenttrain.chat
 from agenttrain.chat.certificate import certify
 from agenttrain.chat.chat import Chat
-from agenttrain.tracking.run_folder import write_atomically
+from agenttrain.utils.files import write_atomically
 
 FORM = 1
 """Number of the files' form."""

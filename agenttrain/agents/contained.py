@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from agenttrain.agents.command_agent import LAST_WORDS, result_reward
 from agenttrain.agents.output import BoundedLog
-from agenttrain.agents.processes import LAST_WORDS, result_reward
 from agenttrain.agents.task import AgentFailed, AgentTask
 from agenttrain.types import RolloutMachine
 

@@ -16,7 +16,7 @@ import sys
 from contextlib import suppress
 
 from agenttrain.tools.sandbox.confine import CORE_BYTES, confine, die_first, set_limit
-from agenttrain.tools.sandbox.memory import disk_in_use, memory_in_use
+from agenttrain.tools.sandbox.memory_use import disk_in_use, memory_in_use
 from agenttrain.tools.sandbox.root import Root
 from agenttrain.tools.sandbox.system import PR_SET_DUMPABLE, prctl
 

@@ -25,10 +25,10 @@ import uvicorn
 from agenttrain.agents.app import ON_RESET, OpenRollout, build_app
 from agenttrain.agents.attempt import EndpointRollout, ServedPolicy
 from agenttrain.agents.certified import CertifiedTools
+from agenttrain.agents.command_agent import CommandAgent, environment_of
 from agenttrain.agents.config import AgentConfig, OnFailure, OnForm, Sandbox, Served
 from agenttrain.agents.contained import ContainedAgent
 from agenttrain.agents.output import DividedOutput
-from agenttrain.agents.processes import CommandAgent, environment_of
 from agenttrain.agents.restarts import Restart
 from agenttrain.agents.sandbox import check_sandbox, sandbox_command
 from agenttrain.agents.task import AgentFailed, AgentTask, agent_reward
@@ -47,6 +47,7 @@ from agenttrain.runtimes.base import Listens
 from agenttrain.runtimes.machines import Machines
 from agenttrain.tools.arguments import ArgumentSchema
 from agenttrain.types import Rollout, RolloutMachine, StopReason, ToolUnavailable
+from agenttrain.utils.files import write_atomically
 from agenttrain.utils.locate import locate
 from agenttrain.utils.redaction import hide_secrets
 from agenttrain.utils.temporary import TemporaryFolder
@@ -123,12 +124,8 @@ class ExternalAgent:
     async def attempt(self, assignment: AgentTask, log: Path) -> float | None:
         """Publish the rollout, and wait for its end."""
         path = log.with_suffix(".json")
-        unfinished = path.with_suffix(".tmp")
         # It holds the rollout's key, which other users must not read.
-        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(assignment.line() + "\n")
-        unfinished.replace(path)
+        write_atomically(path, assignment.line() + "\n", mode=0o600)
         try:
             await asyncio.Event().wait()  # until this is cancelled, when the rollout is over
         finally:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from agenttrain.agents.command_agent import LAST_WORDS, make_command, parse_result, start
 from agenttrain.agents.output import PAUSE_S, BoundedLog
-from agenttrain.agents.processes import LAST_WORDS, make_command, parse_result, start
 from agenttrain.agents.task import AgentFailed, AgentTask, agent_reward
 from agenttrain.utils.child_process import LAST_WORDS_S, how_ended
 

@@ -37,7 +37,7 @@ def check(verb: str, runs: Sequence[Composed]) -> int:
         )
     checked_verb = "train" if verb == CHECK else verb  # `agenttrain check` alone names no verb
     passed = certify(runs, checked_verb)
-    if passed:
+    if passed and checked_verb != "sft":  # supervised learning starts no agent
         _converse(runs)
     notes = dict.fromkeys(note for run in runs if (note := float32_on_gpu(run.config)))
     if notes:
@@ -86,10 +86,10 @@ CERTIFIED = (
 
 
 @no_garbage_collection()
-def certify(runs: Sequence[Composed], verb: str = "train") -> bool:
+def certify(runs: Sequence[Composed], verb: str) -> bool:
     """Print each template's certificate once; return True if all passed.
 
-    Also checks the components of every run, as the run does before it loads weights. Raises
+    Also checks the components of every run, as a run of `verb` does before it loads weights. Raises
     ConfigError.
     """
     check_files(runs)
@@ -138,7 +138,9 @@ def _print_notes(components: Components, config: RunConfig) -> None:
         if sizes
     )
     print(f"prompts        {prompts or 'given by the environment'}")
-    notes = [*components.notes, *overlong_notes(components), *components.alarms()]
-    for note in (*notes, sampling_note(config)):
+    notes: list[str | None] = [*components.notes, *overlong_notes(components)]
+    if components.verb != "sft":  # supervised learning reads no rewards and samples nothing
+        notes += [*components.alarms(), sampling_note(config)]
+    for note in notes:
         if note is not None:
             print(note)

@@ -15,6 +15,7 @@ from agenttrain.settings.command_line import source_of, take_trust
 from agenttrain.settings.compose import compose_new, hydra_session, open_keys
 from agenttrain.settings.machine import broadcast_problems
 from agenttrain.settings.pinning import fetch
+from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.trust import check_trusted
 from agenttrain.types import ConfigError
 from agenttrain.utils.sections import raise_config_error
@@ -81,9 +82,27 @@ def _serve_alone(args: Namespace, overrides: list[str]) -> int:
     for key in ("number", "parent", "wait"):
         if (value := getattr(args, key)) is not None:
             raise ConfigError(f"--{key} {value}: has no effect beside --port; leave it out")
-    if (folder / "config.yaml").exists():
-        raise ConfigError(f"{folder}: holds a run; {ELSEWHERE}")
+    config = _settings_for_server(args, overrides)
     _check_free(host, port)
+    fetch(config, "eval")  # as an evaluation, the server needs no teacher
+    folder.mkdir(parents=True, exist_ok=True)
+    inputs = server_inputs(config, folder.resolve(), on_gpu=count_gpus() > 0)
+    serve_alone = spec_of(config.engine).serve_alone
+    assert serve_alone is not None  # `_settings_for_server` has checked it
+    return serve_alone(config.engine, inputs, host, port)
+
+
+def check_server(args: Namespace, overrides: Sequence[str]) -> int:
+    """Check the settings of a server for runs elsewhere; raises ConfigError."""
+    _settings_for_server(args, overrides)
+    print("these settings fit agenttrain engine-server")
+    return 0
+
+
+def _settings_for_server(args: Namespace, overrides: Sequence[str]) -> RunConfig:
+    """Return the settings of a server for runs elsewhere, checked; raises ConfigError."""
+    if args.folder is not None and (args.folder / "config.yaml").exists():
+        raise ConfigError(f"{args.folder}: holds a run; {ELSEWHERE}")
     if not any(text.startswith("engine=") for text in overrides):
         overrides = [names_with(fleet=True), *overrides]
     source = source_of(args)
@@ -100,10 +119,7 @@ def _serve_alone(args: Namespace, overrides: list[str]) -> int:
         )
     machine_problems = spec.check_machine(config.engine, count_gpus)
     raise_config_error([*broadcast_problems(config, count_gpus), *machine_problems])
-    fetch(config, "eval")  # as an evaluation, the server needs no teacher
-    folder.mkdir(parents=True, exist_ok=True)
-    inputs = server_inputs(config, folder.resolve(), on_gpu=count_gpus() > 0)
-    return spec.serve_alone(config.engine, inputs, host, port)
+    return config
 
 
 def _check_free(host: str, port: int) -> None:

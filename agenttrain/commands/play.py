@@ -21,7 +21,6 @@ from rich.text import Text
 
 from agenttrain.engines.base import EngineDead
 from agenttrain.engines.registry import spec_of
-from agenttrain.settings.engine_checks import typed_engine
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.saved import first_model, run_of
 from agenttrain.tracking.console import one_line, printable
@@ -38,7 +37,6 @@ from agenttrain.types import (
 from agenttrain.utils.content import images_in
 from agenttrain.utils.garbage import no_garbage_collection
 from agenttrain.utils.names import did_you_mean
-from agenttrain.utils.redaction import shell_command
 from agenttrain.utils.seeds import derive_seed
 
 if TYPE_CHECKING:
@@ -60,16 +58,6 @@ COMMANDS = {
     "/help": "these commands",
     "/quit": "end (Ctrl-D too)",
 }
-
-
-def check_engine(config: RunConfig, overrides: Sequence[str]) -> None:
-    """Raise ConfigError for a typed engine with weights of its own; a saved run's is replaced."""
-    typed = typed_engine(overrides)
-    if typed is not None and spec_of(config.engine).own_weights:
-        raise ConfigError(
-            f"{typed}: agenttrain play samples from the model in its own process; leave it out, or "
-            f"serve the model: {shell_command(['serve', *overrides])}"
-        )
 
 
 def play(config: RunConfig, args: Namespace, folder: Path | None) -> int:

@@ -12,6 +12,7 @@ from agenttrain.commands.verb import as_config_error
 from agenttrain.settings.checks import validate
 from agenttrain.settings.command_line import source_of, take_trust
 from agenttrain.settings.compose import Source, check_writable, hydra_session, open_keys
+from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.saved import saved_settings
 from agenttrain.tracking.pictures import FOLDER as PICTURES
 from agenttrain.tracking.rollouts import written_step
@@ -80,6 +81,24 @@ def rescore(args: Namespace, overrides: Sequence[str]) -> int:
 
     `--to` writes the rewards of every rollout. Returns the exit code; raises ConfigError.
     """
+    config = _settings_for_rescore(args, overrides)
+    with as_config_error():
+        from agenttrain.commands.rescore import rescore as rescore_run
+
+        return rescore_run(config, args.folder, step=args.step, to=args.to)
+
+
+def check_rescore(args: Namespace, overrides: Sequence[str]) -> int:
+    """Check the settings of `rescore`; raises ConfigError."""
+    if args.folder is None:
+        raise ConfigError("check rescore: of which run? name its folder: check rescore FOLDER …")
+    _settings_for_rescore(args, overrides)
+    print("these settings fit agenttrain rescore")
+    return 0
+
+
+def _settings_for_rescore(args: Namespace, overrides: Sequence[str]) -> RunConfig:
+    """Return the settings of the run with the typed rewards, checked; raises ConfigError."""
     settings, trust = take_trust(overrides)
     if not any(text.startswith("reward") for text in settings):
         raise ConfigError("reward: by which one? add reward=[…]")
@@ -95,10 +114,7 @@ def rescore(args: Namespace, overrides: Sequence[str]) -> int:
             trust=trust,
         ).config
     validate(config, code=SCORING)
-    with as_config_error():
-        from agenttrain.commands.rescore import rescore as rescore_run
-
-        return rescore_run(config, args.folder, step=args.step, to=args.to)
+    return config
 
 
 def view(args: Namespace) -> int:

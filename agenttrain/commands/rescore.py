@@ -16,8 +16,8 @@ from agenttrain.runs.setup import Components
 from agenttrain.settings.mixture import refuse_sources
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tracking.rollouts import read_rollout, written_steps
-from agenttrain.tracking.run_folder import write_atomically
 from agenttrain.types import ConfigError, Rollout, Task
+from agenttrain.utils.files import write_atomically
 from agenttrain.utils.json_lines import dumps
 
 TOTAL = "reward"

@@ -7,7 +7,7 @@ second and leaves no folder.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -15,6 +15,7 @@ from shlex import quote
 
 from omegaconf import Container, OmegaConf
 
+from agenttrain.commands.verb import call_command
 from agenttrain.commands.verbs import LIKE_TRAIN, RUNNING
 from agenttrain.settings.command_line import (
     CHECK,
@@ -43,6 +44,14 @@ from agenttrain.utils.redaction import hide_secrets
 from agenttrain.utils.sections import raise_config_error
 
 SWEPT = (*RUNNING, CHECK)
+WITH_FOLDER = ("rescore", "engine-server")
+"""Verbs whose folder `agenttrain check` takes as they do."""
+CHECKS_OF_VERBS = {
+    "submit": "slurm.submit:check_job",
+    "rescore": "records:check_rescore",
+    "engine-server": "engine_server:check_server",
+}
+"""Verbs that compose their settings themselves, and their function for `agenttrain check`."""
 
 
 def run_verb(args: Namespace, overrides: Sequence[str]) -> int:
@@ -54,8 +63,15 @@ def run_verb(args: Namespace, overrides: Sequence[str]) -> int:
 def check_verb_settings(args: Namespace, overrides: Sequence[str]) -> int:
     """Check the settings of a verb; exit code 1: a certificate did not pass. Raises ConfigError."""
     verb = CHECK if args.target in (None, *LIKE_TRAIN) else args.target
+    if args.folder is not None and verb not in WITH_FOLDER:
+        raise ConfigError(
+            f"{args.folder}: settings are written key=value; see agenttrain check --help"
+        )
+    shows = args.cfg or args.info or args.hydra_help
+    if not shows and args.target in CHECKS_OF_VERBS:
+        return call_command(CHECKS_OF_VERBS[args.target], args, overrides)
     command = command_of(verb, args, overrides, checks=True)
-    return _show(command, args) if args.cfg or args.info or args.hydra_help else _check(command)
+    return _show(command, args) if shows else _check(command)
 
 
 def run(command: Command) -> int:
@@ -172,11 +188,20 @@ def compose_all(command: Command) -> list[Composed]:
         return [composed]
     if not command.sweep:
         return [_compose_one(overrides, command)]
-    from agenttrain.commands.sweep.config import objective_problems
     from agenttrain.commands.sweep.expand import expand
 
+    return compose_combinations(command, expand(overrides, source).runs)
+
+
+def compose_combinations(command: Command, combinations: Iterable[Sequence[str]]) -> list[Composed]:
+    """Return the checked settings of a sweep's runs, of which each is given by its overrides.
+
+    Raises ConfigError. Needs a `hydra_session`.
+    """
+    from agenttrain.commands.sweep.config import objective_problems
+
     runs = []
-    for combination in expand(overrides, source).runs:
+    for combination in combinations:
         try:
             # Without `raw`, which only a started run needs: a sweep may have thousands of runs.
             runs.append(replace(_compose_one(combination, command), raw=None))
@@ -233,7 +258,7 @@ def _compose_one(overrides: Sequence[str], command: Command) -> Composed:
     from agenttrain.settings.pinning import pin
     from agenttrain.settings.saved import check_new
 
-    check_new(verb, composed.config)  # refuses settings of resumed runs
+    check_new(composed.config)  # refuses settings of resumed runs
     validate(composed.config, SIZES if verb == "plan" else tuple(PARTS))
     pin(composed, verb)
     check_for_verb(verb, composed.config, overrides)

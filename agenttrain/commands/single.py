@@ -77,9 +77,8 @@ def play(args: Namespace, overrides: Sequence[str]) -> int:
     folder, words = at_step(overrides, checkpoint_step, typed=args.step)  # `typed`: for messages
     composed = compose_single("play", args, words)
     admit_engine(composed, "play")
-    from agenttrain.commands.play import check_engine, play  # imports torch
+    from agenttrain.commands.play import play  # imports torch
 
-    check_engine(composed.config, words)
     return play(composed.config, args, folder)
 
 

@@ -89,10 +89,8 @@ class Verb:
 
     def run(self, args: Namespace, settings: list[str]) -> int:
         """Do the work; return the exit code. Raises ConfigError."""
-        module, _, name = self.command.partition(":")
-        command = getattr(import_module(f"agenttrain.commands.{module}"), name)
-        code: int = command(args) if self.settings is None else command(args, settings)
-        return code
+        settings_of_verb = () if self.settings is None else (settings,)
+        return call_command(self.command, args, *settings_of_verb)
 
     def parser(self) -> VerbParser:
         """Return the parser of the words behind the verb."""
@@ -105,6 +103,13 @@ class Verb:
     def parse(self, words: Sequence[str]) -> tuple[Namespace, list[str]]:
         """Return the arguments and the settings among the words; raises ConfigError."""
         return self.parser().parse_words(words)
+
+
+def call_command(command: str, *arguments: Any) -> int:
+    """Import and call a command of this folder, ``export:export_checkpoint``; return its code."""
+    module, _, name = command.partition(":")
+    code: int = getattr(import_module(f"agenttrain.commands.{module}"), name)(*arguments)
+    return code
 
 
 class VerbParser(ArgumentParser):
@@ -390,15 +395,22 @@ def positive(text: str) -> float:
     return number
 
 
-def one_of(*names: str) -> Callable[[str], str]:
-    """Return a type for argparse that takes these names; give it a `metavar` too."""
+class OneOf:
+    """A type for argparse that takes one of these names; give it a `metavar` too."""
 
-    def read(text: str) -> str:
-        if text not in names:
-            raise bad_value(text, f"expected one of {', '.join(names)}{did_you_mean(text, names)}")
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def __call__(self, text: str) -> str:
+        if text not in self.names:
+            expected = f"expected one of {', '.join(self.names)}"
+            raise bad_value(text, f"{expected}{did_you_mean(text, self.names)}")
         return text
 
-    return read
+
+def values_of(action: Action) -> Sequence[str]:
+    """Return the values that an argument takes; empty if they cannot be listed."""
+    return action.type.names if isinstance(action.type, OneOf) else tuple(action.choices or ())
 
 
 @contextmanager

@@ -12,11 +12,11 @@ from pathlib import Path
 from agenttrain.commands.verb import (
     SAVED,
     VERBS,
+    OneOf,
     Verb,
     add_folder,
     add_json,
     add_new_file,
-    one_of,
     positive,
     whole_number,
 )
@@ -85,7 +85,7 @@ def _submit(parser: ArgumentParser) -> None:
     """Add the arguments of `agenttrain submit`."""
     add = parser.add_argument
     text = "train, or sft: they can be resumed"
-    verbs = one_of("train", "sft")
+    verbs = OneOf("train", "sft")
     add("target", nargs="?", default="train", type=verbs, metavar="VERB", help=text)
     add("--dry-run", action="store_true", help="print the job's script and submit nothing")
     text = "leave out the check of tools, template and data on this machine"
@@ -94,8 +94,10 @@ def _submit(parser: ArgumentParser) -> None:
 
 def _check(parser: ArgumentParser) -> None:
     text = "the verb whose settings these are: sft, eval run=…"
-    verbs = one_of("train", "sft", "eval", "play", "serve", *LIKE_TRAIN)
-    parser.add_argument("target", nargs="?", type=verbs, metavar="VERB", help=text)
+    names = ("train", "sft", "eval", "play", "serve", "rescore", "engine-server", *LIKE_TRAIN)
+    parser.add_argument("target", nargs="?", type=OneOf(*names), metavar="VERB", help=text)
+    text = "with rescore and engine-server: their folder"
+    parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help=text)
 
 
 def _rehearse(parser: ArgumentParser) -> None:
@@ -194,9 +196,9 @@ def _replay(parser: ArgumentParser) -> None:
     add("--rollout", metavar="ID", help="one rollout of it (all)")
     text = "live: run the tools again instead of reading their recorded replies"
     kinds = ("recorded", "live")
-    add("--tools", type=one_of(*kinds), default="recorded", metavar="|".join(kinds), help=text)
+    add("--tools", type=OneOf(*kinds), default="recorded", metavar="|".join(kinds), help=text)
     (text,) = TRUST.values()
-    add("--trust", type=one_of("true", "false"), default="false", metavar="true", help=text)
+    add("--trust", type=OneOf("true", "false"), default="false", metavar="true", help=text)
 
 
 def _rescore(parser: ArgumentParser) -> None:
@@ -270,21 +272,21 @@ def _export(parser: ArgumentParser) -> None:
     add("--to", metavar="PLACE", help="a folder that does not exist yet, or hub:org/name")
     add("--step", metavar="N", help="a checkpoint's step, or best (the newest)")
     text = "transformers, merged (adapters into the weights) or adapter"
-    forms = one_of("transformers", "adapter", "merged")
+    forms = OneOf("transformers", "adapter", "merged")
     add("--format", type=forms, default="transformers", metavar="NAME", help=text)
     text = "auto (as saved), float32, bfloat16 or float16"
-    dtypes = one_of("auto", "float32", "bfloat16", "float16")
+    dtypes = OneOf("auto", "float32", "bfloat16", "float16")
     add("--dtype", type=dtypes, default="auto", metavar="NAME", help=text)
     text = "a new model of the hub is public"
-    add("--public", type=one_of("true", "false"), metavar="true", help=text)
+    add("--public", type=OneOf("true", "false"), metavar="true", help=text)
 
 
 def _completion(parser: ArgumentParser) -> None:
     add = parser.add_argument
     words, text = ("bash", "zsh", "install"), "print the script of this shell, or install it"
-    add("what", type=one_of(*words), metavar="|".join(words), help=text)
+    add("what", type=OneOf(*words), metavar="|".join(words), help=text)
     text = "with install: bash or zsh (that of $SHELL)"
-    add("shell", nargs="?", type=one_of("bash", "zsh"), metavar="SHELL", help=text)
+    add("shell", nargs="?", type=OneOf("bash", "zsh"), metavar="SHELL", help=text)
 
 
 def _init(parser: ArgumentParser) -> None:

@@ -25,7 +25,6 @@ import torch
 from agenttrain.rewards.function import RewardError
 from agenttrain.rollout.declared import FILE as TOOLS
 from agenttrain.tracking.rollouts import write_step
-from agenttrain.tracking.run_folder import write_atomically
 from agenttrain.training.batch import SequenceRoutes, TrainingSequence
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.checkpoint_files import CheckpointError
@@ -34,6 +33,7 @@ from agenttrain.training.policy import Policy
 from agenttrain.training.sharding import read_tensors
 from agenttrain.training.world import PeerFailed
 from agenttrain.types import Rollout
+from agenttrain.utils.files import write_atomically
 
 TENSORS = (
     *("token_ids_T", "targets_S", "behaviour_S"),

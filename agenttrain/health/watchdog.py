@@ -21,8 +21,9 @@ from typing import Any, Protocol
 from agenttrain.health.config import WatchdogConfig
 from agenttrain.health.stall import Stall, end_run
 from agenttrain.rollout.monitoring import ENGINE, OTHER, TOOL, InFlight, Waiting
-from agenttrain.tracking.run_folder import update_summary, write_atomically
+from agenttrain.tracking.run_folder import update_summary
 from agenttrain.training.world import World
+from agenttrain.utils.files import write_atomically
 
 READ_ATTEMPTS = 100
 """Attempts to read the table of rollouts, which the event loop may change meanwhile."""

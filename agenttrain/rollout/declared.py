@@ -19,8 +19,8 @@ from agenttrain.environments.environment import EnvironmentKind
 from agenttrain.environments.environments import Environments
 from agenttrain.tools.config import Isolation, ToolLimits
 from agenttrain.tools.toolbox import Toolbox
-from agenttrain.tracking.run_folder import write_atomically
 from agenttrain.types import ToolContext, ToolUnavailable
+from agenttrain.utils.files import write_atomically
 
 FILE = "tools.json"
 DECLARED_HOOKS = ("reset", "user", "reward")

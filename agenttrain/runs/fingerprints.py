@@ -27,9 +27,8 @@ from agenttrain.settings.mixture import located
 from agenttrain.settings.role_checks import used_roles
 from agenttrain.settings.run_config import RunConfig, RunPart
 from agenttrain.settings.saved import done_steps
-from agenttrain.tracking.run_folder import write_atomically
 from agenttrain.types import ConfigError, Task
-from agenttrain.utils.files import digest_of_blocks
+from agenttrain.utils.files import digest_of_blocks, write_atomically
 from agenttrain.utils.hub import is_hub_id
 from agenttrain.utils.locate import locate
 from agenttrain.utils.model_path import model_folder

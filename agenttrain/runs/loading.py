@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def check_model(config: RunConfig, verb: str = "train") -> None:
+def check_model(config: RunConfig, verb: str) -> None:
     """Raise if the architecture cannot do what a run of `verb` needs, or weight files are missing.
 
     The model is built on the meta device, without weights.
@@ -221,9 +221,7 @@ def sharding_of(config: RunConfig) -> Sharding | None:
     return Sharding(cpu_offload=distributed.cpu_offload, within=within)
 
 
-def make_engine(
-    config: RunConfig, policy: Policy, folder: Path | None = None, *, verb: str = "train"
-) -> Engine:
+def make_engine(config: RunConfig, policy: Policy, folder: Path | None, *, verb: str) -> Engine:
     """Build the engine of a run of `verb`, over the policy; its log goes to the run folder.
 
     Raises ConfigError for an engine whose SPEC says that weights are sent to it, and that has no

@@ -12,7 +12,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from agenttrain.settings.trust import signature
-from agenttrain.tracking.run_folder import PACKAGES, write_atomically
+from agenttrain.tracking.run_folder import PACKAGES
+from agenttrain.utils.files import write_atomically
 
 
 def write_config(

@@ -17,8 +17,9 @@ from agenttrain.tracking.metrics import Scores
 from agenttrain.tracking.notable import Section, notable_rollouts
 from agenttrain.tracking.report import print_report
 from agenttrain.tracking.rollouts import read_step, rollout_record, step_path
-from agenttrain.tracking.run_folder import read_summary, write_atomically
+from agenttrain.tracking.run_folder import read_summary
 from agenttrain.tracking.usage import usage_lines
+from agenttrain.utils.files import write_atomically
 from agenttrain.utils.model_path import model_folder
 
 SHOWN = 3

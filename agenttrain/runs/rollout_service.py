@@ -140,7 +140,7 @@ class RolloutService:
         composed = convert(start.settings)
         admit_engine(composed, start.verb)  # imports an engine from outside the package
         self._config = config = composed.config
-        if config.async_training.max_staleness:
+        if config.is_asynchronous:
             # Rollouts that begin at any time share decode batches: their bits do not repeat.
             config.rollout = replace(config.rollout, deterministic=False)
         self._folder = Path(start.folder)
@@ -165,7 +165,7 @@ class RolloutService:
     async def start(self, stack: AsyncExitStack) -> None:
         """Prepare to sample groups ahead of the trainer, if the run does so; the stack ends it."""
         config, collector = self._config, self._source.collector
-        if config.async_training.max_staleness == 0:
+        if not config.is_asynchronous:
             return
         # A resumed run uses only the journal's groups that were made with the same settings.
         settings = {name: getattr(config, name) for name in JOURNAL_SETTINGS}

@@ -40,7 +40,7 @@ from agenttrain.rollout.declared import write_declared
 from agenttrain.runs.fingerprints import check_unchanged, fingerprints
 from agenttrain.runs.fingerprints import write as write_fingerprints
 from agenttrain.runs.loading import make_engine, make_policy
-from agenttrain.runs.memory import (
+from agenttrain.runs.memory_plan import (
     PlannedHardware,
     device_memory,
     keep_servers_share,
@@ -723,7 +723,6 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
         )
 
     source, evaluator = _make_source(run, components, policy, rollouts, collector)
-    is_asynchronous = config.async_training.max_staleness > 0
     trainer = Trainer(
         config=config,
         run=run,
@@ -738,7 +737,7 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
         if supervised
         else Guards(
             config=config.guards,
-            asynchronous=is_asynchronous,
+            asynchronous=config.is_asynchronous,
             folder=run.folder,
             on_alarm=run.tracker.alarm,
         ),

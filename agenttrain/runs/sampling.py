@@ -67,9 +67,10 @@ def placeholders_of(config: RunConfig) -> Placeholders | str:
     spec = run_spec(config)
     # The rollout process samples from a copy of the model, with an engine of its own.
     has_copy = spec is not spec_of(config.engine)
-    is_asynchronous = config.async_training.max_staleness > 0
     if not spec.reads_images and has_copy:
-        remedy = "async_training.max_staleness=0" if is_asynchronous else "rollout.process=same"
+        remedy = "rollout.process=same"
+        if config.is_asynchronous:
+            remedy = "async_training.max_staleness=0"
         return f"the model's copy in the rollout process reads token ids alone; set {remedy}"
     if not spec.reads_images:
         remedy = names_with(reads_images=True)
@@ -275,7 +276,7 @@ def engine_inputs(
     *,
     on_gpu: bool,
     rank: int,
-    verb: str = "train",
+    verb: str,
 ) -> EngineInputs:
     """Return the inputs from which the engine of a run of `verb` is built.
 
@@ -337,7 +338,8 @@ def _adapts_experts(config: RunConfig) -> bool:
 
 def server_inputs(config: RunConfig, folder: Path, *, on_gpu: bool) -> EngineInputs:
     """Return the inputs for the engine of a server for other runs; its files go to `folder`."""
-    inputs = engine_inputs(config, None, folder, on_gpu=on_gpu, rank=0)
+    # Routes are recorded if the runs that it serves replay them.
+    inputs = engine_inputs(config, None, folder, on_gpu=on_gpu, rank=0, verb="train")
     model = model_folder(config.model.path, revision=config.model.revision)
     # No process trains beside it: its first GPU is the machine's first.
     return replace(inputs, tokenizer=model, sync_folder=None, trainers=0)

@@ -97,7 +97,7 @@ def complete(components: Components) -> None:
     the certificate.
     """
     from agenttrain.runs.loading import check_model  # imports torch
-    from agenttrain.runs.memory import check_shared_gpu
+    from agenttrain.runs.memory_plan import check_shared_gpu
 
     config, verb = components.config, components.verb
     if verb != "sft":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import hashlib
 import os
 import shutil
@@ -13,7 +12,7 @@ from pathlib import Path
 from agenttrain.runtimes.base import MachineLost
 from agenttrain.runtimes.client import call_client
 from agenttrain.runtimes.output import Clipped
-from agenttrain.utils.files import cache_folder
+from agenttrain.utils.files import cache_folder, lock_descriptor
 from agenttrain.utils.temporary import TemporaryFolder
 
 DOCKERFILE = "Dockerfile"
@@ -118,5 +117,5 @@ def _lock(tag: str) -> int:
     folder = cache_folder() / "images"
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder / f"{tag.rpartition(':')[2]}.lock", os.O_RDWR | os.O_CREAT, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    lock_descriptor(lock)
     return lock

@@ -15,10 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from agenttrain.runtimes import reaper
+from agenttrain.utils.process_ids import started_at
 
 PREFIX = "agenttrain-"
-START_TIME = 19
-"""Index in /proc/<pid>/stat, after the name, of the time at which the process started."""
 
 
 def machine_id() -> str:
@@ -35,12 +34,13 @@ def start_time(pid: int) -> str | None:
     Example: "18734211a3f0", clock ticks after the boot and the beginning of the boot's id. Without
     the id, a pid could come again with the same time after a restart of the machine.
     """
-    with suppress(OSError, IndexError):
-        words = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    ticks = started_at(pid)
+    if ticks is None:
+        return None
+    boot = ""
+    with suppress(OSError):  # only Linux has it
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:4]
-        has_ended = words[0] == "Z"  # a zombie
-        return None if has_ended else f"{words[START_TIME]}{boot}"
-    return None
+    return f"{ticks}{boot}"
 
 
 def own_prefix() -> str:
@@ -53,7 +53,11 @@ def is_left(name: str) -> bool:
     parts = name.split("-")
     if len(parts) != 5 or f"{parts[0]}-" != PREFIX or parts[1] != machine_id():
         return False
-    return parts[2].isdigit() and start_time(int(parts[2])) != parts[3]
+    if not parts[2].isdigit():
+        return False
+    pid = int(parts[2])
+    # `started_at` returns 0 for a process that runs, but whose start cannot be read.
+    return started_at(pid) != 0 and start_time(pid) != parts[3]
 
 
 def remove_leftovers(client: str) -> list[str]:

@@ -13,10 +13,9 @@ from agenttrain.training.config import WeightSyncMode
 
 def async_problems(config: RunConfig) -> Iterator[str]:
     """Yield settings that do not go with rollouts of an older policy (max_staleness > 0)."""
-    ahead = config.async_training.max_staleness
-    if not ahead:
+    if not config.is_asynchronous:
         return
-    key = f"async_training.max_staleness={ahead}"
+    key = f"async_training.max_staleness={config.async_training.max_staleness}"
     rollout, algorithm = config.rollout, config.algorithm
     if rollout.process is RolloutPlace.same:
         yield (
@@ -64,7 +63,11 @@ def async_note(config: RunConfig, adapters_are_sent: Callable[[RunConfig], bool]
     to build the model's architecture.
     """
     ahead, mode = config.async_training.max_staleness, config.weight_sync.mode
-    if not ahead or mode is not WeightSyncMode.drain or not run_spec(config).own_weights:
+    if (
+        not config.is_asynchronous
+        or mode is not WeightSyncMode.drain
+        or not run_spec(config).own_weights
+    ):
         return None
     if run_spec(config).fleet and adapters_are_sent(config):
         return None

@@ -14,12 +14,20 @@ from math import isqrt
 from pathlib import Path
 
 from agenttrain.algorithms.config import CorrectionLevel, CorrectionMode, load_objective
+from agenttrain.commands.slurm.config import job_problems
 from agenttrain.data.config import HOLD_OUT, ROLLOUT_ROWS, SOURCES, SourceConfig, has_test_rows
+from agenttrain.engines.registry import spec_of
 from agenttrain.health.config import StopWhenConfig
 from agenttrain.launch.config import DistributedName
 from agenttrain.settings.async_checks import async_problems
+from agenttrain.settings.command_line import CHECK
 from agenttrain.settings.components import SECTIONS, code_problems, section_problems
-from agenttrain.settings.engine_checks import WITHOUT_REPLAY, engine_problems, recorder_problems
+from agenttrain.settings.engine_checks import (
+    WITHOUT_REPLAY,
+    engine_problems,
+    recorder_problems,
+    typed_engine,
+)
 from agenttrain.settings.mixture import (
     mixture_problems,
     problems_by_source,
@@ -31,7 +39,7 @@ from agenttrain.settings.run_config import RunConfig
 from agenttrain.tools.sandbox.config import RUNTIME
 from agenttrain.tracking.config import tracker_problems
 from agenttrain.tracking.names import METRICS, metric_row
-from agenttrain.training.config import Dtype, MixedPrecision, ModelConfig, Schedule, Transport
+from agenttrain.training.config import Dtype, Init, MixedPrecision, ModelConfig, Schedule, Transport
 from agenttrain.types import ConfigError
 from agenttrain.utils.expressions import compiled
 from agenttrain.utils.model_path import (
@@ -42,6 +50,7 @@ from agenttrain.utils.model_path import (
     uses_dora,
 )
 from agenttrain.utils.names import did_you_mean
+from agenttrain.utils.redaction import shell_command
 from agenttrain.utils.sections import raise_config_error, shown
 from agenttrain.utils.text_templates import TextTemplate
 
@@ -50,6 +59,8 @@ DIVISORS = 6
 LARGEST_DIVISOR_TRIED = 10**6
 BUNDLED_REWARDS = "agenttrain.rewards.builtin."
 ADAPTERS = "agenttrain.environments.adapters."
+SUBMIT = "submit"
+"""Verb of the checks of `check_submission`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +94,8 @@ class VerbCheck:
     """Sections that it reads."""
     skips: tuple[str, ...] = ()
     """Verbs to which the settings do not matter."""
+    only: tuple[str, ...] = ()
+    """The verbs to which alone they matter; empty: to all but `skips`."""
     imports: bool = False
     """True: it imports modules of the user's, so it runs after all others have passed."""
     whole: bool = False
@@ -199,10 +212,8 @@ def _agent(config: RunConfig) -> Iterator[str]:
             f"rollout.timeout_s={rollout.timeout_s:g}: has no effect with agent=endpoint; set "
             "agent.timeout_s"
         )
-    at_once = min(config.engine.max_rows, config.tasks_per_step * config.algorithm.group_size)
-    # `deterministic` may also be None, which is true where the engine can.
-    repeats = rollout.deterministic is not False and not config.async_training.max_staleness
-    if repeats and agent.concurrency < at_once:
+    at_once = config.rollouts_in_lockstep
+    if agent.concurrency < at_once:
         yield (
             f"agent.concurrency={agent.concurrency}: with rollout.deterministic the engine waits "
             f"for engine.max_rows={config.engine.max_rows} rollouts at once; set "
@@ -251,10 +262,8 @@ def _runtime(config: RunConfig) -> Iterator[str]:
             "agent.reuse=true: a process cannot go from one rollout's container to the next; leave "
             "it out, or set runtime=bwrap"
         )
-    at_once = min(config.engine.max_rows, config.tasks_per_step * config.algorithm.group_size)
-    # `deterministic` may also be None, which is true where the engine can.
-    repeats = config.rollout.deterministic is not False and not config.async_training.max_staleness
-    if repeats and runtime.max_running < at_once:
+    at_once = config.rollouts_in_lockstep
+    if runtime.max_running < at_once:
         yield (
             f"runtime.max_running={runtime.max_running}: with rollout.deterministic the engine "
             f"waits for {at_once} rollouts at once; set runtime.max_running={at_once}, or "
@@ -490,13 +499,47 @@ def check_for_verb(verb: str, config: RunConfig, overrides: Sequence[str] = ()) 
 
     Checks that import the user's modules come last: only if no other check has a problem.
     """
-    checks = [c for c in CHECKS if isinstance(c, VerbCheck) and verb not in c.skips]
+    checks = [
+        check
+        for check in CHECKS
+        if isinstance(check, VerbCheck)
+        and verb not in check.skips
+        and (not check.only or verb in check.only)
+    ]
     for imports in (False, True):
         raise_config_error(
             problem
             for check in checks
             if check.imports is imports
             for problem in check.of_run(config, verb, overrides)
+        )
+
+
+def check_submission(config: RunConfig) -> None:
+    """Raise ConfigError if a job with the settings of `config.slurm` cannot run its processes.
+
+    `check_for_verb` comes besides, for the verb that the job runs.
+    """
+    checks = [c for c in CHECKS if isinstance(c, VerbCheck) and SUBMIT in c.only]
+    raise_config_error(problem for check in checks for problem in check.of_run(config, SUBMIT, ()))
+
+
+def _untrained_model(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterator[str]:
+    """Check that an agent that acts does not have random weights."""
+    if config.model.init is Init.random:
+        yield (
+            "model.init=random: such a model cannot act yet; train it with agenttrain sft, and "
+            "name what comes out: model.path=<run>/checkpoints/latest model.init=pretrained"
+        )
+
+
+def _engine_of_play(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterator[str]:
+    """Check for a typed engine with weights of its own; `play` replaces that of a saved run."""
+    typed = typed_engine(overrides)
+    if typed is not None and spec_of(config.engine).own_weights:
+        yield (
+            f"{typed}: agenttrain play samples from the model in its own process; leave it out, or "
+            f"serve the model: {shell_command(['serve', *overrides])}"
         )
 
 
@@ -576,6 +619,8 @@ def _own_objective(config: RunConfig, verb: str, overrides: Sequence[str]) -> It
         yield str(error)
 
 
+ACTING = ("train", "eval", "play", "serve", CHECK)
+"""Verbs of runs that sample from the model as it is."""
 UNTRAINED = ("eval", "sft", "plan", "play", "serve")
 """Verbs that do not train on sampled tokens."""
 SUPERVISED = ("Training", "Time", "Cost and speed", "Supervised")
@@ -749,6 +794,14 @@ CHECKS: tuple[Check | VerbCheck, ...] = (
     Check(lambda config: tracker_problems(config.tracker), ("tracker",)),
     Check(_environments, ("algorithm", "reward", "environment")),
     VerbCheck(_unread, ()),
+    VerbCheck(_untrained_model, ("model",), only=ACTING),
+    VerbCheck(_engine_of_play, ("engine",), only=("play",)),
+    VerbCheck(
+        lambda config, verb, overrides: job_problems(config),
+        ("slurm", "servers", "distributed"),
+        only=(SUBMIT,),
+        whole=True,
+    ),
     VerbCheck(single_source_problems, ("data",), whole=True),
     VerbCheck(_task_rows, ("data",)),
     VerbCheck(_test_rows, ("data",), whole=True),

@@ -419,13 +419,14 @@ def print_info(info: str | None, overrides: Sequence[str], source: Source) -> No
     print(hide_secrets(printed.getvalue()), end="")
 
 
-def run_folder(overrides: Sequence[str], source: Source) -> Path:
-    """Return the absolute folder of a run, with the time of this call. Needs a `hydra_session`."""
-    raw = compose_raw(overrides, source, with_hydra=True)
+def run_folder(composed: Composed, overrides: Sequence[str], source: Source) -> Path:
+    """Return the absolute folder of a run, composed of `overrides` with Hydra's settings."""
+    assert composed.raw is not None
     with explained(overrides, source.groups):
-        return Path(str(raw.hydra.run.dir)).absolute()
+        return Path(str(composed.raw.hydra.run.dir)).absolute()
 
 
-def job_name(overrides: Sequence[str], source: Source) -> str:
-    """Return Hydra's name of the run: the experiment's name. Needs a `hydra_session`."""
-    return str(compose_raw(overrides, source, with_hydra=True).hydra.job.name)
+def job_name(composed: Composed) -> str:
+    """Return Hydra's name of a run composed with Hydra's settings: the experiment's name."""
+    assert composed.raw is not None
+    return str(composed.raw.hydra.job.name)

@@ -34,7 +34,7 @@ def has_rollout_process(config: RunConfig) -> bool:
     """Return True if the run's rollouts are made in a process of their own."""
     place = config.rollout.process
     if place is RolloutPlace.auto:
-        return config.async_training.max_staleness > 0 or spec_of(config.engine).fleet
+        return config.is_asynchronous or spec_of(config.engine).fleet
     return place is RolloutPlace.own
 
 

@@ -139,6 +139,24 @@ class RunConfig:
     resume_changed: Data[list[RunPart]] = field(default_factory=list)
     """Parts that may have changed since a resumed run was stopped; all others are compared."""
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """True if rollouts of later steps are sampled while the trainer updates."""
+        return self.async_training.max_staleness > 0
+
+    @property
+    def may_run_in_lockstep(self) -> bool:
+        """True if an engine that can repeat a run bit for bit does so."""
+        # `deterministic` may also be None, which is true where the engine can.
+        return self.rollout.deterministic is not False and not self.is_asynchronous
+
+    @property
+    def rollouts_in_lockstep(self) -> int:
+        """Number of rollouts that the engine waits for before it samples; 0: it waits for none."""
+        if not self.may_run_in_lockstep:
+            return 0
+        return min(self.engine.max_rows, self.tasks_per_step * self.algorithm.group_size)
+
 
 CHOICES: Mapping[str, tuple[type, Mapping[str, type]]] = {
     "optimizer": (OptimizerConfig, OPTIMIZERS),

@@ -70,7 +70,7 @@ BEST = "best"
 """Name of the best checkpoint in a run's folder."""
 
 
-def check_new(verb: str, config: RunConfig) -> None:
+def check_new(config: RunConfig) -> None:
     """Raise ConfigError for settings that only a resumed run can have."""
     if config.resume is not None:
         raise ConfigError(
@@ -79,11 +79,6 @@ def check_new(verb: str, config: RunConfig) -> None:
         )
     if config.resume_changed:
         raise ConfigError("resume_changed: there is no run yet to go on with; leave it out")
-    if verb in ("train", "eval", "play", "serve") and config.model.init is Init.random:
-        raise ConfigError(
-            "model.init=random: such a model cannot act yet; train it with agenttrain sft, and "
-            "name what comes out: model.path=<run>/checkpoints/latest model.init=pretrained"
-        )
 
 
 def settings_for_resume(

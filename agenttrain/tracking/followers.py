@@ -23,8 +23,8 @@ from agenttrain.tracking.backends.base import Description, ExperimentTracker, Ru
 from agenttrain.tracking.config import TrackerSection
 from agenttrain.tracking.follower import LAST_PAUSE_S, TrackerReport, pause_after
 from agenttrain.tracking.following import Cursor, cursor_path
-from agenttrain.tracking.run_folder import write_atomically
 from agenttrain.utils.child_process import ChildGone, ChildProcess, how_ended
+from agenttrain.utils.files import write_atomically
 from agenttrain.utils.json_lines import dumps
 from agenttrain.utils.locate import locate
 

@@ -22,7 +22,8 @@ from typing import Any
 from agenttrain.tracking.backends.base import ExperimentTracker, RunEnd, TrackedRun
 from agenttrain.tracking.machine import MachineLoad
 from agenttrain.tracking.rollouts import read_step, step_path
-from agenttrain.tracking.run_folder import read_summary, write_atomically
+from agenttrain.tracking.run_folder import read_summary
+from agenttrain.utils.files import write_atomically
 
 POLL_S = 0.5
 """Seconds between two looks at the files."""

@@ -18,6 +18,7 @@ from rich.style import Style
 from rich.text import Text
 
 from agenttrain.types import AgenttrainError, Image, Message, PlacedImage, Rollout
+from agenttrain.utils.files import write_atomically
 from agenttrain.utils.image_files import BadImage, picture_of, read_image
 
 FOLDER = "images"
@@ -147,9 +148,7 @@ def write_images(folder: Path, rollouts: Iterable[Rollout]) -> None:
                 path = folder / FOLDER / f"{image.sha256}{image.suffix}"
                 if not path.exists():
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    part = path.with_name(f".{path.name}.part")
-                    part.write_bytes(image.data)
-                    part.replace(path)
+                    write_atomically(path, image.data)
 
 
 def with_pictures(record: dict[str, Any], folder: Path) -> dict[str, Any]:

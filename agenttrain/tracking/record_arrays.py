@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from agenttrain.tracking.run_folder import write_atomically
 from agenttrain.types import AgenttrainError
+from agenttrain.utils.files import write_atomically
 
 ARRAYS = "arrays"
 """Key of a record that names its file of arrays."""

@@ -36,7 +36,6 @@ from agenttrain.tracking.record_arrays import (
     take_arrays,
     write_arrays,
 )
-from agenttrain.tracking.run_folder import write_atomically
 from agenttrain.types import (
     Completion,
     ConfigError,
@@ -54,6 +53,7 @@ from agenttrain.types import (
     UntrainedConversation,
 )
 from agenttrain.utils.content import images_in, parts
+from agenttrain.utils.files import write_atomically
 from agenttrain.utils.json_lines import dumps, read_rows
 from agenttrain.utils.turns import turns_in_time
 

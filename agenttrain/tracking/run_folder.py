@@ -1,21 +1,20 @@
-"""The run folder: its lock, its summary.json, and atomic writing."""
+"""The run folder: its lock and its summary.json."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from agenttrain.types import AgenttrainError
+from agenttrain.utils.files import file_lock, write_atomically
 from agenttrain.utils.json_lines import finite
 from agenttrain.utils.redaction import hide_in_settings
-from agenttrain.utils.temporary import NO_LOCKS
 
 PACKAGES = ("agenttrain", "torch", "transformers", "accelerate", "hydra-core", "trackio")
 
@@ -26,25 +25,6 @@ class FolderInUse(AgenttrainError):
 
 class FolderGone(AgenttrainError):
     """The run folder was moved or deleted during the run."""
-
-
-@contextmanager
-def file_lock(path: Path, *, blocking: bool = True) -> Iterator[None]:
-    """Hold a lock file for the block; the lock ends with the process.
-
-    Without `blocking`, raises filelock's Timeout if another process holds it. On a file system
-    without locks nothing is locked.
-    """
-    lock = FileLock(path, blocking=blocking)
-    try:
-        lock.acquire()
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 @contextmanager
@@ -89,15 +69,3 @@ def update_summary(folder: Path, **changes: Any) -> None:
     merged = {**read_summary(folder), **hide_in_settings(changes)}
     summary = {name: value for name, value in merged.items() if value is not None}
     write_atomically(folder / "summary.json", json.dumps(finite(summary), indent=2) + "\n")
-
-
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace a file's content; a reader sees the old content or the new, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-        temporary.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise

@@ -23,13 +23,9 @@ from agenttrain.tracking.config import TrackerConfig
 from agenttrain.tracking.console import ConsoleProgress
 from agenttrain.tracking.followers import Followers
 from agenttrain.tracking.following import cursor_path, evaluations_path
-from agenttrain.tracking.run_folder import (
-    FolderGone,
-    read_summary,
-    update_summary,
-    write_atomically,
-)
+from agenttrain.tracking.run_folder import FolderGone, read_summary, update_summary
 from agenttrain.types import Rollout
+from agenttrain.utils.files import write_atomically
 from agenttrain.utils.json_lines import dumps, open_to_append, read_rows
 from agenttrain.utils.redaction import hide_in_settings
 from agenttrain.utils.signals import Preempted

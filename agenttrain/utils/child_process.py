@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from threading import Thread
+from threading import Lock, Thread
 from typing import IO, Any, Self
 
 from agenttrain.utils.keeper import HEARD, TO_GROUP
@@ -319,6 +319,47 @@ class ChildProcess:
                         self._print_line(line.decode("utf-8", "replace"))
         if unfinished_line and self._print_line is not None:
             self._print_line(unfinished_line.decode("utf-8", "replace"))
+
+
+class ChildNotReady(ChildGone):
+    """A child did not say in time that it is ready."""
+
+
+class OnDemandChild:
+    """A child that answers requests in JSON lines, one after the other; `ask` starts it if needed.
+
+    A child that does not reply is killed, because a late reply would be taken for that to the next
+    request.
+    """
+
+    def __init__(self, command: Sequence[str], *, ready_s: float | None = None) -> None:
+        """`ready_s`: seconds in which a new child prints a JSON value; None: it prints none."""
+        self._command, self._ready_s = command, ready_s
+        self._lock = Lock()
+        self.child: ChildProcess | None = None
+        """The child of the last request, which may have ended."""
+
+    def ask(self, request: Any, *, limit_s: float) -> Any:
+        """Return the reply to a request; both are JSON values.
+
+        Raises OSError if the command cannot be started, ChildNotReady if it ends or hangs before it
+        is ready, and ChildGone if it does so before it replies.
+        """
+        with self._lock:
+            if self.child is None or not self.child.alive:
+                self.child = ChildProcess(self._command, requests=True, replies=True)
+                if self._ready_s is not None:
+                    try:
+                        self.child.receive(limit_s=self._ready_s)
+                    except ChildGone as error:
+                        self.child.kill()
+                        raise ChildNotReady(str(error)) from error
+            try:
+                self.child.send(json.dumps(request))
+                return self.child.receive(limit_s=limit_s)
+            except ChildGone:
+                self.child.kill()
+                raise
 
 
 class AsyncChildProcess:

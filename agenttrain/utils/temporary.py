@@ -6,7 +6,6 @@ any way. The next process that makes a folder in the same place removes those wi
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import shutil
@@ -16,14 +15,14 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from agenttrain.utils.files import lock_descriptor
+
 PREFIX = "agenttrain-tmp-"
 UNFINISHED = "agenttrain-new-"
 """Beginning of the name of a folder without its lock."""
 UNFINISHED_S = 3600
 """Seconds after which a folder without its lock is taken for one of a killed process."""
 LOCK = ".lock"
-NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-"""Errors of a file system that cannot lock."""
 
 
 class TemporaryFolder:
@@ -42,11 +41,7 @@ class TemporaryFolder:
         # Only a folder that has its lock gets the name that `remove_abandoned` looks for.
         unfinished = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=parent))
         self._lock = os.open(unfinished / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-        except OSError as error:  # a file system without locks, on which nothing is abandoned
-            if error.errno not in NO_LOCKS:
-                raise
+        lock_descriptor(self._lock)  # without locks nothing is removed as abandoned
         self.path = unfinished.rename(parent / unfinished.name.replace(UNFINISHED, PREFIX, 1))
 
     def __enter__(self) -> Path:

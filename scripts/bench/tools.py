@@ -328,7 +328,7 @@ def transformers(quick: bool) -> dict[str, float]:
         config = compose_run(["tracker.console=false"], Source()).config
     prepared = prepare(config)
     policy = make_policy(config, config.algorithm, temperature=config.rollout.temperature)
-    sampling = prepared.collector(make_engine(config, policy))
+    sampling = prepared.collector(make_engine(config, policy, None, verb="train"))
     tasks = prepared.tasks.train.tasks(0, 8)
 
     def wall(scale: float, deterministic: bool) -> tuple[float, float]:

@@ -13,8 +13,8 @@ import pytest
 from agent_kit import ASK, ask, client, rollout
 from test_agent_processes import SEVEN, attempts, program, run, unused
 
+from agenttrain.agents.command_agent import CommandAgent
 from agenttrain.agents.output import LOG_BYTES, TAIL_BYTES
-from agenttrain.agents.processes import CommandAgent
 from agenttrain.agents.task import AgentFailed, AgentTask
 from agenttrain.agents.workers import WorkerAgent
 from agenttrain.types import StopReason, Task

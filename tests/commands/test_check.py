@@ -379,9 +379,9 @@ def test_adapters_need_a_base_model_with_experts(tmp_path: Path) -> None:
     (tmp_path / "adapter_model.safetensors").touch()
     shutil.copy(model_folder("bundled:shop") / "tokenizer.json", tmp_path)
     words = (f"model.path={tmp_path}", "model.lora.rank=4")
-    check_model(run_with(*words))
+    check_model(run_with(*words), "train")
     with pytest.raises(UnknownRouters, match="has no layer that chooses experts"):
-        check_model(run_with(*words, "algorithm.router_replay=rollout"))
+        check_model(run_with(*words, "algorithm.router_replay=rollout"), "train")
 
 
 def test_a_broadcast_of_weights_goes_from_gpu_to_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

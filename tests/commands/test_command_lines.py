@@ -68,7 +68,7 @@ def test_a_sample_of_command_lines(typed) -> None:
     assert errors == {words: golden[words] for words in errors}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_every_command_line(typed) -> None:
     place, _, capsys = typed

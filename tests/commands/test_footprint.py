@@ -22,7 +22,7 @@ from agenttrain.engines.transformers.cache import final_capacity
 from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.engine import TransformersEngine
 from agenttrain.engines.transformers.spec import SPEC
-from agenttrain.runs.memory import Sizes
+from agenttrain.runs.memory_plan import Sizes
 from agenttrain.training import equal_layers, recurrent, sharding
 from agenttrain.training.batch import make_sequences
 from agenttrain.training.config import (

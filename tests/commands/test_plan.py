@@ -17,7 +17,7 @@ from agenttrain.commands.plan.remedies import Planner
 from agenttrain.commands.verbs import DECLARED
 from agenttrain.engines.config import EngineDtype
 from agenttrain.engines.memory import When
-from agenttrain.runs.memory import GIB, PlannedHardware, Sizes, estimate
+from agenttrain.runs.memory_plan import GIB, PlannedHardware, Sizes, estimate
 from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.config import LEVELS, ActivationCheckpointing

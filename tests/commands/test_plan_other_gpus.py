@@ -9,7 +9,7 @@ import pytest
 from test_plan import MODELS, TOKEN_CACHE, parts, plan
 
 from agenttrain import cli
-from agenttrain.runs.memory import GIB
+from agenttrain.runs.memory_plan import GIB
 
 SHORT = {**MODELS["0.6B"], "num_hidden_layers": 2}
 LAYER = 2 * 1024 * (2048 + 1024) + 3 * 1024 * 3072 + 2304

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import shlex
@@ -13,6 +14,7 @@ import time
 from contextlib import redirect_stdout
 from pathlib import Path
 
+import hydra
 import pytest
 
 from agenttrain import cli
@@ -276,6 +278,39 @@ def test_the_certificate_does_not_mix_with_the_script(capsys, elsewhere):
     assert out.startswith("#!/bin/bash\n") and out.endswith(core())
     assert "certificate passed" in err
     assert "there is no sbatch here" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "count"),
+    [
+        (["debug=tiny"], 2),  # with the job's settings, and the run
+        # One with the fixed settings, the first run with those of the job, and both runs.
+        (["-m", "debug=tiny", "seed=1,2"], 4),
+    ],
+)
+def test_settings_are_composed_as_seldom_as_can_be(words, count, capsys, monkeypatch):
+    """A composition takes about a sixth of a second."""
+    composed = []
+
+    def counting(*arguments, **options):
+        composed.append(arguments)
+        return hydra.compose(*arguments, **options)
+
+    monkeypatch.setattr("agenttrain.settings.compose.compose", counting)
+    rendered(capsys, *words)
+    assert len(composed) == count
+
+
+@pytest.mark.parametrize("verb", [["check", "sft"], ["submit", "sft", "--dry-run", "slurm=gpu"]])
+def test_demonstrations_are_checked_as_supervised_learning_reads_them(verb, capsys, elsewhere):
+    """Rows end with their answers, nothing is rewarded and no agent is started."""
+    turns = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+    row = json.dumps({"messages": turns})
+    (elsewhere / "rows.jsonl").write_text(row + "\n")
+    (elsewhere / "agent.py").write_text("raise SystemExit('was started')\n")
+    words = ["data=file", "data.path=rows.jsonl", "tools=[]", "stop_tools=[]", "eval.questions=0"]
+    agent = ["agent=endpoint", f"agent.command=[{sys.executable},agent.py]"]
+    assert cli.main([*verb, *words, *agent]) == 0, capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "job.sbatch", "sweep.json"])

@@ -24,7 +24,7 @@ from agenttrain.engines.vllm_server.server_engine import VllmServerEngine
 from agenttrain.engines.vllm_server.server_records import PLAN, record_path
 from agenttrain.engines.vllm_server.starting import build, server_plan
 from agenttrain.runs.loading import make_standalone_engine
-from agenttrain.runs.memory import GIB, keep_servers_share
+from agenttrain.runs.memory_plan import GIB, keep_servers_share
 from agenttrain.runs.roles import start_roles
 from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
 from agenttrain.settings.run_config import RunConfig

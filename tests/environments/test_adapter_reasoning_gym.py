@@ -66,12 +66,13 @@ def test_a_seed_makes_a_task_again(dataset: str) -> None:
 def test_rollouts_share_a_process_and_a_dead_one_is_replaced() -> None:
     process = task_process(PYTHON)
     assert task_process(PYTHON) is process
-    process.ask({"dataset": "chain_sum", "config": {}, "seed": 1}, 60.0)
-    os.kill(process._child.pid, signal.SIGKILL)
-    while process.alive:
+    process.ask({"dataset": "chain_sum", "config": {}, "seed": 1}, limit_s=60.0)
+    child = process.child
+    os.kill(child.pid, signal.SIGKILL)
+    while child.alive:
         time.sleep(0.01)
-    assert task_process(PYTHON) is not process
     assert question("chain_sum", 1)
+    assert process.child is not child
 
 
 SUMS = """
@@ -106,12 +107,12 @@ def test_a_pooled_instance_goes_on_with_a_new_process(tmp_path: Path) -> None:
 
     async def rewards() -> list[float | None]:
         first = await arun(end("<answer>4</answer>"), worlds=worlds, row={"seed": 3})
-        process = task_process(str(python))
-        process._child.kill()
-        assert len(kind.idle) == 1 and not process.alive
+        child = task_process(str(python)).child
+        child.kill()
+        assert len(kind.idle) == 1 and not child.alive
         second = await arun(end("<answer>8</answer>"), worlds=worlds, row={"seed": 7})
         await worlds.aclose()
-        task_process(str(python))._child.kill()
+        task_process(str(python)).child.kill()
         return [first.environment_reward, second.environment_reward]
 
     assert asyncio.run(rewards()) == [1.0, 1.0]

@@ -66,7 +66,7 @@ def test_the_worker_ends_with_its_process():
         "from agenttrain.rewards.builtin.math_verify import MathVerify\n"
         "from reward_cases import made\n"
         "function = MathVerify()\n"
-        "print(function(made('7', answer='7'), answer='7'), function._process.pid)\n"
+        "print(function(made('7', answer='7'), answer='7'), function._worker.child.pid)\n"
     )
     path = os.pathsep.join([os.getcwd(), str(Path(__file__).parents[1] / "kit")])
     done = subprocess.run(

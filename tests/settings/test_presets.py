@@ -17,7 +17,7 @@ from transformers import (
 from agenttrain.commands.plan.command import plan_options
 from agenttrain.commands.plan.remedies import Planner
 from agenttrain.commands.verbs import DECLARED
-from agenttrain.runs.memory import Sizes
+from agenttrain.runs.memory_plan import Sizes
 from agenttrain.settings.compose import Composed, Source, compose_run, hydra_session
 from agenttrain.training.config import ModelConfig
 from agenttrain.utils.files import conf_folder, list_groups

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import stat
 import subprocess
 import sys
 from array import array
@@ -24,15 +25,10 @@ from agenttrain.tracking.rollouts import (
     step_path,
     write_step,
 )
-from agenttrain.tracking.run_folder import (
-    FolderInUse,
-    lock_folder,
-    read_summary,
-    update_summary,
-    write_atomically,
-)
+from agenttrain.tracking.run_folder import FolderInUse, lock_folder, read_summary, update_summary
 from agenttrain.tracking.tracker import MetricsFile, Tracker, cut
 from agenttrain.types import Completion, Finish
+from agenttrain.utils.files import write_atomically
 from agenttrain.utils.json_lines import dumps, read_rows
 
 
@@ -110,6 +106,12 @@ def test_a_file_that_cannot_be_replaced_leaves_nothing_behind(tmp_path):
     with pytest.raises(OSError):
         write_atomically(tmp_path / "summary.json", "text")
     assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_private_file_can_be_read_by_its_user_alone(tmp_path):
+    write_atomically(tmp_path / "key.json", "secret", mode=0o600)
+    assert stat.S_IMODE((tmp_path / "key.json").stat().st_mode) == 0o600
+    assert (tmp_path / "key.json").read_text() == "secret"
 
 
 @pytest.mark.parametrize("content", ["{torn", "[]", "\xff"])

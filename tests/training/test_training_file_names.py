@@ -357,16 +357,16 @@ def test_adapters_that_vllm_would_read_otherwise_are_sent_merged(
     keys: dict, sent: bool, tmp_path: Path
 ) -> None:
     config = settings(described(tmp_path, **keys))
-    inputs = engine_inputs(config, None, tmp_path, on_gpu=False, rank=0)
+    inputs = engine_inputs(config, None, tmp_path, on_gpu=False, rank=0, verb="train")
     assert (inputs.adapters is not None) is sent
-    check_model(config)
+    check_model(config, "train")
     forced = settings(tmp_path, "weight_sync.transport=lora")
     if sent:
-        check_model(forced)
+        check_model(forced, "train")
     else:
         key = next(iter(keys))
         with pytest.raises(ConfigError, match=rf"weight_sync\.transport=lora: .*\({key}="):
-            check_model(forced)
+            check_model(forced, "train")
 
 
 @pytest.mark.parametrize("keys", [{"use_dora": True}, {"modules_to_save": ["lm_head"]}])
@@ -377,4 +377,4 @@ def test_adapters_that_cannot_be_merged_are_refused_before_the_start(
     with pytest.raises(
         ConfigError, match=rf"model\.path={tmp_path}: its adapters have {next(iter(keys))}="
     ):
-        check_model(config)
+        check_model(config, "train")

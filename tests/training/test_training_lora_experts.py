@@ -29,7 +29,7 @@ from agenttrain.engines.transformers.engine import TransformersEngine
 from agenttrain.engines.vllm.config import VllmSettings
 from agenttrain.engines.vllm.setup import engine_arguments
 from agenttrain.runs.loading import check_model
-from agenttrain.runs.memory import Sizes
+from agenttrain.runs.memory_plan import Sizes
 from agenttrain.runs.sampling import adapters_are_sent, engine_inputs
 from agenttrain.settings.async_checks import async_note
 from agenttrain.settings.checks import validate
@@ -509,7 +509,7 @@ def test_adapters_of_experts_are_sent_merged(
 ) -> None:
     folder = saved(tmp_path, "Qwen3Moe")
     config = composed(folder, *words)
-    inputs = engine_inputs(config, None, tmp_path, on_gpu=False, rank=0)
+    inputs = engine_inputs(config, None, tmp_path, on_gpu=False, rank=0, verb="train")
     assert (inputs.adapters is not None) is sent
     assert sends_adapters(config, is_merged=Sizes(config.model).merges_adapters) is sent
     # Servers pause for merged weights alone, which the note on asynchronous training is about.
@@ -517,10 +517,10 @@ def test_adapters_of_experts_are_sent_merged(
     assert (async_note(ahead, adapters_are_sent) is None) is sent
     forced = composed(folder, *words, "weight_sync.transport=lora")
     if sent:
-        check_model(forced)
+        check_model(forced, "train")
     else:
         with pytest.raises(ConfigError, match=r"weight_sync\.transport=lora: .*target_parameters"):
-            check_model(forced)
+            check_model(forced, "train")
 
 
 @pytest.mark.parametrize(
@@ -542,10 +542,10 @@ def test_what_is_sent_decides_which_settings_have_an_effect(
     # The settings alone do not tell for the first two: the architecture does.
     for config in (merged, alone, named):
         validate(config)
-    check_model(merged)
-    check_model(named)
+    check_model(merged, "train")
+    check_model(named, "train")
     with pytest.raises(ConfigError) as refused:
-        check_model(alone)
+        check_model(alone, "train")
     assert str(refused.value).startswith(f"{key}=")
     # For a model without experts they do.
     dense = composed(saved(tmp_path / "dense", "Qwen3"), setting)
@@ -556,7 +556,9 @@ def test_what_is_sent_decides_which_settings_have_an_effect(
 
 def test_adapters_are_sent_merged_through_files(tmp_path: Path) -> None:
     config = composed(saved(tmp_path, "Qwen3"), "weight_sync.transport=files")
-    assert engine_inputs(config, None, tmp_path, on_gpu=False, rank=0).adapters is None
+    assert (
+        engine_inputs(config, None, tmp_path, on_gpu=False, rank=0, verb="train").adapters is None
+    )
     assert not sends_adapters(config, is_merged=Sizes(config.model).merges_adapters)
 
 

@@ -21,7 +21,7 @@ from agenttrain.engines.config import Sampling
 from agenttrain.engines.mixers import stays_float32
 from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.engine import TransformersEngine
-from agenttrain.runs.memory import Sizes
+from agenttrain.runs.memory_plan import Sizes
 from agenttrain.settings.checks import base_problems, validate
 from agenttrain.settings.compose import Source, compose_run, hydra_session
 from agenttrain.trainer import train_policy

@@ -13,7 +13,7 @@ from torchrun import torchrun
 from transformers import AutoModelForCausalLM
 
 from agenttrain.commands.export import export
-from agenttrain.runs.memory import Sizes
+from agenttrain.runs.memory_plan import Sizes
 from agenttrain.training.config import LoraSettings, ModelConfig
 from agenttrain.training.footprint import weight_bytes
 from agenttrain.training.quantization import numbers_of, scale_bytes

@@ -12,7 +12,13 @@ import time
 import psutil
 import pytest
 
-from agenttrain.utils.child_process import AsyncChildProcess, ChildGone, ChildProcess
+from agenttrain.utils.child_process import (
+    AsyncChildProcess,
+    ChildGone,
+    ChildNotReady,
+    ChildProcess,
+    OnDemandChild,
+)
 
 ADDER = """
 import json, sys
@@ -202,3 +208,32 @@ def test_an_asyncio_child_ends_with_what_left_its_group():
 
     code, grandchild = asyncio.run(main())
     assert code == -signal.SIGKILL and is_over(grandchild)
+
+
+SLEEPER = """
+import json, sys, time
+print(json.dumps("ready"), flush=True)
+for line in sys.stdin:
+    time.sleep(json.loads(line))
+    print(line, end="", flush=True)
+"""
+
+
+def test_a_child_on_demand_is_replaced_after_a_request_without_a_reply() -> None:
+    on_demand = OnDemandChild([sys.executable, "-c", SLEEPER], ready_s=60.0)
+    assert on_demand.child is None
+    assert on_demand.ask(0, limit_s=60.0) == 0
+    first = on_demand.child
+    assert first is not None
+    with pytest.raises(ChildGone, match="hangs"):
+        on_demand.ask(600, limit_s=0.1)
+    assert not first.alive  # its reply would be taken for that to the next request
+    assert on_demand.ask(0.01, limit_s=60.0) == 0.01
+    assert on_demand.child is not first and on_demand.child is not None
+    on_demand.child.kill()
+
+
+def test_a_child_on_demand_that_never_gets_ready() -> None:
+    on_demand = OnDemandChild([sys.executable, "-c", "raise SystemExit('no library')"], ready_s=60)
+    with pytest.raises(ChildNotReady, match="ended with exit code 1; it printed: no library"):
+        on_demand.ask(1, limit_s=60.0)

@@ -159,10 +159,6 @@ class IssuedTurns(Generic[T]):
         if not turns:
             del self._by_digest[turn.digest]
 
-    def with_key(self, key: str) -> T | None:
-        """Return the turn with a handle or the id of a call, or None."""
-        return self._by_key.get(key)
-
     def find_message(self, key: str) -> Message | None:
         """Return the answer as it was issued with a handle or the id of a call, or None."""
         turn = self._by_key.get(key)

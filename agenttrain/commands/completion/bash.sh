@@ -29,6 +29,10 @@ _agenttrain() {
         esac
         COMPREPLY+=("$candidate")
     done < <(_agenttrain_candidates "$current" "${words[@]:1}")
+    if _agenttrain_has_values "${words[${#words[@]} - 1]}"; then
+        compopt +o default 2>/dev/null # no files; bash 3 has no compopt
+        return
+    fi
     case " _AGENTTRAIN_FOLDERS_ " in
         *" ${words[1]} "*)
             while read -r candidate; do

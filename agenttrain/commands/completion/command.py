@@ -13,7 +13,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
-from agenttrain.commands.verb import VERBS, new_file, report_file
+from agenttrain.commands.verb import VERBS, new_file, report_file, values_of
 from agenttrain.commands.verbs import DECLARED
 from agenttrain.types import ConfigError
 from agenttrain.utils.files import conf_folder, list_groups
@@ -23,12 +23,6 @@ COMPONENT_SECTIONS = ("tools", "reward")
 """Sections of components, whose names are those of the group's options."""
 OPTIONS = ("--help", "--version")
 """Options of every verb."""
-ARGUMENT_VALUES = {
-    "bash|zsh|install": (*SHELLS, "install"),
-    "SHELL": SHELLS,
-    "VERB": ("train", "sft"),
-}
-"""Values of arguments, by their placeholders."""
 LOADERS = {
     "bash": 'eval "$(agenttrain completion bash)"\n',
     "zsh": '#compdef agenttrain\neval "$(agenttrain completion zsh)"\n_agenttrain "$@"\n',
@@ -102,7 +96,7 @@ def script(shell: str) -> str:
     text += (folder / f"{shell}.sh").read_text(encoding="utf-8")
     verbs = {name: DECLARED[name] for name in VERBS}
     parsers = {name: verb.parser() for name, verb in verbs.items()}
-    # The shell's code has placeholders for three lists of names.
+    # The shell's code has placeholders for four lists of names.
     with_settings = " | ".join(name for name, verb in verbs.items() if verb.settings is not None)
     with_folder = " ".join(
         name for name, parser in parsers.items() if any(a.type is Path for a in parser.positionals)
@@ -113,7 +107,14 @@ def script(shell: str) -> str:
         for option, action in parser.options.items()
         if action.type in (Path, new_file, report_file)
     }
+    options_with_values = {
+        option
+        for parser in parsers.values()
+        for option, action in parser.options.items()
+        if values_of(action)
+    }
     text = text.replace("_AGENTTRAIN_SETTINGS_", with_settings)
+    text = text.replace("_AGENTTRAIN_VALUE_OPTIONS_", " ".join(sorted(options_with_values)))
     text = text.replace("_AGENTTRAIN_FILE_OPTIONS_", " ".join(sorted(file_options)))
     return f"_agenttrain_data='{data}'\n" + text.replace("_AGENTTRAIN_FOLDERS_", with_folder)
 
@@ -122,8 +123,8 @@ def candidates() -> Iterator[tuple[str, str]]:
     """Yield (kind, candidate).
 
     Kinds: `verb`, `option`, `own:<verb>` (words of one verb), `section` (the first part of a
-    setting), `key`, and `value:<setting or group>`. A candidate with = or . at its end is the
-    beginning of a word.
+    setting), `key`, `value:<setting or group>` and `value:<verb>:<option>`. A candidate with = or .
+    at its end is the beginning of a word.
     """
     from agenttrain.commands.settings import all_settings
 
@@ -134,13 +135,15 @@ def candidates() -> Iterator[tuple[str, str]]:
         parser = verb.parser()
         words = [option for option in parser.options if option.startswith("--") or option == "-m"]
         for argument in parser.positionals:
-            words += ARGUMENT_VALUES.get(str(argument.metavar), ())
+            words += values_of(argument)
+        for option, action in parser.options.items():
+            yield from ((f"value:{name}:{option}", value) for value in values_of(action))
         for text in verb.settings or ():
             # resume=FOLDER -> resume=, trust=true -> trust=true
             key, _, value = text.partition("=")
             is_placeholder = not value.islower()
             words.append(f"{key}=" if is_placeholder else text)
-        yield from ((f"own:{name}", word) for word in words)
+        yield from ((f"own:{name}", word) for word in dict.fromkeys(words))
     yield from (("option", option) for option in OPTIONS)
     sections: dict[str, None] = {}
     for group, options in groups.items():

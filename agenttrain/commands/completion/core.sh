@@ -13,6 +13,16 @@ _agenttrain_match() {
     done <<<"$_agenttrain_data"
 }
 
+# _agenttrain_has_values WORD: succeed if the word is an option whose values are all known.
+_agenttrain_has_values() {
+    case $1 in
+        -*) case " _AGENTTRAIN_VALUE_OPTIONS_ " in
+            *" $1 "*) return 0 ;;
+        esac ;;
+    esac
+    return 1
+}
+
 # _agenttrain_candidates WORD [the words before it]: print the candidates, each on a line.
 # One that ends in = . or /, or an open list, goes on; nothing is printed where files are offered.
 _agenttrain_candidates() {
@@ -33,10 +43,14 @@ _agenttrain_candidates() {
             *" $before "*) return ;;
         esac ;;
     esac
-    if [ -z "$verb" ]; then
+    if [ -z "$verb" ] && ! _agenttrain_has_values "$before"; then
         _agenttrain_match verb "$current" ""
     fi
     verb=${verb:-train}
+    if _agenttrain_has_values "$before"; then
+        _agenttrain_match "value:$verb:$before" "$current" ""
+        return
+    fi
     mark=${current%%[!+~]*}
     bare=${current#"$mark"}
     case $bare in

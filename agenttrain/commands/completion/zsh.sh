@@ -11,6 +11,9 @@ _agenttrain() {
     done
     compadd -Q -S '' -a open
     compadd -Q -a closed
+    if _agenttrain_has_values "$before[-1]"; then
+        return
+    fi
     case " _AGENTTRAIN_FOLDERS_ " in
         *" ${words[2]} "*) _files -/ ;;
         *) if ((!${#open} && !${#closed})); then

@@ -19,7 +19,7 @@ from agenttrain.commands.verb import write_report
 from agenttrain.engines.memory import MemoryItem, When
 from agenttrain.engines.registry import names_with, spec_of
 from agenttrain.launch.config import DistributedName
-from agenttrain.runs.memory import (
+from agenttrain.runs.memory_plan import (
     GIB,
     MemoryEstimate,
     PlannedHardware,

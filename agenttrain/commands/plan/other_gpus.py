@@ -15,7 +15,7 @@ from agenttrain.commands.plan.servers import TENSOR_PARALLEL, fits, peak_bytes, 
 from agenttrain.engines.memory import EngineLoad, EngineMemory
 from agenttrain.engines.vllm_server.config import RoleConfig
 from agenttrain.engines.vllm_server.server_memory import role_memory
-from agenttrain.runs.memory import GIB, MemoryEstimate, has_policy_copy
+from agenttrain.runs.memory_plan import GIB, MemoryEstimate, has_policy_copy
 from agenttrain.settings.engine_checks import run_spec
 from agenttrain.settings.role_checks import used_roles
 from agenttrain.settings.run_config import RunConfig

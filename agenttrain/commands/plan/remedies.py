@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 from agenttrain.launch.config import DistributedName
-from agenttrain.runs.memory import MemoryEstimate, PlannedHardware, Sizes, estimate
+from agenttrain.runs.memory_plan import MemoryEstimate, PlannedHardware, Sizes, estimate
 from agenttrain.settings.checks import distributed_problems
 from agenttrain.settings.engine_checks import engine_problems
 from agenttrain.settings.run_config import RunConfig

@@ -13,7 +13,7 @@ from typing import Any
 from agenttrain.engines.memory import EngineLoad, EngineMemory, When
 from agenttrain.engines.registry import spec_of
 from agenttrain.launch.config import DistributedName
-from agenttrain.runs.memory import (
+from agenttrain.runs.memory_plan import (
     GIB,
     MemoryEstimate,
     Sizes,

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from agenttrain.utils.data_fields import Data
-from agenttrain.utils.sections import SETTINGS, Whole, raise_config_error, raise_problems
+from agenttrain.utils.sections import SETTINGS, Whole, raise_problems
 
 TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 LONGEST_SIGNAL_S = 65535
@@ -118,14 +118,14 @@ def wall_seconds(time: str) -> int | None:
     return 86400 * (days or 0) + 3600 * (hours or 0) + 60 * (minutes or 0) + (seconds or 0)
 
 
-def check_submission(config: Any, section: SlurmConfig) -> None:
-    """Raise ConfigError if a job with these settings cannot run the processes of `config`."""
-    problems = list[str]()
+def job_problems(config: Any) -> Iterator[str]:
+    """Yield why a job cannot run the processes of a RunConfig."""
+    section: SlurmConfig = config.slurm
     name = config.distributed.name
     serving = config.servers.nodes
     training = section.nodes - serving
     if training < 1:
-        problems.append(
+        yield (
             f"servers.nodes={serving}: of slurm.nodes={section.nodes}, and at least one has to "
             f"train; set slurm.nodes={serving + 1} or more"
         )
@@ -133,14 +133,14 @@ def check_submission(config: Any, section: SlurmConfig) -> None:
         servers = config.servers
         needed = servers.per_node * servers.tensor_parallel_size  # GPUs of one node
         if needed > section.gpus:
-            problems.append(
+            yield (
                 f"servers.count={servers.count}: with servers.nodes={serving} and servers."
                 f"tensor_parallel_size={servers.tensor_parallel_size} a node's servers need "
                 f"{needed} GPUs, and it has slurm.gpus={section.gpus}; lower one of them"
             )
     if name == "single" and serving:
         if training > 1:
-            problems.append(
+            yield (
                 f"slurm.nodes={section.nodes}: servers.nodes={serving} of them serve, and "
                 f"distributed=single trains on one; add distributed=ddp or distributed=fsdp2, or "
                 f"slurm.nodes={serving + 1}"
@@ -148,18 +148,17 @@ def check_submission(config: Any, section: SlurmConfig) -> None:
     elif name == "single":
         for key, value in (("gpus", section.gpus), ("nodes", training)):
             if value > 1:
-                problems.append(
+                yield (
                     f"slurm.{key}={value}: distributed=single uses one; add distributed=ddp or "
                     f"distributed=fsdp2, or slurm.{key}=1"
                 )
     elif not section.gpus and config.distributed.processes is None:
-        problems.append(
+        yield (
             f"distributed={name}: how many processes on each node? add slurm.gpus=…, or without "
             "GPUs distributed.processes=…"
         )
     elif section.gpus and config.distributed.processes not in (None, section.gpus):
-        problems.append(
+        yield (
             f"distributed.processes={config.distributed.processes}: one per GPU, and there are "
             f"slurm.gpus={section.gpus}; leave it out, or make them equal"
         )
-    raise_config_error(problems)

@@ -19,10 +19,10 @@ from shlex import quote
 from rich.console import Console
 from rich.syntax import Syntax
 
-from agenttrain.commands.check import certify
-from agenttrain.commands.running import compose_all
+from agenttrain.commands.check import certify, check
+from agenttrain.commands.running import compose_all, compose_combinations
 from agenttrain.commands.slurm import script as sbatch
-from agenttrain.commands.slurm.config import SlurmConfig, check_submission
+from agenttrain.commands.slurm.config import SlurmConfig
 from agenttrain.commands.slurm.script import (
     NAME,
     OFFLINE,
@@ -33,12 +33,14 @@ from agenttrain.commands.slurm.script import (
 )
 from agenttrain.commands.sweep.command import new_sweep
 from agenttrain.commands.sweep.config import OnFailedJob, Sampler, SweepConfig
-from agenttrain.commands.sweep.expand import expand
+from agenttrain.commands.sweep.expand import Expansion, expand
 from agenttrain.commands.sweep.record import RECORD, SweepRecord, quote_path, write_record
+from agenttrain.settings.checks import check_submission
 from agenttrain.settings.command_line import RUN_DIR, TRUSTED, Command, command_of
 from agenttrain.settings.compose import (
     Composed,
     check_writable,
+    compose_new,
     compose_run,
     hydra_session,
     job_name,
@@ -46,7 +48,6 @@ from agenttrain.settings.compose import (
 )
 from agenttrain.settings.overrides import key_of
 from agenttrain.settings.pinning import check_cached, pins
-from agenttrain.settings.run_config import RunConfig
 from agenttrain.types import ConfigError
 from agenttrain.utils.redaction import hide_secrets
 
@@ -77,27 +78,17 @@ class PlannedJob:
 
 def submit(args: Namespace, overrides: Sequence[str]) -> int:
     """Submit a run or sweep; exit code 1: a template fails its certificate. Raises ConfigError."""
-    command, slurm = _split_slurm(args, overrides)
     if not args.dry_run and not sbatch.has_sbatch():
         raise ConfigError(sbatch.ABSENT)
-    with hydra_session(command.source):
-        plan = _plan_job(command, slurm)
+    command, plan = _checked_plan(args.target, args, overrides)
     folder = plan.script.folder
-    if not plan.resumes and any((folder / name).exists() for name in (CONFIG, RECORD, NAME)):
-        raise ConfigError(
-            f"{folder}: holds a run or a job already; `sbatch {quote(str(plan.script.path))}` "
-            "submits a job again and agenttrain submit resume=… goes on with a run; another "
-            "hydra.run.dir= starts a new one"
-        )
     if not args.dry_run:
         check_writable(folder, f"{folder}", f"name another folder: {RUN_DIR}…")
     text = render(plan.script, plan.settings)
-    if plan.settings.offline:
-        check_cached([run.config for run in plan.runs], command.verb)
     # A dry run prints only the script to stdout, so that it can be redirected to a file.
     output = sys.stderr if args.dry_run else sys.stdout
     with _offline_if(plan.settings.offline), redirect_stdout(output):
-        if not args.no_check and not certify(plan.runs):
+        if not args.no_check and not certify(plan.runs, command.verb):
             return 1
     configs = [run.config for run in plan.runs]
     for note in (*note_local_paths(plan.script, configs), *note_containers(configs)):
@@ -117,6 +108,35 @@ def submit(args: Namespace, overrides: Sequence[str]) -> int:
     return 0
 
 
+def check_job(args: Namespace, overrides: Sequence[str]) -> int:
+    """Check a training job as `submit` does; exit code 1: a certificate did not pass.
+
+    Raises ConfigError. The machine is not checked: the job's is another one.
+    """
+    command, plan = _checked_plan("train", args, overrides)
+    with _offline_if(plan.settings.offline):
+        return check(command.verb, plan.runs)
+
+
+def _checked_plan(
+    verb: str, args: Namespace, overrides: Sequence[str]
+) -> tuple[Command, PlannedJob]:
+    """Return the command that a job runs, and the job, with its settings and folder checked."""
+    command, slurm = _split_slurm(verb, args, overrides)
+    with hydra_session(command.source):
+        plan = _plan_job(command, slurm)
+    folder = plan.script.folder
+    if not plan.resumes and any((folder / name).exists() for name in (CONFIG, RECORD, NAME)):
+        raise ConfigError(
+            f"{folder}: holds a run or a job already; `sbatch {quote(str(plan.script.path))}` "
+            "submits a job again and agenttrain submit resume=… goes on with a run; another "
+            "hydra.run.dir= starts a new one"
+        )
+    if plan.settings.offline:
+        check_cached([run.config for run in plan.runs], command.verb)
+    return command, plan
+
+
 def _print_script(text: str) -> None:
     """Print the script without secrets, in colours on a terminal."""
     console, public_text = Console(), hide_secrets(text)
@@ -128,10 +148,10 @@ def _print_script(text: str) -> None:
         print(public_text, end="", flush=True)
 
 
-def _split_slurm(args: Namespace, overrides: Sequence[str]) -> tuple[Command, list[str]]:
+def _split_slurm(verb: str, args: Namespace, overrides: Sequence[str]) -> tuple[Command, list[str]]:
     """Return the command of the run, and the overrides of the job's section. Raises ConfigError."""
     slurm = [text for text in overrides if key_of(text).partition(".")[0] == "slurm"]
-    command = command_of(args.target, args, [text for text in overrides if text not in slurm])
+    command = command_of(verb, args, [text for text in overrides if text not in slurm])
     if command.auto:
         raise ConfigError(
             "resume=auto: the job adds it itself; leave it out, or name a run: resume=<folder>"
@@ -170,37 +190,43 @@ def _plan_job(command: Command, slurm: Sequence[str]) -> PlannedJob:
     if command.saved is not None:
         return _plan_resumed(command, slurm, command.saved.absolute())
     overrides = command.overrides  # of a single run; below, of a sweep's first run
-    if command.sweep:
-        runs_of_sweep = expand(command.overrides, source).runs
-        overrides = runs_of_sweep[0]
-        _check_same_processes(command.overrides, runs_of_sweep)
+    expansion = expand(command.overrides, source) if command.sweep else None
+    if expansion is not None:
+        overrides = expansion.runs[0]
+        _check_same_processes(command.overrides, expansion.runs)
     try:
-        first = compose_run([*overrides, *slurm], source).config
+        composed = compose_run([*overrides, *slurm], source, with_hydra=True)
     except ConfigError as error:
         run = f"in the run {' '.join(overrides)}\n" if command.sweep else ""
         raise ConfigError(f"{run}{error}") from error
-    check_submission(first, first.slurm)
+    first = composed.config
+    check_submission(first)
     # By default one process per GPU of the job: this machine may have fewer GPUs.
     gpus = first.slurm.gpus if first.distributed.name != "single" else 0
+    processes = list[str]()
     if gpus and first.distributed.processes is None:
-        processes = f"distributed.processes={gpus}"
-        command = replace(command, overrides=[*command.overrides, processes])
+        processes = [f"distributed.processes={gpus}"]
+    command = replace(command, overrides=[*command.overrides, *processes])
     # The job adds its nodes itself: here they are only checked with the other settings.
     nodes = first.slurm.nodes - first.servers.nodes
     rendezvous = [f"distributed.nodes={nodes}", f"distributed.rendezvous={ANY_ENDPOINT}"]
-    in_job = [*command.overrides, *(rendezvous if nodes > 1 else ())]
-    runs = compose_all(replace(command, overrides=in_job))
-    name = job_name(overrides, source)
-    if command.sweep:
-        return _plan_sweep(command, name, first, runs)
-    folder = run_folder(command.overrides, source)
+    set_by_job = rendezvous if nodes > 1 else []
+    if expansion is not None:
+        expansion = expansion.with_overrides(*processes)
+        runs = compose_combinations(command, expansion.with_overrides(*set_by_job).runs)
+        return _plan_sweep(command, composed, runs, expansion)
+    runs = compose_all(replace(command, overrides=[*command.overrides, *set_by_job]))
+    composed = runs[0]
+    if set_by_job:  # the folder may be named after the overrides, without those of the job's nodes
+        composed = compose_new(command.overrides, source, starts=True)
+    folder = run_folder(composed, command.overrides, source)
     settings = [text for text in command.overrides if not text.startswith(RUN_DIR)]
     # The job loads the revisions that were checked here, whatever the hub has by then.
     commits = pins(runs[0], command.verb)
     # resume=auto: a job that is put back into the queue goes on in the same folder.
     resume = ["resume=auto", f"{RUN_DIR}{quote_path(folder)}"]
     arguments = [command.verb, *command.options, *settings, *commits, *resume]
-    script = _job_script(folder, name, [arguments], runs[0])
+    script = _job_script(folder, job_name(composed), [arguments], runs[0])
     return PlannedJob(settings=first.slurm, runs=runs, script=script, record=None, resumes=False)
 
 
@@ -215,32 +241,35 @@ def _check_same_processes(overrides: Sequence[str], runs: Sequence[Sequence[str]
 def _plan_resumed(command: Command, slurm: Sequence[str], folder: Path) -> PlannedJob:
     """Plan the job that resumes the run in `folder`."""
     source = command.source
-    settings = compose_run(slurm, source).config.slurm
+    composed = compose_run(slurm, source, with_hydra=True)
+    settings = composed.config.slurm
     runs = compose_all(command)
-    check_submission(runs[0].config, settings)
+    check_submission(replace(runs[0].config, slurm=settings))
     trust = [TRUSTED] if command.trust else []
     arguments = [command.verb, *command.options, f"resume={folder}", *command.overrides, *trust]
-    script = _job_script(folder, job_name([], source), [arguments], runs[0])
+    script = _job_script(folder, job_name(composed), [arguments], runs[0])
     return PlannedJob(settings=settings, runs=runs, script=script, record=None, resumes=True)
 
 
-def _plan_sweep(command: Command, name: str, first: RunConfig, runs: list[Composed]) -> PlannedJob:
+def _plan_sweep(
+    command: Command, composed: Composed, runs: list[Composed], expansion: Expansion
+) -> PlannedJob:
     """Plan the job array of a sweep.
 
-    `first` is the settings of its first run as typed; in `runs` the job has added nodes and
-    processes to them.
+    `composed` is its first run as typed; in `runs` the job has added nodes and processes.
     """
+    first = composed.config
     _check_sweep(runs[0].config.sweep)
     if first.servers.nodes:
         raise ConfigError(
             f"servers.nodes={first.servers.nodes}: the jobs of an array have no nodes for "
             "servers; submit the runs one by one, or leave it out"
         )
-    folder, record = new_sweep(command, runs)
+    folder, record = new_sweep(command, runs, expansion)
     folder = folder.absolute()
     # A job that is put back into the queue resumes its run.
     jobs = [record.arguments(folder, job, "resume=auto") for job in record.jobs]
-    script = _job_script(folder, name, jobs, runs[0], array=True)
+    script = _job_script(folder, job_name(composed), jobs, runs[0], array=True)
     return PlannedJob(settings=first.slurm, runs=runs, script=script, record=record, resumes=False)
 
 

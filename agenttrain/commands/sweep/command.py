@@ -11,7 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from agenttrain.commands.sweep.config import SweepConfig
-from agenttrain.commands.sweep.expand import expand, parse, trial_overrides
+from agenttrain.commands.sweep.expand import Expansion, expand, parse, trial_overrides
 from agenttrain.commands.sweep.record import (
     JobState,
     SweepJob,
@@ -29,7 +29,6 @@ from agenttrain.launch.processes import count_gpus
 from agenttrain.settings.checks import check_for_verb, validate
 from agenttrain.settings.command_line import Command
 from agenttrain.settings.compose import Composed, Source, check_writable, compose_raw
-from agenttrain.settings.messages import explained
 from agenttrain.settings.overrides import key_of
 from agenttrain.settings.pinning import pins
 from agenttrain.settings.resumable import RESUMABLE, may_change
@@ -49,7 +48,8 @@ CHANGEABLE = ("sweep.parallel", "sweep.on_failed_job", "sweep.trials")
 
 def start(command: Command, runs: Sequence[Composed]) -> int:
     """Record a new sweep of checked runs, and run it. Needs a `hydra_session`."""
-    folder, record = new_sweep(command, runs)
+    expansion = expand(command.overrides, command.source)
+    folder, record = new_sweep(command, runs, expansion)
     settings, configs = runs[0].config.sweep, [run.config for run in runs]
     shares = divide_machine(command.verb, settings.parallel, configs, count_gpus)
     key = "hydra.sweep.dir="
@@ -59,18 +59,15 @@ def start(command: Command, runs: Sequence[Composed]) -> int:
         return run(Sweep(folder=folder, settings=settings, shares=shares))
 
 
-def new_sweep(command: Command, runs: Sequence[Composed]) -> tuple[Path, SweepRecord]:
-    """Return folder and record of a new sweep of checked runs; writes nothing.
+def new_sweep(
+    command: Command, runs: Sequence[Composed], expansion: Expansion
+) -> tuple[Path, SweepRecord]:
+    """Return folder and record of a new sweep; writes nothing.
 
+    `runs` are the checked runs of the `expansion`, which is that of the command's overrides.
     Raises ConfigError. Needs a `hydra_session`.
     """
-    source = command.source
-    expansion = expand(command.overrides, source)
-    with explained(command.overrides, source.groups):
-        parsed = OverridesParser.create().parse_overrides(command.overrides)
-    # Overrides with one value, Hydra's own included, such as hydra.sweep.dir=….
-    fixed = [o.input_line or "" for o in parsed if not o.is_sweep_override()]
-    raw = compose_raw(fixed, source, with_hydra=True)
+    source, raw = command.source, expansion.raw
     folder = Path(raw.hydra.sweep.dir)
     if is_sweep(folder):
         resume = shell_command(["-m", f"resume={folder}"])
@@ -100,7 +97,7 @@ def new_sweep(command: Command, runs: Sequence[Composed]) -> tuple[Path, SweepRe
         verb=command.verb,
         objective=runs[0].config.sweep.objective,
         options=options,
-        shared=fixed,
+        shared=expansion.fixed,
         search=search,
         jobs=jobs,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import ceil, inf, isfinite, prod
 
@@ -37,13 +37,23 @@ class Expansion:
     contain every choice and both ends of every range."""
     search: TrialSearch | None
     """None: `runs` are all runs."""
+    fixed: list[str]
+    """The overrides with one value, Hydra's own included, such as hydra.sweep.dir=…."""
+    raw: DictConfig
+    """Settings under `fixed`, with Hydra's own."""
+
+    def with_overrides(self, *overrides: str) -> Expansion:
+        """Return the expansion with further overrides in each of its `runs`; `raw` stays."""
+        runs = [[*run, *overrides] for run in self.runs]
+        return replace(self, runs=runs, fixed=[*self.fixed, *overrides])
 
 
 def expand(overrides: Sequence[str], source: Source) -> Expansion:
     """Return the runs of a sweep with these overrides.
 
     Example: ``["seed=1,2", "steps=5"]`` -> ``Expansion(runs=[["seed=1", "steps=5"], ["seed=2",
-    "steps=5"]], search=None)``. Raises ConfigError. Needs a `hydra_session`.
+    "steps=5"]], search=None, fixed=["steps=5"], raw=…)``. Raises ConfigError. Needs a
+    `hydra_session`.
     """
     with explained(overrides, source.groups):
         parsed = parse(overrides)
@@ -62,7 +72,7 @@ def expand(overrides: Sequence[str], source: Source) -> Expansion:
             if override.is_sweep_override() and not override.is_interval_sweep():
                 _check_number(_number_of_values(override), as_typed(override.input_line))
         if raw.sweep.sampler is Sampler.tpe:
-            return _expand_search(all_overrides, raw)
+            return _expand_search(all_overrides, fixed, raw)
         if raw.sweep.direction is not None:
             raise ConfigError(
                 f"sweep.direction={raw.sweep.direction.value}: sweep.sampler="
@@ -81,11 +91,11 @@ def expand(overrides: Sequence[str], source: Source) -> Expansion:
             ]
         listed_runs = list(map(_split_run, raw.sweep.runs))
     if not listed_runs:
-        return Expansion(runs=combinations, search=None)
+        return Expansion(runs=combinations, search=None, fixed=fixed, raw=raw)
     _check_number(len(listed_runs) * len(combinations), "sweep.runs")
     runs = [[*run, *values] for run, values in product(listed_runs, combinations)]
     _check_distinct(runs)
-    return Expansion(runs=runs, search=None)
+    return Expansion(runs=runs, search=None, fixed=fixed, raw=raw)
 
 
 def _check_plugins(raw: DictConfig) -> None:
@@ -173,7 +183,7 @@ def _all_combinations(overrides: Sequence[Override]) -> list[list[str]]:
     return [list(run) for run in batch]
 
 
-def _expand_search(overrides: Sequence[Override], raw: DictConfig) -> Expansion:
+def _expand_search(overrides: Sequence[Override], fixed: list[str], raw: DictConfig) -> Expansion:
     """Return the search that the overrides ask for, with examples of its runs (`corners`)."""
     settings, key = raw.sweep, "sweep.sampler=tpe"
     if settings.trials is None:
@@ -203,7 +213,7 @@ def _expand_search(overrides: Sequence[Override], raw: DictConfig) -> Expansion:
         space=[axis.input_line or "" for axis in axes.values()],
         repeats=repeats,
     )
-    return Expansion(runs=runs, search=search)
+    return Expansion(runs=runs, search=search, fixed=fixed, raw=raw)
 
 
 def _split_trial_axes(overrides: Sequence[Override]) -> tuple[dict[str, Override], list[list[str]]]:

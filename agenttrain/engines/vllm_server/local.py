@@ -20,7 +20,6 @@ from agenttrain.engines.config import ServersConfig
 from agenttrain.engines.spec import SERVERS_OWNER
 from agenttrain.engines.vllm_server import scratch
 from agenttrain.engines.vllm_server.files_transport import BACKEND
-from agenttrain.engines.vllm_server.process_ids import process_exists
 from agenttrain.engines.vllm_server.server_records import (
     FOLDER,
     PLAN,
@@ -36,6 +35,7 @@ from agenttrain.engines.vllm_server.server_records import (
 from agenttrain.engines.vllm_server.status import OF_ROLES
 from agenttrain.engines.weights_place import VERSIONS, new_weights_folder, remove_weights_folder
 from agenttrain.utils.child_process import ChildProcess
+from agenttrain.utils.process_ids import process_exists
 
 POLL_S = 0.1
 """Seconds between two checks whether an earlier server has ended."""

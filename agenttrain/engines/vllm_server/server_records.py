@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from agenttrain.engines.vllm_server.files_transport import BACKEND
-from agenttrain.engines.vllm_server.process_ids import process_exists, started_at
+from agenttrain.utils.files import write_atomically
+from agenttrain.utils.process_ids import process_exists, started_at
 from agenttrain.utils.signing import sign
 
 FOLDER = "servers"
@@ -207,15 +208,12 @@ def write_private(path: Path, value: Any, *, replace: bool = True) -> None:
     Without `replace` an existing file is kept, and a file system without hard links gets no file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.unlink(missing_ok=True)
-    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        json.dump(value, file)
-    if not replace:
-        # A hard link is made atomically too, and fails if the file exists.
-        with suppress(OSError):  # the file exists, or its file system has no links
-            path.hardlink_to(unfinished)
-        unfinished.unlink()
+    if replace:
+        write_atomically(path, json.dumps(value), mode=0o600)
         return
-    unfinished.rename(path)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.new")
+    write_atomically(unfinished, json.dumps(value), mode=0o600)
+    # A hard link is made atomically too, and fails if the file exists.
+    with suppress(OSError):  # the file exists, or its file system has no links
+        path.hardlink_to(unfinished)
+    unfinished.unlink()

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from agenttrain.engines.vllm_server.health import Member
-from agenttrain.engines.vllm_server.process_ids import process_exists, started_at
 from agenttrain.engines.vllm_server.server_records import FOLDER, last_lines, write_private
+from agenttrain.utils.process_ids import process_exists, started_at
 
 STATUS = "status.json"
 OF_PROCESSES = "status"

@@ -23,7 +23,6 @@ import httpx
 
 from agenttrain.engines.vllm_server import scratch
 from agenttrain.engines.vllm_server.guard import HOST, TOKEN
-from agenttrain.engines.vllm_server.process_ids import process_exists, started_at
 from agenttrain.engines.vllm_server.server_records import (
     FOLDER,
     PLAN,
@@ -39,6 +38,7 @@ from agenttrain.engines.vllm_server.server_records import (
 from agenttrain.utils.child_process import ChildProcess, how_ended
 from agenttrain.utils.exit_codes import DONE, FAILED
 from agenttrain.utils.keeper import adopt_orphans, end_children
+from agenttrain.utils.process_ids import process_exists, started_at
 
 POLL_S = 0.1
 """Seconds between two checks of the server, its owner and signals."""

@@ -9,16 +9,14 @@ that has it, in one process for all rollouts. A row's `seed` makes its task.
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from agenttrain.types import MAIN, Rollout, ToolUnavailable
-from agenttrain.utils.child_process import ChildGone, ChildProcess
+from agenttrain.utils.child_process import ChildGone, OnDemandChild
 from agenttrain.utils.data_fields import Data
 from agenttrain.utils.text_templates import TextTemplate
 
@@ -112,63 +110,34 @@ class ReasoningGym:
     def _ask(self, **answer: str) -> Mapping[str, Any]:
         """Return the reply to a request about the task.
 
-        A pooled instance may outlive a process, so each request takes the one in use.
+        Raises ValueError, which names the argument, if the process cannot be started or the request
+        fails, and ToolUnavailable if no reply comes.
         """
-        process = task_process(self._python)
-        return process.ask({**self._task, **answer}, self._reply_timeout_s)
-
-
-class TaskProcess:
-    """A child process that runs reasoning_gym_bridge.py; its requests are answered one by one."""
-
-    def __init__(self, python: str) -> None:
-        """Raises ValueError that begins with the argument if it cannot be started."""
-        # -P: the bridge's folder holds our reasoning_gym.py, which is not the library.
-        command = [str(Path(python).expanduser()), "-P", str(BRIDGE)]
-        self._python = python
+        request = {**self._task, **answer}
         try:
-            self._child = ChildProcess(command, requests=True, replies=True)
+            reply: Mapping[str, Any] = task_process(self._python).ask(
+                request, limit_s=self._reply_timeout_s
+            )
         except OSError as error:
-            raise ValueError(f"python={python}: cannot be started: {error}") from error
-        self._lock = threading.Lock()
-
-    @property
-    def alive(self) -> bool:
-        """True while the process runs."""
-        return self._child.alive
-
-    def ask(self, request: Mapping[str, Any], limit_s: float) -> Mapping[str, Any]:
-        """Return the reply to a request.
-
-        Raises ValueError, which names the dataset, if the request fails, and ToolUnavailable if no
-        reply comes; the process is then ended, because a late reply would be taken for another's.
-        """
-        with self._lock:
-            try:
-                self._child.send(json.dumps(request))
-                reply = self._child.receive(limit_s=limit_s)
-            except ChildGone as error:
-                self._child.kill()
-                if "No module named 'reasoning_gym'" in str(error):
-                    raise ValueError(
-                        f"python={self._python}: has no package reasoning_gym; {INSTALL}"
-                    ) from error
-                raise ToolUnavailable(f"reasoning_gym: its process {error}") from error
+            raise ValueError(f"python={self._python}: cannot be started: {error}") from error
+        except ChildGone as error:
+            if "No module named 'reasoning_gym'" in str(error):
+                raise ValueError(
+                    f"python={self._python}: has no package reasoning_gym; {INSTALL}"
+                ) from error
+            raise ToolUnavailable(f"reasoning_gym: its process {error}") from error
         if "error" in reply:
             raise ValueError(f"dataset={request['dataset']}: {reply['error']}")
         return reply
 
 
-_PROCESSES: dict[str, TaskProcess] = {}
+_PROCESSES: dict[str, OnDemandChild] = {}
 """Processes by their Python. They stay until this process ends: between two steps no rollout holds
 one, and importing the package takes seconds."""
-_STARTING = threading.Lock()
 
 
-def task_process(python: str) -> TaskProcess:
-    """Return the process of this Python in use, or a new one. Raises ValueError."""
-    with _STARTING:
-        process = _PROCESSES.get(python)
-        if process is None or not process.alive:
-            process = _PROCESSES[python] = TaskProcess(python)
-        return process
+def task_process(python: str) -> OnDemandChild:
+    """Return the process of this Python, which runs reasoning_gym_bridge.py."""
+    # -P: the bridge's folder holds our reasoning_gym.py, which is not the library.
+    command = [str(Path(python).expanduser()), "-P", str(BRIDGE)]
+    return _PROCESSES.setdefault(python, OnDemandChild(command))

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from agenttrain.rewards.builtin.answers import AnswerReward, as_text
 from agenttrain.rewards.function import RewardUnavailable
 from agenttrain.types import Rollout
-from agenttrain.utils.child_process import ChildGone, ChildProcess
+from agenttrain.utils.child_process import ChildGone, ChildNotReady, OnDemandChild
 from agenttrain.utils.data_fields import Data
 
 WORKER = Path(__file__).with_name("math_worker.py")
@@ -47,9 +45,9 @@ class MathVerify(AnswerReward):
         if not answer_s > 0:
             raise ValueError(f"answer_s={answer_s}: must be more than 0")
         self._answer_s = answer_s
-        self._lock = Lock()
-        self._process: ChildProcess | None = None
-        """Started when it is needed, and killed when an answer takes too long."""
+        # -P: beside the script lies our math_verify.py, which is not the library.
+        self._command = [sys.executable, "-P", str(WORKER)]
+        self._worker = OnDemandChild(self._command, ready_s=START_S)
 
     def __call__(self, rollout: Rollout, **columns: Any) -> float | None:
         """Return 1 if the answer equals the expected one, else 0; None if the latter is no formula.
@@ -63,22 +61,13 @@ class MathVerify(AnswerReward):
             "answer": "" if answer is None else as_text(answer),
             "seconds": ceil(self._answer_s),
         }
-        with self._lock:  # one process, which takes one request at a time
-            if self._process is None or not self._process.alive:
-                # -P: beside the script lies our math_verify.py, which is not the library.
-                command = [sys.executable, "-P", str(WORKER)]
-                self._process = ChildProcess(command, requests=True, replies=True)
-                try:
-                    self._process.receive(limit_s=START_S)  # it has imported the library
-                except ChildGone as error:
-                    self._process.kill()
-                    raise RewardUnavailable(
-                        f"the process for math-verify did not start; {' '.join(command)} says why"
-                    ) from error
-            try:
-                self._process.send(json.dumps(request))
-                equal: bool | None = self._process.receive(limit_s=GRACE * self._answer_s)
-            except ChildGone:  # no reply in time, or the process ended
-                self._process.kill()
-                return 0.0
+        try:
+            equal: bool | None = self._worker.ask(request, limit_s=GRACE * self._answer_s)
+        except ChildNotReady as error:
+            command = " ".join(self._command)
+            raise RewardUnavailable(
+                f"the process for math-verify did not start; {command} says why"
+            ) from error
+        except ChildGone:  # no reply in time, or the process ended
+            return 0.0
         return None if equal is None else float(equal)

@@ -27,10 +27,9 @@ from typing import Any
 
 from agenttrain.rollout.collector import Collected
 from agenttrain.tracking.rollouts import policy_versions
-from agenttrain.tracking.run_folder import write_atomically
 from agenttrain.types import Task
 from agenttrain.utils.codec import Codec
-from agenttrain.utils.files import sync
+from agenttrain.utils.files import sync, write_atomically
 from agenttrain.utils.json_lines import dumps
 
 FILE = "journal.jsonl"

@@ -23,7 +23,7 @@ from typing import Any
 
 from agenttrain.tools.sandbox import repl
 from agenttrain.tools.sandbox.confine import limit_worker
-from agenttrain.tools.sandbox.memory import memory_in_use
+from agenttrain.tools.sandbox.memory_use import memory_in_use
 
 MEMORY_CHECK_MS = 50
 """Milliseconds between two checks of the memory in use."""

@@ -11,4 +11,6 @@ from agenttrain.settings.command_line import Command, command_of
 def parse(arguments: Sequence[str]) -> Command:
     """Return the command of a verb that takes settings."""
     _, args, settings = cli.parse(arguments)
-    return command_of(args.verb, args, settings, checks=args.verb == "check")
+    checks = args.verb == "check"
+    verb = (checks and args.target) or args.verb  # `check sft` is about the settings of sft
+    return command_of(verb, args, settings, checks=checks)

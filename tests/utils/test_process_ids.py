@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from agenttrain.engines.vllm_server.process_ids import process_exists, started_at
+from agenttrain.utils.process_ids import process_exists, started_at
 
 
 def test_a_process_its_end_and_another_of_its_number() -> None:

@@ -441,9 +441,8 @@ def _count_load(
     in_training = counts.most_tasks_per_step * counts.group_size * (1 + staleness)
     in_flight = max(in_training, in_evaluation)
     rows = config.engine.max_rows
-    in_lockstep = config.rollout.deterministic is not False and not staleness
     # In lockstep all rollouts of a step are in flight: rollout.concurrency has no effect.
-    if not (spec_of(config.engine).deterministic and in_lockstep):
+    if not (spec_of(config.engine).deterministic and config.may_run_in_lockstep):
         rows = min(rows, config.rollout.concurrency)
         if has_rollout_process(config):
             in_flight = min(in_flight, config.rollout.concurrency)
