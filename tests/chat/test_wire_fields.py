@@ -53,7 +53,7 @@ Ask = Callable[[Mapping[str, Any]], Any]
 
 def serve(fields: Mapping[str, Any]) -> Any:
     """Send them to `agenttrain serve`."""
-    return openai.parse_request(json.dumps({"messages": ASK, **fields}).encode())
+    return openai.read_served({"messages": ASK, **fields}, {})
 
 
 def endpoint(fields: Mapping[str, Any]) -> Question:
