@@ -367,7 +367,7 @@ class Writing:
     """Folder until then."""
     step: int
     state: dict[str, Any]
-    """JSON that `Checkpoints.load` returns."""
+    """JSON that `Checkpoints.load_latest` returns."""
     snapshot: Snapshot
     """Files that this process writes."""
     thread: threading.Thread | None = None
