@@ -20,7 +20,7 @@ from agenttrain.agents.restarts import Restart
 from agenttrain.agents.transcript import AgentTurn, Transcript, call_error
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.grammar import ANY_FORM
-from agenttrain.chat.stop_texts import StopScan, before_stop
+from agenttrain.chat.stop_texts import StopScan, cut_message
 from agenttrain.chat.wire.fields import MAX_QUOTED, quote
 from agenttrain.chat.wire.http import call_in_thread_if_large, request_error
 from agenttrain.chat.wire.issued_turns import Match, in_call_order, tools_digest
@@ -30,7 +30,6 @@ from agenttrain.engines.base import Engine, EngineDead, EngineError
 from agenttrain.rollout.config import RolloutConfig, RolloutRequest
 from agenttrain.types import (
     MAIN,
-    AssistantTurn,
     Completion,
     Finish,
     Message,
@@ -451,7 +450,10 @@ class EndpointRollout:
             shown_turn = self.policy.chat.parse_text(
                 shown_text, question.schemas, turn=name, after=role
             )
-            client_message, shown_ids = _issue_before_stop(shown_turn, question.stops, head.id)
+            # Not as text, even if the API's arguments are: a call that the stop text cuts off
+            # becomes part of the content.
+            client_message, shown_ids = issue(shown_turn, text_arguments=False, handle=head.id)
+            cut_message(client_message, question.stops)
             # Calls after the stop text, which the client does not see, have no id.
             hidden_count = len(turn.calls) - len(shown_ids)
             call_ids = (*shown_ids, *("",) * hidden_count)
@@ -622,23 +624,6 @@ class EndpointRollout:
                     error=call_error(call, parameters),
                 )
             )
-
-
-def _issue_before_stop(
-    shown_turn: AssistantTurn, stops: Sequence[str], handle: str
-) -> tuple[Message, tuple[str, ...]]:
-    """Return the turn before a stop text as the client gets it, and the ids of its calls.
-
-    `handle` is the id of the answer, by which later requests refer to it.
-    """
-    # Not as text, even if the API's arguments are: a call that the stop text cuts off becomes part
-    # of the content.
-    message, call_ids = issue(shown_turn, text_arguments=False, handle=handle)
-    for key in ("content", "reasoning_content"):
-        # The stop text may appear only once the parts of the content are joined.
-        if text := message.get(key):
-            message[key] = before_stop(text, stops)
-    return message, call_ids
 
 
 def _cut_completion(completion: Completion, end: int | None) -> Completion:

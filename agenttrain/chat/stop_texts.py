@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from agenttrain.chat.streaming import TextStream
+from agenttrain.types import Message
 
 
 class StopScan:
@@ -49,6 +50,12 @@ class StopScan:
             self.text, self.end = self.text[: min(positions)], self.count
 
 
-def before_stop(text: str, stops: Sequence[str]) -> str:
-    """Return the part of a text before the first of the stop texts."""
-    return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)]
+def cut_message(message: Message, stops: Sequence[str]) -> None:
+    """Cut the content and the reasoning of an answer before the first of the stop texts.
+
+    A stop text may only appear once the parts of the content are joined.
+    """
+    for key in ("content", "reasoning_content"):
+        if text := message.get(key):
+            position = min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
+            message[key] = text[:position]

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from math import ceil
 
 from agenttrain.commands.verb import as_config_error
-from agenttrain.data.build import column_names
-from agenttrain.data.tasks import COLUMN_SAMPLE, TaskSource
+from agenttrain.data.tasks import COLUMN_SAMPLE, TaskSource, column_names
 from agenttrain.rollout.episode import end_episode, start_episode
 from agenttrain.runs.setup import Components, context_of
 from agenttrain.settings.run_config import RunConfig

@@ -12,7 +12,7 @@ from agenttrain.data.config import HOLD_OUT, DataConfig, at_source, names_test_r
 from agenttrain.data.files import as_rows
 from agenttrain.data.images import ImageLimits
 from agenttrain.data.mixture import Mixture, Questions
-from agenttrain.data.tasks import COLUMN_SAMPLE, GeneratedRows, Rows, TaskSource
+from agenttrain.data.tasks import GeneratedRows, Rows, TaskSource, column_names
 from agenttrain.data.transform import (
     RowCheck,
     RowSubset,
@@ -216,14 +216,6 @@ def _check_finite(
     if note := report_bad_rows(usable, len(rows), key, config.on_bad_row):
         notes.append(note)
     return usable
-
-
-def column_names(source: TaskSource) -> list[str]:
-    """Return the columns of the first rows together, because single rows may lack some."""
-    names: dict[str, None] = {}  # an ordered set
-    for task in source.tasks(0, min(len(source), COLUMN_SAMPLE)):
-        names.update(dict.fromkeys(task.columns))
-    return list(names)
 
 
 def check_needed_columns(

@@ -167,6 +167,14 @@ class TaskSource:
         return index if self._kept is None else self._kept[index]
 
 
+def column_names(source: TaskSource) -> list[str]:
+    """Return the columns of the first rows together, because single rows may lack some."""
+    names: dict[str, None] = {}  # an ordered set
+    for task in source.tasks(0, min(len(source), COLUMN_SAMPLE)):
+        names.update(dict.fromkeys(task.columns))
+    return list(names)
+
+
 def check_columns(source: TaskSource, names: Mapping[str, str | None]) -> None:
     """Raise ValueError if a setting names a column that the first held-out rows lack.
 
@@ -174,14 +182,7 @@ def check_columns(source: TaskSource, names: Mapping[str, str | None]) -> None:
     ``check_columns(tasks, {"eval.group_by": "hops"})``.
     """
     for key, name in names.items():
-        if name is None:
-            continue
-        columns: dict[str, None] = {}  # an ordered set
-        for position in range(min(len(source), COLUMN_SAMPLE)):
-            columns.update(dict.fromkeys(source.tasks(position, 1)[0].columns))
-            if name in columns:
-                break
-        else:
+        if name is not None and name not in (columns := column_names(source)):
             raise ValueError(
                 f"{key}={name}: the rows of data.test have no such column"
                 f"{did_you_mean(name, columns)}; they have: {', '.join(columns)} ({key}=null: none)"

@@ -8,8 +8,6 @@ with `multi_modal_projector`, or with `embed_vision` and `audio_tower`. The head
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from agenttrain.utils.placeholders import SEEING
@@ -78,15 +76,3 @@ def encoder_pattern(model: PreTrainedModel) -> str | None:
     names = {module: name for name, module in model.named_modules()}
     outer, inner = names[backbone(model)], names[language_model(model)]
     return rf"{re.escape(outer)}\.(?!{re.escape(inner.removeprefix(f'{outer}.'))}\.).*"
-
-
-@contextmanager
-def language_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Use an attention function in the language model, within the block. Encoders keep theirs."""
-    config = model.config.get_text_config()
-    former_name = config._attn_implementation
-    config._attn_implementation = name
-    try:
-        yield
-    finally:
-        config._attn_implementation = former_name

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Protocol
 
 from agenttrain.environments.config import UserSettings
@@ -210,7 +211,7 @@ def build_user(section: Mapping[str, Any]) -> SimulatedUser | None:
             function = function(**bound)
         elif bound:
             inspect.signature(function).bind(None, (), 0, **bound)  # (task, spoken, seed)
-            function = _Bound(function, bound)
+            function = partial(function, **bound)
     except TypeError as error:
         raise ValueError(f"{located.where} with {hide_in_settings(bound)}: {error}") from error
     except ValueError as error:
@@ -221,13 +222,3 @@ def build_user(section: Mapping[str, Any]) -> SimulatedUser | None:
             "the user says"
         )
     return SimulatedUser(function, settings)
-
-
-class _Bound:
-    """A user function with its settings."""
-
-    def __init__(self, function: Any, bound: Mapping[str, Any]) -> None:
-        self._function, self._bound = function, dict(bound)
-
-    def __call__(self, task: Task, spoken: Sequence[Message], seed: int) -> Any:
-        return self._function(task, spoken, seed, **self._bound)

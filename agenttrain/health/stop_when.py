@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -16,14 +15,12 @@ class StopWhen:
     """The last `patience` values of the metric, whose mean may end the run."""
 
     config: StopWhenConfig
-    values: deque[float] = field(default_factory=deque)
+    values: list[float] = field(default_factory=list)
 
     def add(self, value: float | None) -> None:
         """Add the value of a finished step. None and NaN mean that nothing was measured."""
         if value is not None and not math.isnan(value):
-            self.values.append(value)
-            while len(self.values) > self.config.patience:
-                self.values.popleft()
+            self.values = [*self.values, value][-self.config.patience :]
 
     @property
     def record(self) -> dict[str, Any] | None:
@@ -39,11 +36,11 @@ class StopWhen:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the JSON state that later steps depend on."""
-        values = list(self.values) if self.config.enabled else []
+        values = self.values if self.config.enabled else []
         return {"stop_when": {"metric": self.config.metric, "values": values}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`. The values of another metric do not count."""
         section = state["stop_when"]
         is_same_metric = section["metric"] == self.config.metric
-        self.values = deque(section["values"][-self.config.patience :] if is_same_metric else ())
+        self.values = section["values"][-self.config.patience :] if is_same_metric else []

@@ -11,7 +11,7 @@ from typing import Any
 
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.encoding import ChatError
-from agenttrain.chat.stop_texts import StopScan, before_stop
+from agenttrain.chat.stop_texts import StopScan, cut_message
 from agenttrain.chat.wire.dialects import StreamWriter
 from agenttrain.chat.wire.http import KEEP_ALIVE, KEPT_ALIVE_S
 from agenttrain.chat.wire.normal import Answer, AnswerHead, Question, issue
@@ -200,9 +200,7 @@ class ChatServer:
         prompt, question = answering.prompt, answering.question
         # Without text arguments, a malformed call is a part of the answer's text.
         message, call_ids = issue(sampled.turn, text_arguments=False, handle=answering.head.id)
-        for key in ("content", "reasoning_content"):
-            if text := message.get(key):  # a stop text may only appear once the parts are joined
-                message[key] = before_stop(text, answering.question.stops)
+        cut_message(message, question.stops)
         sessions = [prompt.session]
         if sampled.finish is not Finish.abort:  # nothing can continue an aborted answer
             sessions = self.conversations.record(

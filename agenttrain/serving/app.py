@@ -51,6 +51,7 @@ from agenttrain.chat.wire.http import (
 )
 from agenttrain.chat.wire.openai import RequestError, read_object
 from agenttrain.serving.answers import Answering, ChatServer
+from agenttrain.utils.signals import handling
 
 T = TypeVar("T")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -246,12 +247,8 @@ def run(app: Starlette, listener: socket.socket) -> None:
     )
     # uvicorn handles both signals and, once it has ended, raises them again. Then handlers that do
     # nothing take them, so that they do not end this process too.
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    for number in handlers:
-        signal.signal(number, lambda *_: None)
     try:
-        uvicorn.Server(config).run(sockets=[listener])
+        with handling((signal.SIGTERM, signal.SIGINT), lambda *_: None):
+            uvicorn.Server(config).run(sockets=[listener])
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
         sys.stdout.flush()

@@ -6,12 +6,13 @@ import re
 import signal
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from http.client import HTTPConnection, HTTPException
 
 import psutil
 
 from agenttrain.utils.child_process import ChildGone, ChildProcess
+from agenttrain.utils.signals import handling
 
 POLL_S = 0.2
 """Seconds between two checks of the child."""
@@ -34,12 +35,12 @@ def run_command(
     server ends by itself.
     """
     signals: list[int] = []
-    former_handlers = {
-        number: signal.signal(number, lambda number, _: signals.append(number))
-        for number in (signal.SIGTERM, signal.SIGINT)
-    }
-    child = ChildProcess(command, tail_bytes=TAIL_BYTES)
-    try:
+    with ExitStack() as stack:
+        stack.enter_context(
+            handling((signal.SIGTERM, signal.SIGINT), lambda number, _: signals.append(number))
+        )
+        child = ChildProcess(command, tail_bytes=TAIL_BYTES)
+        stack.callback(child.kill)
         is_ready = is_ending = False
         while child.alive and len(signals) < 2:
             if signals and not is_ending:
@@ -49,10 +50,6 @@ def run_command(
                 is_ready = True
                 on_ready()
             time.sleep(POLL_S)
-    finally:
-        child.kill()
-        for number, handler in former_handlers.items():
-            signal.signal(number, handler)
     if not signals:
         errors = ERROR.findall(child.printed())
         if not errors:

@@ -58,7 +58,7 @@ class ToolWorker:
         """Rollouts that have ended since; the next request tells the worker."""
         self._recipe = recipe
         # JSON writes a character in at most 12 bytes, as two escapes. The rest is for other fields.
-        self._max_answer_bytes = 16 * recipe.max_chars
+        self._max_answer_bytes = 16 * MAX_RESULT_CHARS
         self._lock = threading.Lock()
         """Guards `_killed` and `process`: `kill` may come while a thread is in `start`."""
         self._killed = False
@@ -191,9 +191,7 @@ class ProcessTool:
             )
         # The tool: as workers build it, and as this process has it, for its schema.
         self.name = name
-        self._recipe = Recipe(
-            name=name, make=make, faults=tuple(limits.retry_on), max_chars=MAX_RESULT_CHARS
-        )
+        self._recipe = Recipe(name=name, make=make, faults=tuple(limits.retry_on))
         self._local = build(self._recipe)
         self.schema = self._local.schema
         self.releases = hasattr(self._local.function, "release")

@@ -36,8 +36,6 @@ class Recipe:
     """Makes the tool; pickled, so what it names must be importable."""
     faults: tuple[str, ...]
     """Dotted paths of the errors that are the infrastructure's."""
-    max_chars: int
-    """Maximum characters of a result; longer ones are cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +78,6 @@ class Server:
     def __init__(self, recipe: Recipe) -> None:
         self._tool = build(recipe)
         self._faults = fault_types(recipe.faults)
-        self._max_chars = recipe.max_chars
         self._loop = asyncio.new_event_loop()
 
     def answer(self, request: WorkerRequest) -> Reply:
@@ -104,8 +101,8 @@ class Server:
 
         outcome = attempt(call)
         if outcome.error is not None:
-            return error_reply(outcome.error, max_chars=self._max_chars, faults=self._faults)
-        return make_reply(outcome.value, max_chars=self._max_chars)
+            return error_reply(outcome.error, faults=self._faults)
+        return make_reply(outcome.value)
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from agenttrain.tools.sandbox import repl
 from agenttrain.tools.sandbox.config import SandboxSettings
-from agenttrain.tools.sandbox.session import MAX_CODE, Output
+from agenttrain.tools.sandbox.session import Output, check_code, join_lines
 from agenttrain.types import (
     CommandResult,
     RolloutMachine,
@@ -135,25 +135,25 @@ def machine_of(context: ToolContext) -> RolloutMachine:
 
 async def run_bash(machine: RolloutMachine, code: str, settings: SandboxSettings) -> str:
     """Run shell code; return what the model reads. Raises ToolFailure and ToolUnavailable."""
-    _check_code(code)
+    check_code(code)
     # CHOOSE runs the script SHELL with the code as its $1, in bash where the machine has it.
     result, text = await _run(machine, ["sh", "-c", CHOOSE, "sh", SHELL, code], settings)
     if result.timed_out:
         raise ToolFailure(
-            _join_lines(
+            join_lines(
                 text,
                 f"[the command ran longer than {settings.call_s:g} s and was ended; its changes of "
                 "variables and folder are lost]",
             )
         )
     if result.code:
-        return _join_lines(text, f"[exit status {result.code}]")
+        return join_lines(text, f"[exit status {result.code}]")
     return text or "(no output)"
 
 
 async def run_python(machine: RolloutMachine, code: str, settings: SandboxSettings) -> str:
     """Run Python code in the machine's interpreter, whose variables last for the rollout."""
-    _check_code(code)
+    check_code(code)
     # CLIENT passes the code on to the interpreter, and starts it with our `repl.py` if need be.
     request = {"code": code, "repl": Path(repl.__file__).read_text(encoding="utf-8")}
     command = ["python3", "-c", CLIENT]
@@ -161,23 +161,15 @@ async def run_python(machine: RolloutMachine, code: str, settings: SandboxSettin
     lost = "the interpreter ended; its variables are lost, files are kept"
     if result.timed_out:
         raise ToolFailure(
-            _join_lines(text, f"[the code ran longer than {settings.call_s:g} s; {lost}]")
+            join_lines(text, f"[the code ran longer than {settings.call_s:g} s; {lost}]")
         )
     if result.code == MISSING:
         raise ToolUnavailable("tool python: the image has no python3")
     if result.code == FAILED:  # the code raised, and has printed its traceback
         raise ToolFailure(text)
     if result.code:
-        raise ToolFailure(_join_lines(text, f"[{lost}]"))
+        raise ToolFailure(join_lines(text, f"[{lost}]"))
     return text or "(no output)"
-
-
-def _check_code(code: str) -> None:
-    """Raise ToolFailure for code that cannot be run."""
-    if len(code) > MAX_CODE:
-        raise ToolFailure(f"the code has {len(code)} characters, at most {MAX_CODE} are run")
-    if "\0" in code:
-        raise ToolFailure("the code holds a NUL character")
 
 
 async def _run(
@@ -190,8 +182,3 @@ async def _run(
         command, timeout_s=settings.call_s, stdin=stdin, max_bytes=1, on_output=output.add
     )
     return result, output.text()
-
-
-def _join_lines(text: str, note: str) -> str:
-    """Join the lines of a text, which may be empty, and of a note."""
-    return f"{text}\n{note}" if text else note

@@ -43,7 +43,7 @@ class Reply:
     """Texts and images of a reply with images, of which `content` has the texts."""
 
 
-def make_reply(value: Any, *, max_chars: int) -> Reply:
+def make_reply(value: Any, *, max_chars: int = MAX_RESULT_CHARS) -> Reply:
     """Make a reply of a tool's return value; a value without a text becomes an error reply."""
     reward: float | None = None
     try:
@@ -104,7 +104,7 @@ def reply_from_json(data: Any) -> Reply:
 def error_reply(
     error: BaseException,
     *,
-    max_chars: int,
+    max_chars: int = MAX_RESULT_CHARS,
     faults: tuple[type[BaseException], ...] = (ToolUnavailable,),
 ) -> Reply:
     """Make an error reply: ``Error: KeyError: 'Oslo'``, or only the message of a ToolFailure.
@@ -127,7 +127,7 @@ def error_reply(
     return Reply(content=_cut_text(text, max_chars), error=kind)
 
 
-def result_to_text(value: object, *, max_chars: int) -> str:
+def result_to_text(value: object, *, max_chars: int = MAX_RESULT_CHARS) -> str:
     """Make the text of a result: strings unchanged, other values as JSON of their `plain_form`.
 
     None becomes ``null`` and a not-a-number ``NaN``. Keys of mappings become text: ``{(1, 2): 3}``
@@ -295,7 +295,7 @@ def _plain_key(key: Any) -> str | int | float | None:
     """Return a key in a type that JSON has, else its text."""
     if isinstance(key, str | int | float | None):
         return key
-    return result_to_text(key, max_chars=MAX_RESULT_CHARS)
+    return result_to_text(key)
 
 
 def _cut_text(text: str, max_chars: int) -> str:

@@ -22,7 +22,7 @@ from agenttrain.tools.call_slots import CallSlots
 from agenttrain.tools.config import Isolation, ToolLimits
 from agenttrain.tools.isolation import ProcessTool
 from agenttrain.tools.isolation_worker import fault_types
-from agenttrain.tools.reply import MAX_RESULT_CHARS, Reply, error_reply, make_reply
+from agenttrain.tools.reply import Reply, error_reply, make_reply
 from agenttrain.tools.tool import FunctionTool, Tool
 from agenttrain.types import (
     AgenttrainError,
@@ -93,7 +93,6 @@ class Toolbox:
         stop_tools: Sequence[str] = (),
         threads: int = 512,
         max_stuck: int = 32,
-        max_result_chars: int = MAX_RESULT_CHARS,
     ) -> None:
         """At most `threads` blocking calls run at once, besides at most `max_stuck` abandoned ones.
 
@@ -114,7 +113,6 @@ class Toolbox:
         # The means to run calls and hooks.
         self._threads = DaemonThreads()
         self._thread_limit = threads
-        self._max_chars = max_result_chars
         self._cleanup = Cleanup()
         self._steps = StepTracker()
         # The calls in progress.
@@ -294,7 +292,7 @@ class Toolbox:
                     reply = await self._run(request, call_slots)
                     return reply, time.perf_counter() - started
             except ToolUnavailable as error:  # no worker could be started
-                return error_reply(error, max_chars=self._max_chars), 0.0
+                return error_reply(error), 0.0
 
     def _slots_of(self, name: str | None, limit: int) -> asyncio.Semaphore:
         """Return the semaphore for calls of a tool, or for calls of all blocking tools if None."""
@@ -335,7 +333,7 @@ class Toolbox:
             text = f"Error: timed out after {timeout_s:g} s"
             return Reply(content=text, error=ToolError.timeout)
         if task.cancelled():  # by the tool itself
-            return error_reply(asyncio.CancelledError(), max_chars=self._max_chars)
+            return error_reply(asyncio.CancelledError())
         return task.result()
 
     def _discard(self, task: asyncio.Task[Reply]) -> None:
@@ -346,21 +344,20 @@ class Toolbox:
 
     async def _reply(self, request: _Request, deadline: float) -> Reply:
         """Run the call and make its reply."""
-        max_chars, name = self._max_chars, request.tool.name
         try:
             outcome = await self._call(request, deadline)
             value = outcome.value
             if outcome.error is None and not _has_ready_text(value):
                 # The text may be large, and made by the value's own code: not on the event loop.
                 outcome = await self._threads.run(
-                    lambda: make_reply(value, max_chars=max_chars), label=name, deadline=deadline
+                    lambda: make_reply(value), label=request.tool.name, deadline=deadline
                 )
         except RuntimeError as error:  # "can't start new thread"; the tool's own are in `outcome`
-            outcome = Outcome(error=ToolUnavailable(f"tool {name}: {error}"))
+            outcome = Outcome(error=ToolUnavailable(f"tool {request.tool.name}: {error}"))
         if outcome.error is not None:
-            return error_reply(outcome.error, max_chars=max_chars, faults=request.entry.faults)
+            return error_reply(outcome.error, faults=request.entry.faults)
         result = outcome.value
-        return result if isinstance(result, Reply) else make_reply(result, max_chars=max_chars)
+        return result if isinstance(result, Reply) else make_reply(result)
 
     async def _call(self, request: _Request, deadline: float) -> Outcome:
         """Call a tool; the outcome has its reply, its value, or its error.
@@ -368,7 +365,7 @@ class Toolbox:
         A blocking function runs in a thread, which also makes the reply. Another tool runs on the
         event loop, and so does an awaitable that a function returns.
         """
-        function, tool, max_chars = request.entry.function, request.tool, self._max_chars
+        function, tool = request.entry.function, request.tool
         awaitable: Any
         if function is None:
             # A coroutine, so that an error that the tool raises at once counts as its error.
@@ -381,7 +378,7 @@ class Toolbox:
             def call_in_thread() -> object:
                 value = function.call(request.arguments, request.context)
                 is_async = inspect.isawaitable(value)
-                return value if is_async else make_reply(value, max_chars=max_chars)
+                return value if is_async else make_reply(value)
 
             outcome = await self._threads.run(call_in_thread, label=tool.name, deadline=deadline)
             if outcome.alarm:

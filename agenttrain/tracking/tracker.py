@@ -1,6 +1,8 @@
 """Tracking of a run behind one object: metrics, rollouts, trackers, console.
 
-metrics.jsonl is always written, one object per step, and evaluations.jsonl, one per evaluation.
+metrics.jsonl is always written, one object per step, and evaluations.jsonl, one per evaluation. In
+both null stands for a metric that was not measured (the latency of a tool that was not called) or
+that diverged, because JSON has neither NaN nor infinity.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import re
 from asyncio import CancelledError
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from uuid import uuid4
 
 from rich.console import Console
@@ -89,8 +91,8 @@ class Tracker:
             cut(metrics_path, resume_step)
             cut_evaluations(evaluations_path(run_folder), resume_step)
             cut_warnings(run_folder, resume_step)
-        self._metrics = MetricsFile(metrics_path)
-        self._evaluations: MetricsFile | None = None
+        self._metrics = open_to_append(metrics_path)
+        self._evaluations: IO[str] | None = None
         self._last_step = resume_step or 0
         self.progress = ConsoleProgress(
             total_steps, live=config.console, first_step=resume_step or 0, console=console
@@ -132,7 +134,7 @@ class Tracker:
         rollouts_file.write_step(
             self._folder, step, rollouts, self._rollout_limit, self._arrays_above
         )
-        self._metrics.write(step, metrics)
+        self._metrics.write(dumps({"step": step, **metrics}) + "\n")
         self._last_step = step
         self._followers.check()
         self.progress.update(step, metrics)
@@ -173,8 +175,9 @@ class Tracker:
         and after training are one curve: ``before/sampled`` goes to ``eval/sampled/<name>``.
         """
         if self._evaluations is None:
-            self._evaluations = MetricsFile(evaluations_path(self._folder))
-        self._evaluations.write(step, {"label": label, **metrics})
+            self._evaluations = open_to_append(evaluations_path(self._folder))
+        row = {"step": step, "label": label, **metrics}
+        self._evaluations.write(dumps(row) + "\n")
         self._followers.check()
         values = []
         for name, value in metrics.items():
@@ -244,26 +247,6 @@ class SilentTracker(Tracker):
 
     # The main process checks the folder for all.
     step = check_folder = checkpoint = evaluation = best = warn = alarm = close = _ignore
-
-
-class MetricsFile:
-    """Appends one line per step; `write` flushes it to the operating system.
-
-    NaN and infinity are written as null, because JSON does not have them. Null means that a step
-    had nothing to measure (the latency of a tool that was not called) or that a metric diverged.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file = open_to_append(path)
-
-    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Append ``{"step": step, **metrics}``."""
-        self._file.write(dumps({"step": step, **metrics}) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file; closing twice is fine."""
-        self._file.close()
 
 
 def cut(path: Path, step: int) -> None:

@@ -28,7 +28,6 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from agenttrain.engines.language_model import language_attention
 from agenttrain.engines.mixers import MixerLayout, layout_keywords
 from agenttrain.training.batch import Block, make_blocks
 from agenttrain.training.context_tree import Split
@@ -211,9 +210,17 @@ def exclude_from_compilation() -> None:
 
 @contextmanager
 def packing(model: PreTrainedModel) -> Iterator[None]:
-    """Use packed attention in the block: forward passes then need the keyword `blocks`."""
-    with language_attention(model, NAME):
+    """Use packed attention in the block: forward passes then need the keyword `blocks`.
+
+    Encoders keep the attention that they have.
+    """
+    config = model.config.get_text_config()
+    former_name = config._attn_implementation
+    config._attn_implementation = NAME
+    try:
         yield
+    finally:
+        config._attn_implementation = former_name
 
 
 QUERIES = 256

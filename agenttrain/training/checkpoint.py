@@ -247,16 +247,6 @@ class Checkpoints:
         self._writing = Writing(path, part, step, {**(state or {}), "step": step}, snapshot)
         return self._writing
 
-    def load(self, policy: Policy, path: Path) -> dict[str, Any]:
-        """Restore weights, optimizer and random states; return the state that `save` was given.
-
-        Raises CheckpointError.
-        """
-        world = policy.world
-        with world.together(f"{path.name}: its files", CheckpointError, patient=True):
-            verify(path, world.rank, world.size)
-        return self._load(policy, path)
-
     def _load(self, policy: Policy, path: Path) -> dict[str, Any]:
         """Restore a verified checkpoint, and return its JSON state.
 
@@ -377,7 +367,7 @@ class Writing:
     """Folder until then."""
     step: int
     state: dict[str, Any]
-    """JSON that `Checkpoints.load` returns."""
+    """JSON that `Checkpoints.load_latest` returns."""
     snapshot: Snapshot
     """Files that this process writes."""
     thread: threading.Thread | None = None

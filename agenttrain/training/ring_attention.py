@@ -158,15 +158,3 @@ def _circulate(
             yield source, states
         source, states = next_source, buffer
     yield source, states
-
-
-def ring_bytes(tokens: int, processes: int, width: int, *, state: int, gradient: int) -> int:
-    """Return the bytes that n processes send in all, in an attention layer's two passes.
-
-    `width` are the numbers that a token has in keys and values: heads x (d + e). `state` and
-    `gradient` are the bytes of one number. Keys and values make n - 1 hops in each pass, their
-    gradients n. Example: 8 tokens of width 4 in float32 over 2 processes are
-    8 x 4 x (1 x 4 + 1 x 4 + 2 x 4) = 512 bytes.
-    """
-    hops = 2 * (processes - 1) * state + (processes * gradient if processes > 1 else 0)
-    return tokens * width * hops

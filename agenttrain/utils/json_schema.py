@@ -237,7 +237,8 @@ class SchemaResolver:
         if not isinstance(schema, Mapping):
             return schema
         inlined = map_subschemas(schema, lambda part: self.inlined(part, within))
-        inlined.pop("$defs", None)
+        for key in ("$defs", "definitions"):
+            inlined.pop(key, None)
         reference = inlined.pop("$ref", None)
         if reference is None:
             return inlined

@@ -13,8 +13,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from threading import current_thread, main_thread
@@ -128,7 +128,7 @@ class StopRequest:
         """Only record the first signal in the block; call `save` if the block raises Preempted."""
         self._deferred = True
         try:
-            with _handling_interrupts(self.arrive) if self.defers_interrupts else nullcontext():
+            with handling((signal.SIGINT,) if self.defers_interrupts else (), self.arrive):
                 try:
                     yield
                 except Preempted:
@@ -184,13 +184,24 @@ class StopRequest:
 
 
 @contextmanager
-def _handling_interrupts(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Give SIGINT a handler for the block; asyncio's, of the running loop, is put back."""
-    former_handler = signal.signal(signal.SIGINT, handler)
+def handling(
+    numbers: Iterable[int], handler: Callable[[int, FrameType | None], object]
+) -> Iterator[None]:
+    """Give signals a handler for the block, and put the former ones back, asyncio's included.
+
+    A SIGHUP that is ignored, as under nohup, stays ignored.
+    """
+    is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    former_handlers = {
+        number: signal.signal(number, handler)
+        for number in numbers
+        if number != signal.SIGHUP or not is_ignored
+    }
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, former_handler)
+        for number, former_handler in former_handlers.items():
+            signal.signal(number, former_handler)
 
 
 def hear_interrupts() -> None:
@@ -220,19 +231,16 @@ _active: StopRequest | None = None
 def listening(*, defers_interrupts: bool = False) -> Iterator[StopRequest]:
     """Yield a request that handles `SIGNALS` in the block; nested blocks share one.
 
-    Outside the main thread, which gets the signals, the request stays empty. A SIGHUP that nohup
-    ignores stays ignored. `defers_interrupts` is the request's; the outermost block decides.
+    Outside the main thread, which gets the signals, the request stays empty. `defers_interrupts` is
+    the request's; the outermost block decides.
     """
     global _active
     if _active is not None or current_thread() is not main_thread():
         yield _active or StopRequest()
         return
     _active = request = StopRequest(defers_interrupts=defers_interrupts)
-    numbers = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
-    previous = {number: signal.signal(number, request.arrive) for number in numbers}
     try:
-        yield request
+        with handling(SIGNALS, request.arrive):
+            yield request
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
         _active = None

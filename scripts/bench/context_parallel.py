@@ -10,7 +10,7 @@ the process with the most. The figures:
     activations_mb_1               of one process by the same functions as several, without masks
     activations_over_share_<n>     of n processes, over activations_mb_1 / n
     sent_mb_<n>                    keys, values and their gradients that the processes send in all
-    sent_over_formula_<n>          the same over `ring_bytes`
+    sent_over_formula_<n>          the same over `formula`
     seconds_<n>                    both passes; the processes share the machine's cores
 """
 
@@ -66,12 +66,13 @@ def measure(quick: bool) -> dict[str, float]:
 
 
 def formula(tokens: int, processes: int) -> int:
-    """Return the bytes that the processes send by the formula, in all layers."""
-    from agenttrain.training.ring_attention import ring_bytes
+    """Return the bytes that the processes send in all layers: 4 for a number and a hop.
 
+    Keys and values make n - 1 hops in each of the two passes, their gradients n.
+    """
     width = 2 * SHAPE["num_key_value_heads"] * SHAPE["head_dim"]
-    layer = ring_bytes(tokens, processes, width, state=4, gradient=4)
-    return SHAPE["num_hidden_layers"] * layer
+    hops = 2 * (processes - 1) + processes
+    return SHAPE["num_hidden_layers"] * tokens * width * 4 * hops
 
 
 def launched(processes: int, tokens: int, *options: str) -> list[dict[str, float]]:

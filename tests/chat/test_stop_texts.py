@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agenttrain.chat.stop_texts import StopScan, before_stop
+from agenttrain.chat.stop_texts import StopScan, cut_message
 
 CHAT = parts.chat()
 
@@ -43,8 +43,9 @@ def test_the_first_text_that_is_complete(texts, stops, text: str, end: int | Non
 def test_the_end_is_the_shortest_prefix_that_holds_a_text(texts, stops) -> None:
     prefixes = ["".join(texts[:count]) for count in range(1, len(texts) + 1)]
     ends = [i + 1 for i, p in enumerate(prefixes) if any(stop in p for stop in stops)]
-    expected = before_stop(prefixes[ends[0] - 1] if ends else "".join(texts), stops)
-    assert scan(texts, stops) == (expected, ends[0] if ends else None)
+    message = {"content": prefixes[ends[0] - 1] if ends else "".join(texts)}
+    cut_message(message, stops)
+    assert scan(texts, stops) == (message["content"], ends[0] if ends else None)
 
 
 def test_characters_of_several_tokens_and_ends_of_turn() -> None:

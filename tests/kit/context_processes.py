@@ -37,7 +37,6 @@ from agenttrain.training.logprobs import (
     packed_hidden,
 )
 from agenttrain.training.recomputation import recomputed_modules, recomputing
-from agenttrain.training.ring_attention import ring_bytes
 from agenttrain.training.segments import Segment
 from agenttrain.training.world import World
 from agenttrain.utils.exit_codes import DONE
@@ -128,9 +127,11 @@ def sent(group: ContextGroup, world: World) -> dict[str, int]:
         logprobs_S.sum().backward()
     counted = int(world.sum(group.sent_bytes - before))
     width = 2 * (8 + 8)
+    # Keys and values make n - 1 hops in each of the two passes, their gradients n.
+    hops = 2 * (group.size - 1) + group.size
     return {
         "sent": counted,
-        "formula": 2 * ring_bytes(300, group.size, width, state=4, gradient=4),
+        "formula": 2 * 300 * width * 4 * hops,  # 2 layers, 4 bytes a number
         "logprobs": len(logprobs_S),
     }
 

@@ -388,3 +388,15 @@ def test_references_are_put_in_place() -> None:
     }
     endless = {"$defs": {"Tree": {"items": {"$ref": "#/$defs/Tree"}}}, "$ref": "#/$defs/Tree"}
     assert inline_references(endless) == endless
+    nowhere = {"properties": {"home": {"$ref": "#/$defs/Address"}}}
+    assert inline_references(nowhere) == nowhere
+
+
+def test_references_of_older_drafts_and_to_other_properties_are_put_in_place() -> None:
+    schema = {
+        "properties": {"home": {"$ref": "#/definitions/Id"}, "work": {"$ref": "#/properties/home"}},
+        "definitions": {"Id": {"type": "integer"}},
+    }
+    assert inline_references(schema) == {
+        "properties": {"home": {"type": "integer"}, "work": {"type": "integer"}}
+    }

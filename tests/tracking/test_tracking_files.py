@@ -8,7 +8,6 @@ import stat
 import subprocess
 import sys
 from array import array
-from contextlib import closing
 from dataclasses import replace
 from datetime import date
 
@@ -26,10 +25,10 @@ from agenttrain.tracking.rollouts import (
     write_step,
 )
 from agenttrain.tracking.run_folder import FolderInUse, lock_folder, read_summary, update_summary
-from agenttrain.tracking.tracker import MetricsFile, Tracker, cut
+from agenttrain.tracking.tracker import Tracker, cut
 from agenttrain.types import Completion, Finish
 from agenttrain.utils.files import write_atomically
-from agenttrain.utils.json_lines import dumps, read_rows
+from agenttrain.utils.json_lines import dumps, open_to_append, read_rows
 
 
 def test_what_the_trainer_computed_is_in_the_file_and_may_be_missing(tmp_path):
@@ -55,22 +54,20 @@ def test_what_the_trainer_computed_is_in_the_file_and_may_be_missing(tmp_path):
     )
 
 
-def test_metrics_file_appends_rows_that_are_on_disk_at_once(tmp_path):
+def test_appended_rows_are_on_disk_at_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    with closing(MetricsFile(path)) as metrics:
-        metrics.write(1, {"reward": 0.1 + 0.2})
-        assert path.read_text() == '{"step":1,"reward":0.30000000000000004}\n'
-        metrics.write(2, {"reward": 0.5})
-    with closing(MetricsFile(path)) as metrics:
-        metrics.write(3, {"reward": 1.0})
+    with open_to_append(path) as metrics:
+        metrics.write('{"step":1}\n')
+        assert path.read_text() == '{"step":1}\n'
+        metrics.write('{"step":2}\n')
+    with open_to_append(path) as metrics:
+        metrics.write('{"step":3}\n')
     assert [row["step"] for row in read_rows(path)] == [1, 2, 3]
 
 
-def test_numbers_that_json_does_not_have_become_null(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    with closing(MetricsFile(path)) as metrics:
-        metrics.write(1, {"kl": math.nan, "loss": math.inf, "reward": 0.5})
-    assert path.read_text() == '{"step":1,"kl":null,"loss":null,"reward":0.5}\n'
+def test_numbers_that_json_does_not_have_become_null():
+    row = {"kl": math.nan, "loss": math.inf, "reward": 0.1 + 0.2}
+    assert dumps(row) == '{"kl":null,"loss":null,"reward":0.30000000000000004}'
 
 
 def test_cut_keeps_the_bytes_of_earlier_steps(tmp_path):
@@ -150,8 +147,8 @@ def test_a_line_torn_by_a_kill_is_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step":1}\n{"step":2,"rew')
     assert list(read_rows(path)) == [{"step": 1}]
-    with closing(MetricsFile(path)) as metrics:
-        metrics.write(2, {})
+    with open_to_append(path) as metrics:
+        metrics.write('{"step":2}\n')
     assert path.read_text() == '{"step":1}\n{"step":2}\n'
 
 

@@ -25,7 +25,6 @@ from agenttrain.training.partial_attention import (
     nothing_yet,
     partial_gradients,
 )
-from agenttrain.training.ring_attention import ring_bytes
 from agenttrain.training.segments import Segment
 from agenttrain.training.world import World
 from agenttrain.types import ConfigError
@@ -173,12 +172,6 @@ def test_convolutions_fetch_the_tokens_before_a_piece() -> None:
     tails = make_tails(second, 3, CPU)
     assert tails.fetched == {0: 3}
     assert {rank: index.tolist() for rank, index in tails.sent.items()} == {0: [5, 6, 7]}
-
-
-def test_the_formula_of_what_is_sent() -> None:
-    # 8 tokens x 4 numbers x (1 hop x 4 bytes, twice, and 2 hops x 4 bytes of the gradient)
-    assert ring_bytes(8, 2, 4, state=4, gradient=4) == 8 * 4 * (4 + 4 + 8)
-    assert ring_bytes(8, 1, 4, state=4, gradient=4) == 0
 
 
 def test_a_group_divides_the_processes() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from agenttrain.utils.child_process import ChildProcess, end_with_parent
-from agenttrain.utils.signals import hear_interrupts, leave_terminal
+from agenttrain.utils.signals import handling, hear_interrupts, leave_terminal
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 GRACE_S = 60.0
@@ -107,17 +107,12 @@ class Forwarder:
 def forward_signals() -> Iterator[Forwarder]:
     """Forward this process's signals to the jobs, which are stopped at the end of the context."""
     forwarder = Forwarder()
-    # Under nohup SIGHUP is ignored, by the jobs too: it must not end the sweep with its terminal.
-    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    numbers = [number for number in FORWARDED if number != signal.SIGHUP or not ignored]
-    previous = {number: signal.signal(number, forwarder) for number in numbers}
-    try:
-        yield forwarder
-    finally:
-        for job in forwarder.jobs:
-            job.stop()
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    with handling(FORWARDED, forwarder):
+        try:
+            yield forwarder
+        finally:
+            for job in forwarder.jobs:
+                job.stop()
 
 
 def end_with_sweep(environment: MutableMapping[str, str] = os.environ) -> None:

@@ -20,6 +20,7 @@ from agenttrain.tools.tool import Tool
 from agenttrain.types import Image, ToolContext, ToolFailure
 from agenttrain.utils.data_fields import Data
 from agenttrain.utils.image_files import read_image
+from agenttrain.utils.json_schema import SchemaResolver
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.redaction import hide_secrets
 
@@ -205,34 +206,15 @@ class McpTool:
 
 
 def inline_references(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace each ``$ref`` into a schema's own ``$defs`` by the definition.
+    """Replace each ``$ref`` of a schema by the part of the schema that it means.
 
-    Chat templates that list parameters one by one do not follow references. A schema that refers to
-    itself stays as it is. Example: ``{"properties": {"home": {"$ref": "#/$defs/Address"}},
-    "$defs": {"Address": {"type": "object"}}}`` -> ``{"properties": {"home": {"type": "object"}}}``
+    Chat templates that list parameters one by one do not follow references. A schema that contains
+    itself, or has a reference that leads nowhere, stays as it is. Example: ``{"properties":
+    {"home": {"$ref": "#/$defs/Address"}}, "$defs": {"Address": {"type": "object"}}}`` ->
+    ``{"properties": {"home": {"type": "object"}}}``
     """
-    without_definitions = {key: value for key, value in schema.items() if key != "$defs"}
+    resolver = SchemaResolver(schema)
     try:
-        return _inline(without_definitions, schema.get("$defs", {}), ())
-    except (KeyError, RecursionError):
+        return dict(schema) if resolver.problem() else resolver.inlined()
+    except ValueError:  # it contains itself
         return dict(schema)
-
-
-def _inline(node: Any, definitions: Mapping[str, Any], enclosing: tuple[str, ...]) -> Any:
-    """Return a node of a schema with each ``$ref`` replaced by its definition.
-
-    `enclosing` names the definitions that are being replaced around the node. Raises RecursionError
-    for a reference to one of them, which would never end, and KeyError for an unknown one.
-    """
-    if isinstance(node, list):
-        return [_inline(item, definitions, enclosing) for item in node]
-    if not isinstance(node, Mapping):
-        return node
-    reference = node.get("$ref")
-    if not isinstance(reference, str):  # a property may be called `$ref`
-        return {key: _inline(value, definitions, enclosing) for key, value in node.items()}
-    name = reference.removeprefix("#/$defs/")
-    if name in enclosing:
-        raise RecursionError(f"{name} refers to itself")
-    siblings = {key: value for key, value in node.items() if key != "$ref"}
-    return {**_inline(definitions[name], definitions, (*enclosing, name)), **siblings}

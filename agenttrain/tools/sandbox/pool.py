@@ -10,7 +10,13 @@ from functools import cache
 
 from agenttrain.tools.sandbox.config import BACKENDS, SandboxSettings
 from agenttrain.tools.sandbox.outside_process import Jail, SandboxError
-from agenttrain.tools.sandbox.session import MAX_CODE, CodeOutcome, End, run_call
+from agenttrain.tools.sandbox.session import (
+    CodeOutcome,
+    End,
+    check_code,
+    join_lines,
+    run_call,
+)
 from agenttrain.types import ToolFailure, ToolUnavailable
 from agenttrain.utils.signals import signal_name
 
@@ -64,10 +70,7 @@ class Pool:
 
         Raises ToolFailure if the code failed or was ended, ToolUnavailable if the sandbox failed.
         """
-        if len(code) > MAX_CODE:
-            raise ToolFailure(f"the code has {len(code)} characters, at most {MAX_CODE} are run")
-        if "\0" in code:
-            raise ToolFailure("the code holds a NUL character")
+        check_code(code)
         settings = settings or self._settings
         while True:
             if rollout_id not in self._jails:
@@ -132,10 +135,10 @@ class Pool:
         """
         text, end = outcome.output, outcome.end
         if lost := self._lost.pop(rollout_id, None):
-            text = _join_lines(f"[{lost}. {LOST}]", text)
+            text = join_lines(f"[{lost}. {LOST}]", text)
         if end in END_REASONS:
             why = END_REASONS[end].format(call_s=settings.call_s, memory_mb=settings.memory_mb)
-            raise ToolFailure(_join_lines(text, f"[{why}. {LOST}]"))
+            raise ToolFailure(join_lines(text, f"[{why}. {LOST}]"))
         if end is End.exited:
             status = outcome.status
             name = {"python": "the interpreter", "bash": "the shell"}[kind]
@@ -143,17 +146,12 @@ class Pool:
             if status < 0:
                 how = f"was killed by {signal_name(-status)}"
             why = f"{name} {how}; its variables are lost, files are kept"
-            raise ToolFailure(_join_lines(text, f"[{why}]"))
+            raise ToolFailure(join_lines(text, f"[{why}]"))
         if end is End.failed and kind == "bash":
-            return _join_lines(text, f"[exit status {outcome.status}]")
+            return join_lines(text, f"[exit status {outcome.status}]")
         if end is End.failed:
             raise ToolFailure(text)
         return text or "(no output)"
-
-
-def _join_lines(first: str, second: str) -> str:
-    """Join the lines of two texts, of which the first may be empty."""
-    return f"{first}\n{second}" if first else second
 
 
 @cache

@@ -14,6 +14,7 @@ from enum import StrEnum
 
 from agenttrain.tools.sandbox.config import SandboxSettings
 from agenttrain.tools.sandbox.outside_process import Jail, SandboxError, SandboxProcess
+from agenttrain.types import ToolFailure
 
 DEATH_REPORT_S = 0.5
 """Seconds within which a sandbox's end is reported over its connection."""
@@ -117,6 +118,19 @@ class Output:
         end = tail[len(tail) - tail_chars :]
         left_out = length - self._max_chars
         return f"{head[:head_chars]}… [{left_out} characters left out] …{end}"
+
+
+def join_lines(first: str, second: str) -> str:
+    """Join the lines of two texts, of which the first may be empty."""
+    return f"{first}\n{second}" if first else second
+
+
+def check_code(code: str) -> None:
+    """Raise ToolFailure for code that cannot be run."""
+    if len(code) > MAX_CODE:
+        raise ToolFailure(f"the code has {len(code)} characters, at most {MAX_CODE} are run")
+    if "\0" in code:
+        raise ToolFailure("the code holds a NUL character")
 
 
 async def run_call(jail: Jail, kind: str, code: str, settings: SandboxSettings) -> CodeOutcome:
