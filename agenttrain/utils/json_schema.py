@@ -245,8 +245,11 @@ class SchemaResolver:
         if reference in within:
             name = reference.rpartition("/")[2]
             raise ValueError(f"{name} contains itself, so its schema would have no end")
+        target = self.inlined(self.follow(reference), (*within, reference))
+        if isinstance(target, bool):  # schemas that allow everything, or nothing
+            target = {} if target else {"not": {}}
         # The keywords beside a reference come last: they replace those of its schema.
-        return {**self.inlined(self.follow(reference), (*within, reference)), **inlined}
+        return {**target, **inlined}
 
     def merged(self, schema: Any = None, within: tuple[str, ...] = ()) -> Any:
         """Return a schema, by default the whole, with every `allOf` merged.

@@ -392,6 +392,19 @@ def test_references_are_put_in_place() -> None:
     assert inline_references(nowhere) == nowhere
 
 
+def test_references_to_schemas_that_allow_everything_or_nothing_are_put_in_place() -> None:
+    schema = {
+        "properties": {
+            "note": {"$ref": "#/$defs/Any", "description": "Of any type."},
+            "old": {"$ref": "#/$defs/None"},
+        },
+        "$defs": {"Any": True, "None": False},
+    }
+    assert inline_references(schema) == {
+        "properties": {"note": {"description": "Of any type."}, "old": {"not": {}}}
+    }
+
+
 def test_references_of_older_drafts_and_to_other_properties_are_put_in_place() -> None:
     schema = {
         "properties": {"home": {"$ref": "#/definitions/Id"}, "work": {"$ref": "#/properties/home"}},
