@@ -82,8 +82,8 @@ def _serve_alone(args: Namespace, overrides: list[str]) -> int:
     for key in ("number", "parent", "wait"):
         if (value := getattr(args, key)) is not None:
             raise ConfigError(f"--{key} {value}: has no effect beside --port; leave it out")
-    config = _settings_for_server(args, overrides)
     _check_free(host, port)
+    config = _settings_for_server(args, overrides)
     fetch(config, "eval")  # as an evaluation, the server needs no teacher
     folder.mkdir(parents=True, exist_ok=True)
     inputs = server_inputs(config, folder.resolve(), on_gpu=count_gpus() > 0)

@@ -92,6 +92,19 @@ class MayBeNone:
     settings: type
 
 
+INCOMPLETE = "incomplete_section"
+"""Type of the error of an optional section without the key that it needs."""
+
+
+def _first_setting(section: Mapping[str, Any]) -> tuple[tuple[str, ...], Any]:
+    """Return the place and the value of the first setting: ``{a: {b: 1}}`` -> ``("a", "b"), 1``."""
+    name, value = next(iter(section.items()))
+    if not (isinstance(value, Mapping) and value):
+        return (str(name),), value
+    place, value = _first_setting(value)
+    return (str(name), *place), value
+
+
 def _optional(settings: type[Any]) -> Any:
     """Return the annotation of a section that is None while none of its keys is set."""
 
@@ -117,8 +130,16 @@ def _optional(settings: type[Any]) -> Any:
         ]
         if unknown:
             raise ValidationError.from_exception_data(settings.__name__, unknown)
+        missing = [n for n in required if n not in section]
+        if section and missing:
+            loc, value = _first_setting(section)
+            context = {"missing": missing[0], "depth": len(loc)}
+            error = PydanticCustomError(INCOMPLETE, "is incomplete", context)
+            detail = InitErrorDetails(type=error, loc=loc, input=value)
+            raise ValidationError.from_exception_data(settings.__name__, [detail])
         return TypeAdapter(settings).validate_python(dict(section)) if section else None
 
+    required = [n for n, field in settings.__pydantic_fields__.items() if field.is_required()]
     validator = PlainValidator(read, json_schema_input_type=settings | None)
     return Annotated[Any, validator, MayBeNone(settings)]
 
@@ -269,6 +290,15 @@ def problem_lines(error: ValidationError, key: str = "") -> Iterator[str]:
         place = ".".join(names)
         if detail["type"] == "value_error" and not detail["loc"]:  # a check of the whole section
             yield f"{place}.{cause}" if place else str(cause)
+            continue
+        if detail["type"] == INCOMPLETE:
+            context = detail["ctx"]
+            section = ".".join(names[: -context["depth"]])
+            needed = f"{section}.{context['missing']}"
+            yield (
+                f"{place}={shown(detail['input'])}: there is no {section} without {needed}; add "
+                f"{needed}=…, or leave {place} out"
+            )
             continue
         if detail["type"] in ("missing", "missing_argument"):
             if isinstance(detail["loc"][-1], int):  # an item of a pair

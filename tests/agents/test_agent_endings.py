@@ -11,7 +11,7 @@ import numpy as np
 import parts
 import pytest
 from agent_kit import ASK, ask, client, rollout
-from test_agent_processes import SEVEN, attempts, program, run, unused
+from test_command_agent import SEVEN, attempts, program, run, unused
 
 from agenttrain.agents.command_agent import CommandAgent
 from agenttrain.agents.output import LOG_BYTES, TAIL_BYTES

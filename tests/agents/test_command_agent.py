@@ -310,7 +310,7 @@ RUN = """
 import sys; sys.path.insert(0, {tests!r})
 from pathlib import Path
 from agent_kit import rollout
-from test_agent_processes import ORPHANS, program, unused
+from test_command_agent import ORPHANS, program, unused
 folder = Path({folder!r})
 rollout(unused, "It is 7.<|im_end|>", folder=folder,
         command=program(folder, ORPHANS + "time.sleep(60)"))

@@ -79,7 +79,8 @@ TEACHER = {"path": "bundled:shop"}
     [
         (
             {"teacher": {"weight": 2.0}},
-            "algorithm.teacher.path: has no value; set it: algorithm.teacher.path=…",
+            "algorithm.teacher.weight=2.0: there is no algorithm.teacher without "
+            "algorithm.teacher.path; add algorithm.teacher.path=…",
         ),
         ({"teacher": {"path": None}}, "algorithm.teacher.path=null: is algorithm.teacher=null now"),
         (

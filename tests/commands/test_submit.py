@@ -313,6 +313,18 @@ def test_demonstrations_are_checked_as_supervised_learning_reads_them(verb, caps
     assert cli.main([*verb, *words, *agent]) == 0, capsys.readouterr().err
 
 
+def test_a_job_is_checked_without_a_cluster(capsys, elsewhere):
+    """On two nodes, which this machine need not have."""
+    job = ["debug=tiny", "slurm=nodes", "slurm.nodes=2", "distributed=ddp"]
+    assert cli.main(["check", "submit", *job]) == 0, capsys.readouterr().err
+    assert "certificate passed" in capsys.readouterr().out
+    assert list(elsewhere.iterdir()) == []
+    (elsewhere / "mine").mkdir()
+    (elsewhere / "mine" / "job.sbatch").write_text("")
+    assert cli.main(["check", "submit", *job, "hydra.run.dir=mine"]) == 2
+    assert "holds a run or a job already" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["config.yaml", "job.sbatch", "sweep.json"])
 def test_a_folder_that_is_in_use_is_left_alone(name, capsys, elsewhere):
     (elsewhere / "mine").mkdir()
