@@ -165,7 +165,7 @@ class EngineWorker:
             if finish is not None:
                 self.scheduler.finish(seat)
                 request.deliver(request.completion(finish))
-        self.scheduler.clock += 1
+        self.scheduler.step += 1
 
     def _prepare(self, seats: Sequence[Seat]) -> None:
         """Wipe a corrupt cache. If the batch has changed, arrange its rows and settings anew."""
