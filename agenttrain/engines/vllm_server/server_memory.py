@@ -38,12 +38,17 @@ def memory(settings: VllmServerSettings, load: EngineLoad, sizes: ModelSizes) ->
 def server_memory(
     settings: VllmServerSettings, load: EngineLoad, sizes: ModelSizes, gpus: int
 ) -> EngineMemory:
-    """Estimate the memory that a server takes on each of its `gpus`."""
+    """Estimate the memory that a server takes on each of its `gpus`: that of a vLLM alone on them.
+
+    Only the way of the weights differs from engine=vllm. They come by files, which `memory` counts
+    with the trainer, or by a broadcast, for which a server has buffers. No settings that save
+    memory are proposed: those of `vllm_memory` are for a GPU that vLLM shares with the trainer.
+    """
     vllm = VllmSettings(
         max_context=settings.max_context, tensor_parallel_size=gpus, **settings.server_keys()
     )
     estimate = vllm_memory(vllm, load, sizes)
-    # Weights reach a server's workers through the files, which are counted with the trainer.
+    # On the host engine=vllm has copies of new weights for its workers. A server has none.
     items = tuple(item for item in estimate.items if not item.on_host)
     if load.broadcast:
         items += (_buffer_item(sizes, copies=2),)  # two buffers of packed weights
