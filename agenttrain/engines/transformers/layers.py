@@ -109,7 +109,7 @@ class Pass:
     """Position of each token in its sequence; any number at padding."""
     device: torch.device | None = None
     _on_device: dict[object, Tensor] = field(default_factory=dict)
-    """Tensors that several layers use, computed at their first use: (method, its arguments) ->."""
+    """Tensors that several layers use, each computed at its first use in the pass."""
 
     def begin(
         self, first: int, starts: Sequence[int], lengths: np.ndarray, device: torch.device

@@ -148,9 +148,10 @@ class ExpectedSession:
 
     session: str
     order: int
-    """Its position among all sessions given to `expect`, from 1."""
+    """Position among all sessions given to `expect`, from 1. Of sessions that join in one step, the
+    lower one comes first."""
     is_released: bool = False
-    """True for a session that ended before its turn: it is still in the queue, which skips it."""
+    """True: it has ended. If it is still in the queue, its turn is skipped."""
 
 
 LEAST_SHARED = 16
@@ -336,8 +337,9 @@ class Scheduler:
         if expected is not None:
             expected.is_released = True
             if not self._expected:
-                # Rows are free at once. The next `expect` may come before another step: rows and
-                # turns of this batch must not delay those of the next one.
+                # Free the rows that released sessions hold until their due steps, and drop turns
+                # that were to be skipped. Not at the next step: before it another `expect` may
+                # come, whose sessions would wait for them.
                 self._leaving.clear()
                 self._join_queue.clear()
 

@@ -196,12 +196,14 @@ def engine_arguments(
         # One of several training processes, each with an engine of its own.
         arguments["distributed_executor_backend"] = "external_launcher"
     if not on_gpu:
-        limit = architecture.max_position_embeddings
-        arguments["block_size"] = BLOCK_ON_CPU
-        # After each chunk of a prompt vLLM 0.32 sets the random generator of its request back, and
-        # CPU generators cannot be set back (gpu_model_runner.py). So a prompt is fed in one step.
-        arguments["enable_chunked_prefill"] = False
-        arguments["max_num_batched_tokens"] = max(config.max_context or limit, MOST_TOKENS_ON_CPU)
+        longest = config.max_context or architecture.max_position_embeddings
+        arguments |= {
+            "block_size": BLOCK_ON_CPU,
+            # After a chunk of a prompt vLLM 0.32 sets the random generator of its request back, and
+            # CPU generators cannot be set back (gpu_model_runner.py). So prompts have no chunks.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(longest, MOST_TOKENS_ON_CPU),
+        }
     return arguments
 
 

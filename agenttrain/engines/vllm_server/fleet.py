@@ -150,7 +150,7 @@ class Fleet(WatchedServers):
             # Between `load` and `verify` there is no probe.
             may_sample = has_weights and (is_first or self._probe is not None)
             candidates = [m for m in self.members if m.state is state] if may_sample else []
-            loads = {member.number: member.requests for member in candidates}
+            loads = {member.number: member.requests for member in candidates}  # in flight
             if loads and self._router is None:
                 return self.members[choose(session, loads)]
             # A router in front of the servers may choose any that answers: all have to be ready.
