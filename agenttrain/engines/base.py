@@ -102,11 +102,13 @@ class Replicated(Protocol):
     async def verify(
         self, token_ids: Sequence[int], find_problem: Callable[[Sequence[float]], str | None]
     ) -> list[float]:
-        """Score the ids by every copy, as `score` does, and let the good copies sample.
+        """Check that the last update has reached every copy, and let the good copies sample.
 
-        `find_problem` returns why a copy's scores are wrong, or None. It is kept until the next
-        update, to check copies that start later. Return the scores of a good copy. If no copy is
-        good, return those of a bad one.
+        Every copy scores the ids, as in `score`. `find_problem` says why its scores are wrong: they
+        are not those of the weights that were sent. It returns None for a good copy. Bad copies are
+        taken out of service, if a good one is left. The check is kept until the next update, for
+        copies that start later. Return the scores of a good copy, or those of a bad one if none is
+        good: the caller then raises an error about them.
         """
 
 

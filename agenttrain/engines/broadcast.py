@@ -80,11 +80,13 @@ class Receipt:
     """Result of a broadcast for one server."""
 
     number: int
+    """Number of the server."""
     boot: int
-    """Start of the server that took part."""
+    """Number of the server's start that took part, as in `Receiver`."""
     problem: str | None = None
     """Reason why the server has to be started again. None: it has the weights."""
     paused_s: float = 0.0
+    """Seconds for which the server did not sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,14 +59,14 @@ class StartedServers:
     tensor_parallel_size: Whole = Field(default=1, ge=1)
     """GPUs that share the weights of one server."""
     gpus: list[Whole] | None = None
-    """GPUs of the servers, by number, e.g. [4,5,6,7]; None: the first that nothing else of the run
-    has, after the trainer's."""
+    """GPUs of the servers, by number, e.g. [4,5,6,7]; None: the first ones after the trainer's that
+    no other section names."""
     restarts: Whole = Field(default=3, ge=0)
-    """Times that a server is started again after it died; without a server left the run fails."""
+    """Times that each server is started again after it died; if none is left the run fails."""
     start_s: Number = Field(default=1800.0, gt=0)
     """Seconds within which a server answers after its start."""
     health_s: Number = Field(default=1.0, gt=0)
-    """Seconds between two examinations of a server."""
+    """Seconds between two examinations, which ask a server whether it still answers."""
     dead_s: Number = Field(default=30.0, gt=0)
     """Seconds that a server's engine may take to answer an examination; it is then killed, and its
     requests go to another server."""

@@ -29,9 +29,9 @@ def has_states(architecture: Any) -> bool:
 def model_class(model_type: str) -> Any:
     """Return transformers' class that loads the models of a type (`model_type` in config.json).
 
-    A model whose images agenttrain reads (`SEEING`) is loaded with its encoders. So is one of a
-    type for which transformers has no other class, such as LFM2-VL. Of other types transformers
-    decides: Gemma 3 keeps its encoders.
+    A model of a type in `SEEING`, whose images agenttrain reads, is loaded with its encoders. So is
+    one that AutoModelForCausalLM cannot load, such as LFM2-VL. All others are loaded by
+    AutoModelForCausalLM, which drops most models' encoders, but keeps those of Gemma 3.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto import modeling_auto

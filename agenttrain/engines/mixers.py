@@ -124,17 +124,21 @@ def _detached(tensor: Tensor) -> Tensor:
 
 @runtime_checkable
 class MixerLayout(Protocol):
-    """Layout of the tokens in a pass: along which sequences convolutions and scans go.
+    """Computes the convolutions and scans of recurrent mixers along the sequences of a pass.
 
-    Example: the engine's rows are padded on the left, and continue from cached states; the trainer
-    packs several sequences into a row. B rows of L tokens, C channels.
+    A mixer, such as Mamba2 or the gated delta rule, takes each row of its inputs for one sequence.
+    The methods get the mixer's call with its inputs, and make it on rearranged ones. Example: the
+    engine's rows are padded on the left, so its layout scans zeros in place of padding. The trainer
+    packs several sequences into a row, so its layout scans them one by one.
+
+    B rows of L tokens, C channels.
     """
 
     def convolve(self, convolution: Convolution) -> Tensor:
-        """Return the convolved states, [B, C, L]."""
+        """Return the convolution of its inputs, [B, C, L]."""
 
     def scan(self, scan: Scan) -> tuple[Tensor, Tensor | None]:
-        """Return the output [B, L, …] and, if `scan.keeps`, the last state."""
+        """Return the output [B, L, …] and, if `scan.keeps`, the states after the last tokens."""
 
 
 def reference(function: Function) -> Function:
@@ -145,8 +149,14 @@ def reference(function: Function) -> Function:
 def is_kernel(function: Function) -> bool:
     """Return True if transformers found a package with a kernel for this function.
 
-    transformers looked for it when it imported the modeling module, and keeps the answer in the
-    function's closure. A function without that answer counts as torch code.
+    transformers looked for it when it imported the modeling module, and keeps the answer in a
+    variable of the function that wraps both (hub_kernels.py)::
+
+        is_new_implementation = implementation is not torch_function
+
+        def wrapped(*args, **kwargs): ...
+
+    A function without that variable in its closure counts as torch code.
     """
     code: Any = getattr(function, "__code__", None)
     closure: Any = getattr(function, "__closure__", None)
@@ -254,9 +264,12 @@ def _scan_mamba2(
 ) -> Any:
     """Compute `mamba2_chunk_scan` by the layout, which decides along which sequences it goes.
 
-    The layout pads step sizes with zeros, which leave the state as it is. So softplus and limits
-    are applied here, before the padding: they would make another number of a 0. `seq_idx`,
-    transformers' own layout, is not used beside ours.
+    The layout gets the call as a `Scan`: it rearranges the `inputs`, which have a value for each
+    token, and calls `apply` with them and the same `weights`. `seq_idx`, transformers' own layout,
+    is not used beside ours.
+
+    A layout pads step sizes `dt` with zeros, which leave the state as it is. Softplus makes 0.69 of
+    a 0, and a limit may raise it. So both are applied here, before the padding.
     """
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = (softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
@@ -273,8 +286,8 @@ def _scan_mamba2(
         The step sizes `dt` are final, so no bias or limit is passed.
         """
         hidden_states, dt, B, C = inputs
-        A = weights[0]
-        skip = weights[1] if len(weights) == 2 else None  # D
+        # In the order of the `Scan` below: A, and D if the mixer has one.
+        A, skip = weights if len(weights) == 2 else (weights[0], None)
         output: Any = function(
             hidden_states,
             dt,
@@ -321,10 +334,11 @@ ADAPTERS: dict[str, Function] = {
 
 
 class _WithLayout:
-    """A mixer's function in its modeling module, replaced by `layout_keywords`.
+    """Replacement of a mixer's function in its modeling module, set by `layout_keywords`.
 
-    With a layout in the keyword `recurrent` the `adapter` computes it. A call without one is that
-    of the original `function`.
+    A call with a layout in the keyword `recurrent` is computed by the `adapter`, which runs the
+    original `function` on inputs that the layout has rearranged. A call without a layout is that of
+    `function` alone.
     """
 
     def __init__(self, function: Function, adapter: Function) -> None:
@@ -333,9 +347,12 @@ class _WithLayout:
     def __call__(
         self, *arguments: Any, recurrent: MixerLayout | None = None, **keywords: Any
     ) -> Any:
-        """Call the function by a layout of the caller's, or as it is if there is none."""
+        """Call the function by the caller's layout, or as it is if there is none.
+
+        The caller of the model gives the layout, and the mixer hands the keyword on.
+        """
         layout = recurrent
-        # A mixer that hands on no unknown keyword gets the layout as `seq_idx`.
+        # A mixer that drops unknown keywords hands on `seq_idx`, which then has the layout too.
         if layout is None and isinstance(keywords.get("seq_idx"), MixerLayout):
             layout = keywords.pop("seq_idx")
         if layout is None:

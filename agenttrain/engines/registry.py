@@ -75,8 +75,9 @@ def names_with(**abilities: bool) -> str:
 def read_engine(section: Any) -> EngineSettings:
     """Return the section `engine` as the settings of the engine that it names.
 
-    An engine from outside gets an `OutsideEngine` with its keys unchecked, until `admit`. Raises
-    InvalidSettings.
+    The section always has a `name`: DEFAULT_ENGINE, unless somebody has chosen another engine. With
+    `_target_` the engine is from outside: the result is an `OutsideEngine`, whose own keys are not
+    checked before `admit` imports its module. Raises InvalidSettings.
     """
     if isinstance(section, EngineSettings):
         return section
@@ -97,8 +98,9 @@ def read_engine(section: Any) -> EngineSettings:
             )
         # The keys that all engines have can be checked without the engine's module.
         shared = {key: keys[key] for key in field_names(EngineSettings) if key in keys}
-        base = _validated(EngineSettings, shared, f"engine.{TARGET}={path}")
-        return OutsideEngine(**{**asdict(base), "name": path}, keys=keys)
+        checked = asdict(_validated(EngineSettings, shared, f"engine.{TARGET}={path}"))
+        checked["name"] = path  # `spec_of` finds the engine by it
+        return OutsideEngine(**checked, keys=keys)
     name = keys["name"]
     if not isinstance(name, str) or name not in specs():
         choices = f"{', '.join(specs())}{did_you_mean(str(name), specs())}"

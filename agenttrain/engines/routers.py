@@ -41,14 +41,15 @@ class UnknownRouters(AgenttrainError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRouter:
-    """A module that chooses the experts of a layer."""
+    """A module that chooses the experts of a layer, by a call of `topk` that is intercepted."""
 
     name: str
     """Name of the module in the model, e.g. model.layers.3.mlp.gate."""
     layer: int
     """Number of the layer in the model."""
-    call: int
-    """Index of the call that chooses, among the calls of `topk` in one forward pass."""
+    topk_call: int
+    """Index of the call that chooses, among the module's calls of `topk` in one forward pass: a
+    router may first choose groups of experts by `topk` too."""
     experts: int
     """Number of experts to choose from."""
 
@@ -111,21 +112,24 @@ def intercepting(
 class _Hooks:
     """Hooks around a router's forward pass, in which its calls of `topk` are intercepted.
 
-    An `_Interception` acts only in the thread that has entered it. So the hooks enter it, which run
-    in the thread of the forward pass.
+    `choose` gets the experts that the router has chosen, and may return others in their place. An
+    `_Interception` acts only in the thread that has entered it. The hooks run in the thread of the
+    forward pass, so they enter and leave it.
     """
 
     def __init__(self, router: LayerRouter, choose: Choose) -> None:
         self._router, self._choose = router, choose
-        self._modes: list[_Interception] = []
+        self._entered: list[_Interception] = []
+        """Interceptions of the passes that run: more than one if a pass begins inside another."""
 
     def enter(self, module: nn.Module, args: Any) -> None:
         mode = _Interception(self._router, self._choose)
         mode.__enter__()
-        self._modes.append(mode)
+        self._entered.append(mode)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._modes.pop().__exit__(None, None, None)
+        """End the interception, also if the pass has raised (`always_call`)."""
+        self._entered.pop().__exit__(None, None, None)
 
 
 class _Interception(TorchFunctionMode):
@@ -147,7 +151,7 @@ class _Interception(TorchFunctionMode):
             return result
         call, self._calls = self._calls, self._calls + 1  # the number of this call in the pass
         replacement: Tensor | None = None
-        if call == self._router.call:
+        if call == self._router.topk_call:
             replacement = self._choose(self._router, result.indices)
         if replacement is None:
             return result
@@ -174,11 +178,15 @@ class RouteRecorder:
 
     @contextmanager
     def recording(self, first: int, rows: int) -> Iterator[None]:
-        """Record a forward pass over rows `first` to `first + rows` - 1, padded on the left."""
+        """Record the experts of each row's newest token in the forward pass of the block.
+
+        The pass is over rows `first` to `first + rows` - 1. Their tokens T are padded on the left,
+        so the newest is the last. `last` reads them, for R rows, L layers and K experts.
+        """
 
         def record(router: LayerRouter, experts: Tensor) -> None:
-            last = experts.reshape(rows, -1, self._routers.top_k)[:, -1]
-            self._last_RLK[first : first + rows, router.layer] = last.int()
+            experts_RTK = experts.reshape(rows, -1, self._routers.top_k)
+            self._last_RLK[first : first + rows, router.layer] = experts_RTK[:, -1].int()
 
         with intercepting(self._model, self._routers.routers, record):
             yield
@@ -196,8 +204,9 @@ class RouteRecorder:
 class RouteReplay:
     """Replaces the choices of a model's routers by recorded ones, for the trainer.
 
-    `load` sets the routes of the next forward pass. They stay until the next `load`, because the
-    backward pass may compute layers again.
+    `load` sets the experts of a microbatch, for T tokens in L layers K experts each. If the trainer
+    feeds parts of it one by one, `select` narrows them to a part before its forward pass. They stay
+    until the next call of either, because the backward pass may compute layers again.
     """
 
     def __init__(self, routers: Routers) -> None:
@@ -210,7 +219,10 @@ class RouteReplay:
         """[2] (equal, compared) choices of the block of `comparing`; None outside of it."""
 
     def load(self, routes_TLK: Tensor | None) -> None:
-        """Replay these experts, -1 where the router chooses itself; None: it always does."""
+        """Replay these experts. None: the routers choose themselves.
+
+        For a token and layer without a record all K are -1: there the router chooses itself too.
+        """
         self._loaded_TLK = self._pass_TLK = routes_TLK
 
     def select(self, places_T: Tensor) -> None:
@@ -247,7 +259,7 @@ class RouteReplay:
         if self._pass_TLK is None:
             return None
         recorded = self._pass_TLK[:, router.layer].view(chosen.shape).long()
-        is_recorded = recorded[..., :1] >= 0
+        is_recorded = recorded[..., :1] >= 0  # else all K are -1
         if self._equal is None:
             return torch.where(is_recorded, recorded, chosen)
         is_equal = (recorded.sort(-1).values == chosen.sort(-1).values).all(-1, keepdim=True)
@@ -312,12 +324,15 @@ def find_routers(model: Any) -> Routers:
 
 @dataclass(slots=True)
 class _Frame:
-    """A module that is running, with the results of `topk` since it began."""
+    """A module that is running, with the calls of `topk` since it began, inner modules' included.
+
+    If the module turns out to be a router, one of these calls has chosen its experts.
+    """
 
     name: str
     results: list[Tensor] = field(default_factory=list)
-    """Indices of each call."""
-    experts: list[int] = field(default_factory=list)
+    """Result of each call: the indices of the highest scores."""
+    score_counts: list[int] = field(default_factory=list)
     """Number of scores among which each call chose."""
 
 
@@ -327,7 +342,8 @@ class _Choice:
 
     indices: Tensor
     module: str
-    call: int
+    topk_call: int
+    """Index of the call among those of the module."""
     experts: int
     """Number of experts to choose from."""
 
@@ -338,6 +354,9 @@ class _Search(TorchFunctionMode):
     A router is the innermost module that returns the indices of a `topk` in it, if another module
     gets these indices together with weights of their shape. That module has the experts. Example:
     in Qwen3-MoE, `mlp.gate` returns the indices, and `mlp.experts` gets them.
+
+    Hooks before and after every module follow the indices: `_begin` sees what a module gets, and
+    `_end` what it returns. In between, `__torch_function__` sees its calls of `topk`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -346,12 +365,13 @@ class _Search(TorchFunctionMode):
         self._stack: list[_Frame] = []
         """Modules that are running, the innermost last."""
         self._choices: list[_Choice] = []
-        """Indices of `topk` that some module has returned."""
+        """Calls of `topk` whose indices some module has returned: each module may be a router."""
         self._found: list[tuple[LayerRouter, _Choice]] = []
-        """Routers whose choice has reached a module with experts."""
-        self._strangers: list[str] = []
-        """Modules whose experts were chosen in another way."""
+        """Routers: their choice has reached a module with experts."""
+        self._unexplained: list[str] = []
+        """Names of modules that got experts which come from no call of `topk`."""
         self._handles: list[Any] = []
+        """Handles of the hooks, to remove them."""
 
     def __enter__(self) -> Any:
         for name, module in self._model.named_modules():
@@ -366,13 +386,17 @@ class _Search(TorchFunctionMode):
         super().__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a torch function. Note a result of `topk` for every module that is running."""
+        """Call a torch function. Note a result of `topk` for every module that is running.
+
+        Any of them may be the router: the innermost one may only compute `topk` for it. `_end`
+        finds the module that returns the result.
+        """
         result = func(*args, **(kwargs or {}))
         if func in TOPK:
             scores = args[0] if args else (kwargs or {})["input"]
             for frame in self._stack:
                 frame.results.append(result.indices)
-                frame.experts.append(scores.shape[-1])
+                frame.score_counts.append(scores.shape[-1])
         return result
 
     def _begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -386,11 +410,11 @@ class _Search(TorchFunctionMode):
         matching = (c for c in reversed(self._choices) if _is_same(c.indices, indices))
         choice = next(matching, None)
         if choice is None:
-            self._strangers.append(name)
+            self._unexplained.append(name)
             return
         layer = _layer_of(choice.module)
         router = LayerRouter(
-            name=choice.module, layer=layer, call=choice.call, experts=choice.experts
+            name=choice.module, layer=layer, topk_call=choice.topk_call, experts=choice.experts
         )
         if all(router.name != earlier.name for earlier, _ in self._found):
             self._found.append((router, choice))
@@ -407,7 +431,7 @@ class _Search(TorchFunctionMode):
                 isinstance(value, Tensor) and _is_same(value, indices) for value in returned
             )
             if is_returned and not any(choice.indices is indices for choice in self._choices):
-                self._choices.append(_Choice(indices, name, call, frame.experts[call]))
+                self._choices.append(_Choice(indices, name, call, frame.score_counts[call]))
 
     @property
     def routers(self) -> tuple[LayerRouter, ...]:
@@ -422,8 +446,8 @@ class _Search(TorchFunctionMode):
     @property
     def problem(self) -> str | None:
         """Reason why the routers that were found cannot be used, or None."""
-        if self._strangers:  # modules with experts that no router has returned
-            return f"has experts whose router is not found ({self._strangers[0]})"
+        if self._unexplained:
+            return f"has experts whose router is not found ({self._unexplained[0]})"
         if not self._found:
             return NO_EXPERTS
         if len({router.layer for router, _ in self._found}) < len(self._found):
@@ -469,31 +493,34 @@ def _layer_of(name: str) -> int:
 def _why_not_replaced(
     model: nn.Module, routers: Sequence[LayerRouter], run: Callable[[], None]
 ) -> str | None:
-    """Return why replaced choices do not have the effect that they must have, or None.
+    """Return why a router does not use experts that replace its choice, or None if all do.
 
-    During a forward pass each router runs again on its inputs, with other experts.
+    During a forward pass (`run`) each router runs again on its inputs, with other experts in place
+    of those that it chooses. `_problem_of` compares the outputs.
     """
     problems: list[str | None] = []
 
-    def try_again(
+    def check_router(
         router: LayerRouter, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
-        """Run a router again on the inputs that it has just had: a forward hook.
+        """Check a router on the inputs that it has just had: a forward hook.
 
-        It appends to `problems` why the router cannot be replaced, or None.
+        Appends to `problems` why its choice cannot be replaced by other experts, or None.
         """
 
-        def results(choose: Choose) -> Sequence[Any]:
+        def outputs_with(choose: Choose) -> Sequence[Any]:
+            """Run the router with its choice replaced by `choose`."""
             with _Interception(router, choose):
+                # Not `module(...)`, which would call this hook again.
                 returned: Sequence[Any] = module.forward(*args, **kwargs)
             return returned
 
-        problems.append(_problem_of(router, results))
+        problems.append(_problem_of(router, outputs_with))
 
     # Inside the pass, where FSDP2 has gathered the weights of the layer.
     handles = [
         model.get_submodule(router.name).register_forward_hook(
-            partial(try_again, router), with_kwargs=True
+            partial(check_router, router), with_kwargs=True
         )
         for router in routers
     ]
@@ -505,17 +532,18 @@ def _why_not_replaced(
     return next((problem for problem in problems if problem is not None), None)
 
 
-def _problem_of(router: LayerRouter, results: Callable[[Choose], Sequence[Any]]) -> str | None:
+def _problem_of(router: LayerRouter, outputs_with: Callable[[Choose], Sequence[Any]]) -> str | None:
     """Return why replaced choices of a router do not have the right effect, or None.
 
-    `results(choose)` runs the router with its choice replaced by `choose`, and returns its outputs:
-    for each token its K experts, and their weights. Experts in the opposite order must get the same
-    weights in that order, and the experts of another token must get weights above 0.
+    `outputs_with(choose)` runs the router with its choice replaced by `choose`, and returns its
+    outputs: for each token its K experts, and their weights. Experts in the opposite order must get
+    the same weights in that order, and the experts of another token must get weights above 0.
     """
-    plain = _experts_and_weights(results(lambda _, experts: None))  # None: the router's own choice
-    flipped = _experts_and_weights(results(lambda _, experts: experts.flip(-1)))
+    # None: the router's own choice.
+    plain = _experts_and_weights(outputs_with(lambda _, experts: None))
+    flipped = _experts_and_weights(outputs_with(lambda _, experts: experts.flip(-1)))
     # Each token gets the experts of the token before it.
-    foreign = _experts_and_weights(results(lambda _, experts: experts.roll(1, -2)))
+    foreign = _experts_and_weights(outputs_with(lambda _, experts: experts.roll(1, -2)))
     if plain is None or flipped is None or foreign is None:
         return f"returns experts without their weights from {router.name}"
     experts_TK, weights_TK = plain

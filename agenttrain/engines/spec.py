@@ -138,6 +138,10 @@ class EngineSpec(Generic[S]):
 
     Problems are complete lines ``key=value: problem; remedy``. A spec's module is imported when
     settings are checked, so torch and the engine itself are imported inside `build`.
+
+    The fields follow in groups: settings and their checks, memory, places where the engine can run,
+    servers, and abilities. A server is a program that samples for runs, in a process of its own.
+    Only `server` is another one: it serves a trained model to clients of OpenAI's API.
     """
 
     settings: type[S]
@@ -154,21 +158,24 @@ class EngineSpec(Generic[S]):
     memory: Callable[[S, EngineLoad, ModelSizes], EngineMemory] = lambda *_: EngineMemory()
     """Estimate the memory that the engine takes in each process."""
     server_memory: Callable[[S, EngineLoad, ModelSizes, int], EngineMemory] | None = None
-    """Estimate the memory that each GPU of a server needs; the last argument counts its GPUs. The
-    rollout process's copy of the policy counts as a server of one GPU. None: there are none."""
+    """Estimate the memory that each GPU of a server needs; the last argument counts its GPUs. For
+    an engine in the rollout process: the memory of its copy of the policy. None: the engine has
+    neither."""
     trainers_gpu_share: Callable[[S], float] | None = None
     """Return the share of the trainer's GPU, where it is the only one, that a server takes. None:
     servers of this engine never share a GPU with a trainer."""
     package: str | None = None
     """Package that the engine needs, e.g. vllm; `agenttrain doctor` imports it."""
     own_weights: bool = False
-    """True: samples from its own weights, which are sent to it. False: from the policy's module."""
+    """True: samples from its own weights, which are sent to it. False: from the policy's module, in
+    the trainer's process."""
     standalone: bool = False
     """True: needs neither the policy nor a device of its process, so it can run in the rollout
     process (`rollout.process`)."""
     apart: EngineSpec[S] | None = None
-    """The same engine with its own weights, for the rollout process. None: this spec is used there
-    too, or the engine cannot run there."""
+    """Spec of the same engine for the rollout process, if it differs there: an engine that samples
+    from the policy's module has its own weights there. None: this spec is used there too
+    (`standalone`), or the engine cannot run there."""
     run_server: Callable[[Path, int, int | None, str], int] | None = None
     """Run one server of a run and return its exit code. Arguments: the run's folder, the server's
     number, a process with which the server ends too (None: it runs until it is stopped), and the

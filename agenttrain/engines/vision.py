@@ -45,13 +45,17 @@ class Features(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Consecutive placeholders of one image in a pass, for its vectors first … last - 1."""
+    """Consecutive placeholders of one image in a forward pass: all of them, or a part.
 
-    start: int
-    """Position of the first placeholder among the flattened tokens of the pass."""
+    They get the image's vectors `first_vector` … `end_vector` - 1. Example: a prompt chunk of 100
+    tokens ends with the first 4 of 6 placeholders: place 96, vectors 0 … 3.
+    """
+
+    place: int
+    """Index of the first placeholder among the flattened tokens of the pass."""
     image: Image
-    first: int
-    last: int
+    first_vector: int
+    end_vector: int
 
 
 def image_key(image: Image) -> int:
@@ -96,7 +100,8 @@ class Layout:
         Example: ``a b``, an image of 2 x 3 vectors, ``c`` have positions 0 1 2 2 2 2 2 2 5 in time,
         0 1 2 2 2 3 3 3 5 in height, and 0 1 2 3 4 2 3 4 5 in width.
         """
-        # Decoding: after the last image every position differs from the token's by one constant.
+        # Decoding: after the last image every position differs from the token's by one constant. An
+        # image of 2 x 3 vectors takes 6 tokens, and moves the position on by 3.
         if self.images and first >= self.images[-1].end:
             offset = sum(max(placed.grid) - placed.tokens for placed in self.images)
             return _text_positions(first + offset, last - first)
@@ -113,23 +118,28 @@ class Layout:
         columns.append(_text_positions(position, max(last - token, 0)))
         return np.concatenate(columns, axis=1)[:, first:last]
 
-    def pieces(self, first: int, last: int, start: int) -> Iterator[Piece]:
+    def pieces(self, first: int, last: int, first_index: int) -> Iterator[Piece]:
         """Yield the placeholders among tokens `first` to `last` - 1, one piece per image.
 
-        `start` is the position of token `first` among the flattened tokens of the forward pass.
+        A forward pass feeds these tokens of the sequence. `first_index` is the index of token
+        `first` among the flattened tokens of the pass.
         """
         for placed in self.images:
-            low, high = max(placed.start, first), min(placed.end, last)
-            if low < high:
+            # The image's tokens that are fed: positions in the sequence.
+            begin, end = max(placed.start, first), min(placed.end, last)
+            if begin < end:
                 yield Piece(
-                    start=start + low - first,
+                    place=first_index + begin - first,
                     image=placed.image,
-                    first=low - placed.start,
-                    last=high - placed.start,
+                    first_vector=begin - placed.start,
+                    end_vector=end - placed.start,
                 )
 
     def keyed(self, ids: np.ndarray) -> np.ndarray:
-        """Return a copy of the ids in which each image's key replaces its placeholders."""
+        """Return a copy of the ids in which each image's key replaces its placeholders.
+
+        All images have the same placeholder id: by their keys, a cache tells them apart.
+        """
         keyed = ids.copy()
         for placed in self.images:
             keyed[placed.start : placed.end] = image_key(placed.image)
@@ -238,22 +248,26 @@ def embed(
 ) -> dict[str, Any]:
     """Return keywords of the language model: embeddings, and the deepstack features.
 
-    `ids_NT` holds keys at placeholders (`Layout.keyed`). `pieces` are in the order of the flattened
-    tokens. `features` are those of their images, by hash. Raises BadImage unless there are exactly
-    as many vectors as placeholders.
+    `ids_NT` has a negative key in place of each image's placeholder ids (`Layout.keyed`). `pieces`
+    says which placeholders get which vectors of an image, in the order of the flattened tokens.
+    `features` are those of the images, by hash. Raises BadImage unless there are exactly as many
+    vectors as placeholders.
     """
-    # Keys are negative. The embeddings at their places are replaced.
+    # The embeddings at negative keys are replaced below.
     embeddings_NTH = model.get_input_embeddings()(ids_NT.clamp(min=0))
     is_image_NT = ids_NT < 0
     placeholder_count = int(is_image_NT.sum())
-    vector_count = sum(piece.last - piece.first for piece in pieces)
+    vector_count = sum(piece.end_vector - piece.first_vector for piece in pieces)
     if vector_count != placeholder_count:
         raise BadImage(f"{placeholder_count} placeholders, but {vector_count} vectors of images")
     if not pieces:
         return {"inputs_embeds": embeddings_NTH}
     device = ids_NT.device
     places_V = torch.cat(
-        [torch.arange(p.start, p.start + p.last - p.first, device=device) for p in pieces]
+        [
+            torch.arange(p.place, p.place + p.end_vector - p.first_vector, device=device)
+            for p in pieces
+        ]
     )
 
     def vectors(layer: int | None) -> Tensor:
@@ -262,7 +276,7 @@ def embed(
         for piece in pieces:
             rows_VH, deep = features[piece.image.sha256]
             vectors_VH = rows_VH if layer is None else deep[layer]
-            parts.append(vectors_VH[piece.first : piece.last])
+            parts.append(vectors_VH[piece.first_vector : piece.end_vector])
         return torch.cat(parts).to(device, embeddings_NTH.dtype)
 
     flat_MH = embeddings_NTH.flatten(0, 1).index_copy(0, places_V, vectors(layer=None))

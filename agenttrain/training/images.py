@@ -70,10 +70,10 @@ def hidden_with_images(
 
 
 def _select_pieces(pieces: tuple[Piece, ...], places_T: Tensor) -> list[Piece]:
-    """Return the pieces at these packed positions, each starting at its index in `places_T`."""
-    place_of = {place: index for index, place in enumerate(places_T.tolist())}
+    """Return the pieces at these packed positions, each placed at its index in `places_T`."""
+    index_of = {place: index for index, place in enumerate(places_T.tolist())}
     return [
-        piece._replace(start=place_of[piece.start]) for piece in pieces if piece.start in place_of
+        piece._replace(place=index_of[piece.place]) for piece in pieces if piece.place in index_of
     ]
 
 

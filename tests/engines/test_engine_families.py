@@ -349,8 +349,8 @@ def test_a_run_in_lockstep_repeats_to_the_bit(name: str) -> None:
     [
         (LayerKind(keys=True), 30),  # all keys: the row can be cut
         (LayerKind(keys=True, window=8), 0),
-        (LayerKind(states=1), 0),
-        (LayerKind(keys=True, states=1), 0),
+        (LayerKind(state_count=1), 0),
+        (LayerKind(keys=True, state_count=1), 0),
     ],
 )
 def test_only_rows_of_all_keys_are_copied_in_part(kind: LayerKind, copied: int) -> None:

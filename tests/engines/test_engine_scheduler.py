@@ -29,7 +29,7 @@ def step(scheduler, *finished):
         seat.request.append(9, -0.5, 0)
         if seat.session in finished:
             scheduler.finish(seat)
-    scheduler.clock += 1
+    scheduler.step += 1
     return batch
 
 
@@ -89,7 +89,7 @@ def test_steps_in_which_all_wait_for_tools_are_skipped():
     assert not scheduler.ready()
     scheduler.add(request("a", 1, 2, 9, 5))
     assert step(scheduler) == ["a"]
-    assert scheduler.clock == 4
+    assert scheduler.step == 4
 
 
 @pytest.mark.parametrize("early", [True, False])

@@ -22,11 +22,12 @@ CAPACITY_STEP = 64
 
 
 class RowCache(Cache):
-    """A transformers cache over rows. `next_pass` is set before every forward pass.
+    """A transformers cache with a row for each sequence. The scheduler's `Seat` knows its row.
 
-    `arrange` gives each sequence its row when the batch changes, and `copy_prefixes` copies the
-    beginnings of rows. Before a pass `reserve` makes room. The model's layers then read and write
-    the rows of the pass.
+    When the batch changes, `arrange` gives each seat its row: first the active seats, which decode,
+    then the idle ones. `copy_prefixes` copies the beginnings of rows between seats. Before a pass
+    `reserve` makes room and `next_pass` is set. The model's layers then read and write the rows of
+    the pass.
     """
 
     def __init__(self, kinds: Sequence[LayerKind], max_rows: int, max_length: int) -> None:
@@ -34,7 +35,7 @@ class RowCache(Cache):
         self.next_pass = Pass()
         self.max_rows = max_rows
         self.max_length = max_length
-        self.has_states = any(kind.states for kind in kinds)
+        self.has_states = any(kind.state_count for kind in kinds)
         self.copies_exactly = self.has_states or any(
             kind.window is not None and kind.window < max_length for kind in kinds
         )
@@ -69,46 +70,54 @@ class RowCache(Cache):
     def arrange(self, active: Sequence[Seat], seats: Collection[Seat]) -> None:
         """Move active[i] to row i, and every idle seat to a row behind the active ones.
 
-        `seats` are all seats: those in `active`, and idle ones, which have no request. Example:
-        rows [A, B, C]. A becomes idle and D joins, so `active` is [C, B, D]. C moves to row 0, A to
-        row 3, and D gets row 2.
+        `seats` are all seats: those in `active`, and idle ones, which have no request. Example: A,
+        B and C are in rows 0 to 2. A becomes idle and D joins, so `active` is [C, B, D]. C moves
+        from row 2 to 0, B stays, D gets row 2, and A moves to row 3, behind them.
         """
-        self.reserve(len(seats), 0)
+        self.reserve(len(seats), 0)  # rows alone: a pass reserves the length that it needs
         former_rows = {seat: seat.row for seat in seats if seat.row is not None}
         for row, seat in enumerate(active):
             seat.row = row
-        idle = [seat for seat in seats if seat.request is None]
-        # An idle seat stays where it is if its row is behind the active ones.
-        idle_rows = {seat.row for seat in idle}
-        free_rows = iter([row for row in range(len(active), len(seats)) if row not in idle_rows])
+        self._place_idle([seat for seat in seats if seat.request is None], len(active), len(seats))
+        sources, targets, longest = [], [], 0
+        for seat, former_row in former_rows.items():
+            if seat.row is not None and seat.row != former_row and seat.cached:
+                sources.append(former_row)
+                targets.append(seat.row)
+                longest = max(longest, seat.cached)
+        if sources:
+            self._copy_rows(sources, targets, longest)
+
+    def _place_idle(self, idle: Sequence[Seat], begin: int, end: int) -> None:
+        """Give each idle seat a row from `begin` to `end` - 1. Seats that have one of them stay."""
+        taken_rows = {seat.row for seat in idle}
+        free_rows = iter([row for row in range(begin, end) if row not in taken_rows])
         for seat in idle:
-            if seat.row is None or not len(active) <= seat.row < len(seats):
+            if seat.row is None or not begin <= seat.row < end:
                 seat.row = next(free_rows)
-        moved = [s for s, row in former_rows.items() if s.row != row and s.cached]
-        if moved:
-            sources = [former_rows[seat] for seat in moved]
-            targets = [seat.row for seat in moved if seat.row is not None]
-            self._copy_rows(sources, targets, max(seat.cached for seat in moved))
 
     def copy_prefixes(self, seats: Sequence[Seat]) -> int:
-        """Copy the prefixes that sources now hold to their seats. Return the number of ids copied.
+        """Copy to the rows of seats the prefixes that the rows of their sources hold by now.
 
-        A seat's `source` is the seat whose row begins with the same `shared` ids. A source that
-        holds fewer ids, or more if rows cannot be cut, is left for later.
+        Return the number of ids copied. A seat's `source` is the seat whose row begins with the
+        same `shared` ids. A seat is skipped if its source does not hold these ids yet or, where a
+        row is only copied whole, holds more. The seat keeps its `source` then.
         """
-        pairs = [(s, s.source) for s in seats if s.source and self._holds(s.source, s.shared)]
-        for seat, _ in pairs:
+        # All pairs first: a seat that gets its prefix here cannot be copied in the same operation.
+        pairs = [(s, s.source) for s in seats if s.source and self._can_copy(s.source, s.shared)]
+        sources, targets = [], []
+        for seat, source in pairs:
+            assert source.row is not None and seat.row is not None  # `arrange` has set them
+            sources.append(source.row)
+            targets.append(seat.row)
             seat.cached, seat.source = seat.shared, None
         if pairs:
             # All are copied up to the longest prefix, in one operation. What is copied too much
             # behind a shorter prefix is overwritten when the seat is fed.
-            length = max(seat.shared for seat, _ in pairs)
-            targets = [seat.row for seat, _ in pairs if seat.row is not None]
-            sources = [source.row for _, source in pairs if source.row is not None]
-            self._copy_rows(sources, targets, length)
+            self._copy_rows(sources, targets, max(seat.shared for seat, _ in pairs))
         return sum(seat.shared for seat, _ in pairs)
 
-    def _holds(self, source: Seat, length: int) -> bool:
+    def _can_copy(self, source: Seat, length: int) -> bool:
         """Return True if the first `length` ids of a seat can be copied from its row."""
         return source.cached == length if self.copies_exactly else source.cached >= length
 

@@ -58,7 +58,7 @@ class Decoder:
         from that of the weights. With `record_routes`, `recorder` records the experts of each row's
         last token.
         """
-        keep_soft_cap(model)
+        keep_soft_cap(model)  # of attention scores: sdpa would drop it
         kinds = known_kinds(model)
         self.autocast = autocast
         self.vision = vision
@@ -68,12 +68,14 @@ class Decoder:
         self._window = next((kind.window for kind in kinds if kind.window is not None), None)
         self._mask_names = mask_names(model.config.get_text_config())
         self._mixer_keywords: dict[str, Any] = {}
-        """Keywords of a padded pass, with which padding leaves recurrent states as they are."""
+        """Further keywords of the model in a padded pass. They give `next_pass` to its recurrent
+        mixers as the layout of the rows, so that padding leaves their states as they are."""
         if self.cache.has_states:
             self._mixer_keywords |= layout_keywords(model, self.cache.next_pass)
         self.recorder: RouteRecorder | None = None
-        self.records_routes = record_routes
-        """False: no sequence of the batch needs its experts."""
+        self.batch_needs_routes = record_routes
+        """False: no sequence of the current batch needs its experts, so that `recorder` is not
+        used. `EngineWorker` sets it for each batch."""
         # A model that this cache does not fit is refused here, before anything is sampled wrongly.
         _compare_with_plain_forward(self, _checked_lengths(kinds, max_context))
         self.cache.free()
@@ -156,11 +158,11 @@ class Decoder:
         any of them has images.
 
         Example: rows with 2 and 3 cached tokens get 1 and 2 new ones. They are padded on the left
-        to T = 2 ids, and the longer row then has L = 5 tokens. `column_NT` has the position of each
-        token. Padding has any, here 1: its keys and values go to a slot that nothing reads::
+        to T = 2 ids, and the longer row then has L = 5 tokens. `position_NT` has each token's
+        position. Padding has any, here 1: its keys and values go to a slot that nothing reads::
 
-            ids_NT       0 a    column_NT  1 2
-                         b c               3 4
+            ids_NT       0 a    position_NT  1 2
+                         b c                 3 4
         """
         lengths = np.array([len(ids) for ids in new])
         self.cache.reserve(first + len(new), int((np.array(starts) + lengths).max()))
@@ -177,13 +179,13 @@ class Decoder:
             "use_cache": True,
             **(self._mixer_keywords if next_pass.is_padded else {}),
         }
-        recorder = self.recorder if self.records_routes else None
+        recorder = self.recorder if self.batch_needs_routes else None
         with nullcontext() if recorder is None else recorder.recording(first, len(new)):
             if any(layout is not None for layout in layouts):
                 return self._forward_with_images(ids_NT, starts, layouts, keywords)
             output = self.model(
                 input_ids=self._tensor(ids_NT),
-                position_ids=self._tensor(np.maximum(next_pass.column_NT, 0)),
+                position_ids=self._tensor(np.maximum(next_pass.position_NT, 0)),
                 logits_to_keep=1,
                 **keywords,
             )
@@ -198,9 +200,10 @@ class Decoder:
     ) -> Tensor:
         """Feed rows to the language model, with image features at their placeholders.
 
-        Positions have three dimensions: time, height and width (`Layout`). A row without a layout
-        has no images. Each of the `pieces` says which placeholders of the pass get which vectors of
-        an image.
+        `forward` has begun the pass and padded `ids_NT` on the left. `starts` are the tokens that
+        each row has in the cache. Positions have three dimensions: time, height and width
+        (`Layout`). A row without a layout has no images. Each of the `pieces` says which
+        placeholders of the pass get which vectors of an image.
         """
         assert self.vision is not None
         width = ids_NT.shape[1]
@@ -209,9 +212,10 @@ class Decoder:
         pieces: list[Piece] = []
         for row, (start, pad, layout) in enumerate(zip(starts, pad_N, layouts, strict=True)):
             layout = layout or Layout(())
-            stop = start + width - int(pad)
+            stop = start + width - int(pad)  # tokens start … stop - 1 of the sequence are fed
             positions_3NT[:, row, pad:] = layout.positions(start, stop)
-            pieces += layout.pieces(start, stop, row * width + int(pad))
+            first_in_pass = row * width + int(pad)  # index of the first one in the flattened ids_NT
+            pieces += layout.pieces(start, stop, first_in_pass)
         features = {p.image.sha256: self.vision.features(self.model, p.image) for p in pieces}
         output = language_model(self.model)(
             **embed(self.model, self._tensor(ids_NT), pieces, features),
@@ -226,18 +230,22 @@ class Decoder:
 
 
 def known_kinds(model: Any) -> list[LayerKind]:
-    """Return what each layer keeps. Raises EngineError for a model that needs another cache."""
+    """Return what each layer keeps of a sequence in the cache: keys and values, states, or both.
+
+    Raises EngineError for a model that the row cache does not fit. A model with recurrent layers
+    needs mixers whose convolutions and scans can be run over padded rows (`MixerLayout`).
+    """
     config = model.config.get_text_config()
     kinds, unknown = layer_kinds(config)
     windows = {kind.window for kind in kinds if kind.window is not None}
-    is_recurrent = any(kind.states for kind in kinds)
+    is_recurrent = any(kind.state_count for kind in kinds)
     attention = config._attn_implementation
     problem = None
     if unknown:
         problem = f"layers of {', '.join(unknown)}, for which this engine has no cache"
     elif len(windows) > 1:
         problem = f"windows of several lengths, {sorted(windows)}"
-    elif getattr(model, "_is_stateful", False) and not is_recurrent:
+    elif getattr(model, "_is_stateful", False) and not is_recurrent:  # transformers' mark
         problem = "a recurrent state that its config does not name"
     elif is_recurrent and not has_mixers(model):
         problem = "recurrent layers whose scan takes no layout of rows"
@@ -258,16 +266,19 @@ LONGEST_CHECKED = 1024
 
 
 def _checked_lengths(kinds: Sequence[LayerKind], max_context: int) -> list[tuple[int, int]]:
-    """Return how many tokens the check's two rows hold after each of its passes.
+    """Return the lengths with which `_compare_with_plain_forward` checks the cache.
 
-    With full attention alone: 3 and 1 after a ragged prefill, then 7 and 4 after a continuation.
-    With windows or states the first pass crosses the longest of them, and a third one decodes a
-    token of each row.
+    Each pair is the number of tokens that the check's two rows hold after a pass. The rows always
+    differ, so that one is padded. With full attention alone: 3 and 1 after the first pass, then 7
+    and 4 after one that continues them. With windows or states the first pass is longer than each
+    of them, so that windows lose keys and scans run in chunks. A third pass feeds one token to each
+    row, as decoding does.
     """
     windows = [kind.window for kind in kinds if kind.window and kind.window < max_context]
+    # A window beyond LONGEST_CHECKED is not crossed: the engine would be slow to start.
     lengths_to_cross = [window for window in windows if window <= LONGEST_CHECKED]
-    if any(kind.states for kind in kinds):
-        lengths_to_cross.append(CHUNK_OF_SCAN)  # torch code computes longer scans in chunks
+    if any(kind.state_count for kind in kinds):
+        lengths_to_cross.append(CHUNK_OF_SCAN)
     if not lengths_to_cross:
         return [(3, 1), (7, 4)]
     longest = max(lengths_to_cross) + 2

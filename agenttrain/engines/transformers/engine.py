@@ -93,13 +93,15 @@ class TransformersEngine:
         """Implement `Engine.generate`; prefill only the tokens that the session's cache lacks.
 
         The budget ends at `max_context`. In deterministic mode only the sessions of `expect` have a
-        place in the batch: a sub-agent's session takes that of the rollout's expected session, the
-        first of its chain of parents. Raises EngineError, and ImagesRefused without a `vision`.
+        place in the batch: with `parent`, a sub-agent's session shares that of its oldest expected
+        ancestor (`Scheduler.add`). Raises EngineError, and ImagesRefused without a `vision`.
         """
         if self._vision is None:
             refuse_images(self, images, session)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
+        # The decode thread calls these two, and they act in this event loop: the first settles the
+        # future with a completion or an error, the other passes each token on.
         deliver = partial(_post_to_loop, loop, settle, future)
         request = self._make_generation(token_ids, sampling, session, parent, deliver)
         if images:
@@ -110,7 +112,7 @@ class TransformersEngine:
         try:
             return await future
         except asyncio.CancelledError:
-            self._listeners.pop(session, None)
+            self._listeners.pop(session, None)  # otherwise `release` removes it
             with suppress(EngineError):  # the engine is closed
                 # Not `worker.release`, which delivers an error: nobody waits for one.
                 self._post(partial(self._worker.scheduler.release, session))

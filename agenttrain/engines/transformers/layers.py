@@ -37,9 +37,10 @@ class LayerKind:
 
     keys: bool = False
     window: int | None = None
-    """Most tokens, counted back from a query, whose keys it reads. None: all."""
-    states: int = 0
-    """Convolutions, each with a recurrent state if the mixer has one."""
+    """A query reads the keys of the last `window` tokens, its own included. None: of all tokens."""
+    state_count: int = 0
+    """Number of states that its recurrent mixer keeps: each is the last inputs of a convolution
+    with, in most mixers, a recurrent state. 0: no mixer."""
 
 
 def layer_kinds(config: Any) -> tuple[list[LayerKind], list[str]]:
@@ -57,7 +58,7 @@ def layer_kinds(config: Any) -> tuple[list[LayerKind], list[str]]:
         LayerKind(
             keys=KINDS[name].keys,
             window=layer["sliding_window"] if KINDS[name].window else None,
-            states=layer.get("number_of_states", 1) if KINDS[name].states else 0,
+            state_count=layer.get("number_of_states", 1) if KINDS[name].state_count else 0,
         )
         for name, layer in zip(names, settings, strict=True)
     ]
@@ -67,22 +68,25 @@ def layer_kinds(config: Any) -> tuple[list[LayerKind], list[str]]:
 KINDS = {
     "full_attention": LayerKind(keys=True),
     "sliding_attention": LayerKind(keys=True, window=1),
-    "linear_attention": LayerKind(states=1),
-    "conv": LayerKind(states=1),
-    "hybrid": LayerKind(keys=True, states=1),
-    "hybrid_sliding": LayerKind(keys=True, window=1, states=1),
+    "linear_attention": LayerKind(state_count=1),
+    "conv": LayerKind(state_count=1),
+    "hybrid": LayerKind(keys=True, state_count=1),
+    "hybrid_sliding": LayerKind(keys=True, window=1, state_count=1),
     **dict.fromkeys(("dummy", "moe", "mlp"), LayerKind()),
 }
-"""By `layer_types` of a config. `window=1` and `states=1` only mark the types that have them: their
-values are read from the config."""
+"""By `layer_types` of a config. `window=1` and `state_count=1` only mark the types that have them:
+their values are read from the config."""
 
 
 @dataclass(slots=True)
 class Pass:
     """Rows and tokens of the next forward pass, which `begin` sets and the cache's layers read.
 
-    It is the `MixerLayout` of the recurrent mixers too. Tensors that all layers need are computed
-    once per pass.
+    It is the `MixerLayout` of the recurrent mixers too: `convolve` and `scan` compute along the
+    rows of the pass. Tensors that all layers need are computed once per pass.
+
+    R allocated rows, N rows of the pass, T tokens of each (padded on the left), L tokens of the
+    longest row after the pass, M channels of a convolution, Q its taps.
     """
 
     rows: int = 0
@@ -100,11 +104,12 @@ class Pass:
     starts: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     """[N] Tokens of each row before the pass."""
     padding_NT: np.ndarray = field(default_factory=lambda: np.empty((0, 0), dtype=bool))
-    column_NT: np.ndarray = field(default_factory=lambda: np.empty((0, 0), dtype=np.int64))
-    """Position of each token; any number at padding."""
+    """True where a row has padding in place of a token."""
+    position_NT: np.ndarray = field(default_factory=lambda: np.empty((0, 0), dtype=np.int64))
+    """Position of each token in its sequence; any number at padding."""
     device: torch.device | None = None
     _on_device: dict[object, Tensor] = field(default_factory=dict)
-    """Tensors that several layers use."""
+    """Tensors that several layers use, each computed at its first use in the pass."""
 
     def begin(
         self, first: int, starts: Sequence[int], lengths: np.ndarray, device: torch.device
@@ -120,7 +125,7 @@ class Pass:
         self.starts, self.device = np.array(starts), device
         self.length = int((self.starts + lengths).max())
         pad_N1 = (self.width - lengths)[:, None]
-        self.column_NT = self.starts[:, None] + np.arange(self.width) - pad_N1
+        self.position_NT = self.starts[:, None] + np.arange(self.width) - pad_N1
         self.padding_NT = np.arange(self.width) < pad_N1
 
     @property
@@ -134,18 +139,20 @@ class Pass:
         return [self.first + int(row) for row in np.flatnonzero(self.starts == 0)]
 
     def slots(self, capacity: int, window: int | None) -> Tensor:
-        """Return the slots [N x T] of the pass's new keys, in a cache of R rows and C = `capacity`.
+        """Return the slots [N * T] to which the pass writes its new keys.
 
-        A token's slot is row * C + position; with a window, position modulo the window. Slot R * C
-        lies behind the rows and is never read. It is for padding, and for tokens that later ones of
-        the same pass push out of the window.
+        The cache has R rows of C = `capacity` slots. A token's slot is row * C + position; with a
+        window, position modulo the window. Slot R * C lies behind the rows and is never read. It is
+        for padding, and for tokens that a window has left by the end of the pass: with window 4 and
+        new tokens at positions 0 to 5, those at 0 and 1, whose slots the last two get.
         """
         key = ("slots", capacity, window)
         if key not in self._on_device:
             is_kept = ~self.padding_NT
-            position = self.column_NT
+            position = self.position_NT
             if window is not None:
-                is_kept = is_kept & (position > position[:, -1:] - window)
+                last_N1 = position[:, -1:]  # padding is on the left
+                is_kept = is_kept & (position > last_N1 - window)
                 position = position % window
             row_N1 = np.arange(self.first, self.first + self.count)[:, None]
             slots_NT = np.where(is_kept, row_N1 * capacity + position, self.rows * capacity)
@@ -153,11 +160,13 @@ class Pass:
         return self._on_device[key]
 
     def behind_padding(self, taps: int) -> Tensor | None:
-        """Return the indices [N, 1, Q + T] that move each row's state next to its first token.
+        """Return the indices [N, 1, Q + T] that move a convolution's states behind the padding.
 
-        They select from a row's columns ``[state of Q taps | padding | tokens]``; -1 stands for a
-        zero. Example: with Q = 2, state s t, one column of padding and one token a, the columns
-        ``s t . a`` become ``0 s t a``: indices -1 0 1 3. None: no row is padded.
+        A state holds the inputs of the last Q = `taps` tokens before the pass. It has to stand next
+        to the row's first new token. The indices select from a row's columns
+        ``[state | padding | tokens]``; -1 stands for a zero. Example: with Q = 2, state s t, one
+        column of padding and one token a, the columns ``s t . a`` become ``0 s t a``: indices
+        -1 0 1 3. None: no row is padded.
         """
         key = ("behind padding", taps)
         if key not in self._on_device:
@@ -165,29 +174,37 @@ class Pass:
                 return None
             pad_N1 = self.padding_NT.sum(1, keepdims=True)
             column = np.arange(taps + self.width)
-            source = np.where(column >= taps + pad_N1, column, column - pad_N1)
+            is_token = column >= taps + pad_N1
+            # Tokens stay. What is before them comes from as many columns earlier as there is
+            # padding: first from negative ones, which stand for zeros, then from the state.
+            source = np.where(is_token, column, column - pad_N1)
             self._on_device[key] = self.tensor(np.maximum(source, -1))[:, None]
         return self._on_device[key]
 
     def convolve(self, convolution: Convolution) -> Tensor:
-        """Return the convolved states, [N, M, Q + T]: `StateLayer` has put them in order."""
+        """Return the convolved inputs, [N, M, Q + T].
+
+        They need no rearranging: `StateLayer.update_conv_state` has joined each row's state and its
+        new tokens, and moved the padding in front of both.
+        """
         return convolution(convolution.states)
 
     def scan(self, scan: Scan) -> tuple[Tensor, Tensor | None]:
-        """Run a layer's recurrence over the rows. Return its outputs, and the states it keeps.
+        """Run a mixer's recurrence over the rows, with inputs of zero at padding.
 
-        Padding has inputs of zero, which leave a state as it is.
+        Such inputs leave a state as it is. Return the outputs [N, T, …] and, if the mixer wants
+        them (`scan.keeps`), the states after the last tokens.
         """
-        key = "padding"
-        if key not in self._on_device:
-            self._on_device[key] = self.tensor(self.padding_NT)
-        padding_NT = self._on_device[key]
+        if "padding" not in self._on_device:
+            self._on_device["padding"] = self.tensor(self.padding_NT)
+        padding_NT = self._on_device["padding"]
         inputs = []
         for tensor in scan.inputs:  # [N, T, …]
             further_dimensions = [1] * (tensor.ndim - 2)
             inputs.append(
                 tensor.masked_fill(padding_NT.view(*padding_NT.shape, *further_dimensions), 0)
             )
+        # The mixer's own call, with these inputs in place of its own.
         return scan(inputs, scan.state, scan.keeps)
 
     def tensor(self, values: np.ndarray) -> Tensor:
@@ -240,20 +257,26 @@ class KeyLayer(CacheLayerMixin):
         return self._write(self.keys, key_states), self._write(self.values, value_states)
 
     def _write(self, buffer: Tensor, states: Tensor) -> Tensor:
-        """Write states [N, K, T, D]; return what the queries read."""
+        """Write new keys or values [N, K, T, D] to their slots; return what the queries read.
+
+        The buffer has a slot for each token, [R*C + 1, K, D], so the heads K change places with the
+        tokens. Slots of a ring are returned in their order: `ring_mask` knows their positions.
+        """
         next_pass, window = self.next_pass, self.window
-        rows = self._rows(buffer)[next_pass.first : next_pass.first + next_pass.count]
-        capacity = rows.shape[1]
+        rows_NCKD = self._rows(buffer)[next_pass.first : next_pass.first + next_pass.count]
+        capacity = rows_NCKD.shape[1]
         old_and_new = None
         # Joined before the write, which overwrites keys that the first queries still read.
         if is_ring(window, next_pass) and next_pass.width > 1:
-            old_and_new = torch.cat([rows.transpose(1, 2), states], 2)
-        flat = states.transpose(1, 2).reshape(-1, *buffer.shape[1:])
-        buffer.index_copy_(0, next_pass.slots(capacity, window), flat)
-        return rows[:, : next_pass.length].transpose(1, 2) if old_and_new is None else old_and_new
+            old_and_new = torch.cat([rows_NCKD.transpose(1, 2), states], 2)
+        new_slots = states.transpose(1, 2).reshape(-1, *buffer.shape[1:])  # [N * T, K, D]
+        buffer.index_copy_(0, next_pass.slots(capacity, window), new_slots)
+        if old_and_new is not None:
+            return old_and_new
+        return rows_NCKD[:, : next_pass.length].transpose(1, 2)
 
     def _rows(self, buffer: Tensor) -> Tensor:
-        """Return the buffer as [R, C, K, D]."""
+        """Return the buffer as [R, C, K, D], without the last slot, which is for padding."""
         capacity = self._capacity(self.next_pass.capacity)
         return buffer[:-1].view(self.next_pass.rows, capacity, *buffer.shape[1:])
 
@@ -264,14 +287,17 @@ class KeyLayer(CacheLayerMixin):
         return [self._rows(buffer)[:, :length] for buffer in (self.keys, self.values)]
 
     def resize(self, rows: int, capacity: int) -> None:
-        """Make room for `rows` rows of `capacity` tokens. What is held stays."""
+        """Make room for `rows` rows of `capacity` tokens, neither less than before. Content stays.
+
+        A window bounds the slots of a row.
+        """
         if not self.is_initialized:
             return
         capacity = self._capacity(capacity)
         for name in ("keys", "values"):
             old_rows = self._rows(getattr(self, name))
             old_row_count, old_capacity, *shape_of_slot = old_rows.shape
-            buffer = old_rows.new_zeros(rows * capacity + 1, *shape_of_slot)
+            buffer = old_rows.new_zeros(rows * capacity + 1, *shape_of_slot)  # + 1 for padding
             new_rows = buffer[:-1].view(rows, capacity, *shape_of_slot)
             new_rows[:old_row_count, :old_capacity] = old_rows
             setattr(self, name, buffer)
@@ -366,13 +392,16 @@ class StateLayer(LinearAttentionCacheLayerMixin):
     def update_recurrent_state(
         self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: object
     ) -> Tensor:
-        """Keep the states after the pass, [N, …]."""
+        """Store the states of the pass's N rows after it, [N, …]: called by the model's mixer.
+
+        The first call allocates those of all R rows of the cache. Other keywords are not needed.
+        """
         if self._recurrences[state_idx] is None:
             shape = self.next_pass.rows, *recurrent_states.shape[1:]
             self._recurrences[state_idx] = recurrent_states.new_zeros(shape, dtype=torch.float32)
-        states = self.recurrent_states[state_idx]
-        assert states is not None
-        return states.copy_(recurrent_states)
+        stored = self.recurrent_states[state_idx]  # a view of the pass's rows
+        assert stored is not None
+        return stored.copy_(recurrent_states)
 
     def by_row(self, length: int) -> list[Tensor]:
         """Return all states, with rows as the first dimension."""
@@ -403,14 +432,17 @@ class StateLayer(LinearAttentionCacheLayerMixin):
 
 
 class HybridLayer(StateLayer, KeyLayer):
-    """States and keys of a layer that has a recurrent mixer beside attention."""
+    """States and keys of a layer that has a recurrent mixer beside attention.
+
+    `next_pass` says which rows of the cache a forward pass is about. `window` is that of attention.
+    """
 
     def __init__(self, next_pass: Pass, window: int | None, states: int) -> None:
         KeyLayer.__init__(self, next_pass, window)
         StateLayer.__init__(self, next_pass, states)
 
     def lazy_initialization(self, *args: Any, **kwargs: object) -> None:
-        """Allocate keys and values."""
+        """Allocate keys and values. States are allocated when the mixer first updates them."""
         KeyLayer.lazy_initialization(self, *args)
 
     def by_row(self, length: int) -> list[Tensor]:
@@ -441,8 +473,8 @@ Layer = KeyLayer | StateLayer
 
 def make_layer(kind: LayerKind, next_pass: Pass) -> Layer:
     """Return a layer of a kind, still without memory."""
-    if kind.keys and kind.states:
-        return HybridLayer(next_pass, kind.window, kind.states)
-    if kind.states:
-        return StateLayer(next_pass, kind.states)
+    if kind.keys and kind.state_count:
+        return HybridLayer(next_pass, kind.window, kind.state_count)
+    if kind.state_count:
+        return StateLayer(next_pass, kind.state_count)
     return KeyLayer(next_pass, kind.window) if kind.keys else EmptyLayer(next_pass)

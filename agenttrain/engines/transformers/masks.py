@@ -22,12 +22,14 @@ OTHER = ("linear_attention", "conv", "mamba", "moe", "mlp")
 
 
 def mask_names(config: Any) -> set[str]:
-    """Return the layer types of a text model. Empty: it takes one mask for all of its layers.
+    """Return the names by which a text model looks up masks, if it takes a dict of them.
 
-    Models with layers of one type do, and some of them take nothing else.
+    They are its layer types, and further ones that some models look up. Empty: the model takes one
+    mask for all of its layers.
     """
     names = {*(getattr(config, "layer_types", None) or ())}
     if names <= {"full_attention"} or names <= {"sliding_attention"}:
+        # With layers of one type every model takes one mask, and some take no dict.
         return set()
     # Bamba and others look masks up by this list, whose names may be other ones.
     names |= {*(getattr(config, "layers_block_type", None) or ())}
@@ -43,8 +45,11 @@ def make_masks(
     `names` are the layer types by which the model looks masks up, e.g. full_attention. If it is
     empty, all layers are of one type and take one mask. `window` is that of the model's sliding
     attention, if it has any.
+
+    Sliding attention needs a mask of its own once a row is longer than the window: the cache then
+    keeps the last tokens alone, as a ring (`ring_mask`). Until then it reads whole rows, as full
+    attention does.
     """
-    # While no row is longer than the window, sliding attention reads whole rows too.
     ring_window = window if is_ring(window, next_pass) else None
     if not names and ring_window is not None:
         return ring_mask(next_pass, ring_window, dtype)
@@ -52,14 +57,14 @@ def make_masks(
     if not names:
         return full
     sliding = full if ring_window is None else ring_mask(next_pass, ring_window, dtype)
-    by_kind = {**dict.fromkeys(FULL, full), **dict.fromkeys(SLIDING, sliding)}
-    return {name: by_kind.get(name) for name in names}
+    by_name = {**dict.fromkeys(FULL, full), **dict.fromkeys(SLIDING, sliding)}
+    return {name: by_name.get(name) for name in names}  # None for layers without attention
 
 
 def full_mask(next_pass: Pass, dtype: torch.dtype) -> Tensor:
     """Return the mask [N, 1, T, L]: 0 where a query reads a key, else the lowest of `dtype`."""
     device = next_pass.device
-    position_NT = next_pass.tensor(np.maximum(next_pass.column_NT, 0))
+    position_NT = next_pass.tensor(np.maximum(next_pass.position_NT, 0))
     is_later = torch.arange(next_pass.length, device=device) > position_NT[:, None, :, None]
     return additive(is_later, dtype)
 
@@ -73,7 +78,7 @@ def ring_mask(next_pass: Pass, window: int, dtype: torch.dtype) -> Tensor:
     Example: window 4, a row of 6 tokens gets one more. It is written to slot 6 % 4 = 2, so the
     slots hold positions 4 5 6 3, and the query at position 6 reads all of them.
     """
-    start_N1, query_NT1 = next_pass.starts[:, None], next_pass.column_NT[:, :, None]
+    start_N1, query_NT1 = next_pass.starts[:, None], next_pass.position_NT[:, :, None]
     # Last position in the ring: a single new token is in it, several are read behind it.
     last_N1 = start_N1 if next_pass.width == 1 else start_N1 - 1
     # Position that each slot holds when the queries read it: the latest one up to `last_N1` that is
@@ -81,7 +86,7 @@ def ring_mask(next_pass: Pass, window: int, dtype: torch.dtype) -> Tensor:
     key_NW = last_N1 - (last_N1 - np.arange(window)) % window
     read_NS = key_NW  # positions of all keys that are read: S = W, or W + T
     if next_pass.width > 1:
-        new_NT = np.where(next_pass.padding_NT, -1, next_pass.column_NT)
+        new_NT = np.where(next_pass.padding_NT, -1, next_pass.position_NT)
         read_NS = np.concatenate([key_NW, new_NT], 1)
     read_N1S = read_NS[:, None]
     is_hidden = (read_N1S < 0) | (read_N1S > query_NT1) | (read_N1S <= query_NT1 - window)

@@ -68,9 +68,11 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """Sample one token per row; return (token ids [B], their logprobs [B], float32).
 
-    Logprobs are those of the distribution after temperature and filters. A row's uniform selects
-    the token by the inverse of the cumulative distribution: probabilities (0.2, 0.5, 0.3) and
-    uniform 0.6 give token 1. Logits that are not finite give a logprob that is not finite.
+    `settings` has the rows' temperatures and filters: F of the B rows have a filter (`filtered_F`),
+    and if all rows are greedy nothing is drawn. Logprobs are those of the distribution after
+    temperature and filters. A row's uniform selects the token by the inverse of the cumulative
+    distribution: probabilities (0.2, 0.5, 0.3) and uniform 0.6 give token 1. Logits that are not
+    finite give a logprob that is not finite.
     """
     scores_BV = logits_BV.float() / settings.temperature_B1
     if settings.filtered_F is not None:
@@ -84,10 +86,13 @@ def sample(
         cumulative_BV = logprobs_BV.exp().cumsum(-1, dtype=wide)
         total_B1 = cumulative_BV[:, -1:]
         target_B1 = torch.tensor(uniforms, dtype=wide, device=device).unsqueeze(1) * total_B1
-        # A uniform may round to 1 in float32, and the search for the total passes every token.
+        # The search returns the first token whose cumulative probability is above the target. If
+        # the target were the total, none would be: in float32 a uniform may round to 1. So the
+        # target is at most the number just below the total.
         target_B1 = torch.minimum(target_B1, torch.nextafter(total_B1, torch.zeros_like(total_B1)))
         drawn_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True)
-        drawn_B1.clamp_(max=logprobs_BV.shape[1] - 1)  # the search for NaN passes every token too
+        # Nothing is above NaN either: the index would lie behind the vocabulary.
+        drawn_B1.clamp_(max=logprobs_BV.shape[1] - 1)
         ids_B1 = torch.where(settings.greedy_B1, ids_B1, drawn_B1)
     return ids_B1.squeeze(1), logprobs_BV.gather(1, ids_B1).squeeze(1)
 

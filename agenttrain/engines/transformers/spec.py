@@ -46,7 +46,11 @@ def check_model(settings: TransformersSettings, model: Any) -> None:
 
 
 def memory(settings: TransformersSettings, load: EngineLoad, sizes: ModelSizes) -> EngineMemory:
-    """Estimate the cache's rows, and the engine's whole weights if the policy's are sharded."""
+    """Estimate the bytes of the cache's rows, and name settings that need fewer.
+
+    The engine samples from the policy's module. If the policy is sharded it has whole weights of
+    its own, and a weight sync gathers them layer by layer.
+    """
     items = []
     if load.sharded:
         items.append(
@@ -94,20 +98,25 @@ def copy_memory(
 
 
 def _cache_items(load: EngineLoad, sizes: ModelSizes) -> list[MemoryItem]:
-    """Return the memory of the rows with all rollouts at their longest."""
+    """Return the memory of the rows with all rollouts at their longest.
+
+    `load.prompt` and `load.sampled` are tokens: of a prompt, and of the longest sequence, prompt
+    and completion. `load.rows` is the number of rollouts in flight.
+    """
     from agenttrain.engines.transformers.cache import final_capacity
 
-    # Rows grow in large steps: in the end they may hold more than the longest sequence (`sampled`).
+    # Rows grow in large steps: in the end they may have room for more than the longest sequence.
     capacity = final_capacity(load.prompt, load.sampled, load.limit)
     growth = f", in rows that grew to {capacity:,}" if capacity > load.sampled else ""
     row_bytes = sizes.key_cache(capacity)
-    is_windowed = row_bytes < capacity * sizes.token_cache  # windows hold fewer tokens
-    each = f"at most {sizes.token_cache:,} bytes" if is_windowed else f"{sizes.token_cache:,} bytes"
+    # A row is smaller than that if some layers keep only the tokens of a window.
+    is_windowed = row_bytes < capacity * sizes.token_cache
+    per_token = f"{'at most ' if is_windowed else ''}{sizes.token_cache:,} bytes"
     items = [
         MemoryItem(
             name="keys and values",
             bytes=load.rows * row_bytes + sizes.token_cache,  # one slot takes the padding
-            why=f"{load.rows:,} rollouts of {load.sampled:,} tokens{growth}, {each} each",
+            why=f"{load.rows:,} rollouts of {load.sampled:,} tokens{growth}, {per_token} each",
         )
     ]
     if sizes.states:

@@ -44,6 +44,9 @@ class EngineWorker:
     """The decode thread: `run` is its body, which steps while there is work, and else waits.
 
     Other threads call `post` alone. All other methods are called by posted actions, or by `run`.
+    Each step gives the scheduler's active seats one token. A seat is a session's place in the
+    batch, and seat i is in row i of the cache. Seats that have just joined are prefilled in waves:
+    a wave copies prefixes from the rows that earlier waves have fed.
     """
 
     def __init__(self, decoder: Decoder, scheduler: Scheduler) -> None:
@@ -91,14 +94,16 @@ class EngineWorker:
         self._fail(EngineError("the engine was closed (aclose) while this call waited"))
 
     def _run_actions(self) -> None:
-        """Run the posted actions. If no request decodes, run those that waited for that too."""
+        """Run the posted actions. If no request decodes, run those of `drain` too."""
         try:
             while True:
                 self._inbox.get_nowait()()
         except Empty:
             pass
+        # After `stop` they are dropped.
         if self._when_idle and not self.scheduler.active and not self._stopped:
-            actions, self._when_idle, self.scheduler.draining = self._when_idle, [], False
+            actions, self._when_idle = self._when_idle, []
+            self.scheduler.draining = False  # requests may join again
             for action in actions:
                 action()
 
@@ -118,14 +123,17 @@ class EngineWorker:
     def update(
         self, weights: dict[str, torch.Tensor], version: int, *, keeps_cache: bool = False
     ) -> None:
-        """Copy the weights in, and mark the cache as stale (`Scheduler.invalidate`)."""
+        """Copy the weights in, and drop the cache of the old ones.
+
+        With `keeps_cache` sequences in flight go on with it, and no other sequence copies it.
+        """
         state = self.decoder.model.state_dict()
         with torch.no_grad():
             for name, tensor in weights.items():
                 state[name].copy_(tensor)
         self.scheduler.invalidate(keeps_cache=keeps_cache)
         if self.decoder.vision is not None:
-            self.decoder.vision.forget()
+            self.decoder.vision.forget()  # features of images, if the tower is trained
         self.version = version
 
     def stop(self) -> None:
@@ -143,12 +151,13 @@ class EngineWorker:
         """Sample one token for every active session, and deliver the completions that end."""
         seats = self.scheduler.active
         with self.decoder.evaluating():
-            self._prepare(seats)
+            self._prepare(seats)  # sets `_batch`, the seats' requests, and `_tensors`
             logits_NV = self._feed(seats)
+            # A request has a random number for each token that it may sample.
             uniforms = [request.noise[len(request.sampled)] for request in self._batch]
             sampled, logprobs = sampler.sample(logits_NV, self._tensors, uniforms)
         routes: Sequence[Routes | None] = [None] * len(seats)
-        if self.decoder.recorder is not None and self.decoder.records_routes:
+        if self.decoder.recorder is not None and self.decoder.batch_needs_routes:
             routes = self.decoder.recorder.last(len(seats))  # a seat's row is its index
         self.stats.decode_steps += 1
         self.stats.decoded_tokens += len(seats)
@@ -165,13 +174,16 @@ class EngineWorker:
             if finish is not None:
                 self.scheduler.finish(seat)
                 request.deliver(request.completion(finish))
-        self.scheduler.clock += 1
+        self.scheduler.step += 1  # sessions of deterministic mode are due at a number of a step
 
     def _prepare(self, seats: Sequence[Seat]) -> None:
-        """Wipe a corrupt cache. If the batch has changed, arrange its rows and settings anew."""
+        """Wipe a corrupt cache. If the batch has changed, arrange its rows and settings anew.
+
+        `seats` are those of the batch: seat i gets row i.
+        """
         if self._is_corrupt:
             self.decoder.cache.wipe()
-            self.scheduler.invalidate()
+            self.scheduler.invalidate()  # all rows are fed anew
             self._is_corrupt = False
         batch = [_request_of(seat) for seat in seats]
         if batch != self._batch:
@@ -179,28 +191,26 @@ class EngineWorker:
             self.decoder.cache.arrange(seats, self.scheduler.seats.values())
             self._tensors = sampler.make_tensors([r.sampling for r in batch], self.decoder.device)
             self._has_images = any(request.layout is not None for request in batch)
-            self.decoder.records_routes = any(request.sampling.routes for request in batch)
+            self.decoder.batch_needs_routes = any(request.sampling.routes for request in batch)
 
     def _feed(self, seats: Sequence[Seat]) -> torch.Tensor:
         """Feed the pending ids of all seats, and return the logits after the last one, [N, V].
 
-        One pass is for the seats that decode one id each. Then each wave of seats is prefilled: its
-        rows may copy the prefixes that earlier waves have fed.
+        One pass is for the seats that decode one id each. Then the others are prefilled in waves,
+        which the scheduler has chosen: seats of a wave may copy the prefixes that earlier waves
+        have fed.
         """
         # `Scheduler.ready` has put the seats that decode first, each with one pending id. The
-        # others follow in order of waves, from index `split` on.
-        split = next((i for i, seat in enumerate(seats) if seat.pending > 1), len(seats))
-        waves = [list(wave) for _, wave in groupby(seats[split:], key=lambda seat: seat.wave)]
+        # others follow in order of waves.
+        decoding = next((i for i, seat in enumerate(seats) if seat.pending > 1), len(seats))
         logits_NV: list[torch.Tensor] = []
-        first = 0
-        for rows in (seats[:split], *waves):
-            if not rows:
-                continue
-            if first < split:
-                logits_NV.append(self._feed_rows(first, rows, self.decoder.forward))
-            else:
-                logits_NV.append(self._prefill(first, rows, seats[first:]))
-            first += len(rows)
+        if decoding:
+            logits_NV.append(self._feed_rows(0, seats[:decoding], self.decoder.forward))
+        first = decoding  # row of the wave's first seat
+        waves = [list(wave) for _, wave in groupby(seats[decoding:], key=lambda seat: seat.wave)]
+        for wave in waves:
+            logits_NV.append(self._prefill(first, wave, waiting=seats[first:]))
+            first += len(wave)
         return torch.cat(logits_NV) if len(logits_NV) > 1 else logits_NV[0]
 
     def _prefill(self, first: int, rows: Sequence[Seat], waiting: Sequence[Seat]) -> torch.Tensor:
@@ -209,15 +219,16 @@ class EngineWorker:
         A wave is a set of seats that are prefilled together: `rows`, from cache row `first` on.
         `waiting` are the seats of this wave and of later ones, which may copy prefixes.
 
-        A seat's prefill pauses at its `stops`, numbers of ids at which other seats copy its row.
-        Example: P has 30 ids, and Q of the next wave shares the first 20. One pass feeds 20 ids of
-        P, Q copies them, and another pass feeds the rest of P.
+        If rows can only be copied whole, a seat's prefill pauses at its `stops`, numbers of ids at
+        which other seats copy its row. Example: P has 30 ids, and Q of the next wave shares the
+        first 20. One pass feeds 20 ids of P, Q copies them, and another pass feeds the rest of P.
         """
         self._copy_prefixes(waiting)
         for seat in rows:
-            # A seat that has not copied its prefix by now is fed all of its ids. Its source may
-            # have been wiped, or may hold more than the prefix where rows are copied only whole.
-            seat.source, seat.wave = None, 0
+            # A seat that has not copied its prefix by now is fed all of its ids: its source was
+            # wiped, or holds more than the prefix and cannot be cut.
+            seat.source = None
+            seat.wave = 0  # it has had its turn
         self.stats.prefilled_tokens += sum(seat.pending for seat in rows)
         logits_NV: torch.Tensor | None = None
         while rows:
@@ -228,7 +239,8 @@ class EngineWorker:
             else:
                 logits_NV[: len(rows)] = part_NV
             self._copy_prefixes(waiting)
-            # Seats with more stops come first, so the rows that go on are consecutive.
+            # Seats with more stops come first. So those that go on are the first of the rows, and
+            # begin at `first` again.
             fed, rows = rows, [seat for seat in rows if seat.pending]
             completed = fed[len(rows) :]
             for seat in completed:
@@ -256,7 +268,9 @@ class EngineWorker:
         """End a session whose logprob is not finite. The error names the likely cause."""
         request = _request_of(seat)
         self.scheduler.release(seat.session)
-        self._is_corrupt = True  # its row may hold such numbers too
+        # Its row of the cache may hold such numbers too, and the next session gets that row. The
+        # cache is wiped before the next step.
+        self._is_corrupt = True
         temperature = request.sampling.temperature
         cause = (
             f"logits divided by so little overflow; take {LEAST_TEMPERATURE:g} or more, or 0"

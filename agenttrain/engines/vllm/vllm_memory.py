@@ -104,14 +104,18 @@ def _kv_cache(
 ) -> tuple[int, str]:
     """Return the bytes of the KV cache on one GPU, and where their number comes from.
 
-    `token_cache` are the bytes of one token on all GPUs. `other_bytes` are those that vLLM takes on
-    a GPU beside the cache. The result may be below 0: `other_bytes` exceed vLLM's share.
+    `token_cache` are the bytes of one token on all GPUs together. `other_bytes` are those that vLLM
+    takes on a GPU beside the cache. The result may be below 0: `other_bytes` exceed vLLM's share.
+
+    Of `load`, `memory` are the bytes of a GPU, or of the node without GPUs, of which the process
+    has `taken` some before. `rows` rollouts of `sampled` tokens are in flight, and a sequence has
+    at most `limit` tokens.
     """
     if settings.kv_cache_mb is not None:
         cache_bytes, why = settings.kv_cache_mb * 2**20, "engine.kv_cache_mb"
     elif load.memory is not None:
         cache_bytes = int(load.memory * settings.memory_share) - other_bytes
-        if not load.on_gpu:  # vLLM subtracts the memory that the process has taken before it starts
+        if not load.on_gpu:  # vLLM for CPUs counts the process's memory so far in its share
             cache_bytes -= load.taken
         why = f"what engine.memory_share={settings.memory_share:g} leaves"
     else:  # the GPU is not known: all rollouts in flight, or the least with which vLLM starts
@@ -128,10 +132,15 @@ def _kv_cache(
 def _sync_items(
     settings: VllmSettings, load: EngineLoad, sizes: ModelSizes, *, itemsize: int, weights: int
 ) -> Iterator[MemoryItem]:
-    """Yield the memory of a weight sync. `weights` are the bytes of one GPU's part of them."""
+    """Yield the memory of a weight sync.
+
+    `weights` are the bytes of one GPU's part of the weights, and `itemsize` those of a number in
+    the engine's format. `sizes` are in the policy's format.
+    """
     gpus = settings.tensor_parallel_size
-    # An engine with adapters gets only these, unless it sleeps, which drops its base weights.
-    if not load.adapters or settings.merge_adapters or settings.sleep:
+    only_adapters = load.adapters and not settings.merge_adapters
+    # An engine that sleeps drops its base weights, and gets them again with the adapters.
+    if not only_adapters or settings.sleep:
         # Weights come one by one, and each is there in several copies: `SYNCED`.
         synced, why = SYNCED * sizes.largest_weight, "the largest weight: gathered, cast"
         if load.sharded:  # a whole layer is gathered at once, not the largest weight alone
@@ -140,7 +149,7 @@ def _sync_items(
         synced = synced * itemsize // sizes.itemsize
         why += ", and as vLLM lays it out"
         yield MemoryItem(name="sync", bytes=synced, why=why, when=(When.sync,))
-    if gpus > 1:
+    if gpus > 1:  # workers are processes, to which weights go through a file in memory
         yield MemoryItem(
             name="sent weights",
             bytes=2 * weights * gpus,
@@ -152,7 +161,12 @@ def _sync_items(
 
 
 def _savings(settings: VllmSettings, load: EngineLoad, room: Room) -> tuple[Saving, ...]:
-    """Return settings to try: with more memory for the engine if it has too little, else less."""
+    """Return settings to try if memory is short, each with its values, the mildest first.
+
+    Either a process takes too much, or vLLM's share is too small to start (`room.missing` bytes).
+    Sleep and a shorter context help in both cases: sleep lets the engine have a larger share. The
+    size of the share or cache is lowered in the first case, and raised in the second.
+    """
     sleep: tuple[Saving, ...] = ()
     if load.on_gpu and not settings.sleep:  # vLLM cannot sleep on a CPU
         sleep = (("sleep", [True]),)

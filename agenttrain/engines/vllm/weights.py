@@ -110,10 +110,14 @@ class Manifest:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return a checksum [] of the values' bits. It ignores their order, and zeros.
+    """Return a checksum [] of the values' bits, as integers b: the sum of b x (b + SPREAD).
 
-    vLLM joins several weights into one parameter, and pads it with zeros: its checksum is the sum
-    of theirs. Example: the bits 1, 0, 3 give 1 x (1 + SPREAD) + 3 x (3 + SPREAD) = 10 + 4 SPREAD.
+    It ignores their order, and zeros. vLLM joins several weights into one parameter, and pads it
+    with zeros: the parameter's checksum is the sum of the weights' checksums. Example: the bits
+    1, 0, 3 give 1 x (1 + SPREAD) + 3 x (3 + SPREAD) = 10 + 4 SPREAD.
+
+    The sum of the bits alone would be the same for 2, 2 as for 1, 3. So their squares are summed
+    too. SPREAD keeps the two sums apart in one number, which may wrap around.
     """
     bits = tensor.detach().contiguous().view(-1).view(BITS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)

@@ -42,17 +42,21 @@ class BroadcastFleet(Fleet):
     ) -> None:
         """`ahead`: rollouts run during training, so a wait for weights may end with a weight sync.
 
-        Otherwise the trainer waits for the rollouts, and no weight sync can come.
+        Otherwise the trainer waits for the rollouts, and no weight sync can come. The other
+        arguments are those of `Fleet`.
         """
         super().__init__(folder, servers, mode, outside, record_routes=record_routes)
         self._patience_s = servers.request_s if ahead else 0.0
-        """Seconds to wait for a weight sync when no server has the current weights."""
+        """Seconds to wait for a weight sync when no server has the current weights. Then requests
+        fail with FleetLost."""
         # Without rollouts ahead no request is in flight during a sync: a pause takes no time.
         self._pause_s = servers.request_s if ahead else min(servers.request_s, BROADCAST_S)
+        """Seconds that a server has to end or hold its requests before a broadcast."""
         self._stranded_since: float | None = None
         """Time since which no server has the current weights. None: one has."""
         self._is_broadcasting = False
-        """A broadcast goes on, between `assemble` and `settle`."""
+        """True between `assemble`, which chooses the servers of a broadcast, and `settle`, which
+        takes its result."""
         self._attempts = 0
         """Broadcasts of this version that have reached no server."""
 
@@ -97,8 +101,10 @@ class BroadcastFleet(Fleet):
         """
         for receipt in result.receipts:
             member = self.members[receipt.number]
+            # `assemble` has made it `syncing`. In another state, or with another number of its
+            # start (`boot`), it has died since.
             has_died = member.boot != receipt.boot or member.state is not MemberState.syncing
-            if has_died:  # the receipt is of an earlier start
+            if has_died:
                 continue
             if receipt.problem is not None:
                 member.kill(f"weight update {result.version}: {receipt.problem}")
@@ -116,9 +122,10 @@ class BroadcastFleet(Fleet):
                 + "\n".join(texts)
             )
         # If no server has the weights, the caller assembles another broadcast at once.
-        self._stranded_since, self._is_broadcasting = None, not has_arrived
+        self._is_broadcasting = not has_arrived
+        self._stranded_since = None  # requests wait for the weights from now on
         self.changed()
-        # Once, when they get their first weights: enough outside servers have to be usable.
+        # With the first weights, before any `verify`, enough outside servers have to be usable.
         if has_arrived and self._outside is not None and not self._verified:
             self._check_count(MemberState.loaded)
         return has_arrived

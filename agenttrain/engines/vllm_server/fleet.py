@@ -62,8 +62,9 @@ class Fleet(WatchedServers):
     ) -> None:
         """`outside` describes servers that somebody else started. None: the run starts them.
 
-        Rollouts go on with the adapters that they began with: `adapters` is the most versions at
-        once. With `record_routes` completions have their experts.
+        `mode` is weight_sync.mode. Rollouts go on with the adapters that they began with: a server
+        has at most `adapters` versions of them. With `record_routes` completions have their
+        experts.
         """
         # The addresses of servers that the run starts come later, with their records.
         urls = outside.urls if outside is not None else ("",) * servers.count
@@ -72,7 +73,8 @@ class Fleet(WatchedServers):
                 number,
                 outside=outside is not None,
                 url=url,
-                order=order_path(folder, number) if servers.nodes else None,
+                # Wrappers on other nodes get no signals: they read orders from files.
+                kill_order=order_path(folder, number) if servers.nodes else None,
             )
             for number, url in enumerate(urls)
         ]
@@ -85,9 +87,10 @@ class Fleet(WatchedServers):
             self._router = Router(outside.router, outside.token, servers)
         self._versions = Versions(adapters=adapters)
         self._probe: tuple[Sequence[int], FindProblem] | None = None
-        """Ids and check of the probe of the current weights. None until `verify` has passed."""
+        """Arguments with which `verify` has passed for the current weights: a text's ids, and the
+        check of their scores. Servers that start later are checked by them. None: not passed."""
         self._verified = False
-        """Weights of this run have passed `verify` before."""
+        """True from the first `verify` of this run that has passed."""
         self._syncing = asyncio.Lock()
         """Held while weights are sent or verified."""
         self._numbers = itertools.count()
@@ -134,23 +137,26 @@ class Fleet(WatchedServers):
         return None if number == ROUTER else number
 
     async def _pick(self, session: str) -> Member:
-        """Return the server for a request. Waits until there is one."""
+        """Return the server for a request. Waits until there is one.
+
+        `load` sends weights to the servers, which are `loaded` then. `verify` scores a text on
+        them, and makes the good ones `live`. The first weights are sampled before that, because
+        the text is a sample of theirs. Later ones are not sampled before `verify`.
+        """
         while True:
-            # The first weights are sampled before they are verified: the text of the probe, which
-            # `verify` scores, is a sample of theirs.
             is_first = not self._verified
             state = MemberState.loaded if is_first else MemberState.live
             has_weights = self._versions.newest is not None
-            # Later weights are not sampled between `load`, which removes the probe, and `verify`.
+            # Between `load` and `verify` there is no probe.
             may_sample = has_weights and (is_first or self._probe is not None)
             candidates = [m for m in self.members if m.state is state] if may_sample else []
-            loads = {member.number: member.requests for member in candidates}
+            loads = {member.number: member.requests for member in candidates}  # in flight
             if loads and self._router is None:
                 return self.members[choose(session, loads)]
-            # A router may choose any server that answers: all of them have to be ready.
+            # A router in front of the servers may choose any that answers: all have to be ready.
             if loads and self._router is not None and not self._unready_members(state):
                 return self._router.member
-            await self._wait()
+            await self._wait()  # for a change of some server's state
 
     def _unready_members(self, state: MemberState) -> list[Member]:
         """Return the answering servers that are not in `state`.
@@ -174,13 +180,15 @@ class Fleet(WatchedServers):
         """Return a server's completion. Raises ServerFailed as soon as the server is lost."""
         assert member.client is not None
         self._servers_of[session] = member.number
-        files = self._versions.of(session)  # the newest weights, or the session's first adapters
+        # A session samples with the newest weights. With adapters it keeps those of its first turn.
+        files = self._versions.of(session)
         call = member.client.generate(
             token_ids,
             sampling,
             request_id=f"{self._salt}-{member.boot}-{next(self._numbers)}",
             session=session,
-            # A new rollout never uses a KV cache of old weights, even if the sync kept it.
+            # By the version that the session began with, a new rollout never uses a KV cache of old
+            # weights, even if the sync kept it.
             salt=f"{self._salt}-{self._versions.start(session)}",
             adapter=files.version if files.adapters else None,
             record_routes=self._record_routes,
@@ -188,7 +196,7 @@ class Fleet(WatchedServers):
         try:
             completion = await member.until_lost(call)
         finally:
-            if not member.requests:  # `_score` may wait for that
+            if not member.requests:  # `_score` may wait until the server has no requests
                 self.changed()
         if any(version < files.version for version, _ in completion.versions):
             raise ServerFailed(f"it sampled with older weights than those of {files.version}")
@@ -205,7 +213,7 @@ class Fleet(WatchedServers):
             for old in unused:
                 await asyncio.gather(*(self._unload(member, old) for member in members))
                 await asyncio.to_thread(shutil.rmtree, old.folder, ignore_errors=True)
-        # Once, when they get their first weights: enough outside servers have to be usable.
+        # With the first weights enough outside servers have to be usable. Later they may be fewer.
         if self._outside is not None and not self._verified:
             self._check_count(MemberState.loaded)
         # If all have died, one that is started again gets the weights in `joined`.
@@ -228,16 +236,11 @@ class Fleet(WatchedServers):
 
         Bad servers are killed, and so is later any server that starts again and does not pass.
         Return the scores of a good server. If no server is good, none is killed and none serves:
-        return the scores of a bad one.
+        return the scores of a bad one. If none answers, wait for one that is started again.
         """
         while True:
             async with self._syncing:
-                loaded = [member for member in self.members if member.state is MemberState.loaded]
-                results = await asyncio.gather(
-                    *(self._score(member, token_ids) for member in loaded)
-                )
-                pairs = zip(loaded, results, strict=True)
-                scores = {m.number: values for m, values in pairs if values is not None}
+                scores = await self._score_loaded(token_ids)
                 problems = {number: find_problem(values) for number, values in scores.items()}
                 good_servers = [number for number, problem in problems.items() if problem is None]
                 if scores and not good_servers:
@@ -248,12 +251,20 @@ class Fleet(WatchedServers):
                             self.members[number].kill(problem)
                         else:
                             self.members[number].state = MemberState.live
-                    self._probe, self._verified = (token_ids, find_problem), True
+                    self._probe = token_ids, find_problem  # `joined` checks later servers by it
+                    self._verified = True
                     self.changed()
                     return scores[good_servers[0]]
-            # No server has answered: wait for one that is started again, and score by it.
+            # Without the lock, which `joined` takes to send the weights to a server.
             while not any(member.state is MemberState.loaded for member in self.members):
                 await self._wait()
+
+    async def _score_loaded(self, token_ids: Sequence[int]) -> dict[int, list[float]]:
+        """Return the scores of each server with unchecked weights, by number, if it answers."""
+        loaded = [member for member in self.members if member.state is MemberState.loaded]
+        results = await asyncio.gather(*(self._score(member, token_ids) for member in loaded))
+        pairs = zip(loaded, results, strict=True)
+        return {member.number: values for member, values in pairs if values is not None}
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Return the log-probability of every id after the first, by any server with weights."""
@@ -268,7 +279,9 @@ class Fleet(WatchedServers):
     async def joined(self, member: Member, record: ServerRecord) -> None:
         """Give a server that has started the current weights, and check them by the probe.
 
-        Before the first `verify` there is no probe: the server stays unchecked until then.
+        The probe is the text and check of the last `verify`. A good server becomes `live` and
+        serves, a bad one is killed. If `verify` of the current weights is still to come, the server
+        stays `loaded` until then.
         """
         await member.join(record, self._servers.request_s)
         async with self._syncing:
@@ -277,15 +290,25 @@ class Fleet(WatchedServers):
             if self._probe is not None and member.state is MemberState.loaded:
                 token_ids, find_problem = self._probe
                 values = await self._score(member, token_ids)
-                problem = None if values is None else find_problem(values)
+                if values is None:  # it is lost, or was killed
+                    return
+                problem = find_problem(values)
                 if problem is not None:
                     member.kill(problem)
-                elif values is not None:
+                else:
                     member.state = MemberState.live
 
     async def _load_member(self, member: Member, versions: Sequence[WeightFiles]) -> None:
-        """Send weights to one server, the newest last. Kill the server if that fails."""
-        client, boot, files = member.client, member.boot, versions[-1]
+        """Send weights to one server, the newest last. Kill the server if that fails.
+
+        A server keeps several versions of adapters, and gets all of `versions`. Of all weights it
+        has one version, and gets the newest.
+        """
+        client, boot, files = (
+            member.client,
+            member.boot,
+            versions[-1],
+        )  # `boot`: number of its start
         assert client is not None
         member.state = MemberState.syncing  # it need not answer examinations while it loads
         # The file stays if this process dies now: a later process then does not reuse the server.
@@ -315,6 +338,7 @@ class Fleet(WatchedServers):
             member.kill(reason)
             return
         update.unlink(missing_ok=True)
+        # Unless it has died meanwhile, and was perhaps started again.
         if member.boot == boot and member.state in ANSWERING:
             member.initialised, member.state = True, MemberState.loaded
             member.version = files.version
@@ -327,18 +351,22 @@ class Fleet(WatchedServers):
             await member.client.unload_adapter(files.version)
 
     async def _score(self, member: Member, token_ids: Sequence[int]) -> list[float] | None:
-        """Return a server's log-probabilities of a text, or None if it is lost or was killed."""
+        """Return a server's log-probabilities of a text by the newest weights.
+
+        None: the server is lost, or it failed and was killed here.
+        """
+        # Another `boot`, the number of its start: the server has died and was started again.
         files, boot = self._versions.newest, member.boot
         assert member.client is not None and files is not None
         # vLLM 0.32 dies of scores with adapters while other requests run: `ServerClient.score`.
         while files.adapters and member.requests and member.boot == boot:
-            await self._wait()
+            await self._wait()  # `_send` reports the end of the last one
         if member.boot != boot or member.state not in ANSWERING:
             return None
         try:
             return await member.client.score(
                 token_ids,
-                salt=f"{self._salt}-probe-{files.version}",
+                salt=f"{self._salt}-probe-{files.version}",  # no cached prefix of older weights
                 adapter=files.version if files.adapters else None,
             )
         except ServerFailed as error:
@@ -348,9 +376,10 @@ class Fleet(WatchedServers):
     async def _await_start(self) -> None:
         """Watch the servers and wait for their start, at the first call. Raises FleetLost.
 
-        Of outside servers, `servers.count` are enough once `servers.dead_s` is over.
+        All servers that the run starts have to answer. Of outside servers, `servers.count` are
+        enough once `servers.dead_s` is over.
         """
-        if self._watchers:
+        if self._watchers:  # `_watch` has filled it at the first call
             return
         outside = self._outside
         if outside is None:
@@ -360,7 +389,7 @@ class Fleet(WatchedServers):
         start = time.monotonic()
         progress = StartProgress(self._folder, "engine", len(self.members))
         while waiting := [m for m in self.members if m.state is MemberState.starting]:
-            await self._wait()
+            await self._wait()  # the watchers wake it every `servers.health_s`
             progress.report({member.number: member.name for member in waiting})
             if outside is None and any(m.state is MemberState.gone for m in self.members):
                 raise FleetLost(f"a server did not start: {self._describe_ends()}")
@@ -371,7 +400,7 @@ class Fleet(WatchedServers):
                 names = ", ".join(member.name for member in waiting)
                 print(f"engine: goes on without {names}, until it answers", flush=True)
                 break
-        if outside is not None:
+        if outside is not None:  # some may have been given up
             self._check_count(*ANSWERING)
 
     def changed(self) -> None:

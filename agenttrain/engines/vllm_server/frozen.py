@@ -27,10 +27,18 @@ class RoleLost(EngineDead):
 
 
 class FrozenFleet(WatchedServers):
-    """The servers of a role, with their records in `folder`. Several processes may use them."""
+    """Servers of a model that is not trained and has a role in the run: a judge, user or teacher.
+
+    Their weights are frozen: a server that answers is `live`. `WatchedServers` watches them, picks
+    a server for each request, and sends it to another one if the server fails. Several processes
+    may use the servers: the others start them, and this one reads their records.
+    """
 
     def __init__(self, folder: Path, role: str, servers: StartedServers) -> None:
-        """Start watching the servers. Call it in the event loop that sends the requests."""
+        """Start watching the servers, whose records are in `folder`.
+
+        Call it in the event loop that sends the requests.
+        """
         members = [Member(number, role=role) for number in range(servers.count)]
         super().__init__(members, folder, StatusFile(folder, per_process=True))
         self._role, self._servers = role, servers
@@ -44,9 +52,9 @@ class FrozenFleet(WatchedServers):
             try:
                 return await member.until_lost(call(member.client))
             finally:
-                self._status.write(self.members)
+                self._status.write(self.members)  # the number of its requests has changed
 
-        return await self._call(session, send_to, f"role:{self._role}")
+        return await self._call(session, send_to, name=f"role:{self._role}")  # name in errors
 
     async def _pick(self, session: str) -> Member:
         while True:

@@ -68,14 +68,16 @@ ANSWERING = (MemberState.syncing, *EXAMINED)
 class Member:
     """One server, as the process that sends it requests sees it.
 
-    A watcher (`watch`, or `watch_outside` for outside servers) keeps its state up to date.
+    A watcher (`watch`, or `watch_outside` for outside servers) keeps its state up to date. A server
+    that the run starts has a wrapper, the process that starts it again after its death.
     """
 
     number: int
     outside: bool = False
     """Somebody else started it: it is neither killed nor started again by the run."""
-    order: Path | None = None
-    """File that orders a wrapper on another machine to kill it. None: it is on this machine."""
+    kill_order: Path | None = None
+    """File by which a wrapper on another machine is ordered to kill it. None: it is on this
+    machine, or it is an outside one."""
     unfit: bool = False
     """An outside server does not have what the run needs: `reason` says what."""
     answers: bool = False
@@ -96,9 +98,9 @@ class Member:
     requests: int = 0
     """Requests in flight."""
     sent: int = 0
-    """Requests since the metrics were last read."""
+    """Requests since the metrics were last read. The fleet counts them."""
     served: int = 0
-    """Completions of this run."""
+    """Requests that it has answered in this run. The fleet counts them."""
     version: int | None = None
     """Newest weights that it got since its start."""
     deaths: int = 0
@@ -122,7 +124,7 @@ class Member:
     @property
     def has_remote_wrapper(self) -> bool:
         """True if the server's wrapper is on another machine: no signal reaches it."""
-        return self.order is not None
+        return self.kill_order is not None
 
     @property
     def name(self) -> str:
@@ -155,15 +157,16 @@ class Member:
     def kill(self, reason: str) -> None:
         """Kill all processes of the server, which its wrapper starts again.
 
-        An outside server is not killed. It gets no requests until it has got the weights again.
+        An outside server is not killed. It is `restarting` until its watcher has it join again: it
+        gets no requests before it has got the weights again.
         """
         if self.state not in ANSWERING:  # it is dead, or being killed, already
             return
         if self.outside:
             self.leave(MemberState.restarting, f"is not used: {reason}")
-        elif self.order is not None:  # the wrapper is on another machine
+        elif self.kill_order is not None:  # the wrapper is on another machine
             with suppress(OSError):
-                self.order.write_text(str(self.boot), encoding="utf-8")
+                self.kill_order.write_text(str(self.boot), encoding="utf-8")
             self.leave(MemberState.restarting, f"is to be killed: {reason}")
         else:
             with suppress(ProcessLookupError, PermissionError):
@@ -193,7 +196,7 @@ class Member:
             self.leave(MemberState.gone, "was ended")
 
     def close(self, reason: str) -> None:
-        """Fail the server's requests, and send no more."""
+        """Fail the server's requests, and send no more. The server goes on: it has not died."""
         self.state, self.reason = MemberState.gone, reason
         self.lost.set()
 

@@ -124,8 +124,9 @@ class LocalServers:
     """The servers of a run on this machine, each behind a wrapper.
 
     Each wrapper watches this process and ends with it, however it ends. Under a launcher that
-    restarts its run (`distributed.restarts`) they watch the launcher instead, and the next process
-    of the run reuses them.
+    restarts its run (`distributed.restarts`) they watch the launcher instead, and outlive this
+    process. The next process of the run reuses the servers that it can (`reusable_servers`), ends
+    the others, and starts new ones.
     """
 
     def __init__(self, folder: Path, plan: ServerPlan, count: int) -> None:
@@ -141,7 +142,8 @@ class LocalServers:
         try:
             self._await_end_of_former([n for n in range(self._count) if n not in reused])
         except EngineError:
-            remove_weights_folder(folder)  # made for these servers, which are not started now
+            # The caller has made it for these servers, which are not started now.
+            remove_weights_folder(folder)
             raise
         self._plan.write(folder)
         command = [sys.executable, "-m", WRAPPER, str(folder)]
@@ -165,10 +167,11 @@ class LocalServers:
         """Wait until servers of a former process have ended. Raises EngineError if one goes on."""
         from agenttrain.engines.vllm_server.wrapper import END_S  # imports httpx
 
-        deadline = time.monotonic() + 2 * END_S  # a wrapper gives its server END_S
+        # A wrapper kills its server after END_S. Without a launcher all wrappers end at once: with
+        # the process that started them. A launcher keeps them running, so each gets a signal.
+        deadline = time.monotonic() + 2 * END_S
         for number in numbers:
             record = read_record(self._folder, number)
-            # Wrappers without a launcher end by themselves, with the process that started them.
             if record is not None and launcher_of(self._folder) is not None:
                 KeptWrapper(record).signal(signal.SIGTERM)
             while is_running(self._folder, number):
@@ -206,7 +209,8 @@ def reusable_servers(folder: Path, plan: ServerPlan) -> dict[int, ServerRecord]:
     broadcast none is reused, because the servers wait for the former sender. With adapters none is
     reused, because the servers have adapters of steps that are now trained again.
     """
-    has_adapters, is_broadcast = bool(plan.rank), plan.backend != BACKEND
+    has_adapters = plan.rank > 0  # rank of LoRA; 0: no adapters
+    is_broadcast = plan.backend != BACKEND  # BACKEND: weights come by files
     if launcher_of(folder) is None or has_adapters or is_broadcast:
         return {}
     try:
@@ -223,7 +227,8 @@ def reusable_servers(folder: Path, plan: ServerPlan) -> dict[int, ServerRecord]:
         record = read_record(folder, number)
         # Without its wrapper's start time another process may have taken the wrapper's id.
         if record is not None and record.wrapper_started and is_running(folder, number):
-            # The file with the start's number exists while its weights are replaced.
+            # The former process wrote the number of the server's start (`boot`) to this file, and
+            # removed it once the server had all weights of an update.
             update = update_path(folder, number)
             is_mixed = update.exists() and update.read_text(encoding="utf-8") == str(record.boot)
             if not is_mixed:

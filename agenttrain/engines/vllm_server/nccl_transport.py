@@ -95,16 +95,20 @@ class GaveUp(Exception):
 class OnePass:
     """One pass over the weights, for vLLM's sender: a `WeightSource`.
 
-    If the sender's thread hangs or fails, another thread finishes the pass.
+    All training processes gather each weight together, so the pass has to be completed whatever
+    happens. The sender's thread iterates over the weights and broadcasts each. If a broadcast hangs
+    or fails, another thread calls `finish`, which gathers the remaining weights.
     """
 
     def __init__(self, weights: Regathered) -> None:
         self._forms = weights.forms()
+        """Name, number format and shape of each weight."""
         self._iterator = iter(weights)
         self._lock = Lock()
-        """Held while a weight is gathered: the two threads never gather at once."""
+        """Held while a weight is gathered, and not while it is broadcast: the two threads never
+        gather at once, and a broadcast that hangs does not block `finish`."""
         self.given_up = False
-        """True: the sender's thread must gather no further weight."""
+        """True: the broadcast has failed, and the sender's thread must gather no further weight."""
         self.error: BaseException | None = None
         """Exception raised while gathering a weight for the broadcast, or None."""
 
@@ -113,9 +117,10 @@ class OnePass:
         return [*self._forms]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Gather the weights one by one, on the device of the group.
+        """Gather the weights one by one, on the device of the group, for the sender's thread.
 
-        Raises GaveUp once another thread finishes the pass in place of the broadcast's thread.
+        Raises GaveUp once the broadcast was given up (`given_up`): then another thread gathers the
+        remaining weights, by `finish`. An exception of a gather is kept in `error` too.
         """
         import torch
 
@@ -147,6 +152,10 @@ class FanOut:
     `NcclSender` makes one for each broadcast, and calls `pause` before it and `result` after it.
     vLLM calls the four synchronous methods from its threads in between. The calls to the servers
     run in the event loop. Each method raises ServerFailed as soon as one server fails.
+
+    The servers get fewer from stage to stage: those of the audience, `_paused`, `_received` (all
+    weights), `_loaded` (they sample with them). A server between the last two can still be saved by
+    `finish_or_abandon`.
     """
 
     def __init__(self, audience: Audience) -> None:
@@ -218,7 +227,8 @@ class FanOut:
     ) -> None:
         """Call all servers at once, and add those that answer to `succeeded`.
 
-        Raises ServerFailed at the first failure, or with `wait` once all have answered.
+        Raises ServerFailed at the first failure, or with `wait` once all have answered. Without
+        `wait` the other calls go on then: `finish_or_abandon` or `aclose` ends them.
         """
 
         async def call_one(receiver: Receiver) -> None:
@@ -227,13 +237,13 @@ class FanOut:
                 await call(receiver, self._clients[receiver])
             except ServerFailed as error:
                 self.failures[receiver] = error
-                self.failed.set()
+                self.failed.set()  # `NcclSender._broadcast` waits for it
                 raise
             if succeeded is not None:
                 succeeded.add(receiver)
 
         calls = {asyncio.create_task(call_one(receiver)): receiver for receiver in self.receivers}
-        self._calls |= calls
+        self._calls |= calls  # with the servers, for the calls that do not end
         when = asyncio.ALL_COMPLETED if wait else asyncio.FIRST_EXCEPTION
         if calls:
             await asyncio.wait(calls, return_when=when)
@@ -254,8 +264,8 @@ class FanOut:
                 task.cancel()
                 text = f"it did not leave a broadcast that had failed within {GRACE_S:g} s"
                 self.failures[self._calls[task]] = ServerFailed(text)
-        unfinished = self._received - self._loaded
-        self.receivers = tuple(unfinished - self.failures.keys())
+        not_loaded = self._received - self._loaded
+        self.receivers = tuple(not_loaded - self.failures.keys())
         with suppress(ServerFailed, TimeoutError):
             async with asyncio.timeout(GRACE_S):
                 await self._call_all(
@@ -265,13 +275,15 @@ class FanOut:
     def result(self, unfinished: set[Receiver]) -> tuple[BroadcastResult, set[Receiver]]:
         """Return the broadcast's result, and the servers to try again, which get no receipt.
 
-        A paused server without the weights is tried again if it did not fail itself, or answered
-        with an error. In the latter case not if its last update was `unfinished` too: after two
-        failures in a row it has to be started again.
+        Tried again are paused servers without the weights that are not to blame: another server has
+        failed. So are those that answered with an error, but only once: not if they are among
+        `unfinished`, whose last update failed too. All others get a receipt: they have the weights,
+        or have to be started again.
         """
         receipts, retried = [], set()
         for receiver in self._audience.receivers:
             failure = self.failures.get(receiver)
+            # With a status: the server answered with an error, and did not hang or die.
             has_answered = failure is not None and failure.status is not None
             may_retry = failure is None or (has_answered and receiver not in unfinished)
             if receiver in self._paused and receiver not in self._loaded and may_retry:
@@ -329,17 +341,22 @@ class NcclSender:
             if fan_out.receivers:
                 await self._broadcast(fan_out, source)
         finally:
-            outcome = await self._threads.run(source.finish)  # other processes gather too
+            # All training processes gather each weight together: after a failure too, this one has
+            # to gather those that are left.
+            outcome = await self._threads.run(source.finish)
             await fan_out.aclose()
         if (error := source.error or outcome.error) is not None:
             raise error
+        # Servers to try again. The next `pause` closes the update that they have not finished.
         result, self._unfinished = fan_out.result(self._unfinished)
         return result
 
     async def _broadcast(self, fan_out: FanOut, source: OnePass) -> None:
         """Do one broadcast. After a failure leave the group, and find servers that still answer.
 
-        Raises EngineError if this process failed, and no server did.
+        Raises EngineError if this process failed, and no server did. An error while gathering is
+        left in `source.error`, for `send` to raise. A thread that hangs in the broadcast is left
+        behind: its group is shut down, and it gathers nothing more.
         """
         # Its result is the thread's outcome, whose `error` is what `_send_in_thread` raised.
         work = asyncio.create_task(self._threads.run(lambda: self._send_in_thread(fan_out, source)))
@@ -348,16 +365,16 @@ class NcclSender:
             await asyncio.wait(
                 (work, failed), timeout=BROADCAST_S, return_when=asyncio.FIRST_COMPLETED
             )
-            # Not done: a server has failed, or the broadcast takes too long.
-            error = work.result().error if work.done() else None
-            if work.done() and error is None:
+            is_done = work.done()  # else a server has failed, or the broadcast takes too long
+            error = work.result().error if is_done else None
+            if is_done and error is None:
                 return
-            if work.done() and source.error is None:
+            if is_done and source.error is None:
                 # Probably a server has died. A call to it then fails soon, which shows which one.
                 await asyncio.wait((failed,), timeout=GRACE_S)
             source.given_up = True  # the thread of the broadcast gathers no further weights
-            await self._threads.run(self._leave)
-            if source.error is not None:  # `send` raises it
+            await self._threads.run(self._leave)  # the group, which ends calls of its workers
+            if source.error is not None:
                 return
             if error is not None and not fan_out.failed.is_set():
                 raise EngineError(f"weight update {fan_out.version}: {error}") from error
@@ -367,21 +384,27 @@ class NcclSender:
             failed.cancel()
 
     def _send_in_thread(self, fan_out: FanOut, source: OnePass) -> None:
-        """Send the weights, in a new group unless the last one has the same servers."""
+        """Send the weights, in a new group unless the last one has the same servers.
+
+        Runs in a thread of `_broadcast`, which may give it up meanwhile (`source.given_up`) and
+        then shuts the group down by `_leave`.
+        """
         transfer = self._transfer
         if transfer is None or self._members != fan_out.receivers:
             self._leave()
             address = address_towards([receiver.url for receiver in fan_out.receivers])
             with socket.create_server((address, 0)) as free_port:
                 port: int = free_port.getsockname()[1]
+            # Closed, because the join itself listens on the port.
             ranks = 1 + sum(receiver.workers for receiver in fan_out.receivers)
             transfer = self._join(address, port, ranks, fan_out, source)
-            # The join may end after the broadcast was given up, when `_leave` has come too early
-            # to shut this group down.
+            # If the broadcast was given up during the join, `_leave` has not seen this group. Under
+            # the lock either `_leave` sees it, or this thread sees that it was given up.
             with self._lock:
-                if not source.given_up:
+                was_given_up = source.given_up
+                if not was_given_up:
                     self._transfer, self._members = transfer, fan_out.receivers
-            if source.given_up:
+            if was_given_up:
                 transfer.shutdown()
                 raise GaveUp
         # A group that is used again still has the client and the weights of its last broadcast.

@@ -211,17 +211,20 @@ async def _watch_with(
 ) -> None:
     """Ask the server for its weights' label, again and again, and update the member's state.
 
-    A server that is starting, or away, joins the fleet once it answers and has what the run needs.
+    A server that has the weights (`EXAMINED`) loses its place in the fleet if it does not answer,
+    or if the label shows that it was started again. One that is starting, or away, joins the fleet
+    once it answers and has what the run needs.
     """
     away_since = time.monotonic()
     # Attempts to join the fleet: the time to wait after one, and the time of the next one.
     attempt_s, next_attempt = servers.health_s, away_since
     misses = 0  # examinations in a row without an answer
     while True:
-        # As they are when the server is asked: it may join again while its answer is on the way.
+        # The answer is about this start of the server (`boot`) and this version. While it is on the
+        # way, the server may join again.
         boot, version = member.boot, member.version
-        label = await _ask_label(client, run, servers.dead_s)
-        failure = label if isinstance(label, ServerFailed) else None
+        answer = await _ask_label(client, run, servers.dead_s)
+        failure = answer if isinstance(answer, ServerFailed) else None
         member.answers = failure is None
         now = time.monotonic()
         if member.state not in (MemberState.starting, *AWAY):
@@ -231,7 +234,8 @@ async def _watch_with(
             if failure is not None:
                 _count_miss(member, str(failure), misses)
             else:
-                _check_label(member, label, version)
+                _check_label(member, answer, version)
+        # Also a server that has just lost its place.
         if member.state in (MemberState.starting, *AWAY):
             # A server that refuses the request may lack a route or the token: the check says so.
             if (failure is None or failure.status in REFUSALS) and now >= next_attempt:
@@ -242,7 +246,7 @@ async def _watch_with(
                 else:
                     attempt_s = min(2 * attempt_s, LONGEST_S)
                 next_attempt = time.monotonic() + attempt_s
-            _give_up_late(member, failure, now - away_since, servers)
+            _give_up_late(member, failure, now - away_since, servers)  # unless it has just joined
         fleet.changed()
         await asyncio.sleep(servers.health_s)
 
@@ -267,13 +271,15 @@ async def _ask_label(
 ) -> str | ServerFailed | None:
     """Return the label of a server's weights, or why it did not answer.
 
-    A run that sends adapters does not change the label. For it, return None if the server has any
-    adapters, else "without adapters": the server was started again.
+    The label is the version that the server was sent, e.g. "7": with another one it has lost these
+    weights. A run that sends adapters does not change the label. For it, return None if the server
+    has any adapters, which counts as the right label, else "without adapters", which is a wrong
+    one: the server was started again.
     """
     try:
         async with asyncio.timeout(dead_s):
             label = await client.weight_version()
-            if run.plan.rank:
+            if run.plan.rank:  # of LoRA: the run sends adapters
                 return None if await client.adapters() else "without adapters"
             return label
     except TimeoutError:

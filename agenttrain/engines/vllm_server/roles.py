@@ -37,7 +37,8 @@ from agenttrain.utils.chat_api import ChatUnavailable, Transient
 from agenttrain.utils.role_names import ROLE, role_named
 
 SALT = "frozen"
-"""Salt of a frozen model's prefix cache: its entries stay valid."""
+"""Salt of the servers' prefix cache. It stays the same, because the weights do: entries of earlier
+requests can always be used. The policy's servers get another salt with each version."""
 AT_ONCE = 64
 """Sequences that one process scores at once on each server."""
 CLOSE_S = 10.0
@@ -70,8 +71,10 @@ async def await_start(folder: Path, role: str, count: int) -> None:
             record = read_record(folder, number)
             if record is None:
                 continue
+            # The wrapper, the process that starts the server and writes its record. If it ends
+            # between the reading and this check, its last record is not read yet: read it again.
             has_wrapper = record.wrapper_exists
-            if not has_wrapper:  # read again: it may have written how the server ended
+            if not has_wrapper:
                 record = read_record(folder, number) or record
             if record.condition is Condition.ready:
                 waiting.remove(number)
@@ -89,15 +92,19 @@ async def await_start(folder: Path, role: str, count: int) -> None:
 class RoleServers:
     """The servers of a role, for callers in any thread. Implements `ChatBackend`.
 
-    All requests run in the event loop of one thread, which the first request starts and `close`
-    ends. Callers block until theirs is answered.
+    A role is a task of another model in the run, e.g. judge, user or teacher. Its weights are
+    frozen: they are not trained. All requests run in the event loop of one thread, which the first
+    request starts and `close` ends. Callers block until theirs is answered.
     """
 
     def __init__(self, run: Path, role: str, servers: StartedServers) -> None:
+        """`run` is the run's folder. Its first process starts the servers, with `start_role`."""
         self.name = f"{ROLE}{role}"
         self._folder, self._role, self._servers = role_folder(run, role), role, servers
         self._lock = threading.Lock()
+        """Guards `_loop` and `_fleet`, which callers, the loop's thread and `close` change."""
         self._loop: asyncio.AbstractEventLoop | None = None
+        """Event loop of the thread. None: no request has come yet, or `close` was called."""
         self._fleet: FrozenFleet | None = None
         self._numbers = itertools.count()
         """Numbers of the requests for scores."""
@@ -149,7 +156,9 @@ class RoleServers:
         async def run() -> T:
             """Make the fleet if this is the first request, and call it."""
             with self._lock:
-                if self._loop is not asyncio.get_running_loop():  # `close` has come in between
+                # `close` has come in between: it has set `_loop` to None, and a later request may
+                # have started another one. Nobody would close a fleet that is made here.
+                if self._loop is not asyncio.get_running_loop():
                     raise EngineError(f"{self.name}: was closed before a request")
                 if self._fleet is None:
                     self._fleet = FrozenFleet(self._folder, self._role, self._servers)
@@ -160,11 +169,13 @@ class RoleServers:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 threading.Thread(target=_serve, args=(self._loop,), daemon=True).start()
-            # Under the lock, so that `close` comes before this request or cancels it.
+            # Under the lock, so that `close` cancels this request if it comes later.
             future = asyncio.run_coroutine_threadsafe(run(), self._loop)
         try:
             return future.result()
-        except BaseExceptionGroup as errors:  # from `_score`: the first failure stands for all
+        # From the task group of `_score`, which scores many sequences: the first failure stands for
+        # all. A call of `complete` raises its own error.
+        except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from errors
         except CancelledError as error:
             raise EngineError(f"{self.name}: was closed in the middle of a request") from error

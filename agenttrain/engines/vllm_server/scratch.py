@@ -47,11 +47,15 @@ def shared_by(group: int) -> set[str]:
 
 
 def remove(paths: Iterable[str]) -> None:
-    """Remove files of a server whose processes have ended. Files of other names are kept."""
+    """Remove what a server whose processes have ended has left: files, and its folder of sockets.
+
+    `paths` are those of the server's record, a file that may have been copied or edited. So only
+    paths are removed that have a name of this module and are in its place.
+    """
     for path in map(Path, paths):
         if not _is_ours(path):
-            continue  # the record was copied or edited
-        if path.name.startswith(SOCKETS):
+            continue
+        if path.name.startswith(SOCKETS):  # a folder
             shutil.rmtree(path, ignore_errors=True)
         else:
             with suppress(OSError):

@@ -182,12 +182,16 @@ class BroadcastEngine(ServerEngine[BroadcastFleet]):
         self._sender = sender
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Broadcast the weights until a server has got them. Raises EngineError, FleetLost."""
+        """Broadcast the weights to all servers that answer, until at least one has got them.
+
+        Servers that have not are started again, or get them with a later broadcast. Raises
+        EngineError and FleetLost.
+        """
         assert isinstance(weights, Regathered), "a failed broadcast has to begin anew"
         has_arrived = False
         while not has_arrived:  # a broadcast may fail at all of its servers
-            audience = await self.assemble(version)
-            await self._sender.pause(audience)  # its servers sample nothing during the broadcast
+            audience = await self.assemble(version)  # the servers that take part
+            await self._sender.pause(audience)  # they sample nothing until the end of `send`
             result = await self._sender.send(weights)
             has_arrived = await self.settle(result)
 

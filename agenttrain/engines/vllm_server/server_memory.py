@@ -46,17 +46,22 @@ def memory(settings: VllmServerSettings, load: EngineLoad, sizes: ModelSizes) ->
 def server_memory(
     settings: VllmServerSettings, load: EngineLoad, sizes: ModelSizes, gpus: int
 ) -> EngineMemory:
-    """Estimate the memory that a server takes on each of its `gpus`."""
+    """Estimate the memory that a server takes on each of its `gpus`, as of engine=vllm.
+
+    Only the way of the weights differs. They come by files, which `memory` counts with the trainer,
+    or by a broadcast, for which a server has buffers.
+    """
     keys = settings.server_keys(shares_gpu=load.shares_gpu)
     vllm = VllmSettings(max_context=settings.max_context, tensor_parallel_size=gpus, **keys)
     estimate = vllm_memory(vllm, load, sizes)
-    # Weights reach a server's workers through the files, which are counted with the trainer.
+    # On the host engine=vllm has copies of new weights for its workers. A server has none.
     items = tuple(item for item in estimate.items if not item.on_host)
     if load.broadcast:
         items += (_buffer_item(sizes, copies=2),)  # two buffers of packed weights
-    if not load.shares_gpu:
+    if not load.shares_gpu:  # its settings save no memory where a trainer runs short
         return replace(estimate, items=items, savings=())
     if settings.kv_cache_mb is not None and load.memory is not None:
+        # The cache has a fixed size, but the share is set apart for the server.
         held = sum(item.bytes for item in items if item.when == EVER)
         unused = int(load.memory * vllm.memory_share) - held
         why = f"vLLM starts only if engine.memory_share={vllm.memory_share:g} is free"

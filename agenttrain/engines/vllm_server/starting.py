@@ -230,7 +230,12 @@ def serve_alone(
     *,
     module: str = SERVER,
 ) -> int:
-    """Implement `EngineSpec.serve_alone`. The environment has the token."""
+    """Run a server for runs that name its address in servers.admin_urls, until it is stopped.
+
+    Implements `EngineSpec.serve_alone`. The folder is the server's own, as one of a run: it gets
+    the plan that the server's process reads, and the server has number 0. The environment has the
+    token. Return the exit code.
+    """
     from agenttrain.engines.vllm_server.wrapper import Wrapper
 
     token, folder = os.environ.get(TOKEN), inputs.run_folder

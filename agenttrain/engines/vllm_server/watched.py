@@ -27,7 +27,10 @@ T = TypeVar("T")
 class WatchedServers(ABC):
     """Base of `Fleet`, the policy's servers, and of `FrozenFleet`, the servers of a role.
 
-    Picks a server for each request, and sends the request to another one if the server fails.
+    Picks a server for each request (`_pick`), and sends the request to another one if the server
+    fails. A watcher per server, a task of `_watch`, keeps its `Member` up to date: `live` if it may
+    get requests, `gone` if it is not started again. After each change it calls `changed`, which
+    wakes the tasks in `_wait`.
     """
 
     def __init__(self, members: list[Member], folder: Path, status: StatusFile) -> None:
@@ -55,7 +58,7 @@ class WatchedServers(ABC):
         while self._may_send(sends, first_failure):
             member = await self._pick(session)
             # The server may be started again meanwhile: a failure counts for this start alone.
-            boot = member.boot
+            boot = member.boot  # number of the start
             member.sent += 1
             sends += 1
             if failure is not None:
@@ -79,13 +82,14 @@ class WatchedServers(ABC):
     def _may_send(self, sends: int, first_failure: float) -> bool:
         """Return True if a request may be sent again, after `sends` times.
 
-        `first_failure` is the time at which it failed first. 0: it has not failed.
+        `first_failure` is the time at which it failed first, for subclasses. 0: it has not failed.
         """
         return sends < SENDS
 
     async def _handle_failure(self, member: Member, boot: int, error: ServerFailed) -> None:
         """Count a failed request, which was sent at the server's start number `boot`."""
-        # Requests that fail together count once: after the first the server is not live.
+        # Requests that fail together count once: `fault` makes the server `suspect`, and it is
+        # examined before it is live again.
         if member.boot == boot and member.state is MemberState.live:
             member.fault(str(error))
 
@@ -102,7 +106,8 @@ class WatchedServers(ABC):
 
     def changed(self) -> None:
         """Implement `Members.changed`: wake all tasks that wait for a server."""
-        # A new event each time, so that a task that waits from now on sees later changes only.
+        # Tasks that wait have the old event. A task that waits from now on gets the new one, and
+        # so sees later changes only.
         self._change.set()
         self._change = asyncio.Event()
         self._status.write(self.members)

@@ -75,6 +75,7 @@ class Wrapper:
     token: str | None = None
     """None: a new one at each start."""
     _owner_started: int = 0
+    """Start time of the owner: its number may go to another process once it has ended."""
     _stopping: bool = False
     """The server has to end, and is not started again."""
     _next_beat: float = 0.0
@@ -88,20 +89,9 @@ class Wrapper:
             owner_started = started_at(self.owner)
             self._owner_started = owner_started or 0
             self._stopping = owner_started is None  # the owner has ended already
-        # A job's script sends SIGUSR1, which srun passes on. On SIGTERM srun would kill.
-        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-            signal.signal(number, self._stop)
-        # SLURM sends SIGTERM to all steps of a job. The run saves then, and ends its servers later.
-        in_job = plan.nodes and "SLURM_JOB_ID" in os.environ
-        signal.signal(signal.SIGTERM, self._ignore if in_job else self._stop)
-        adopt_orphans()  # this process itself ends what its server leaves: `keeper=False`
-        former = read_record(self.folder, self.number)
-        self._record = ServerRecord.of(self.number, os.getpid())
-        if former is not None:
-            # Go on counting, so that no two starts of this server have the same number.
-            self._record = replace(self._record, boot=former.boot)
-            if former.host == self._record.host:  # its wrapper may have been killed
-                scratch.remove(former.scratch)
+        self._handle_signals(plan)
+        adopt_orphans()  # processes that the server leaves become children, which `_end` ends
+        self._record = self._make_record()
         try:
             for restarts_left in range(plan.servers["restarts"], -1, -1):
                 has_answered = self._run_on_a_port(plan)
@@ -111,17 +101,41 @@ class Wrapper:
                 if not (restarts_left and has_answered):
                     break
                 self._write(condition=Condition.ended)
-            self._write(condition=Condition.gone)
+            self._write(condition=Condition.gone)  # the run reads there how the server ended
             return FAILED
         finally:
             if self._is_stopping():
-                record_path(self.folder, self.number).unlink(missing_ok=True)
-                order_path(self.folder, self.number).unlink(missing_ok=True)
-                # A later process of the run may have written a plan with another folder of weights.
-                with suppress(OSError):
-                    plan = ServerPlan.read(self.folder)
-                if self.owner is not None and plan.weights is not None:
-                    shutil.rmtree(plan.weights, ignore_errors=True)
+                self._remove_files(plan)
+
+    def _handle_signals(self, plan: ServerPlan) -> None:
+        """Have signals end the server and this wrapper, between two checks of `_watch`."""
+        # A job's script sends SIGUSR1, which srun passes on. On SIGTERM srun would kill.
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            signal.signal(number, self._stop)
+        # SLURM sends SIGTERM to all steps of a job. The run saves then, and ends its servers later.
+        in_job = plan.nodes and "SLURM_JOB_ID" in os.environ
+        signal.signal(signal.SIGTERM, self._ignore if in_job else self._stop)
+
+    def _make_record(self) -> ServerRecord:
+        """Return the server's first record, and remove files that a killed wrapper has left."""
+        record = ServerRecord.of(self.number, os.getpid())
+        former = read_record(self.folder, self.number)
+        if former is None:
+            return record
+        if former.host == record.host:  # else its files are on another machine
+            scratch.remove(former.scratch)
+        # Go on counting, so that no two starts of this server have the same number.
+        return replace(record, boot=former.boot)
+
+    def _remove_files(self, plan: ServerPlan) -> None:
+        """Remove the files by which the run finds the server, and the owner's weight files."""
+        record_path(self.folder, self.number).unlink(missing_ok=True)
+        order_path(self.folder, self.number).unlink(missing_ok=True)
+        # A later process of the run may have written a plan with another folder of weights.
+        with suppress(OSError):
+            plan = ServerPlan.read(self.folder)
+        if self.owner is not None and plan.weights is not None:
+            shutil.rmtree(plan.weights, ignore_errors=True)
 
     def _run_on_a_port(self, plan: ServerPlan) -> bool:
         """Run the server to its end, on other ports if its port is taken.
@@ -131,8 +145,10 @@ class Wrapper:
         log = log_path(self.folder, self.number)
         for _ in range(PORTS):
             log_size = log.stat().st_size if log.exists() else 0
+            # Bound by this process too, the port goes to no other server, and this one can use it.
             with _reserve_port(self.host, self.port) as port:
                 has_answered = self._run_once(plan, port)
+            # A server that finds its port taken ends, and says so in its log.
             is_taken = TAKEN in text_since(log, log_size).lower()
             if has_answered or self._is_stopping() or not is_taken:
                 return has_answered
@@ -176,11 +192,15 @@ class Wrapper:
             scratch.remove(self._record.scratch)
 
     def _start_process(self, plan: ServerPlan, port: int, token: str, sockets: str) -> ChildProcess:
-        """Start the server's process. Its output goes to the log, its sockets to that folder."""
+        """Start the server's process. Its output goes to the log.
+
+        `sockets` is a folder: the server makes its sockets in TMPDIR.
+        """
         environment = {**os.environ, TOKEN: token, HOST: self.host, "TMPDIR": sockets}
         if plan.gpus is not None:
             gpus = plan.gpus[self.number]
-            # The plan numbers a node's GPUs from 0. The node's job may have other names for them.
+            # Servers on other nodes (`nodes` > 0): the run that wrote the plan did not see their
+            # GPUs, and numbered each node's from 0. The node's job may have other names for them.
             if plan.nodes and (visible := os.environ.get("CUDA_VISIBLE_DEVICES")):
                 gpus = tuple(visible.split(",")[int(position)] for position in gpus)
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
@@ -188,13 +208,17 @@ class Wrapper:
         with log_path(self.folder, self.number).open("ab+") as log:
             return ChildProcess(
                 [sys.executable, "-m", plan.module, *arguments],
-                keeper=False,
+                keeper=False,  # this process itself ends what the server leaves: `_end`
                 env=environment,
                 output=log,
             )
 
     def _watch(self, process: ChildProcess, http: httpx.Client, plan: ServerPlan) -> bool:
-        """Watch the server until it ends or has to end. Return True if it has answered."""
+        """Watch the server until it ends or has to end. Return True if it has answered.
+
+        It has to end if this wrapper is stopped, if it does not answer in time, if its engine has
+        died, or if the run orders it to be killed. The caller, `_run_once`, ends it.
+        """
         has_answered = False
         now = time.monotonic()
         deadline, next_scan = now + plan.servers["start_s"], now + SCAN_S
@@ -214,10 +238,13 @@ class Wrapper:
                     self._record = replace(self._record, end=end)
                     break
                 health_checked = time.monotonic()
+            # A run on another machine sees no process and sends no signal: it reads heartbeats and
+            # writes orders.
             if plan.nodes and self._beat_and_read_order():
                 self._record = replace(self._record, end="was killed by the run")
                 break
             if time.monotonic() > next_scan:
+                # Files that somebody has to remove if server and wrapper are killed.
                 self._record_scratch(process.pid)
                 next_scan = time.monotonic() + SCAN_S
             time.sleep(POLL_S)
