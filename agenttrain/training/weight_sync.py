@@ -28,7 +28,7 @@ from agenttrain.engines.config import Sampling
 from agenttrain.engines.mixers import stays_float32
 from agenttrain.engines.registry import names_with
 from agenttrain.training.config import WeightSyncConfig
-from agenttrain.training.file_names import in_files, on_meta, one_by_one
+from agenttrain.training.file_names import in_files, on_meta, one_by_one, piece_by_piece
 from agenttrain.training.gathering import gather_by_layer
 from agenttrain.training.lora import (
     PEFT,
@@ -392,7 +392,7 @@ def checkpoint_weights(
 def checkpoint_adapters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield the adapters by peft's names, in which modules have the names of the model's files."""
     for name, tensor in adapter_weights(model).items():
-        for file_name, weight in in_files(model, {name.removeprefix(PEFT): tensor}).items():
+        for file_name, weight in piece_by_piece(model, name.removeprefix(PEFT), tensor):
             yield f"{PEFT}{file_name}", weight
 
 
@@ -419,7 +419,7 @@ def _checkpoint_pieces(
     """
     if one_by_one(model):
         for name, tensor in weights:
-            yield from in_files(model, {name: tensor}).items()
+            yield from piece_by_piece(model, name, tensor)
     else:
         yield from in_files(model, dict(weights)).items()
 
