@@ -60,7 +60,7 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     names |= set(agent_metrics([]))
     fleet = Fleet(tmp_path_factory.mktemp("fleet"), ServersConfig(), WeightSyncMode.drain)
     names |= set(fleet.metrics())
-    names |= {"perf/peak_gb", "perf/tokens_per_s_gpu"}  # on a GPU
+    names |= {"perf/peak_gb", "perf/update_peak_gb", "perf/tokens_per_s_gpu"}  # on a GPU
     names |= {*MISMATCH_NAMES, *ROUTE_NAMES, *gap}
     with_an_end = {"curriculum/new", "source/lookups/epoch"}  # of rows with an end
     return {*names, *with_an_end} - {"step"}
