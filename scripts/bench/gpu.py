@@ -1,7 +1,7 @@
 """One GPU: training step, sampling, weight sync and whole step, beside bare torch, vLLM and TRL.
 
     python scripts/bench/gpu.py step cases --json gpu.json
-    python scripts/bench/gpu.py sampling sync grpo --json gpu.json
+    python scripts/bench/gpu.py sampling sampling_1024 sync grpo --json gpu.json
 
 Each part takes less than five minutes on one GPU and is a process of its own, so that the memory of
 one does not count for the next. Models have random weights in bfloat16 in the shape of Qwen3-0.6B
@@ -9,8 +9,8 @@ one does not count for the next. Models have random weights in bfloat16 in the s
 
     step       forward and backward of a step's rollouts (`gpu_step.py`); TRL's sides need TRL
     cases      the same for every case of `train_step_cases.py`: with shared prompts and without
-    sampling   vLLM alone and through `engine=vllm`, with and without seeds and log-probabilities
-               (`gpu_engine.py`); needs vLLM
+    sampling, sampling_1024    256 and 1,024 requests to vLLM alone and through `engine=vllm`, with
+               and without seeds and log-probabilities (`gpu_engine.py`); need vLLM
     sync       a weight sync with the seconds of its parts (`gpu_engine.py`); needs vLLM
     grpo       rollouts with tools, update and weight sync, beside TRL's loop, loss and sync on the
                same engine (`gpu_grpo.py`); needs vLLM and TRL
@@ -47,11 +47,15 @@ PARTS = {
     "step": "gpu_step",
     "cases": "gpu_step",
     "sampling": "gpu_engine",
+    "sampling_1024": "gpu_engine",
     "sync": "gpu_engine",
     "grpo": "gpu_grpo",
 }
 """Part -> module, which has a function `measure_<part>`."""
-NEEDS = {"sampling": ("vllm",), "sync": ("vllm",), "grpo": ("vllm", "trl")}
+NEEDS = {
+    **dict.fromkeys(("sampling", "sampling_1024", "sync"), ("vllm",)),
+    "grpo": ("vllm", "trl"),
+}
 """Part -> packages without which it cannot be measured."""
 INSIDE = "--inside"
 """First argument of the process that measures a part."""
@@ -105,11 +109,8 @@ def run_part(part: str, options: argparse.Namespace) -> dict[str, Any]:
         return figures
 
 
-ENVIRONMENT = {
-    **os.environ,
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in the process that is measured
-    "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-}
+ENVIRONMENT = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""vLLM's engine is in the process that is measured."""
 
 
 def measure_inside(part: str, words: str, file: str) -> None:

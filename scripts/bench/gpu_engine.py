@@ -1,15 +1,15 @@
-"""The parts `sampling` and `sync` of gpu.py: vLLM in this process, alone and through `VllmEngine`.
+"""The parts of gpu.py with vLLM in this process, alone and through `VllmEngine`.
 
-`sampling`: requests of 128 random ids and 256 sampled tokens each, 256 and 1,024 at once, on one
-engine. `raw` is what vLLM's `LLM.generate` does, on the thread that steps the engine; `agenttrain`
-is `VllmEngine.generate`, a coroutine for each request. Settings:
+`sampling`, `sampling_1024`: 256 and 1,024 requests at once, of 128 random ids and 256 sampled
+tokens each, on one engine. `raw` is what vLLM's `LLM.generate` does, on the thread that steps the
+engine; `agenttrain` is `VllmEngine.generate`, a coroutine for each request. Settings:
 
     none       neither seeds nor log-probabilities (raw alone: the engine always returns them)
     seed       a seed for each request (raw alone)
     logprobs   the log-probability of each sampled token
     both       seeds and log-probabilities, as a run asks for them
 
-Figures: sampled tokens per second in each round, all sides in turns after one that warms up, and
+Figures: sampled tokens per second in each round, all sides in turns after a warm-up with both, and
 `agenttrain_over_raw`, the median over the rounds of the quotient with the same settings.
 
 `sync`: weight syncs of the bundled agent (0.65 million parameters) and of the model of `--shape`,
@@ -51,12 +51,10 @@ from agenttrain.training.weight_sync import SyncProbe, sync
 from agenttrain.utils.model_path import model_folder
 
 PROMPT, SAMPLED = 128, 256
-REQUESTS = (256, 1024)
-QUICK_REQUESTS = (8, 16)
 SETTINGS = {"none": (), "seed": ("seed",), "logprobs": ("logprobs",), "both": ("seed", "logprobs")}
 OURS = ("logprobs", "both")
 """Settings that `VllmEngine` has."""
-ROUNDS, QUICK_ROUNDS = 3, 1
+ROUNDS, QUICK_ROUNDS = 2, 1
 SYNCS, QUICK_SYNCS = 8, 3
 
 
@@ -79,30 +77,42 @@ def backend(engine: VllmEngine) -> str:
 
 
 def measure_sampling(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure tokens per second."""
+    """Measure tokens per second of 256 requests."""
+    return sample(options, 8 if options.quick else 256)
+
+
+def measure_sampling_1024(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure tokens per second of 1,024 requests."""
+    return sample(options, 32 if options.quick else 1024)
+
+
+def sample(options: argparse.Namespace, count: int) -> dict[str, Any]:
+    """Measure tokens per second of `count` requests at once."""
     vocabulary = TINY["vocabulary"] if options.shape == "tiny" else VOCABULARY
-    counts = QUICK_REQUESTS if options.quick else REQUESTS
     rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
     sampled = 8 if options.shape == "tiny" else SAMPLED
     draw = random.Random(0)
+    prompts = [[draw.randrange(10, vocabulary) for _ in range(PROMPT)] for _ in range(count)]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
-        build_model(options.shape, vocabulary, torch.device("cpu")).save_pretrained(folder)
+        build_model(options.shape, vocabulary, device).save_pretrained(folder)
+        gc.collect()
+        torch.cuda.empty_cache()  # of the model, which is in the folder
         engine = build_engine(Path(folder), "bfloat16")
-        figures: dict[str, Any] = {"kernel": backend(engine)}
-        for count in counts:
-            prompts = [
-                [draw.randrange(10, vocabulary) for _ in range(PROMPT)] for _ in range(count)
-            ]
-            sides: dict[str, Callable[[int], None]] = {
-                f"raw/{name}": partial(sample_raw, engine, prompts, sampled, options_)
-                for name, options_ in SETTINGS.items()
-            }
-            for name in OURS:
-                seeded = "seed" in SETTINGS[name]
-                sides[f"agenttrain/{name}"] = partial(
-                    sample_ours, engine, runner, prompts, sampled, seeded
-                )
-            figures[str(count)] = rates(sides, rounds, count * sampled, engine)
+        sides: dict[str, Callable[[int], None]] = {
+            f"raw/{name}": partial(sample_raw, engine, prompts, sampled, settings)
+            for name, settings in SETTINGS.items()
+        }
+        for name in OURS:
+            seeded = "seed" in SETTINGS[name]
+            sides[f"agenttrain/{name}"] = partial(
+                sample_ours, engine, runner, prompts, sampled, seeded
+            )
+        figures = {
+            "kernel": backend(engine),
+            "requests": count,
+            **rates(sides, rounds, count * sampled, engine),
+        }
         runner.run(engine.aclose())
     return figures
 
@@ -114,11 +124,13 @@ def rates(
     measured: dict[str, list[float]] = {name: [] for name in sides}
     for round_ in range(-1, rounds):
         for name, side in sides.items():
+            if round_ < 0 and not name.endswith("/both"):  # warms up
+                continue
             engine._stepper.call(engine._driver.llm.reset_prefix_cache).result()
             started = time.perf_counter()
             side(round_ * 10_000)
             rate = tokens / (time.perf_counter() - started)
-            if round_ >= 0:  # the first warms up
+            if round_ >= 0:
                 measured[name].append(rate)
             print(f"round {round_} {name:20} {rate:9.0f} tokens/s", flush=True)
     over_raw = {
