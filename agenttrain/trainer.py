@@ -239,7 +239,7 @@ class Trainer:
             return training, batch.rollouts
         training = {**training, **self.policy.kernel_metrics()}
         if self.probe is not None:
-            training |= self.probe.gap.metrics()
+            training |= self.probe.metrics()
         if isinstance(self.engine, Metered):
             training |= self.engine.metrics()
         batches, clocks, works = zip(*shares, strict=True)

@@ -18,9 +18,13 @@ import torch
 from agenttrain.algorithms.config import AlgorithmConfig
 from agenttrain.algorithms.loss import metric_names
 from agenttrain.algorithms.mismatch import MISMATCH_NAMES
+from agenttrain.engines.config import ServersConfig
+from agenttrain.engines.vllm_server.fleet import Fleet
 from agenttrain.rollout.collector import Collected, MetricNames, step_metrics
 from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
+from agenttrain.training.config import WeightSyncMode
 from agenttrain.training.kernels import Kernel
+from agenttrain.training.operations import StepWork, work_metrics
 from agenttrain.training.policy import Policy
 from agenttrain.training.weight_sync import Gap
 
@@ -53,15 +57,22 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
 def test_what_it_would_run_are_settings_of_a_run() -> None:
     script = loaded()
     runs = script.planned([Path("one"), Path("other")], devices=2)
-    assert [*runs] == [*script.ON_TRANSFORMERS, *script.RUNS, *script.TWO, "model other"]
+    groups = (script.ON_TRANSFORMERS, script.IMAGES, script.RUNS, script.TWO, script.ON_SERVERS)
+    assert [*runs] == [*(name for group in groups for name in group), "model other"]
+    engines = {
+        **dict.fromkeys([*script.ON_TRANSFORMERS, *script.IMAGES], "transformers"),
+        **dict.fromkeys(script.ON_SERVERS, "vllm_server"),
+    }
     with hydra_session(Source()):
         for name, overrides in runs.items():
             config = compose_run(open_keys(overrides), Source()).config
-            engine = "transformers" if name in script.ON_TRANSFORMERS else "vllm"
-            assert (config.engine.name, config.steps) == (engine, 5)
+            assert (config.engine.name, config.steps) == (engines.get(name, "vllm"), 5)
+            assert config.servers.gpus == ([0] if name in script.ON_SERVERS else None)
+            # `kill` counts rollouts: the second step is to have begun.
+            assert config.tasks_per_step * config.algorithm.group_size == 64
 
 
-def test_the_metrics_that_it_reports_are_those_of_a_run() -> None:
+def test_the_metrics_that_it_reports_are_those_of_a_run(tmp_path: Path) -> None:
     scorer = SimpleNamespace(kernels=Counter({Kernel.flash: 1}))
     policy = SimpleNamespace(_scorer=scorer)
     names = {
@@ -73,10 +84,40 @@ def test_the_metrics_that_it_reports_are_those_of_a_run() -> None:
         *MISMATCH_NAMES,
         *Policy.kernel_metrics(policy),
         *Gap(mean=0.0, q90=0.0, max=0.0).metrics(),
+        *work_metrics([StepWork(peak_gb=2.0, update_peak_gb=1.0)], 1.0),
+        *Fleet(tmp_path, ServersConfig(), WeightSyncMode.drain).metrics(),
     }
+    for metric in ("perf/peak_gb", "perf/update_peak_gb", "fleet/deaths"):
+        assert metric in names
     assert "time/sync_s" in names
     for beginning in loaded().TOLD:
         assert any(name.startswith(beginning) for name in names), beginning
+
+
+def test_every_run_and_check_is_in_one_part() -> None:
+    script = loaded()
+    names = [name for part in script.PARTS.values() for name in part]
+    runs = script.planned([Path("one"), Path("other")], devices=2)
+    checks = ["packing", "plan", "vllm_bench", "moe_reload"]
+    assert sorted([*names, "model other"]) == sorted([*runs, *checks])
+    assert [script.part_of(name) for name in ("servers killed", "plan", "model other")] == [
+        *("kill", "transformers", "models")
+    ]
+
+
+def test_a_plan_is_compared_with_the_peak_of_the_update() -> None:
+    parts = [
+        {"name": "weights", "bytes": 3e9, "when": ["rollouts", "update"], "on_host": False},
+        {"name": "activations", "bytes": 5e9, "when": ["update"], "on_host": False},
+        {"name": "keys and values", "bytes": 9e9, "when": ["rollouts"], "on_host": False},
+        {"name": "process", "bytes": 4e9, "when": ["update"], "on_host": True},
+        {"name": "reserve", "bytes": 2e9, "when": ["update"], "on_host": False},
+    ]
+    compare = loaded().compare
+    found = compare(parts, 8.72)  # of 3 + 5
+    assert (found["planned_update_gb"], found["ok"]) == (8.0, True)
+    assert found["seen_over_planned"] == pytest.approx(1.09)
+    assert [compare(parts, seen_gb)["ok"] for seen_gb in (8.9, 7.1, None)] == [False] * 3
 
 
 def test_a_check_that_fails_is_told_and_the_others_go_on() -> None:

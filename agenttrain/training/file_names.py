@@ -7,14 +7,16 @@ files' names alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, revert_weight_conversion
+from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
 from agenttrain.training.lora import CONVERSIONS, base_name
 from agenttrain.training.quantization import full_state
@@ -29,8 +31,28 @@ def in_files(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str,
     Example: ``….experts.down_proj`` of 2 experts becomes ``….experts.0.down_proj.weight`` and
     ``….experts.1.down_proj.weight``.
     """
-    reverted: dict[str, Tensor] = revert_weight_conversion(model, dict(weights))
-    return reverted
+    return _convert(model, _table(model).conversions, weights)
+
+
+def piece_by_piece(
+    model: PreTrainedModel, name: str, weight: Tensor
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield what `in_files` returns for one weight or adapter.
+
+    A weight that is only renamed costs a look into a table: transformers would search the patterns
+    of all conversions for each weight of each sync.
+    """
+    table = _table(model)
+    if not table.conversions:
+        yield name, weight
+    elif name in table.names:
+        yield table.names[name], weight
+    else:
+        pieces = _convert(model, table.conversions, {name: weight})
+        for file_name, piece in pieces.items():
+            if piece is weight:  # renamed, and not converted
+                table.names[name] = file_name
+            yield file_name, piece
 
 
 def on_meta(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -47,33 +69,79 @@ def one_by_one(model: PreTrainedModel) -> bool:
     If so, `in_files` can convert some weights without the others. The answer is cached for each
     model: its experts make thousands of tensors.
     """
-    if model not in _ONE_BY_ONE:
-        _ONE_BY_ONE[model] = _try_one_by_one(model)
-    return _ONE_BY_ONE[model]
+    table = _table(model)
+    if table.one_by_one is None:
+        table.one_by_one = not table.conversions or _try_one_by_one(model, table)
+    return table.one_by_one
 
 
-_ONE_BY_ONE: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+@dataclass(slots=True, kw_only=True)
+class _Table:
+    """Conversions of a model, and the names that they give its weights."""
+
+    record: Any
+    """transformers' record of the model's files. Another one makes the table invalid."""
+    conversions: list[Any]
+    names: dict[str, str] = field(default_factory=dict)
+    """Weights that are only renamed: name in memory -> name in the files."""
+    one_by_one: bool | None = None
+    """See `one_by_one`. None: not asked for."""
 
 
-def _try_one_by_one(model: PreTrainedModel) -> bool:
+_TABLES: WeakKeyDictionary[PreTrainedModel, _Table] = WeakKeyDictionary()
+
+
+def _table(model: PreTrainedModel) -> _Table:
+    """Return the table of a model, of which one is cached.
+
+    Loading adapters may replace the record of the model's files (`lora.add_lora`).
+    """
+    record = getattr(model, CONVERSIONS, None)
+    table = _TABLES.get(model)
+    if table is None or table.record is not record:
+        conversions = _family_conversions(model) if record is None else record
+        table = _TABLES[model] = _Table(record=record, conversions=conversions)
+    return table
+
+
+def _family_conversions(model: PreTrainedModel) -> list[Any]:
+    """Return the conversions that `revert_weight_conversion` takes for a model without a record."""
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    return [conversion for conversion in conversions if not isinstance(conversion, PrefixChange)]
+
+
+def _convert(
+    model: PreTrainedModel, conversions: list[Any], weights: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Revert the conversions of a model's files.
+
+    They are the model's record during the call, because without a record transformers walks
+    through all modules to find those of the family.
+    """
+    record = getattr(model, CONVERSIONS, None)
+    setattr(model, CONVERSIONS, conversions)
+    try:
+        reverted: dict[str, Tensor] = revert_weight_conversion(model, dict(weights))
+    finally:
+        setattr(model, CONVERSIONS, record)
+    return reverted
+
+
+def _try_one_by_one(model: PreTrainedModel, table: _Table) -> bool:
     """Return True if weights converted one at a time give the same files as all together.
 
-    Names and shapes are compared, of tensors on the meta device, which have no values.
+    Names and shapes are compared, of tensors on the meta device, which have no values. Renamings
+    can depend on other weights too (transformers' `GroupWeightRename`).
     """
-    conversions = getattr(model, CONVERSIONS, None)
-    if conversions is None:  # no record of the model's files: the conversions of its family
-        conversions = get_model_conversion_mapping(model, add_legacy=False)
-    if not any(isinstance(conversion, WeightConverter) for conversion in conversions):
-        return True
     shapes: dict[str, Tensor] = {}
     for name, tensor in full_state(model):
         if "lora_" not in name:  # the model's files hold no adapters
             shapes |= on_meta({base_name(name): tensor})
-    together = {name: t.shape for name, t in in_files(model, shapes).items()}
+    together = {name: t.shape for name, t in _convert(model, table.conversions, shapes).items()}
     alone: dict[str, torch.Size] = {}
     for name, tensor in shapes.items():
         try:
-            converted = in_files(model, {name: tensor})
+            converted = _convert(model, table.conversions, {name: tensor})
         except Exception:  # an operation that misses its other inputs raises anything
             return False
         alone.update((n, t.shape) for n, t in converted.items())

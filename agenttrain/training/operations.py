@@ -167,6 +167,8 @@ class StepWork:
     """Dense bf16 peak of its card; None: not known."""
     peak_gb: float | None = None
     """Most memory that torch's allocator has handed out so far; None without a GPU."""
+    update_peak_gb: float | None = None
+    """The same during the step's updates alone."""
 
 
 def card_name(device: torch.device) -> str:
@@ -188,6 +190,28 @@ class WorkCounter:
     _trained: int = 0
     """Sampled tokens of backward passes since then."""
     _operations_done: float = 0.0
+    _peak: int = 0
+    """Most bytes of the GPU's allocator before its statistics were last reset."""
+    _update_peak: int = 0
+    """Most bytes of it during the last step's updates."""
+
+    def begin_update(self) -> None:
+        """Begin to measure the peak of a step's updates, apart from rollouts and weight syncs."""
+        self._reset_peak()
+
+    def end_update(self) -> int:
+        """Return the peak since `begin_update`, in bytes of the allocator. 0 without a GPU."""
+        self._update_peak = self._reset_peak()
+        return self._update_peak
+
+    def _reset_peak(self) -> int:
+        """Return the allocator's peak since the last call."""
+        if self.device.type != "cuda":
+            return 0
+        peak = torch.cuda.max_memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self._peak = max(self._peak, peak)
+        return peak
 
     def add(self, microbatch: Microbatch, *, backward: bool) -> None:
         """Count a forward pass, and a backward pass with `backward`."""
@@ -206,9 +230,10 @@ class WorkCounter:
 
         `peak` is the card's peak in TFLOP/s. None: looked up by the card's name, and None on a CPU.
         """
-        peak_gb = None
+        peak_gb = update_peak_gb = None
         if self.device.type == "cuda":
-            peak_gb = torch.cuda.max_memory_allocated(self.device) / GB
+            self._reset_peak()
+            peak_gb, update_peak_gb = self._peak / GB, self._update_peak / GB
             peak = peak or peak_tflops(card_name(self.device))
         work = StepWork(
             computed_tokens=self._computed,
@@ -216,6 +241,7 @@ class WorkCounter:
             operations=self._operations_done,
             peak_tflops=peak,
             peak_gb=peak_gb,
+            update_peak_gb=update_peak_gb,
         )
         self._computed, self._trained, self._operations_done = 0, 0, 0.0
         return work
@@ -238,4 +264,5 @@ def work_metrics(works: Sequence[StepWork], train_s: float) -> dict[str, float]:
     peaks = [work.peak_gb for work in works if work.peak_gb is not None]
     if peaks:
         metrics["perf/peak_gb"] = max(peaks)
+        metrics["perf/update_peak_gb"] = max(work.update_peak_gb or 0.0 for work in works)
     return metrics

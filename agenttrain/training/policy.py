@@ -145,8 +145,6 @@ class Policy:
         self._steps = steps
         self._has_computed = False
         """True once the gradient of a microbatch was computed."""
-        self._earlier_peak = 0
-        """Peak of the GPU's allocator before the update, in bytes."""
         self._sharding = sharding
         self._context: ContextGroup | None = None
         """Processes that compute microbatches together with this one."""
@@ -324,9 +322,8 @@ class Policy:
         return self._scorer.level
 
     def begin_step(self) -> None:
-        """Set the step's learning rate, and remember the peak of memory before its updates."""
-        if self.device.type == "cuda":
-            self._earlier_peak = torch.cuda.max_memory_allocated(self.device)
+        """Set the step's learning rate, and begin to measure the memory of its updates."""
+        self._work.begin_update()
         lr = learning_rate(self._config, self.step + 1, self._steps)
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = lr
@@ -450,22 +447,19 @@ class Policy:
             )
         return f"Set training.activation_checkpointing={level}, which is {self.level} now."
 
-    def _check_peak(self) -> None:
+    def _check_peak(self, peak: int) -> None:
         """Raise the level in all processes if the first update left one of them too little memory.
 
-        Beside the tensors of an update a GPU needs a reserve (`lacks_reserve`). Later updates keep
-        the level.
+        `peak` is the update's, in bytes of the allocator, beside which a GPU needs a reserve
+        (`lacks_reserve`). Later updates keep the level.
         """
         if self.on_level is None or not self._has_computed:
             return
         if self.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self.device)
             free, total = torch.cuda.mem_get_info(self.device)
             # Bytes of the GPU outside this process's allocator.
             other_bytes = total - free - torch.cuda.memory_reserved(self.device)
-            # The peak may be that of the rollouts, which no level changes.
-            is_of_update = peak > self._earlier_peak
-            lacks_memory = is_of_update and lacks_reserve(peak, other_bytes, total)
+            lacks_memory = lacks_reserve(peak, other_bytes, total)
             if self.world.max(float(lacks_memory), "the memory of the first update"):
                 self._raise_level()
         self.on_level = None
@@ -547,7 +541,7 @@ class Policy:
         if self._reference is not None:
             self._reference.follow(self.model, self.step)
         return_free_memory()
-        self._check_peak()
+        self._check_peak(self._work.end_update())
         without_updates = {
             **dict.fromkeys(("loss", "grad_norm", "train/tokens"), 0.0),
             **dict.fromkeys((*metric_names(self.algorithm), *MISMATCH_NAMES), math.nan),

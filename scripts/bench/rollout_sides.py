@@ -29,7 +29,7 @@ from agenttrain.rollout.request import BatchRequest
 from agenttrain.tools.config import ToolLimits
 from agenttrain.tools.tool import FunctionTool
 from agenttrain.tools.toolbox import Toolbox
-from agenttrain.types import Completion, Finish, Task
+from agenttrain.types import Completion, Finish, Rollout, Task
 
 CONTEXT = 8192
 PROMPT_WORDS = 520
@@ -37,7 +37,7 @@ PLAIN = 300
 """From here on, the tokenizer's ids are plain text."""
 MEDIAN_TOKENS, SIGMA_TOKENS, LEAST, MOST = 32, 1.2, 8, 1024
 GROUP = 8
-TOOLS = {"instant": (0.0, 0.0), "fast": (0.005, 0.0), "slow": (0.25, 1.0)}
+TOOLS = {"instant": (0.0, 0.0), "fast": (0.005, 0.0), "50ms": (0.05, 1.0), "slow": (0.25, 1.0)}
 """Median in seconds and sigma of the log-normal time that a tool takes."""
 TURNS = (2, 4, 8)
 
@@ -94,6 +94,20 @@ class Measured:
     """Tokens of each rollout that the engine did not sample."""
     sent: list[list[list[int]]]
     """What the engine was sent, by rollout and turn."""
+    rollouts: list[Rollout]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrlMeasured:
+    """TRL's first generation and tool loop."""
+
+    time: Time
+    steps: int
+    """Decode steps of the engine."""
+    completion_ids: list[list[int]]
+    """Tokens of each rollout after its prompt."""
+    tool_masks: list[list[int]]
+    """1 for each of them that counts as sampled, 0 for a reply's."""
 
 
 class Directed:
@@ -132,9 +146,11 @@ class Directed:
         )
 
 
-def make_plan(chat: Chat, tokenizer: Any, rollouts: int, turns: int, *, tool: str) -> Plan:
+def make_plan(
+    chat: Chat, tokenizer: Any, rollouts: int, turns: int, *, tool: str, seed: int = 0
+) -> Plan:
     """Drawn with one seed; `tool` of TOOLS."""
-    draw = random.Random(turns)
+    draw = random.Random(turns + 1000 * seed)
     median_s, sigma_s = TOOLS[tool]
     seconds = [
         [median_s * draw.lognormvariate(0, sigma_s) for _ in range(turns - 1)]
@@ -203,6 +219,7 @@ def ours(engine: VllmEngine, chat: Chat, plan: Plan, runner: asyncio.Runner) -> 
             for r, lengths in zip(collected.rollouts, plan.lengths, strict=True)
         ],
         sent=directed.sent,
+        rollouts=collected.rollouts,
     )
 
 
@@ -218,8 +235,8 @@ def cached_at_first(engine: VllmEngine, plan: Plan, runner: asyncio.Runner) -> i
     return engine.stats.cached_tokens - cached
 
 
-def trls(engine: VllmEngine, trainer: Any, plan: Plan) -> tuple[Time, int]:
-    """TRL's tool loop, its first generation included, and the engine's steps."""
+def trls(engine: VllmEngine, trainer: Any, plan: Plan) -> TrlMeasured:
+    """TRL's tool loop, its first generation included."""
     from trl.chat_template_utils import parse_response
     from trl.generation.vllm_generation import extract_logprobs
 
@@ -265,7 +282,7 @@ def trls(engine: VllmEngine, trainer: Any, plan: Plan) -> tuple[Time, int]:
         )
     calls, failures = result[4:6]
     assert (calls, failures) == (sum(len(lengths) - 1 for lengths in plan.lengths), 0)
-    return times[0], steps
+    return TrlMeasured(time=times[0], steps=steps, tool_masks=result[0], completion_ids=result[2])
 
 
 def on_engine(engine: VllmEngine, function: Callable[[], Value]) -> Value:

@@ -47,25 +47,10 @@ from pathlib import Path
 import harness
 import torch
 import transformers
-from train_step_cases import Case, Step, loss_step, steps
+from train_step_cases import SHARED_PREFIX, TREE, Case, Step, cases, loss_step, steps
 
 REFERENCE = Case()
-SIGMAS = (0.4, 0.8, 1.2)
 LOSS = {"tokens": 4096, "vocabulary": 152_000}
-
-
-def cases(quick: bool) -> dict[str, Case]:
-    """Name -> case of the comparison with TRL."""
-    shorter = {"median": 96, "longest": 512} if quick else {}
-    by_sigma = {f"sigma_{sigma}": Case(sigma=sigma, **shorter) for sigma in SIGMAS}
-    if quick:
-        return by_sigma
-    by_group = {f"group_{g}": Case(group_size=g, tasks=16 // g) for g in (4, 16)}
-    by_vocabulary = {
-        "vocabulary_1000": Case(vocabulary=1_000),
-        "vocabulary_152000": Case(vocabulary=152_000, group_size=4, tasks=1),
-    }
-    return {**by_sigma, **by_group, **by_vocabulary}
 
 
 def measure(quick: bool) -> dict[str, float]:
@@ -90,8 +75,9 @@ def measure(quick: bool) -> dict[str, float]:
 
 def shared_prefix(repetitions: int) -> dict[str, float]:
     """Long prompts, computed once per group."""
-    case = Case(sigma=0.4, prompt=768, median=128)
-    seconds = fewest(steps(case, ("bare", "ours", "shared")), repetitions, time.process_time)
+    seconds = fewest(
+        steps(SHARED_PREFIX, ("bare", "ours", "shared")), repetitions, time.process_time
+    )
     return {
         **{f"seconds_{name}_shared_prefix": value for name, value in seconds.items()},
         "time_over_bare_shared_prefix": seconds["shared"] / seconds["bare"],
@@ -100,8 +86,7 @@ def shared_prefix(repetitions: int) -> dict[str, float]:
 
 def tree(repetitions: int) -> dict[str, float]:
     """Two levels of prefixes: of all rollouts, and of each group."""
-    case = Case(sigma=0.4, system=256, tasks=4, group_size=4, median=128)
-    seconds = fewest(steps(case, ("bare", "shared", "flat")), repetitions, time.process_time)
+    seconds = fewest(steps(TREE, ("bare", "shared", "flat")), repetitions, time.process_time)
     return {
         **{f"seconds_{name}_tree": value for name, value in seconds.items()},
         "time_over_unique_tokens_tree": seconds["shared"] / seconds["flat"],

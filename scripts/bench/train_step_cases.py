@@ -43,6 +43,27 @@ class Case:
     """Of lengths and tokens."""
 
 
+SIGMAS = (0.4, 0.8, 1.2)
+SHARED_PREFIX = Case(sigma=0.4, prompt=768, median=128)
+"""Long prompts, computed once per group."""
+TREE = Case(sigma=0.4, system=256, tasks=4, group_size=4, median=128)
+"""Two levels of prefixes: of all rollouts, and of each group."""
+
+
+def cases(quick: bool) -> dict[str, Case]:
+    """Return the cases of the comparison with TRL by name."""
+    shorter = {"median": 96, "longest": 512} if quick else {}
+    by_sigma = {f"sigma_{sigma}": Case(sigma=sigma, **shorter) for sigma in SIGMAS}
+    if quick:
+        return by_sigma
+    by_group = {f"group_{g}": Case(group_size=g, tasks=16 // g) for g in (4, 16)}
+    by_vocabulary = {
+        "vocabulary_1000": Case(vocabulary=1_000),
+        "vocabulary_152000": Case(vocabulary=152_000, group_size=4, tasks=1),
+    }
+    return {**by_sigma, **by_group, **by_vocabulary}
+
+
 def model(case: Case) -> Qwen3ForCausalLM:
     """A random Qwen3 of 4 layers of 256 with a head of its own, fp32."""
     torch.manual_seed(0)

@@ -50,6 +50,9 @@ def test_the_bundled_agent_learns_with_vllm(tmp_path: Path) -> None:
     assert max(row["sampling/logprob_gap_max"] for row in rows) < 1e-3
     for row in rows:
         assert 0 < row["weight_sync/gap"] < row["weight_sync/gap_q90"] < 1e-3
+        parts = [row[f"time/sync_{part}_s"] for part in ("send", "load", "probe")]
+        assert min(parts) > 0 and sum(parts) <= row["time/sync_s"]
+        assert 0 < row["time/sync_check_s"] < row["time/sync_load_s"]
 
 
 def test_a_base_in_4_bits_is_sampled_by_the_weights_that_it_stands_for(tmp_path: Path) -> None:

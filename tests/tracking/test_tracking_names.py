@@ -17,7 +17,7 @@ from agenttrain.settings.compose import Source, compose_run, hydra_session
 from agenttrain.tracking.metrics import agent_metrics
 from agenttrain.tracking.names import METRICS, metric_row
 from agenttrain.training.config import WeightSyncMode
-from agenttrain.training.weight_sync import Gap
+from agenttrain.training.weight_sync import Gap, SyncSeconds
 
 RUN = (
     *("train", "debug=tiny", "steps=1", "eval.questions=0", "tracker=none", "algorithm=dapo"),
@@ -60,8 +60,10 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     names |= set(agent_metrics([]))
     fleet = Fleet(tmp_path_factory.mktemp("fleet"), ServersConfig(), WeightSyncMode.drain)
     names |= set(fleet.metrics())
-    names |= {"perf/peak_gb", "perf/tokens_per_s_gpu"}  # on a GPU
-    names |= {*MISMATCH_NAMES, *ROUTE_NAMES, *gap}
+    names |= {"perf/peak_gb", "perf/update_peak_gb", "perf/tokens_per_s_gpu"}  # on a GPU
+    # Of engines with weights of their own, the last of vLLM in this process.
+    seconds = SyncSeconds(send=0.0, load=0.0, probe=0.0).metrics()
+    names |= {*MISMATCH_NAMES, *ROUTE_NAMES, *gap, *seconds, "time/sync_check_s"}
     with_an_end = {"curriculum/new", "source/lookups/epoch"}  # of rows with an end
     return {*names, *with_an_end} - {"step"}
 

@@ -23,13 +23,14 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from training_cases import policy, rollout
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import GroupWeightRename, revert_weight_conversion
 
 from agenttrain.runs.loading import check_model
 from agenttrain.runs.sampling import engine_inputs
 from agenttrain.settings.compose import Source, compose_run, hydra_session
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.trainer import train_policy
-from agenttrain.training import weight_sync
+from agenttrain.training import file_names, weight_sync
 from agenttrain.training.checkpoint_files import auto_class
 from agenttrain.training.config import LoraSettings, WeightSyncConfig
 from agenttrain.training.lora import (
@@ -40,6 +41,7 @@ from agenttrain.training.lora import (
     merged,
     save_adapter_config,
 )
+from agenttrain.training.quantization import quantize
 from agenttrain.training.sharding import Sharding
 from agenttrain.training.weight_sync import (
     PolicyWeights,
@@ -167,6 +169,84 @@ def test_a_model_that_was_built_without_files_has_the_names_of_its_family(tmp_pa
     names = {name for name, _ in checkpoint_weights(model)}
     assert names == {*tensors_in(tmp_path), "lm_head.weight"}
     assert "model.layers.1.feed_forward.experts.3.w2.weight" in names
+
+
+def with_lora(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with adapters that change its weights."""
+    add_lora(model, LoraSettings(rank=2, targets=["q_proj"]))
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.constant_(weight, 0.1)
+    return model
+
+
+def in_4_bits(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with adapters over a quantised base."""
+    quantize(model, double=True)
+    return with_lora(model)
+
+
+def assert_sent_as_transformers_saves(model: PreTrainedModel) -> None:
+    """Two syncs, of which the second finds its names in the table, send what transformers saves."""
+    expected = revert_weight_conversion(model, dict(named_weights(model)))
+    for _ in range(2):
+        sent = list(checkpoint_weights(model))
+        assert len(sent) == len(expected)
+        for name, tensor in sent:
+            assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("change", [lambda model: model, with_lora, in_4_bits])
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen3Moe", "Lfm2Moe", "Qwen3_5-vision"])
+@pytest.mark.parametrize("stored", [False, True])
+def test_later_syncs_send_the_same_names(family: str, change, stored: bool, tmp_path: Path) -> None:
+    model = build(family)
+    if stored:
+        model.save_pretrained(tmp_path)
+        model = auto_class(tmp_path).from_pretrained(tmp_path)
+    assert_sent_as_transformers_saves(change(model))
+
+
+def test_names_follow_the_record_and_adapters_that_come_after_a_sync(tmp_path: Path) -> None:
+    build("Qwen3_5-vision").save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)  # the language model alone
+    q_proj = "layers.1.self_attn.q_proj.weight"
+    assert f"model.language_model.{q_proj}" in dict(checkpoint_weights(model))
+    assert_sent_as_transformers_saves(with_lora(model))
+    assert len(list(checkpoint_adapters(model))) == len(dict(checkpoint_adapters(model))) == 2
+    model._weight_conversions = None  # as `add_lora` may set it
+    assert f"model.{q_proj}" in dict(checkpoint_weights(model))
+    assert_sent_as_transformers_saves(model)
+
+
+def test_weights_whose_names_depend_on_others_are_converted_together() -> None:
+    model = build("Qwen3")
+    # transformers renames the second norm only where it has seen the first.
+    files = [rf"layers.(\d+).norm{number}" for number in (0, 1)]
+    norms = ("input_layernorm", "post_attention_layernorm")
+    model._weight_conversions = [GroupWeightRename(files, [rf"layers.\1.{norm}" for norm in norms])]
+    sent = dict(checkpoint_weights(model))
+    assert {"model.layers.0.norm0.weight", "model.layers.1.norm1.weight"} <= sent.keys()
+    assert_sent_as_transformers_saves(model)
+
+
+def test_a_second_sync_searches_no_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("Qwen3Moe")
+    list(checkpoint_weights(model))
+    converted: list[str] = []
+
+    def revert(model: PreTrainedModel, weights: dict) -> dict:
+        converted.extend(weights)
+        return revert_weight_conversion(model, weights)
+
+    monkeypatch.setattr(file_names, "revert_weight_conversion", revert)
+    list(checkpoint_weights(model))
+    # Only weights that are converted: the experts of two layers.
+    assert sorted(converted) == [
+        f"model.layers.{layer}.mlp.experts.{kind}"
+        for layer in range(2)
+        for kind in ("down_proj", "gate_up_proj")
+    ]
 
 
 def packed(folder: Path, family: str) -> Path:

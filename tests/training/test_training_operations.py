@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import tiny
+import torch
 from training_cases import policy, rollout
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -12,6 +13,7 @@ from agenttrain.trainer import train_policy
 from agenttrain.training.operations import (
     Operations,
     StepWork,
+    WorkCounter,
     count_operations,
     work_metrics,
 )
@@ -123,6 +125,41 @@ def test_passes_of_the_reference_count_forward_only() -> None:
     work = learner.take_work()
     assert work.operations == counted.training(10, alone) + counted.forward(10, alone)
     assert (work.computed_tokens, work.trained_tokens) == (20, 4)
+
+
+class Allocator:
+    """torch's allocator of a GPU, as far as it counts its peak."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.allocated = self.peak = 0
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: self.peak)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: self.hold(0))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+
+    def hold(self, most: int, then: int | None = None) -> None:
+        """Hand out `most` bytes, of which `then` stay."""
+        self.peak = max(self.peak, most) if most else self.allocated
+        self.allocated = self.allocated if then is None else then
+
+
+def test_the_peak_of_the_updates_is_not_that_of_rollouts_or_syncs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    allocator = Allocator(monkeypatch)
+    counter = WorkCounter(count_operations(tiny.model()), torch.device("cuda"))
+    allocator.hold(9_000_000_000, then=1_000_000_000)  # rollouts
+    counter.begin_update()
+    allocator.hold(7_000_000_000, then=2_000_000_000)
+    assert counter.end_update() == 7_000_000_000
+    allocator.hold(8_000_000_000, then=2_000_000_000)  # the weight sync
+    work = counter.take()
+    assert (work.peak_gb, work.update_peak_gb) == (9.0, 7.0)
+    counter.begin_update()  # a step that allocates nothing
+    assert counter.end_update() == 2_000_000_000
+    assert work_metrics([counter.take(), work], 2.0).items() >= {
+        ("perf/peak_gb", 9.0),
+        ("perf/update_peak_gb", 7.0),
+    }
 
 
 def test_utilisation_is_of_all_cards_together() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,6 +98,25 @@ def test_a_gap_in_numbers() -> None:
         "weight_sync/gap_q90": gap.q90,
         "weight_sync/gap_max": gap.max,
     }
+
+
+def test_a_sync_has_the_seconds_of_its_parts() -> None:
+    class Slow(Noisy):
+        async def update(self, weights: Any, version: int) -> None:
+            await super().update(weights, version)
+            await asyncio.sleep(0.05)
+
+        async def score(self, token_ids: Any) -> list[float]:
+            await asyncio.sleep(0.1)
+            return await super().score(token_ids)
+
+    began = time.perf_counter()
+    probe = synced(Slow())
+    whole = time.perf_counter() - began
+    seconds = probe.metrics()
+    send, load, check = (seconds[f"time/sync_{part}_s"] for part in ("send", "load", "probe"))
+    assert send > 0 and load >= 0.05 and check >= 0.1
+    assert send + load + check <= whole
 
 
 def test_a_few_tokens_that_are_far_off_are_warned_of_once() -> None:

@@ -225,6 +225,12 @@ class VllmEngine:
             await self._run_between_steps(self._driver.sleep)
             self.lacks_base = self.takes_adapters
 
+    def metrics(self) -> dict[str, float]:
+        """Implement `Metered.metrics`: the seconds of the last update's comparison of bytes."""
+        if self.takes_adapters:  # most updates bring no weights to compare
+            return {}
+        return {"time/sync_check_s": self._manifest.check_s}
+
     async def release(self, session: str) -> None:
         """Do nothing: the prefix cache evicts its least recently used entries."""
 

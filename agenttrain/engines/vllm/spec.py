@@ -34,7 +34,7 @@ def build(settings: VllmSettings, inputs: EngineInputs) -> Engine:
     if is_first:
         # vLLM prints nothing itself while it starts.
         activity = (
-            "compiling, and capturing CUDA graphs: minutes the first time on a machine"
+            "compiling, and capturing CUDA graphs: a minute or more the first time on a machine"
             if inputs.on_gpu and not settings.enforce_eager
             else "vLLM starts"
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
@@ -45,6 +46,8 @@ class Manifest:
     comparable: dict[str, list[str]] | None = None
     """vLLM's parameters that had exactly the sent bytes after the first load, mapped to the weights
     that each is made of. None: nothing was loaded yet."""
+    check_s: float = 0.0
+    """Seconds that the checksums of the last load took."""
 
     def load(self, llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace the model's weights, and compare the model's bytes with those that were sent.
@@ -54,6 +57,7 @@ class Manifest:
         a CPU's kernels, quantised, or spread over several workers. Only the probe of a weight sync
         checks these.
         """
+        self.check_s = 0.0
         sums: dict[str, Tensor] = {}  # checksums of the weights, filled while `sent` is read
         sent = self.check_each(weights, sums)
         if llm.vllm_config.parallel_config.world_size == 1:
@@ -74,7 +78,9 @@ class Manifest:
                 save_file(tensors, folder / "model.safetensors")
                 llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
         # Empty with several workers. Then nothing is comparable, and later loads compute no sums.
+        start = time.perf_counter()
         equal = _find_equal_parameters(llm, sums) if sums else {}
+        self.check_s += time.perf_counter() - start
         if self.comparable is None:  # the first load
             self.comparable = equal
         if differing := sorted(self.comparable.keys() - equal.keys()):
@@ -102,7 +108,9 @@ class Manifest:
                 former = self.forms.get(name, "nothing of that name")
                 raise ValueError(f"{name} is {forms[name]}, and was {former} before")
             if sums is not None and (compared is None or name in compared):
+                start = time.perf_counter()
                 sums[name] = checksum(tensor)
+                self.check_s += time.perf_counter() - start
             yield name, tensor
         if missing := [name for name in self.forms if name not in forms]:
             raise ValueError(f"{list_names(missing)}: came before, and not now")
