@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel, masking_utils
 from transformers.masking_utils import AttentionMaskInterface
 
 from agenttrain.engines.language_model import language_attention
@@ -39,6 +39,7 @@ from agenttrain.training.recurrent import RecurrentTree
 from agenttrain.training.ring_attention import ring_attention
 from agenttrain.training.segments import Segment, packed_positions
 from agenttrain.training.selection import Select
+from agenttrain.training.transfers import to_device
 from agenttrain.types import AgenttrainError
 
 NAME = "agenttrain_packed"
@@ -212,8 +213,15 @@ def exclude_from_compilation() -> None:
 @contextmanager
 def packing(model: PreTrainedModel) -> Iterator[None]:
     """Use packed attention in the block: forward passes then need the keyword `blocks`."""
-    with language_attention(model, NAME):
-        yield
+    # transformers looks for packed sequences among the position ids before it makes a mask. The
+    # result is no concern of `packed_mask`, and reading it would wait for all work of the GPU.
+    find_packed_sequences = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        with language_attention(model, NAME):
+            yield
+    finally:
+        masking_utils.find_packed_sequence_indices = find_packed_sequences
 
 
 QUERIES = 256
@@ -376,9 +384,9 @@ def make_varlen(segments: Sequence[Segment], device: torch.device) -> Varlen:
     key_positions_U = None
     if key_lengths != query_lengths:
         key_positions_U = torch.cat([packed_positions(segment) for segment in segments])
-        key_positions_U = key_positions_U.to(device, non_blocking=True)
+        key_positions_U = to_device(key_positions_U, device)
     cu_seqlens_q, cu_seqlens_k = (
-        torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
+        to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
         for lengths in (query_lengths, key_lengths)
     )
     return Varlen(

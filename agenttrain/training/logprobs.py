@@ -48,6 +48,7 @@ from agenttrain.training.recomputation import possible_levels, recomputed_module
 from agenttrain.training.recurrent import MixerCall, kernel_gap, recorded_calls, relative_gap
 from agenttrain.training.segments import Segment, one_after_the_other, packed_positions, positions
 from agenttrain.training.sharding import release_gathered
+from agenttrain.training.transfers import to_device
 from agenttrain.training.world import World
 from agenttrain.types import AgenttrainError
 
@@ -518,14 +519,16 @@ def score_microbatches(
     scorer: Any, microbatches: Iterable[Microbatch]
 ) -> dict[SequenceKey, tuple[Tensor, Tensor]]:
     """Return (logprobs_S, entropy_S) of each sequence by its key, on the CPU, detached."""
-    scores: dict[SequenceKey, tuple[Tensor, Tensor]] = {}
     with scorer.ready(), torch.no_grad():
-        for microbatch in microbatches:
-            lengths = [sequence.sampled_length for sequence in microbatch.sequences]
-            pieces = [values_S.cpu().split(lengths) for values_S in scorer(microbatch)]
-            for sequence, logprobs_S, entropy_S in zip(microbatch.sequences, *pieces, strict=True):
-                if sequence.sampled_length:  # not a stand-in
-                    scores[sequence.key] = (logprobs_S, entropy_S)
+        scored = [(microbatch.sequences, scorer(microbatch)) for microbatch in microbatches]
+    scores: dict[SequenceKey, tuple[Tensor, Tensor]] = {}
+    # Copied only after the last forward pass is queued: a copy to the host waits for all of them.
+    for sequences, values in scored:
+        lengths = [sequence.sampled_length for sequence in sequences]
+        pieces = [values_S.cpu().split(lengths) for values_S in values]
+        for sequence, logprobs_S, entropy_S in zip(sequences, *pieces, strict=True):
+            if sequence.sampled_length:  # not a stand-in
+                scores[sequence.key] = (logprobs_S, entropy_S)
     return scores
 
 
@@ -650,7 +653,7 @@ def packed_hidden(
     position_ids = positions(segments) if split is None else split.tree.positions()
     output = backbone(model)(
         input_ids=token_ids_T[None],
-        position_ids=position_ids[None].to(device, non_blocking=True),
+        position_ids=to_device(position_ids[None], device),
         **PackedTree(segments, device, use_varlen=varlen, split=split).keywords(model),
     )
     return output.last_hidden_state[0]
@@ -671,7 +674,8 @@ def separate_hidden(
     """
     pieces = []
     for segment in segments:
-        places_T = packed_positions(segment)  # of the prefix, then of the segment
+        # Of the prefix, then of the segment.
+        places_T = to_device(packed_positions(segment), token_ids_T.device)
         begin(places_T)
         sequence_T = token_ids_T[places_T]
         output = backbone(model)(input_ids=sequence_T[None], use_cache=False)
