@@ -575,7 +575,8 @@ def head_logprobs(
         return logprobs_SV.gather(-1, labels_S[:, None])[:, 0], entropy_S
 
     parts = [
-        checkpoint(score_chunk, hidden, labels, use_reentrant=False)
+        # A head in evaluation mode draws no random number (`recomputing`).
+        checkpoint(score_chunk, hidden, labels, use_reentrant=False, preserve_rng_state=False)
         for hidden, labels in zip(hidden_SH.split(size), labels_S.split(size), strict=True)
     ]
     chunk_logprobs, chunk_entropies = zip(*parts, strict=True)
