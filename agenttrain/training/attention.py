@@ -38,7 +38,7 @@ from agenttrain.training.partial_attention import Scoring
 from agenttrain.training.recurrent import RecurrentTree
 from agenttrain.training.ring_attention import ring_attention
 from agenttrain.training.segments import Segment, packed_positions
-from agenttrain.training.selection import Select
+from agenttrain.training.selection import Repeat, Repeats, Select, make_repeats
 from agenttrain.training.transfers import to_device
 from agenttrain.types import AgenttrainError
 
@@ -368,8 +368,8 @@ class Varlen:
     """Most tokens of a segment."""
     max_seqlen_k: int
     """Most keys of a segment."""
-    key_positions_U: Tensor | None
-    """Packed position of every key: a shared prefix is repeated for each segment after it. None if
+    keys: Repeats | None
+    """The packed token of every key: a shared prefix is repeated for each segment after it. None if
     no prefix is shared: keys are the packed tokens."""
 
 
@@ -381,10 +381,9 @@ def make_varlen(segments: Sequence[Segment], device: torch.device) -> Varlen:
     """
     query_lengths = [segment.length for segment in segments]
     key_lengths = [segment.prefix_length + segment.length for segment in segments]
-    key_positions_U = None
+    keys = None
     if key_lengths != query_lengths:
-        key_positions_U = torch.cat([packed_positions(segment) for segment in segments])
-        key_positions_U = to_device(key_positions_U, device)
+        keys = make_repeats(torch.cat([packed_positions(segment) for segment in segments]), device)
     cu_seqlens_q, cu_seqlens_k = (
         to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
         for lengths in (query_lengths, key_lengths)
@@ -394,7 +393,7 @@ def make_varlen(segments: Sequence[Segment], device: torch.device) -> Varlen:
         cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max(query_lengths),
         max_seqlen_k=max(key_lengths),
-        key_positions_U=key_positions_U,
+        keys=keys,
     )
 
 
@@ -498,8 +497,8 @@ def attend_varlen(
     without. Layers with soft caps or sinks, float32, and CPUs use `attend` block by block. If a
     segment has more keys than queries, FlashAttention aligns the last of both, as needed here.
     """
-    if varlen.key_positions_U is not None:
-        key, value = (state.index_select(0, varlen.key_positions_U) for state in (key, value))
+    if varlen.keys is not None:
+        key, value = (Repeat.apply(state, varlen.keys) for state in (key, value))
     return varlen_kernel(
         query,
         key,

@@ -40,6 +40,7 @@ from agenttrain.engines.vision import Layout, Piece
 from agenttrain.training.context_share import ContextShare
 from agenttrain.training.prefixes import Branch, cut, grow
 from agenttrain.training.segments import Segment, packed_positions
+from agenttrain.training.selection import Repeats, make_repeats
 from agenttrain.training.transfers import to_device
 from agenttrain.types import AgenttrainError, LedgerError, Origin, Rollout, Task, Trajectory
 
@@ -257,8 +258,8 @@ class Microbatch:
     token_ids_T: Tensor
     segments: tuple[Segment, ...]
     """Layout of the tokens: one segment per branch of the prefix trees."""
-    targets_S: Tensor
-    """Packed positions whose next token was sampled."""
+    targets: Repeats
+    """Packed positions whose next token was sampled. Sequences that branch there share one."""
     labels_S: Tensor
     """The sampled tokens."""
     behaviour_S: Tensor
@@ -278,6 +279,11 @@ class Microbatch:
     context: ContextShare | None = None
     """Part of a forward pass of several processes. Then `token_ids_T` and `routes_TLK` are those of
     this process's tokens. None: this process computes all tokens."""
+
+    @property
+    def targets_S(self) -> Tensor:
+        """Packed positions whose next token was sampled, in the order of `sequences`."""
+        return self.targets.sources
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -354,7 +360,7 @@ def _pack_trees(
         sequences=sequences,
         token_ids_T=to_device(torch.cat(pieces), device),
         segments=tuple(segments),
-        targets_S=to_device(torch.cat(targets), device),
+        targets=make_repeats(torch.cat(targets), device),
         labels_S=to_device(torch.cat(labels), device),
         behaviour_S=to_device(torch.cat([s.behaviour_S for s in sequences]), device),
         sequence_S=to_device(sequence_S, device),

@@ -47,6 +47,7 @@ from agenttrain.training.prefixes import least_prefix
 from agenttrain.training.recomputation import possible_levels, recomputed_modules, recomputing
 from agenttrain.training.recurrent import MixerCall, kernel_gap, recorded_calls, relative_gap
 from agenttrain.training.segments import Segment, one_after_the_other, packed_positions, positions
+from agenttrain.training.selection import Repeat, Repeats
 from agenttrain.training.sharding import release_gathered
 from agenttrain.training.transfers import to_device
 from agenttrain.training.world import World
@@ -353,7 +354,7 @@ class Scorer(nn.Module):
             hidden_TH = packed_hidden(
                 self.model, microbatch.token_ids_T, microbatch.segments, split=share.split
             )
-            scores = self._score(hidden_TH, share.targets_s, share.labels_s)
+            scores = self._score(hidden_TH, share.targets, share.labels_s)
             return share.exchange(*scores)
         if images is None:
             hidden_TH = self._hidden(microbatch.token_ids_T, microbatch.segments)
@@ -368,19 +369,17 @@ class Scorer(nn.Module):
                 varlen=self.varlen,
                 begin=self._begin_segment,
             )
-        return self._score(hidden_TH, microbatch.targets_S, microbatch.labels_S)
+        return self._score(hidden_TH, microbatch.targets, microbatch.labels_S)
 
     def _score(
-        self, hidden_TH: Tensor, targets_S: Tensor, labels_S: Tensor
+        self, hidden_TH: Tensor, targets: Repeats, labels_S: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return logprobs and entropies of the labels, [S] each.
 
-        `targets_S` are the positions of the states that predict the sampled tokens `labels_S`.
+        `targets` select the states that predict the sampled tokens `labels_S`.
         """
         return head_logprobs(
-            # Not `hidden_TH[...]`: on CPU threads its gradient adds up the sequences that share a
-            # position in any order, so that two runs differ in their last bits.
-            hidden_TH.index_select(0, targets_S),
+            Repeat.apply(hidden_TH, targets),
             self.model.get_output_embeddings(),
             labels_S,
             transform=self.transform,
