@@ -12,19 +12,24 @@ values (`Averages.means`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from packing_families import tiny_family
+from recurrent_families import tiny_recurrent
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_cases import policy, rollout
+from transformers import PreTrainedModel
 
 from agenttrain.algorithms.config import Behaviour, CorrectionLevel, CorrectionMode
+from agenttrain.algorithms.objectives.config import Ratio, build_objective
 from agenttrain.trainer import compute_gradient
 from agenttrain.training.config import SharePrefix
 from agenttrain.training.credit_assignment import assign_advantages
-from agenttrain.types import Origin, Rollout
+from agenttrain.types import Completion, Finish, Origin, Rollout
 
 READ_VALUES = (
     *("_local_scalar_dense", "nonzero", "nonzero_static", "bincount", "masked_select", "equal"),
@@ -85,10 +90,18 @@ def answer(group: int, sample: int) -> Rollout:
     )
 
 
-def watched_microbatches(algorithm: dict, training: dict) -> Iterator[Watch]:
-    """Yield the watch over each `compute_gradient` of a step of two updates."""
-    trained = policy(algorithm=algorithm, training=training)
+def watched_microbatches(
+    algorithm: dict, training: dict, model: PreTrainedModel | None = None
+) -> Iterator[Watch]:
+    """Yield the watch over each `compute_gradient` of a step of two groups."""
+    trained = policy(model, algorithm=algorithm, training=training)
     groups = [[answer(group, sample) for sample in range(4)] for group in range(2)]
+    # A second trajectory, so that a rollout has more tokens than each of its sequences.
+    summary = groups[0][1].branch(0, 5, role="summary")
+    done = Completion(
+        token_ids=(23, 2), logprobs=(-5.0,) * 2, finish=Finish.stop, versions=((0, 2),)
+    )
+    summary.append_sampled(done, summary.token_ids)
     sequences = trained.score(groups)
     assign_advantages(
         groups, trained.algorithm, trained.world, penalties={}, reward_weights={"reward": 1.0}
@@ -118,8 +131,9 @@ CORRECTED = {
         {"minibatches": 2},
         CORRECTED,
         {**RECOMPUTED, "top_entropy": 0.5, "entropy": {"bonus": 0.1}, "off_policy_threshold": 0.1},
+        {"minibatches": 2, "objective": build_objective("clip", ratio=Ratio.sequence_sum)},
     ],
-    ids=["grpo", "correction and kl", "top entropy and masks"],
+    ids=["grpo", "correction and kl", "top entropy and masks", "ratios of rollouts"],
 )
 @pytest.mark.parametrize("share", [SharePrefix.always, SharePrefix.never])
 def test_a_microbatch_waits_for_no_value(algorithm: dict, share: SharePrefix) -> None:
@@ -128,3 +142,18 @@ def test_a_microbatch_waits_for_no_value(algorithm: dict, share: SharePrefix) ->
     for watch in watches:
         assert watch.operations > 500  # forward and backward passes
         assert watch.waits == []
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        *(partial(tiny_family, name) for name in ("Gemma3", "GptOss", "Qwen3Moe", "DeepseekV3")),
+        *(partial(tiny_recurrent, name) for name in ("Qwen3_5", "Bamba", "Lfm2")),
+    ],
+    ids=lambda build: build.args[0],
+)
+def test_no_layer_of_a_model_waits(model: Callable[[], PreTrainedModel]) -> None:
+    """Windows, sinks, experts, latent heads, scans and convolutions; computed again, too."""
+    (watch,) = watched_microbatches({}, {"activation_checkpointing": "all"}, model())
+    assert watch.operations > 500
+    assert watch.waits == []
