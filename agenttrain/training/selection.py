@@ -61,9 +61,8 @@ class Select(torch.autograd.Function):
         return tokens, None, None, None, None
 
 
-SUMMED_ROWS = 2**15
-"""Most copies of tokens that the backward pass of `Repeat` lays out at once: 64 MiB of keys in
-bfloat16, of 8 heads of 128."""
+SUMMED_BYTES = 2**26
+"""Most bytes of tokens' copies that the backward pass of `Repeat` lays out at once (64 MiB)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +107,7 @@ class Repeat(torch.autograd.Function):
     """Select tokens by position, each any number of times.
 
     A token's gradient is the sum over its copies, in float32 at least and in a fixed order, and is
-    rounded once. Beside it the backward pass needs memory for `SUMMED_ROWS` rows.
+    rounded once. Beside the gradients the backward pass needs 3 x `SUMMED_BYTES` at most.
     """
 
     @staticmethod
@@ -123,8 +122,9 @@ class Repeat(torch.autograd.Function):
         """Return the gradient of every token, [tokens, …]; 0 where a token is not selected."""
         repeats: Repeats = ctx.repeats
         tokens = gradient.new_zeros(ctx.tokens, *gradient.shape[1:])
+        row_bytes = gradient.element_size() * gradient.shape[1:].numel()
         for copies in repeats.copies:
-            for positions_N, indices_CN in _chunks(copies):
+            for positions_N, indices_CN in _chunks(copies, row_bytes):
                 rows = gradient.index_select(0, indices_CN.flatten())
                 if len(indices_CN) > 1:
                     exact = torch.promote_types(torch.float32, rows.dtype)
@@ -133,7 +133,7 @@ class Repeat(torch.autograd.Function):
         return tokens, None
 
 
-def _chunks(copies: Copies) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the positions and indices of at most `SUMMED_ROWS` copies, or of one token."""
-    size = max(1, SUMMED_ROWS // len(copies.indices_CN))
+def _chunks(copies: Copies, row_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the positions and indices of copies of `SUMMED_BYTES` at most, or of one token."""
+    size = max(1, SUMMED_BYTES // (row_bytes * len(copies.indices_CN)))
     return zip(copies.positions_N.split(size), copies.indices_CN.split(size, dim=1), strict=True)

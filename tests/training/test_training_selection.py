@@ -57,12 +57,12 @@ def test_keys_of_a_prefix_get_their_gradient_rounded_once(children: int) -> None
     assert ((key.grad.double() - exact).abs() <= 1.001 * 2**-8 * exact).all()
 
 
-@pytest.mark.parametrize("rows", [90, 1])
+@pytest.mark.parametrize("size", [90 * 3 * 4, 1])
 def test_sums_are_complete_however_few_copies_are_laid_out_at_once(
-    rows: int, monkeypatch: pytest.MonkeyPatch
+    size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two tokens of the prompt at once, of 42 copies each, or one."""
-    monkeypatch.setattr(selection, "SUMMED_ROWS", rows)
+    """Two tokens of the prompt at once, of 42 copies of 3 numbers of 4 bytes each, or one."""
+    monkeypatch.setattr(selection, "SUMMED_BYTES", size)
     keys = make_varlen(tree(40), CPU).keys
     gradient = torch.randn(len(keys.sources), 3, generator=torch.Generator().manual_seed(1))
     key = torch.zeros(tree(40)[-1].end, 3, requires_grad=True)
