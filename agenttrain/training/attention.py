@@ -213,13 +213,21 @@ def exclude_from_compilation() -> None:
 @contextmanager
 def packing(model: PreTrainedModel) -> Iterator[None]:
     """Use packed attention in the block: forward passes then need the keyword `blocks`."""
-    # transformers looks for packed sequences among the position ids before it makes a mask. The
-    # result is no concern of `packed_mask`, and reading it would wait for all work of the GPU.
+    with language_attention(model, NAME):
+        yield
+
+
+@contextmanager
+def no_search_for_packing() -> Iterator[None]:
+    """Keep transformers from looking for packed sequences among position ids in the block.
+
+    Before it makes a mask it reads from the ids whether there are several sequences, for which a
+    GPU's host waits. `packed_mask` ignores the result, and other passes here have one sequence.
+    """
     find_packed_sequences = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:
-        with language_attention(model, NAME):
-            yield
+        yield
     finally:
         masking_utils.find_packed_sequence_indices = find_packed_sequences
 

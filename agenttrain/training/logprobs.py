@@ -32,6 +32,7 @@ from agenttrain.training.attention import (
     UnsupportedAttention,
     exclude_from_compilation,
     has_kernel,
+    no_search_for_packing,
     packing,
 )
 from agenttrain.training.batch import Microbatch, SequenceKey, TrainingSequence, pack, stand_in
@@ -339,7 +340,8 @@ class Scorer(nn.Module):
         self.model.eval()
         try:
             replaying = nullcontext() if self.replay is None else self.replay.installed(self.model)
-            with replaying, packing(self.model) if self.packed else nullcontext():
+            packed = packing(self.model) if self.packed else nullcontext()
+            with replaying, packed, no_search_for_packing():
                 yield
         finally:
             self.model.train(training)

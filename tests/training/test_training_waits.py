@@ -7,7 +7,8 @@ queued work is done, and then the GPU for the host.
 Outside of a microbatch these remain, each once per step or update: the copies of the scores to the
 host (`score_microbatches`, `store_scores`), the sums of counts over processes (`Policy.minibatch`),
 the norm of the gradient and whether the loss is finite (`Policy.optimizer_step`), and the metrics'
-values (`Averages.means`).
+values (`Averages.means`). Microbatches with images wait: `embed` counts the placeholders, and
+transformers' encoders read the sizes of the images.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from packing_families import tiny_family
 from recurrent_families import tiny_recurrent
@@ -155,5 +157,15 @@ def test_a_microbatch_waits_for_no_value(algorithm: dict, share: SharePrefix) ->
 def test_no_layer_of_a_model_waits(model: Callable[[], PreTrainedModel]) -> None:
     """Windows, sinks, experts, latent heads, scans and convolutions; computed again, too."""
     (watch,) = watched_microbatches({}, {"activation_checkpointing": "all"}, model())
+    assert watch.operations > 500
+    assert watch.waits == []
+
+
+@pytest.mark.filterwarnings("ignore:Qwen3ForCausalLM is trained with one forward pass per rollout")
+def test_passes_of_one_sequence_do_not_wait_either() -> None:
+    model = tiny.model()
+    # Each position sees a sum over those before it, also those of another rollout.
+    model.model.layers[0].mlp.register_forward_hook(lambda _, __, out: out + out.cumsum(1))
+    (watch,) = watched_microbatches({}, {}, model)
     assert watch.operations > 500
     assert watch.waits == []
