@@ -172,9 +172,11 @@ def extremes(name: str, values: Tensor) -> MetricParts:
     Without values they are inf and -inf, which change no minimum and no maximum. A part has two
     numbers, as that of a mean (sum, count): here both are the extreme.
     """
-    valid = values.float()[~values.isnan()]
-    infinity = valid.new_tensor([torch.inf])  # so that `min` and `max` have a value to return
-    lowest, highest = torch.cat((valid, infinity)).min(), torch.cat((valid, -infinity)).max()
+    # NaN is replaced, not left out: on a GPU a selection by mask waits for all queued work.
+    is_nan, values = values.isnan().flatten(), values.float().flatten()
+    infinity = values.new_full((1,), torch.inf)  # so that `min` and `max` have a value to return
+    lowest = torch.cat((values.masked_fill(is_nan, torch.inf), infinity)).min()
+    highest = torch.cat((values.masked_fill(is_nan, -torch.inf), -infinity)).max()
     return {f"{name}/min": torch.stack((lowest,) * 2), f"{name}/max": torch.stack((highest,) * 2)}
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel, masking_utils
 from transformers.masking_utils import AttentionMaskInterface
 
 from agenttrain.engines.mixers import MixerLayout, layout_keywords
@@ -37,7 +37,8 @@ from agenttrain.training.partial_attention import Scoring
 from agenttrain.training.recurrent import RecurrentTree
 from agenttrain.training.ring_attention import ring_attention
 from agenttrain.training.segments import Segment, packed_positions
-from agenttrain.training.selection import Select
+from agenttrain.training.selection import Repeat, Repeats, Select, make_repeats
+from agenttrain.training.transfers import to_device
 from agenttrain.types import AgenttrainError
 
 NAME = "agenttrain_packed"
@@ -223,6 +224,21 @@ def packing(model: PreTrainedModel) -> Iterator[None]:
         config._attn_implementation = former_name
 
 
+@contextmanager
+def no_search_for_packing() -> Iterator[None]:
+    """Keep transformers from looking for packed sequences among position ids in the block.
+
+    Before it makes a mask it reads from the ids whether there are several sequences, for which a
+    GPU's host waits. `packed_mask` ignores the result, and other passes here have one sequence.
+    """
+    find_packed_sequences = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = find_packed_sequences
+
+
 QUERIES = 256
 """Queries of one call. A CPU kernel computes the scores of later keys too and drops them: calls
 over 256 queries, each up to its own last key, take 0.7 to 0.95 times as long from 512 tokens on."""
@@ -367,8 +383,8 @@ class Varlen:
     """Most tokens of a segment."""
     max_seqlen_k: int
     """Most keys of a segment."""
-    key_positions_U: Tensor | None
-    """Packed position of every key: a shared prefix is repeated for each segment after it. None if
+    keys: Repeats | None
+    """The packed token of every key: a shared prefix is repeated for each segment after it. None if
     no prefix is shared: keys are the packed tokens."""
 
 
@@ -380,12 +396,11 @@ def make_varlen(segments: Sequence[Segment], device: torch.device) -> Varlen:
     """
     query_lengths = [segment.length for segment in segments]
     key_lengths = [segment.prefix_length + segment.length for segment in segments]
-    key_positions_U = None
+    keys = None
     if key_lengths != query_lengths:
-        key_positions_U = torch.cat([packed_positions(segment) for segment in segments])
-        key_positions_U = key_positions_U.to(device, non_blocking=True)
+        keys = make_repeats(torch.cat([packed_positions(segment) for segment in segments]), device)
     cu_seqlens_q, cu_seqlens_k = (
-        torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
+        to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
         for lengths in (query_lengths, key_lengths)
     )
     return Varlen(
@@ -393,7 +408,7 @@ def make_varlen(segments: Sequence[Segment], device: torch.device) -> Varlen:
         cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max(query_lengths),
         max_seqlen_k=max(key_lengths),
-        key_positions_U=key_positions_U,
+        keys=keys,
     )
 
 
@@ -497,8 +512,8 @@ def attend_varlen(
     without. Layers with soft caps or sinks, float32, and CPUs use `attend` block by block. If a
     segment has more keys than queries, FlashAttention aligns the last of both, as needed here.
     """
-    if varlen.key_positions_U is not None:
-        key, value = (state.index_select(0, varlen.key_positions_U) for state in (key, value))
+    if varlen.keys is not None:
+        key, value = (Repeat.apply(state, varlen.keys) for state in (key, value))
     return varlen_kernel(
         query,
         key,

@@ -40,6 +40,8 @@ from agenttrain.engines.vision import Layout, Piece
 from agenttrain.training.context_share import ContextShare
 from agenttrain.training.prefixes import Branch, cut, grow
 from agenttrain.training.segments import Segment, packed_positions
+from agenttrain.training.selection import Repeats, make_repeats
+from agenttrain.training.transfers import to_device
 from agenttrain.types import AgenttrainError, LedgerError, Origin, Rollout, Task, Trajectory
 
 Item = TypeVar("Item")
@@ -256,8 +258,8 @@ class Microbatch:
     token_ids_T: Tensor
     segments: tuple[Segment, ...]
     """Layout of the tokens: one segment per branch of the prefix trees."""
-    targets_S: Tensor
-    """Packed positions whose next token was sampled."""
+    targets: Repeats
+    """Packed positions whose next token was sampled. Sequences that branch there share one."""
     labels_S: Tensor
     """The sampled tokens."""
     behaviour_S: Tensor
@@ -277,6 +279,11 @@ class Microbatch:
     context: ContextShare | None = None
     """Part of a forward pass of several processes. Then `token_ids_T` and `routes_TLK` are those of
     this process's tokens. None: this process computes all tokens."""
+
+    @property
+    def targets_S(self) -> Tensor:
+        """Packed positions whose next token was sampled, in the order of `sequences`."""
+        return self.targets.sources
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -347,18 +354,19 @@ def _pack_trees(
     targets = [packed_positions(segment)[sequence.targets_S] for sequence, segment in leaves]
     labels = [sequence.token_ids_T[sequence.targets_S + 1] for sequence in sequences]
     counts_B = torch.tensor([sequence.sampled_length for sequence in sequences])
+    sequence_S = torch.repeat_interleave(torch.arange(len(sequences)), counts_B)
     refs = [s.ref_logprobs_S for s in sequences if s.ref_logprobs_S is not None]
     return Microbatch(
         sequences=sequences,
-        token_ids_T=torch.cat(pieces).to(device),
+        token_ids_T=to_device(torch.cat(pieces), device),
         segments=tuple(segments),
-        targets_S=torch.cat(targets).to(device),
-        labels_S=torch.cat(labels).to(device),
-        behaviour_S=torch.cat([sequence.behaviour_S for sequence in sequences]).to(device),
-        sequence_S=torch.repeat_interleave(torch.arange(len(sequences)), counts_B).to(device),
-        advantages_S=torch.cat([sequence.advantages_S for sequence in sequences]).to(device),
-        weights_B=torch.tensor([sequence.weight for sequence in sequences]).to(device),
-        ref_logprobs_S=torch.cat(refs).to(device) if refs else None,
+        targets=make_repeats(torch.cat(targets), device),
+        labels_S=to_device(torch.cat(labels), device),
+        behaviour_S=to_device(torch.cat([s.behaviour_S for s in sequences]), device),
+        sequence_S=to_device(sequence_S, device),
+        advantages_S=to_device(torch.cat([s.advantages_S for s in sequences]), device),
+        weights_B=to_device(torch.tensor([s.weight for s in sequences]), device),
+        ref_logprobs_S=to_device(torch.cat(refs), device) if refs else None,
         images=_packed_images(sources, device) if any(s.layout for s, _ in sources) else None,
         routes_TLK=_packed_routes(sources, device),
     )
@@ -386,7 +394,7 @@ def _packed_routes(
             packed_R = positions_R[in_branch_R] + (start - branch.start)
             routes_TLK[packed_R] = sequence.routes.experts_RLK[in_branch_R]
         start += branch.end - branch.start
-    return routes_TLK.to(device)
+    return to_device(routes_TLK, device)
 
 
 def _packed_images(
@@ -404,7 +412,8 @@ def _packed_images(
         positions.append(torch.from_numpy(layout.positions(branch.start, branch.end).copy()))
         pieces += layout.pieces(branch.start, branch.end, start)
         start += branch.end - branch.start
-    return PackedImages(positions_3T=torch.cat(positions, dim=1).to(device), pieces=tuple(pieces))
+    positions_3T = to_device(torch.cat(positions, dim=1), device)
+    return PackedImages(positions_3T=positions_3T, pieces=tuple(pieces))
 
 
 def split(groups: Sequence[Item], parts: int) -> list[Sequence[Item]]:
@@ -471,18 +480,28 @@ def pad_rows(lengths: Sequence[int], device: torch.device) -> PaddedRows:
     Example: rows of 3 and 1 tokens are packed as 0 1 2 3 and padded as 0 1 2 | 3 3 3. `gather` is
     0 1 2 3 3 3, `scatter` 0 1 2 3 (padded places of tokens), and `padding` 4 5.
     """
-    # Made on the host: on a GPU `nonzero` would wait for all work that is queued there.
-    position_L = torch.arange(max(lengths))
-    lengths_N1 = torch.tensor(lengths)[:, None]
-    starts_N1 = lengths_N1.cumsum(0) - lengths_N1
-    is_token = (position_L < lengths_N1).flatten()
+    longest = max(lengths)
+    lengths_N = torch.tensor(lengths)
+    starts_N = lengths_N.cumsum(0) - lengths_N
+    padded_starts_N = longest * torch.arange(len(lengths))
     # `minimum`: padding repeats the last token of its row.
-    gather = (starts_N1 + torch.minimum(position_L, lengths_N1 - 1)).flatten()
+    in_row_NL = torch.minimum(torch.arange(longest), lengths_N[:, None] - 1)
     return PaddedRows(
-        gather=gather.to(device, non_blocking=True),
-        scatter=is_token.nonzero()[:, 0].to(device, non_blocking=True),
-        padding=(~is_token).nonzero()[:, 0].to(device, non_blocking=True),
+        gather=to_device((starts_N[:, None] + in_row_NL).flatten(), device),
+        scatter=to_device(_ranges(padded_starts_N, lengths_N), device),
+        padding=to_device(_ranges(padded_starts_N + lengths_N, longest - lengths_N), device),
     )
+
+
+def _ranges(starts_N: Tensor, lengths_N: Tensor) -> Tensor:
+    """Return the numbers of ranges, one range after the other.
+
+    Example: ranges of 2 and 1 from 5 and 9 are 5 6 9.
+    """
+    # The number that the range adds to each index of the result.
+    offsets_N = starts_N - (lengths_N.cumsum(0) - lengths_N)
+    offsets = torch.repeat_interleave(offsets_N, lengths_N)
+    return offsets + torch.arange(len(offsets))
 
 
 def make_blocks(segments: Sequence[Segment], device: torch.device) -> tuple[Block, ...]:

@@ -30,6 +30,7 @@ from agenttrain.training.batch import (
 from agenttrain.training.context_group import ContextGroup
 from agenttrain.training.context_share import ContextShare
 from agenttrain.training.context_tree import fill, split_tree
+from agenttrain.training.selection import make_repeats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +103,8 @@ def _own_share(microbatch: Microbatch, own_ids: set[int], group: ContextGroup) -
     # Index of each token among those that this process computes. -1: another one computes it.
     index_T = torch.full((len(microbatch.token_ids_T),), -1)
     index_T[positions_t] = torch.arange(len(positions_t))
-    targets_S = index_T[microbatch.targets_S.cpu()]
+    packed_targets_S = microbatch.targets_S.cpu()
+    targets_S = index_T[packed_targets_S]
     # Indices among the group's sampled tokens: of those that this process computes (`places_s`),
     # and of those of its sequences (`own_places`).
     places_s = (targets_S >= 0).nonzero()[:, 0]
@@ -111,12 +113,13 @@ def _own_share(microbatch: Microbatch, own_ids: set[int], group: ContextGroup) -
     own_places = is_own_B[sequence_S].nonzero()[:, 0]
     share = ContextShare(
         split=split,
-        targets_s=targets_S[places_s].to(device),
+        targets=make_repeats(targets_S[places_s], device),
         labels_s=microbatch.labels_S[places_s.to(device)],
         places_s=places_s.to(device),
         own_places=own_places.to(device),
         sampled=len(targets_S),
     )
+    own_targets = make_repeats(packed_targets_S[own_places], device)
     own_places, positions_t = own_places.to(device), positions_t.to(device)
     sequences = tuple(sequence for sequence in microbatch.sequences if id(sequence) in own_ids)
     ref_logprobs_S = microbatch.ref_logprobs_S  # only this process's own sequences have any
@@ -131,7 +134,7 @@ def _own_share(microbatch: Microbatch, own_ids: set[int], group: ContextGroup) -
         microbatch,
         sequences=sequences,
         token_ids_T=microbatch.token_ids_T[positions_t],
-        targets_S=microbatch.targets_S[own_places],
+        targets=own_targets,
         labels_S=microbatch.labels_S[own_places],
         behaviour_S=microbatch.behaviour_S[own_places],
         sequence_S=own_index_B[microbatch.sequence_S[own_places]],

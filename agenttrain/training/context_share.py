@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from agenttrain.training.context_tree import Split
+from agenttrain.training.selection import Repeats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +22,7 @@ class ContextShare:
 
     split: Split
     """The packed tree, with the processes that compute it together."""
-    targets_s: Tensor
+    targets: Repeats
     """Indices, among this process's tokens, of those whose next token was sampled."""
     labels_s: Tensor
     """The sampled tokens."""

@@ -24,6 +24,7 @@ from agenttrain.training.context_group import ContextGroup
 from agenttrain.training.context_tree import ContextTree, TreePiece
 from agenttrain.training.recurrent import RecurrentTree
 from agenttrain.training.segments import Segment
+from agenttrain.training.transfers import to_device
 
 
 class HandedTree:
@@ -355,7 +356,8 @@ def make_tails(tree: ContextTree, reach: int, device: torch.device) -> Tails:
         if tails:
             # (index after the last token, number of tokens) of each tail.
             ends = [(p.offset + p.length, length) for p, length in tails.items()]
-            sent[rank] = torch.cat([torch.arange(end - n, end) for end, n in ends]).to(device)
+            indices = torch.cat([torch.arange(end - n, end) for end, n in ends])
+            sent[rank] = to_device(indices, device)
     return Tails(layout=RecurrentTree(layout, device), sent=sent, fetched=fetched)
 
 

@@ -17,6 +17,7 @@ from agenttrain.engines.vision import Features, Piece, Vision, embed
 from agenttrain.training.attention import PackedTree
 from agenttrain.training.batch import Microbatch, PackedImages
 from agenttrain.training.segments import packed_positions
+from agenttrain.training.transfers import to_device
 
 
 def hidden_with_images(
@@ -56,7 +57,7 @@ def hidden_with_images(
         return hidden_TH
     hidden_of_segments = []
     for segment in segments:  # one pass for each, after its prefix
-        places_T = packed_positions(segment).to(device)
+        places_T = to_device(packed_positions(segment), device)
         begin(places_T)
         output = language(
             **embed(

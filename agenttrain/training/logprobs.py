@@ -32,6 +32,7 @@ from agenttrain.training.attention import (
     UnsupportedAttention,
     exclude_from_compilation,
     has_kernel,
+    no_search_for_packing,
     packing,
 )
 from agenttrain.training.batch import Microbatch, SequenceKey, TrainingSequence, pack, stand_in
@@ -47,7 +48,9 @@ from agenttrain.training.prefixes import least_prefix
 from agenttrain.training.recomputation import possible_levels, recomputed_modules, recomputing
 from agenttrain.training.recurrent import MixerCall, kernel_gap, recorded_calls, relative_gap
 from agenttrain.training.segments import Segment, one_after_the_other, packed_positions, positions
+from agenttrain.training.selection import Repeat, Repeats
 from agenttrain.training.sharding import release_gathered
+from agenttrain.training.transfers import to_device
 from agenttrain.training.world import World
 from agenttrain.types import AgenttrainError
 
@@ -337,7 +340,8 @@ class Scorer(nn.Module):
         self.model.eval()
         try:
             replaying = nullcontext() if self.replay is None else self.replay.installed(self.model)
-            with replaying, packing(self.model) if self.packed else nullcontext():
+            packed = packing(self.model) if self.packed else nullcontext()
+            with replaying, packed, no_search_for_packing():
                 yield
         finally:
             self.model.train(training)
@@ -352,7 +356,7 @@ class Scorer(nn.Module):
             hidden_TH = packed_hidden(
                 self.model, microbatch.token_ids_T, microbatch.segments, split=share.split
             )
-            scores = self._score(hidden_TH, share.targets_s, share.labels_s)
+            scores = self._score(hidden_TH, share.targets, share.labels_s)
             return share.exchange(*scores)
         if images is None:
             hidden_TH = self._hidden(microbatch.token_ids_T, microbatch.segments)
@@ -367,19 +371,17 @@ class Scorer(nn.Module):
                 varlen=self.varlen,
                 begin=self._begin_segment,
             )
-        return self._score(hidden_TH, microbatch.targets_S, microbatch.labels_S)
+        return self._score(hidden_TH, microbatch.targets, microbatch.labels_S)
 
     def _score(
-        self, hidden_TH: Tensor, targets_S: Tensor, labels_S: Tensor
+        self, hidden_TH: Tensor, targets: Repeats, labels_S: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return logprobs and entropies of the labels, [S] each.
 
-        `targets_S` are the positions of the states that predict the sampled tokens `labels_S`.
+        `targets` select the states that predict the sampled tokens `labels_S`.
         """
         return head_logprobs(
-            # Not `hidden_TH[...]`: on CPU threads its gradient adds up the sequences that share a
-            # position in any order, so that two runs differ in their last bits.
-            hidden_TH.index_select(0, targets_S),
+            Repeat.apply(hidden_TH, targets),
             self.model.get_output_embeddings(),
             labels_S,
             transform=self.transform,
@@ -518,14 +520,16 @@ def score_microbatches(
     scorer: Any, microbatches: Iterable[Microbatch]
 ) -> dict[SequenceKey, tuple[Tensor, Tensor]]:
     """Return (logprobs_S, entropy_S) of each sequence by its key, on the CPU, detached."""
-    scores: dict[SequenceKey, tuple[Tensor, Tensor]] = {}
     with scorer.ready(), torch.no_grad():
-        for microbatch in microbatches:
-            lengths = [sequence.sampled_length for sequence in microbatch.sequences]
-            pieces = [values_S.cpu().split(lengths) for values_S in scorer(microbatch)]
-            for sequence, logprobs_S, entropy_S in zip(microbatch.sequences, *pieces, strict=True):
-                if sequence.sampled_length:  # not a stand-in
-                    scores[sequence.key] = (logprobs_S, entropy_S)
+        scored = [(microbatch.sequences, scorer(microbatch)) for microbatch in microbatches]
+    scores: dict[SequenceKey, tuple[Tensor, Tensor]] = {}
+    # Copied only after the last forward pass is queued: a copy to the host waits for all of them.
+    for sequences, values in scored:
+        lengths = [sequence.sampled_length for sequence in sequences]
+        pieces = [values_S.cpu().split(lengths) for values_S in values]
+        for sequence, logprobs_S, entropy_S in zip(sequences, *pieces, strict=True):
+            if sequence.sampled_length:  # not a stand-in
+                scores[sequence.key] = (logprobs_S, entropy_S)
     return scores
 
 
@@ -572,7 +576,8 @@ def head_logprobs(
         return logprobs_SV.gather(-1, labels_S[:, None])[:, 0], entropy_S
 
     parts = [
-        checkpoint(score_chunk, hidden, labels, use_reentrant=False)
+        # A head in evaluation mode draws no random number (`recomputing`).
+        checkpoint(score_chunk, hidden, labels, use_reentrant=False, preserve_rng_state=False)
         for hidden, labels in zip(hidden_SH.split(size), labels_S.split(size), strict=True)
     ]
     chunk_logprobs, chunk_entropies = zip(*parts, strict=True)
@@ -650,7 +655,7 @@ def packed_hidden(
     position_ids = positions(segments) if split is None else split.tree.positions()
     output = backbone(model)(
         input_ids=token_ids_T[None],
-        position_ids=position_ids[None].to(device, non_blocking=True),
+        position_ids=to_device(position_ids[None], device),
         **PackedTree(segments, device, use_varlen=varlen, split=split).keywords(model),
     )
     return output.last_hidden_state[0]
@@ -671,7 +676,8 @@ def separate_hidden(
     """
     pieces = []
     for segment in segments:
-        places_T = packed_positions(segment)  # of the prefix, then of the segment
+        # Of the prefix, then of the segment.
+        places_T = to_device(packed_positions(segment), token_ids_T.device)
         begin(places_T)
         sequence_T = token_ids_T[places_T]
         output = backbone(model)(input_ids=sequence_T[None], use_cache=False)

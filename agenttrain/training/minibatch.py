@@ -17,6 +17,7 @@ from agenttrain.algorithms.config import AlgorithmConfig, Behaviour
 from agenttrain.algorithms.loss import LossInputs
 from agenttrain.algorithms.losses import top_entropy_mask
 from agenttrain.training.batch import Microbatch, SequenceKey, TrainingSequence
+from agenttrain.training.transfers import to_device
 from agenttrain.training.world import World
 
 
@@ -130,6 +131,7 @@ def loss_inputs(
     policy's own from before the step's first update (`old_logprobs_S`). `kept_S` is the mask of the
     tokens of top entropy.
     """
+    device = logprobs_S.device
     kept_S = None
     if minibatch.top_entropy_masks is not None:
         # The stand-in of a process without sequences has no token and no mask.
@@ -138,18 +140,21 @@ def loss_inputs(
             for sequence in microbatch.sequences
             if sequence.sampled_length
         ]
-        kept_S = torch.cat([torch.zeros(0, dtype=torch.bool), *masks]).to(logprobs_S.device)
+        kept_S = to_device(torch.cat([torch.zeros(0, dtype=torch.bool), *masks]), device)
     behaviour_S = microbatch.behaviour_S
     if config.behaviour is Behaviour.recomputed:
         old = [s.old_logprobs_S for s in microbatch.sequences if s.old_logprobs_S is not None]
         # With one update per step the old policy was not scored: it is the current one.
         was_scored = len(old) == len(microbatch.sequences)
-        behaviour_S = torch.cat(old).to(logprobs_S) if was_scored else logprobs_S.detach()
+        if was_scored:
+            behaviour_S = to_device(torch.cat(old), device).to(logprobs_S.dtype)
+        else:
+            behaviour_S = logprobs_S.detach()
     sequence_tokens = [sequence.sampled_length for sequence in microbatch.sequences]
     rollout_tokens = [sequence.rollout.sampled_length for sequence in microbatch.sequences]
     rollout_tokens_B = None
     if rollout_tokens != sequence_tokens:  # a rollout has several trajectories
-        rollout_tokens_B = torch.tensor(rollout_tokens, device=logprobs_S.device)
+        rollout_tokens_B = to_device(torch.tensor(rollout_tokens), device)
     return LossInputs(
         logprobs_S=logprobs_S,
         behaviour_S=behaviour_S,

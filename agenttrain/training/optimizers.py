@@ -22,7 +22,7 @@ from agenttrain.training.config import (
     Schedule,
     SgdSettings,
 )
-from agenttrain.training.sharding import assign
+from agenttrain.training.sharding import assign, local_part
 from agenttrain.types import ConfigError
 from agenttrain.utils.garbage import no_garbage_collection
 
@@ -154,22 +154,29 @@ class MasterWeights(_Wrapper):
 
         Called after every backward pass: sums of several in 16 bits would be rounded each time.
         """
+        sums: list[Tensor] = []
+        terms: list[Tensor] = []
         for weight, master in self.pairs:
             if weight.grad is None:
                 continue
             if master.grad is None:
+                # Converted one by one, so that only one gradient is in memory twice.
                 master.grad = weight.grad.float()
             else:
-                master.grad.add_(weight.grad)
+                sums.append(local_part(master.grad))
+                terms.append(local_part(weight.grad))
             weight.grad = None
+        if sums:
+            torch._foreach_add_(sums, terms)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update the copies, then round them into the model's weights."""
         self.fold()  # for a caller that has not done so after its last backward pass
         super().step(closure)
-        for weight, master in self.pairs:
-            weight.copy_(master)
+        weights, masters = zip(*self.pairs, strict=True)
+        torch._foreach_copy_([*map(local_part, weights)], [*map(local_part, masters)])
+        for master in masters:
             master.grad = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:

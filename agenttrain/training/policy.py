@@ -410,7 +410,9 @@ class Policy:
         Only the first microbatch of a run is repeated, which is its largest one, at the next level
         of activation checkpointing, and only in a single process that holds all weights. Later the
         gradients of earlier microbatches would be lost, and other processes wait in a collective.
+        Only the try that fits counts as work of the step.
         """
+        work_before = copy.copy(self._work)
         while True:
             try:
                 result = compute()
@@ -423,6 +425,7 @@ class Policy:
                     raise
             # After the block: until then the error's traceback holds the tensors of the pass.
             self.optimizer.zero_grad()
+            self._work = copy.copy(work_before)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 

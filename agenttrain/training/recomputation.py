@@ -117,6 +117,7 @@ def _norms(model: PreTrainedModel, blocks: Sequence[nn.Module]) -> list[nn.Modul
 def recomputing(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Recompute these modules in the backward passes of forward passes that run in the block.
 
+    The model is in evaluation mode (`Scorer.ready`), so that both passes compute the same.
     An engine may sample from the same model outside of the block.
     """
     wrapped: list[Any] = list(modules)
@@ -124,7 +125,11 @@ def recomputing(modules: Sequence[nn.Module]) -> Iterator[None]:
     # module, such as those with which FSDP2 gathers weights, run once, outside.
     former = [vars(module).get("forward") for module in wrapped]
     for module in wrapped:
-        module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+        # Without dropout a forward pass draws no random number, so its generator's state, which is
+        # read and set for each module otherwise, need not be kept.
+        module.forward = partial(
+            checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False
+        )
     try:
         yield
     finally:

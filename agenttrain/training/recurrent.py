@@ -36,6 +36,7 @@ from agenttrain.engines.mixers import Convolution, Scan, is_kernel, reference
 from agenttrain.training.batch import PaddedRows, pad_rows
 from agenttrain.training.segments import Segment
 from agenttrain.training.selection import Select
+from agenttrain.training.transfers import to_device
 
 SHORTEST = 0.5
 """Least length of a segment relative to the longest of its wave."""
@@ -111,7 +112,7 @@ class RecurrentTree:
         order -= self.segments[0].start
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order))
-        return order.to(self.device), inverse.to(self.device)
+        return to_device(order, self.device), to_device(inverse, self.device)
 
     # Left out of torch.compile: the layout changes with the microbatch.
     @torch.compiler.disable
@@ -319,7 +320,7 @@ def make_halo(segments: Sequence[Segment], taps: int, device: torch.device) -> H
     ]
 
     def on_device(values: Sequence[Any]) -> Tensor:
-        return torch.tensor(values, dtype=torch.long).to(device, non_blocking=True)
+        return to_device(torch.tensor(values, dtype=torch.long), device)
 
     return Halo(
         token_U=on_device(tokens),

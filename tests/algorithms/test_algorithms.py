@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from agenttrain.algorithms.config import (
     KlEstimator,
     KlPlace,
 )
-from agenttrain.algorithms.loss import LossInputs, policy_loss
+from agenttrain.algorithms.loss import LossInputs, extremes, policy_loss
 from agenttrain.algorithms.losses import (
     kl_estimate,
     token_weights,
@@ -238,6 +238,56 @@ def test_gradient_is_the_difference_quotient(preset: str, added: str) -> None:
         assert gradient[index].item() == pytest.approx(difference, abs=1e-8)
     # GSPO's and LUSPO's narrow clips leave nothing of these rows.
     assert gradient.abs().max() > 0 or preset in ("gspo", "luspo")
+
+
+@settings(max_examples=40)
+@given(settings_=configs)
+def test_a_loss_reads_no_value_on_the_host(settings_: AlgorithmConfig) -> None:
+    """Tensors on the meta device have no values: `item`, `bincount` and selections by mask raise.
+
+    On a GPU these wait for all queued work.
+    """
+    inputs = cut_inputs([1, 3, 1], settings_, [0.0] * 8)
+    tensors = {field.name: getattr(inputs, field.name) for field in fields(inputs) if field.init}
+    tensors |= dict.fromkeys(("ref_logprobs_S", "entropy_S"), inputs.behaviour_S)
+    tensors |= {"kept_S": inputs.behaviour_S < 0, "bonus": 0.1}
+    on_meta = {
+        name: value.detach().to("meta").requires_grad_(value.requires_grad)
+        if isinstance(value, torch.Tensor)
+        else value
+        for name, value in tensors.items()
+    }
+    loss, metrics = policy_loss(LossInputs(**on_meta), settings_)
+    loss.backward()
+    assert loss.shape == ()
+    assert {part.shape for part in metrics.values()} <= {(2,)}
+
+
+def test_extremes_leave_out_what_is_no_number() -> None:
+    nan, inf = math.nan, math.inf
+    for values, lowest, highest in (
+        ([[3.0, nan], [-2.0, 1.0]], -2.0, 3.0),
+        ([nan, inf], inf, inf),
+        ([nan], inf, -inf),
+        ([], inf, -inf),
+    ):
+        parts = extremes("ratio", torch.tensor(values))
+        assert parts["ratio/min"].tolist() == [lowest, lowest]
+        assert parts["ratio/max"].tolist() == [highest, highest]
+
+
+def test_a_sequence_without_tokens_is_no_extreme_of_the_clip_ratios() -> None:
+    settings_ = config(objective=build_objective("clip", ratio=Ratio.token))
+    rows = [
+        row(new=[0.5, 0.0], old=[0.0, 0.0], ref=[0.0, 0.0], advantage=1.0),  # one of two clipped
+        row(new=[-0.5], old=[0.0], ref=[0.0], advantage=-1.0),
+        row(new=[], old=[], ref=[], advantage=1.0),
+    ]
+    _, metrics = policy_loss(tensor_inputs(rows, settings_, rows), settings_)
+    assert metrics["clip_ratio/high_max"].tolist() == [0.5, 0.5]
+    rows = [{**rows[1]}, {**rows[2], "advantage": -1.0}]
+    _, metrics = policy_loss(tensor_inputs(rows, settings_, rows), settings_)
+    assert metrics["clip_ratio/low_min"].tolist() == [1.0, 1.0]  # 0 with the empty sequence
 
 
 def test_the_bonus_is_a_gradient_of_the_entropy() -> None:

@@ -65,9 +65,12 @@ def test_packed_is_separate(name: str) -> None:
     ids = torch.randint(3, 64, (112,), generator=torch.Generator().manual_seed(1))
     assert why_not_packed(model) is None
     check_head(model)
+    random_state = torch.get_rng_state()
     separate, expected = run(separate_hidden, model, ids)
     with packing(model):
         packed, found = run(packed_hidden, model, ids)
+    # Nothing random: recomputed modules keep no state of the generator.
+    assert torch.get_rng_state().equal(random_state)
     assert (packed - separate).abs().max() <= 1e-5 * separate.abs().max()
     assert found.keys() == expected.keys()
     for parameter, gradient in expected.items():

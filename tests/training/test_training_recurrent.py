@@ -98,8 +98,11 @@ def test_a_packed_tree_is_each_sequence_alone(name: str) -> None:
     model = tiny_recurrent(name)
     assert why_not_packed(model) is None
     check_head(model)
+    random_state = torch.get_rng_state()
     expected = run(model, packed=False)
     assert_same(run(model, packed=True), expected)
+    # Nothing random: recomputed modules keep no state of the generator.
+    assert torch.get_rng_state().equal(random_state)
 
 
 def test_text_of_a_model_that_sees_is_packed_as_a_tree() -> None:

@@ -77,7 +77,7 @@ def plain(
 def test_layout_of_segments_that_share_nothing():
     found = make_varlen(one_after_the_other([4, 2, 3]), CPU)
     assert found.cu_seqlens_q.tolist() == found.cu_seqlens_k.tolist() == [0, 4, 6, 9]
-    assert (found.max_seqlen_q, found.max_seqlen_k, found.key_positions_U) == (4, 4, None)
+    assert (found.max_seqlen_q, found.max_seqlen_k, found.keys) == (4, 4, None)
     assert found.cu_seqlens_q.dtype is torch.int32
 
 
@@ -86,7 +86,7 @@ def test_layout_of_segments_with_a_shared_prefix():
     assert found.cu_seqlens_q.tolist() == [0, 5, 8, 10, 11]
     # 5 | 3 | 3 + 2 | 3 + 1
     assert found.cu_seqlens_k.tolist() == [0, 5, 8, 13, 17]
-    assert found.key_positions_U.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 5, 6, 7, 8, 9, 5, 6, 7, 10]
+    assert found.keys.sources.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 5, 6, 7, 8, 9, 5, 6, 7, 10]
     assert (found.max_seqlen_q, found.max_seqlen_k) == (5, 5)
 
 

@@ -156,11 +156,11 @@ def importance_ratio(
         if level is Ratio.sequence_sum:
             tokens_B = rollout_tokens_B
             if tokens_B is None:
-                tokens_B = sequence_S.bincount(minlength=sequences)
+                tokens_B = token_counts(sequence_S, sequences)
             scale_S = tokens_B[sequence_S]
         log_ratio_S = _with_gradient(log_ratio_S, token_S, scale_S)
     elif level is Ratio.sequence_sum and rollout_tokens_B is not None:
-        tokens_B = sequence_S.bincount(minlength=sequences).clamp(min=1)
+        tokens_B = token_counts(sequence_S, sequences).clamp(min=1)
         scale_B = rollout_tokens_B.to(token_S.dtype) / tokens_B
         log_ratio_S = _with_gradient(log_ratio_S, log_ratio_S, scale_B[sequence_S])
     large = log_ratio_S > math.log(torch.finfo(log_ratio_S.dtype).max) - 1
@@ -184,9 +184,12 @@ def clip_metrics(
     by_sequence = {name: inputs.mean(flag_S.float()) for name, flag_S in by_token.items()}
     values = by_token if level is Ratio.token else by_sequence
     if level is Ratio.token:
-        # A sequence without tokens has the mean 0, which would be the least.
-        has_tokens_B = inputs.sequence_S.bincount(minlength=inputs.sequences) > 0
-        by_sequence = {name: share_B[has_tokens_B] for name, share_B in by_sequence.items()}
+        # A sequence without tokens has the mean 0, which would be the least. NaN counts in no
+        # minimum or maximum, and unlike a selection its shape is known without the values.
+        is_empty_B = token_counts(inputs.sequence_S, inputs.sequences) == 0
+        by_sequence = {
+            name: share_B.masked_fill(is_empty_B, math.nan) for name, share_B in by_sequence.items()
+        }
     return {
         **{f"clip_ratio/{name}_mean": value for name, value in values.items()},
         "clip_ratio/low_min": by_sequence["low"],
@@ -196,7 +199,8 @@ def clip_metrics(
 
 def by_sign(positive: Tensor, value: float, otherwise: float, like: Tensor) -> Tensor:
     """Return `value` where `positive`, else `otherwise`, in the precision of `like`."""
-    return like.new_tensor(value).where(positive, like.new_tensor(otherwise))
+    # `new_full`, not `new_tensor`: a copy from the host waits for all work queued on a GPU.
+    return like.new_full((), value).where(positive, like.new_full((), otherwise))
 
 
 def sequence_sums(values_S: Tensor, sequence_S: Tensor, sequences: int) -> Tensor:
@@ -207,7 +211,17 @@ def sequence_sums(values_S: Tensor, sequence_S: Tensor, sequences: int) -> Tenso
     return values_S.new_zeros(sequences).index_add(0, sequence_S, values_S)
 
 
+def token_counts(sequence_S: Tensor, sequences: int) -> Tensor:
+    """Return the number of tokens of each sequence, int64 [B].
+
+    On a GPU `bincount` would wait for all queued work, to know how many counts there are.
+
+    Example: tokens of sequences [0, 0, 2], of 3, make [2, 0, 1].
+    """
+    return sequence_sums(sequence_S.new_ones(sequence_S.shape), sequence_S, sequences)
+
+
 def sequence_means(values_S: Tensor, sequence_S: Tensor, sequences: int) -> Tensor:
     """Return the mean over each sequence's tokens, [B]. 0 for a sequence without tokens."""
-    tokens_B = sequence_S.bincount(minlength=sequences).clamp(min=1)
+    tokens_B = token_counts(sequence_S, sequences).clamp(min=1)
     return sequence_sums(values_S, sequence_S, sequences) / tokens_B
