@@ -80,17 +80,24 @@ def after_sft(words: Sequence[str], checkpoint: str) -> FollowUp:
 def _lacks_tasks(
     settings: Sequence[str], experiment: str | None, files: Sequence[str], folders: Sequence[Path]
 ) -> bool:
-    """Return True if `settings` without the rows of supervised learning choose no tasks.
+    """Return True if no tasks are left once the rows that were typed for `sft` are dropped.
 
-    `files` are the YAML files that may choose rows: those of the experiment and of --config-name.
+    `settings` are those of `agenttrain sft`, whose rows are demonstrations, wherever they come
+    from. `files` are the YAML files that may choose rows: those of the experiment and of
+    --config-name. Without typed rows, theirs count.
+
+    Example: after ``experiment=mine data.path=demos.jsonl``, the rows of mine.yaml are the tasks.
     """
     if not any(key_of(text) in ROWS for text in settings):
-        return True  # no rows were typed, so those of the experiment are demonstrations
-    if files:  # the typed demonstrations hid the rows of these files, which may be tasks
+        return True  # `sft` was trained on the rows of `files`, so these are demonstrations
+    if files:
+        # The typed demonstrations replaced the rows of `files`, which are taken for tasks. Each
+        # bundled experiment has tasks, except `none`.
         bundled_file = _yaml_file(conf_folder(), f"experiment/{experiment}")
         is_bundled = bundled_file is not None and experiment != "none"
         return not is_bundled and not any(_chooses_rows(file, folders) for file in files)
-    # The default experiment has tasks, for its own agent.
+    # The commands then run the default experiment. Its tasks are for its own agent: they do not
+    # fit one that the user has typed.
     return any(_of(text, AGENT) for text in settings)
 
 
