@@ -368,7 +368,7 @@ class Trainer:
         """
         if self.best is None or not self.config.checkpoint.keep_best or step == 0:
             return []
-        return self.best.of_step(step)
+        return self.best.sources_at(step)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the JSON state of the loop. Policy and random states are saved apart."""

@@ -37,6 +37,7 @@ def main() -> int:
     exchange = Path(os.environ["AGENTTRAIN_EXCHANGE"])
 
     def received_signal() -> str | None:
+        """Return the name of the signal that the launcher received, if any."""
         try:
             return (exchange / SIGNAL_FILE).read_text()
         except OSError:
@@ -54,9 +55,9 @@ def main() -> int:
         "the launcher of this process is gone: it stops", after_s=RECORD_S, at_end=remove_exchange
     )
     atexit.register(remove_exchange)
-    hear_interrupts()  # the launcher forwards SIGINT, which a shell may have had ignored
+    hear_interrupts()  # SIGINT, which the launcher forwards: a shell may have had it ignored
     with listening() as stop:  # before the slow imports
-        # The name of the launcher's signal, for the summary: this worker gets another one instead.
+        # For summary.json: a worker is sent SIGUSR1 or SIGINT, whatever the launcher received.
         stop.passed_on = received_signal
         try:
             from agenttrain.launch import processes
@@ -67,7 +68,8 @@ def main() -> int:
             sys.path[:] = command.sys_path
             from agenttrain.launch.ranks import share
 
-            # If the program ends before its ranks have compared settings, `share` informs them.
+            # At the start all ranks wait for each other to compare their settings. If this one ends
+            # before that, `share` sends the others its error.
             return share(lambda: import_module(command.program).run(command.arguments))
         except KeyboardInterrupt:  # perhaps before `command` was read
             from agenttrain.launch.processes import stop_code
