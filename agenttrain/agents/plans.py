@@ -33,7 +33,7 @@ class Plan:
     """Messages to add to the trajectory, which for a new trajectory are all."""
     suffix: Suffix
     """The end of `ids`, which is not yet in the trajectory (or in `parent`), as pieces of one
-    origin each: ``[(Origin.tool_result, [5, 6]), (Origin.template, [7])]``."""
+    origin each: ``[(Origin.tool, [5, 6]), (Origin.template, [7])]``."""
     session: str
     """Name of the engine's session, which keeps the cache of one trajectory."""
     parent: tuple[int, int] | None = None
