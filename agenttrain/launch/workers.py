@@ -212,9 +212,8 @@ class Workers(LocalElasticAgent):
                 self.other_node = store.get(KEY).decode()
         except (DistNetworkError, DistStoreError):
             self.other_node = FIRST_NODE_GONE
-        if (
-            self.other_node and self._interrupt_at is None and self._kill_at is None
-        ):  # no stop is due
+        stop_is_due = self._interrupt_at is not None or self._kill_at is not None
+        if self.other_node and not stop_is_due:
             self._interrupt_at = now
 
     def _set_deadlines(self) -> None:
