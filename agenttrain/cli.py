@@ -34,26 +34,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     # As with `python -m`, `_target_: my_tools.find` finds the user's modules in the current folder.
     # It comes last, so that no file there hides an installed package.
     sys.path.append(os.getcwd())
-    # The results of a run are in its folder; those of the other verbs are what they print.
+    # The results of a run are in its folder. All other commands, and help, only print.
     verb = split_verb(arguments)[0]
-    prints = bool(SHORT_ANSWERS & set(arguments)) or verb not in RUNNING
-    if _is_rank() and prints and os.environ["RANK"] != "0":
+    starts_run = verb in RUNNING and not SHORT_ANSWERS & set(arguments)
+    is_rank = _is_rank()
+    if is_rank and not starts_run and os.environ["RANK"] != "0":
         return DONE  # the first process prints for all
-    shares_run = _is_rank() and not prints
+    shares_run = is_rank and starts_run
     code = _answer(arguments, shares=shares_run)
     if shares_run:
         from agenttrain.launch.worker import leave
 
-        leave(code)  # ends the process
+        # Ends the process here: after a peer's crash, torch may abort an ordinary exit.
+        leave(code)
     if lost := lost_output():
         print(f"agenttrain: {lost}", file=sys.stderr)
-        if code == DONE and prints:
+        if code == DONE and not starts_run:  # what was to be printed is the whole result
             return FAILED
     return code
 
 
 def _is_rank() -> bool:
-    """Return True in one of several processes that torchrun or a similar program started."""
+    """Return True if torchrun or a similar program started this process as one of several."""
     if "RANK" not in os.environ:  # the import takes half a second
         return False
     from agenttrain.launch.processes import started_by_others
@@ -98,8 +100,10 @@ def run(arguments: Sequence[str]) -> int:
     """
     verb, args, settings = parse(arguments)
     if verb.settings is not None:
-        with no_garbage_collection():  # the modules' objects live until the end
-            import agenttrain.commands.running  # noqa: F401  only to import what `verb.run` needs
+        # `verb.run` imports Hydra and the settings with its own module. They are imported here
+        # first, without garbage collection: it would visit again and again what lives to the end.
+        with no_garbage_collection():
+            import agenttrain.commands.running  # noqa: F401  not used here
     return verb.run(args, settings)
 
 

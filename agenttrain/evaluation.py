@@ -42,9 +42,11 @@ class Evaluation(Scores):
     """Empty in processes other than the main one."""
 
     def metrics(self) -> dict[str, float]:
-        """Return flat metrics: reward, pass@k, group/<value>, stop/<reason>.
+        """Return flat metrics, without those that are NaN.
 
-        `_low` and `_high` are the ends of intervals. Metrics that are NaN are left out.
+        Example: ``reward``, ``pass@4``, ``group/hard`` (the reward where the column `eval.group_by`
+        is ``hard``), ``stop/max_turns``, and of each source of a mixture ``source/maze/reward``.
+        ``reward_low`` and ``reward_high`` are the ends of the confidence interval of the reward.
         """
         metrics = {
             **score_metrics(self),
@@ -165,8 +167,10 @@ class LossEvaluator(Evaluator):
     async def evaluate(self) -> Sequence[Evaluation | HeldOutLoss]:
         """Return the loss averaged over the tokens of all processes; empty without a row."""
         if self._rollouts is None:
+            # `sft`, which has no mixtures, is the only verb that evaluates by the loss.
             assert isinstance(self.tasks, TaskSource), "a mixture has no demonstrations"
-            self._rollouts = self.source.demonstrate(self.tasks, 0, self.questions).rollouts
+            batch = self.source.demonstrate(self.tasks, start=0, count=self.questions)
+            self._rollouts = batch.rollouts
         conversations = int(self.world.sum(len(self._rollouts), "the held-out rows"))
         if conversations == 0:
             return []
@@ -205,38 +209,47 @@ class Best:
         records = {"": self.record, **self.record.get("sources", {})}
         return {name: record["step"] for name, record in records.items()}
 
-    def of_step(self, step: int) -> list[str]:
-        """Return the sources whose best evaluation is that of a step; "" is the run as a whole."""
+    def sources_at(self, step: int) -> list[str]:
+        """Return the sources whose best evaluation is that of a step; "" is the run as a whole.
+
+        The checkpoint of such a step is kept.
+        """
         return [name for name, best_step in self._steps.items() if best_step == step]
 
-    def is_of(self, step: int) -> bool:
+    def are_all_at(self, step: int) -> bool:
         """Return True if the best evaluations of the run and of each source are all of a step."""
         return {*self._steps.values()} == {step}
 
     def consider(self, step: int, evaluations: Sequence[Scores | HeldOutLoss]) -> bool:
-        """Record these evaluations if they are better than the best; return True if so.
+        """Update `record` with the evaluations of a step, and return True if any was better.
 
-        In a mixture, those of one source are enough.
+        The run as a whole and each source of a mixture have their best evaluation each.
         """
         sampled = evaluations[0]  # a greedy evaluation comes after it
         if not isinstance(sampled, Scores):
             return False
         earlier = self.record or {}
-        sources = dict(earlier.get("sources", {}))
-        for name, scores in sampled.by_source.items():
-            if (better := _better(step, scores.reward, sources.get(name))) is not None:
-                sources[name] = better
-        better_run = _better(step, sampled.reward, self.record)  # of the run as a whole
-        if better_run is None and sources == earlier.get("sources", {}):
+        earlier_sources = earlier.get("sources", {})
+        better_run = _record_if_better(step, sampled.reward, self.record)
+        better_sources = {
+            name: record
+            for name, scores in sampled.by_source.items()
+            if (record := _record_if_better(step, scores.reward, earlier_sources.get(name)))
+        }
+        if better_run is None and not better_sources:
             return False
-        record = better_run or {name: value for name, value in earlier.items() if name != "sources"}
-        self.record = {**record, "sources": sources} if sources else record
+        earlier_run = {name: value for name, value in earlier.items() if name != "sources"}
+        self.record = earlier_run if better_run is None else better_run
+        if sources := {**earlier_sources, **better_sources}:
+            self.record["sources"] = sources
         return True
 
 
-def _better(step: int, reward: Estimate, record: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the record of an evaluation if it is better than that of an earlier one, else None."""
-    if math.isnan(reward.mean) or (record and reward.mean <= record["reward"]):
+def _record_if_better(
+    step: int, reward: Estimate, best: Mapping[str, Any] | None
+) -> dict[str, Any] | None:
+    """Return the record of an evaluation if it is better than the `best` before it, else None."""
+    if math.isnan(reward.mean) or (best and reward.mean <= best["reward"]):
         return None
     ends = {"low": reward.low, "high": reward.high, "n": reward.n}
     return {"step": step, "reward": reward.mean, **ends}
@@ -256,11 +269,13 @@ async def evaluate(
 
     `sources` maps the sources of a mixture to the columns by which they are broken down. Seeds
     depend only on `seed`, the task and the sample, so that two policies get the same noise. The
-    processes of `world` share the tasks by their expected `costs`, and add what they measure.
+    processes of `world` share the tasks by `costs`, the tokens that tasks of each kind are expected
+    to take, and add what they measure. The main process returns the rollouts too.
     """
     world, costs = world or World(), costs or Costs(config.group_by)
     runs = [("sampled", config.sampling(), config.samples)]
     if config.greedy:
+        # `routes`, the experts that each token passed, are needed for training only.
         runs.append(("greedy", Sampling(temperature=0.0, routes=False), 1))
     # Lenient: NaN of a reward function must not stop an evaluation.
     collector = replace(collector.lenient(), limits=limits_of(collector.limits, config))
@@ -271,16 +286,16 @@ async def evaluate(
             tasks=tasks, samples=samples, sampling=sampling, seed_path=(seed, "eval", label)
         )
         collected, _summaries = await collect_share(collector, request, peers=world, costs=costs)
-        shares = world.to_main([collected], "the rollouts of an evaluation")
+        shares = world.to_main([collected], "the rollouts of an evaluation")  # [] in the others
         evaluation: Evaluation | None = None
         if world.is_main:
             evaluation = summarise(label, merge_shares(shares), config.group_by, sources)
             _warn_of_unscored(evaluation)
-        # The other processes get the results without the rollouts.
+        # The other processes get the results without the rollouts, which would take long to send.
         results = None if evaluation is None else replace(evaluation, rollouts=[])
-        received = world.broadcast(results, "the results of an evaluation")
-        assert received is not None, "the main process has sent its results"
-        evaluations.append(evaluation or received)
+        broadcast_results = world.broadcast(results, "the results of an evaluation")
+        assert broadcast_results is not None, "the main process has sent its results"
+        evaluations.append(broadcast_results if evaluation is None else evaluation)
     return evaluations
 
 
@@ -333,20 +348,21 @@ def summarise(
 ) -> Evaluation:
     """Compute the results of an evaluation from its scored rollouts.
 
-    With `sources`, as in `evaluate`, the sources are broken down instead of the whole. As in
-    training, rollouts that failed for reasons other than the model have no reward and are left out;
-    `stop/error` is their share.
+    The mean reward is broken down by the values of the column `group_by`. In a mixture, `sources`
+    maps each source to a column of its own: then each source is broken down, and the whole is not.
+    As in training, rollouts that failed for reasons other than the model have no reward and are
+    left out; `stop/error` is their share.
     """
     groups, rollouts = collected.groups, collected.rollouts
     reasons = [str(rollout.stop_reason) for rollout in rollouts]
+    by_source = {}
+    for name, source_column in (sources or {}).items():
+        source_groups = [group for group in groups if group and group[0].task.source == name]
+        by_source[name] = Scores(**_score_fields(label, source_groups, source_column))
     return Evaluation(
-        **_scores(label, groups, None if sources else group_by),
-        by_source={
-            name: Scores(
-                **_scores(label, [g for g in groups if g and g[0].task.source == name], column)
-            )
-            for name, column in (sources or {}).items()
-        },
+        # label, questions, reward, pass_at, by_group
+        **_score_fields(label, groups, None if sources else group_by),
+        by_source=by_source,
         stop_reasons={
             reason: reasons.count(reason) / len(reasons) for reason in sorted(set(reasons))
         },
@@ -357,7 +373,7 @@ def summarise(
     )
 
 
-def _scores(
+def _score_fields(
     label: str, groups: Sequence[Sequence[Rollout]], group_by: str | None
 ) -> dict[str, Any]:
     """Return the fields of `Scores`, without `by_source`; a group has the samples of a question."""

@@ -107,6 +107,10 @@ class Trainer:
 
     `agenttrain.runs.run` makes it, and loads the state of a checkpoint into it. It then calls
     `evaluate`, `train`, `evaluate` and `save_checkpoint`.
+
+    Parts of a step that all processes do at once stand in a block of `World`: `collective` for
+    operations that wait for the others, `together` for work after which an error of one process is
+    raised in all.
     """
 
     config: RunConfig
@@ -129,11 +133,13 @@ class Trainer:
     """Result of the last weight sync with an engine that holds its own copy of the weights;
     `agenttrain.runs.run` gives that of the first sync, before any step. None: no such engine."""
     saved_step: int = 0
-    """Step of the newest checkpoint."""
+    """Step of the newest complete checkpoint. One may be pending: begun in the background
+    (`Checkpoints.pending`), and recorded once it is complete."""
     evaluated_step: int = 0
     """Step of the last evaluation."""
     _random_states: dict[str, Any] = field(default_factory=random_states)
-    """States of the random generators after the last finished step."""
+    """States of the random generators after the last finished step. An evaluation ends with them,
+    and a checkpoint holds them, also one that is saved while the next step is under way."""
 
     async def train(self) -> None:
         """Do the remaining steps, with the evaluations and checkpoints that fall between them.
@@ -142,11 +148,12 @@ class Trainer:
         then the one after the last finished step.
         """
         self.run.tracker.progress.begin()
-        await self._between_steps()  # a resumed run may have stopped before they were done
+        # A resumed run may have stopped before the evaluation or checkpoint of its last step.
+        await self._between_steps()
         while not self.finished:
             metrics, rollouts = await self.step(self.finished_steps + 1)
             self.finished_steps += 1
-            self._random_states = random_states()  # an evaluation changes and restores them
+            self._random_states = random_states()
             self.run.tracker.step(self.finished_steps, metrics, rollouts)
             self._check_guards(metrics, rollouts)
             if self.stop_when.config.enabled:
@@ -218,8 +225,8 @@ class Trainer:
         try:
             return await self._retry_after_restart(lambda: self.source.batch(n))
         except EngineDead as error:
-            # The policy is still that of the last finished step. All processes save together, so
-            # all of them must have got this error.
+            # The policy is still that of the last finished step. Saving waits for all processes, so
+            # this one may save only if they all got this error (`everywhere`) and do the same.
             if self.run.world.size == 1 or error.everywhere:
                 self.save_checkpoint()
             raise
@@ -262,13 +269,16 @@ class Trainer:
         )
 
     async def _retry_after_restart(self, request: Callable[[], Awaitable[Result]]) -> Result:
-        """Return the result of `request()`; repeat it if the engine was started again meanwhile."""
+        """Return the result of `request()`; repeat it if the engine was started again meanwhile.
+
+        `request` makes all rollouts of a step or of an evaluation.
+        """
         try:
             return await request()
         except EngineRestarted as error:
             self.run.tracker.warn(str(error))
-            # A new engine has no weights of the policy yet. `collective` waits for all processes,
-            # each of which comes from its own rollouts.
+            # A new engine has no weights of the policy yet. One engine samples for all processes,
+            # so all of them get this error, each in its own rollouts: wait until they are here.
             with self.run.world.collective("the weights of an engine that was started again"):
                 await self._sync(self.finished_steps)
             return await request()
@@ -276,9 +286,9 @@ class Trainer:
     async def _between_steps(self) -> None:
         """Evaluate and save if that is due after this step. Raises Preempted after a signal.
 
-        A run that stopped before its evaluation or checkpoint was done does them when it resumes.
-        `agenttrain.runs.run` evaluates before the first step, and evaluates and saves after the
-        last.
+        A resumed run calls it before its first step, for the step before: what it has done of that
+        is not repeated (`evaluated_step`, `saved_step`). `agenttrain.runs.run` evaluates before the
+        first step, and evaluates and saves after the last.
         """
 
         def is_due(every: int | None) -> bool:
@@ -288,8 +298,8 @@ class Trainer:
             await self.evaluate(f"step-{self.finished_steps}")
             self.evaluated_step = self.finished_steps
         self._finish_checkpoint(wait=False)
-        # The best evaluation so far gets a checkpoint even if none is due.
-        if is_due(self.config.checkpoint.every) or self._sources_best_at(self.finished_steps):
+        # A step with the best evaluation so far gets a checkpoint even if none is due.
+        if is_due(self.config.checkpoint.every) or self._sources_with_best_at(self.finished_steps):
             self.save_checkpoint(in_background=self.config.checkpoint.in_background)
         self.run.stop.check()
 
@@ -358,17 +368,17 @@ class Trainer:
 
     def _mark_best(self, step: int) -> None:
         """Mark the checkpoint of a step if it is the best, of the run or of one of its sources."""
-        if sources := self._sources_best_at(step):
+        if sources := self._sources_with_best_at(step):
             self.checkpoints.mark_best(self.policy, step, sources)
 
-    def _sources_best_at(self, step: int) -> list[str]:
+    def _sources_with_best_at(self, step: int) -> list[str]:
         """Return the sources whose best evaluation is of this step; "" is the run as a whole.
 
         Empty if no checkpoint is kept for the best evaluation, or before the first step.
         """
         if self.best is None or not self.config.checkpoint.keep_best or step == 0:
             return []
-        return self.best.of_step(step)
+        return self.best.sources_at(step)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the JSON state of the loop. Policy and random states are saved apart."""

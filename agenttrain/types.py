@@ -544,6 +544,8 @@ class Trajectory:
     Only `append_sampled` and `append_context` add ids; all else about them is derived from the
     spans. A branch (`Rollout.branch`) begins with ids of its parent as context, and has spans, mask
     and logprobs of its own ids only, so that each sampled token is in one trajectory.
+
+    [T]: all ids. [O]: its own ids, which are those without the context. [S]: the sampled ones.
     """
 
     rollout_id: str
@@ -562,8 +564,9 @@ class Trajectory:
     prompt_messages: int = 0
     """Number of messages, from the first on, that are in the prompt."""
     number: int | None = None
-    """Its former `index`, if `Rollout.keep_trajectories` removed trajectories before it: the ids of
-    its calls keep that number (`turn_name`). None: it is `index`."""
+    """Its `index` when its turns were sampled, which is part of the ids of their calls
+    (`turn_name`). `Rollout.keep_trajectories` sets it when it changes the index. None: it is
+    `index`."""
     turns: int = 0
     """Sampled completions so far."""
     trainer_logprobs: array[float] | None = None
@@ -629,7 +632,7 @@ class Trajectory:
             raise LedgerError(f"{self.name}: context cannot be of origin `sampled`")
         if not token_ids:
             return
-        turn = max(self.turns - 1, 0)
+        turn = max(self.turns - 1, 0)  # of the prompt, before any turn: 0
         self.spans.append(Span(origin, tuple(token_ids), turn=turn, images=images))
         self.images += shift_images(images, len(self._ids)) if images else ()
         self._ids.extend(self.spans[-1].token_ids)
@@ -711,13 +714,16 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UntrainedConversation:
-    """A conversation of an outside agent that is no part of its rollout, such as a title."""
+    """A conversation of an outside agent that is no part of its rollout.
+
+    Example: the agent asks a model for a title of its chat. The policy as it is has answered it.
+    """
 
     model: str | None
     """Name by which the agent asked for a model."""
     frozen: bool
-    """True: `agent.models` maps the model to `frozen`. False: the policy answered, but the rollout
-    trains only other conversations."""
+    """True: the agent asked for a model that `agent.models` declares as `frozen`, whose answers are
+    never trained. False: `agent.train` chose other conversations of the rollout to train."""
     turns: int
     sampled_length: int
     """Tokens sampled."""
@@ -787,8 +793,9 @@ class Rollout:
         Example: with the ids ``7 8 9 20 2``, ``branch(0, 3, role="summary")`` continues ``7 8 9``.
         """
         branched = self.begin(role=role, delegation=delegation)
+        earlier = self.trajectories[:-1]  # the last is `branched`
         branched.parent = (parent, position)
-        branched._ids = branched.context(self.trajectories[:-1])  # the last is `branched`
+        branched._ids = branched.context(earlier)
         parent_images = self.trajectories[parent].images
         branched.images = tuple(image for image in parent_images if image.end <= position)
         return branched
@@ -804,24 +811,26 @@ class Rollout:
         """Remove all trajectories but these, so that the others' tokens are not trained.
 
         Indices are counted anew. If a kept trajectory is a branch of a removed one, the ids that it
-        shares with it, until then context, become part of its own prompt.
+        shares with it, until then context, become part of its own prompt: `_ids` stays as it is.
         """
         kept = [trajectory for trajectory in self.trajectories if trajectory.index in indices]
-        places = {trajectory.index: place for place, trajectory in enumerate(kept)}  # new indices
-        for place, trajectory in enumerate(kept):
-            if trajectory.number is None and trajectory.index != place:
+        new_indices = {trajectory.index: index for index, trajectory in enumerate(kept)}
+        for trajectory in kept:
+            if trajectory.parent is None:
+                continue
+            parent, position = trajectory.parent
+            if parent in new_indices:
+                trajectory.parent = (new_indices[parent], position)
+                continue
+            prompt, spans = tuple(trajectory._ids[:position]), trajectory.spans
+            if spans and spans[0].origin is Origin.prompt:  # one prompt span, not two
+                prompt, spans = prompt + spans[0].token_ids, spans[1:]
+            trajectory.spans = [Span(Origin.prompt, prompt), *spans]
+            trajectory.parent = None
+        for index, trajectory in enumerate(kept):
+            if trajectory.number is None and trajectory.index != index:
                 trajectory.number = trajectory.index  # part of its calls' ids, which stay
-            if trajectory.parent is not None and trajectory.parent[0] in places:
-                trajectory.parent = (places[trajectory.parent[0]], trajectory.parent[1])
-            elif trajectory.parent is not None:
-                prompt = tuple(trajectory._ids[: trajectory.context_length])
-                spans = trajectory.spans
-                if spans and spans[0].origin is Origin.prompt:  # one prompt span, not two
-                    prompt, spans = prompt + spans[0].token_ids, spans[1:]
-                trajectory.spans = [Span(Origin.prompt, prompt), *spans]
-                trajectory.parent = None
-        for place, trajectory in enumerate(kept):
-            trajectory.index = place
+            trajectory.index = index
         self.trajectories = kept
 
     @property

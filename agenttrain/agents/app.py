@@ -40,13 +40,14 @@ from agenttrain.chat.wire.http import (
     unknown_route,
     wait_until_disconnected,
 )
-from agenttrain.chat.wire.normal import AnswerHead, Question, find_none
+from agenttrain.chat.wire.normal import Answer, AnswerHead, Question, find_none
 from agenttrain.chat.wire.openai import RequestError, read_object
 from agenttrain.rewards.function import MAX_REWARD
 from agenttrain.types import Message
 
 ON_RESET = "agenttrain.on_reset"
-"""Key of a request's scope: called when its connection is reset after the answer was written."""
+"""Key of a request's scope. `AnswerResponse` puts a function there, which `EndpointProtocol` calls
+if the client resets the connection after the answer was written."""
 LOST_S = 10.0
 """Seconds after which a client that went away before its answer, and did not ask again, is gone."""
 
@@ -55,8 +56,8 @@ LOST_S = 10.0
 class OpenRollout:
     """A rollout in flight, with its address and key.
 
-    `Agents` makes it. Each request to it calls `on_request`, and one for a completion `on_leave`
-    once its connection is done.
+    `Agents` makes it. Each request to it calls `on_request`, and one for a completion
+    `start_timer_if_lost` once its connection is done.
     """
 
     rollout: EndpointRollout
@@ -72,7 +73,7 @@ class OpenRollout:
 
     @property
     def roles(self) -> Mapping[str, str]:
-        """`chat_template.roles`."""
+        """The setting `chat_template.roles`: roles of requests -> roles of the template."""
         return self.rollout.policy.chat.roles
 
     def on_request(self) -> None:
@@ -84,8 +85,8 @@ class OpenRollout:
             self._lost_timer.cancel()
             self._lost_timer = None
 
-    def on_leave(self) -> None:
-        """Give a client that left before it got its answer some time to come back."""
+    def start_timer_if_lost(self) -> None:
+        """Give a client that left before it got its answer LOST_S seconds to come back."""
         if self.on_lost is not None and self.replays.lost:
             self._cancel_lost_timer()  # of an earlier leave
             self._lost_timer = asyncio.get_running_loop().call_later(LOST_S, self.on_lost)
@@ -105,34 +106,42 @@ class AnswerResponse(Response):
         super().__init__()
         self.entry, self.delivery = entry, delivery
         self.dialect, self.question = dialect, question
-        self._written = False
+        self._counted_as_written = False
+        """True while `delivery.written` counts this client."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Wait for the answer and write it, unless the client disconnects before."""
         delivery = self.delivery
         delivery.readers += 1
-        scope[ON_RESET] = self._reset  # for `EndpointProtocol`, which sees the connection's end
+        scope[ON_RESET] = self._take_back  # called by `EndpointProtocol`, perhaps after the end
         disconnect = asyncio.ensure_future(wait_until_disconnected(receive))
         try:
-            self._written = await self._write(send, disconnect)
-            if self._written:
+            self._counted_as_written = await self._write(send, disconnect)
+            if self._counted_as_written:
                 delivery.written += 1
         finally:
             delivery.readers -= 1
             disconnect.cancel()
-            self.entry.on_leave()
+            self.entry.start_timer_if_lost()
 
-    def _reset(self) -> None:
-        """Take the answer back as not delivered: the client reset its connection unread."""
-        if self._written:
-            self._written = False
+    def _take_back(self) -> None:
+        """Count the answer as not written: the client reset its connection.
+
+        A written answer waits in the socket's buffer, and is lost if the client closes its end
+        without reading it.
+        """
+        if self._counted_as_written:
+            self._counted_as_written = False
             self.delivery.written -= 1
-            self.entry.on_leave()
+            self.entry.start_timer_if_lost()
 
     async def _write(self, send: Send, disconnect: asyncio.Future[None]) -> bool:
-        """Write the answer, or the error in its place. Return False if the client has left."""
+        """Wait for the answer and write it, or its error. Return False if the client has left.
+
+        A stream begins before its answer is there, so that the connection is kept alive meanwhile.
+        """
         task, streams = self.delivery.task, self.question.stream
-        has_started = False  # True: the status was sent, so an error has to be an event
+        stream_has_begun = False
         while not task.done():
             await asyncio.wait(
                 (task, disconnect),
@@ -142,32 +151,42 @@ class AnswerResponse(Response):
             if disconnect.done():
                 return False
             if streams and not task.done():
-                if not has_started:
+                if not stream_has_begun:
                     await start_response(send, 200, "text/event-stream")
-                    has_started = True
+                    stream_has_begun = True
                 await send_text(send, KEEP_ALIVE, more=True)
-        error: RequestError | None = None
         try:
             answer = task.result()
-        except asyncio.CancelledError:
+        except asyncio.CancelledError:  # by `Replays.aclose`, when the rollout is closed
             error = RequestError("the rollout has ended", status=403)
+            await self._write_error(send, error, stream_has_begun)
         except Exception as problem:
-            error = request_error(problem)
-        is_stream = has_started or (streams and error is None)
-        if not has_started:
-            kind = "text/event-stream" if is_stream else "application/json"
-            await start_response(send, 200 if error is None else error.status, kind)
-        dialect = self.dialect
-        if error is not None:
-            head = AnswerHead(model=self.question.model or "policy")
-            writer = dialect.writer(head, False)  # an error has no usage
-            text = "".join(writer.fail(error)) if is_stream else to_json(dialect.error(error))
-        elif is_stream:
-            text = "".join(dialect.events(answer, self.question.include_usage))
+            await self._write_error(send, request_error(problem), stream_has_begun)
         else:
-            text = to_json(dialect.body(answer))
-        await send_text(send, text, more=False)
+            await self._write_answer(send, answer, stream_has_begun)
         return not disconnect.done()
+
+    async def _write_answer(self, send: Send, answer: Answer, stream_has_begun: bool) -> None:
+        """Write all of an answer, as the events of a stream or as one JSON body."""
+        if not self.question.stream:
+            await start_response(send, 200, "application/json")
+            text = to_json(self.dialect.body(answer))
+        else:
+            if not stream_has_begun:
+                await start_response(send, 200, "text/event-stream")
+            text = "".join(self.dialect.events(answer, self.question.include_usage))
+        await send_text(send, text, more=False)
+
+    async def _write_error(self, send: Send, error: RequestError, stream_has_begun: bool) -> None:
+        """Write an error with its status, or as an event of a stream, which has sent status 200."""
+        if not stream_has_begun:
+            await start_response(send, error.status, "application/json")
+            text = to_json(self.dialect.error(error))
+        else:
+            head = AnswerHead(model=self.question.model or "policy")
+            include_usage = False  # an error has none
+            text = "".join(self.dialect.writer(head, include_usage).fail(error))
+        await send_text(send, text, more=False)
 
 
 def build_app(find_open: Callable[[str], OpenRollout | None]) -> Starlette:
@@ -178,9 +197,7 @@ def build_app(find_open: Callable[[str], OpenRollout | None]) -> Starlette:
         entry = _authorize(request, find_open)
         try:
             body = await read_body(request, entry.rollout.max_context)
-            question = await call_in_thread_if_large(
-                len(body), dialect.question, body, entry.roles, entry.rollout.find_issued
-            )
+            question = await _parse_question(body, dialect, entry)
         except (RequestError, RecursionError) as error:
             entry.rollout.refuse(request_error(error))
             raise
@@ -198,12 +215,10 @@ def build_app(find_open: Callable[[str], OpenRollout | None]) -> Starlette:
         return AnswerResponse(entry, delivery, dialect, question)
 
     async def count_tokens(request: Request) -> Response:
-        """Answer Anthropic's question for the length of a prompt, without sampling."""
+        """Return the length in tokens of the prompt of an Anthropic request, without sampling."""
         entry = _authorize(request, find_open)
         body = await read_body(request, entry.rollout.max_context)
-        question = await call_in_thread_if_large(
-            len(body), DIALECTS["messages"].question, body, entry.roles, entry.rollout.find_issued
-        )
+        question = await _parse_question(body, DIALECTS["messages"], entry)
         count = await asyncio.to_thread(entry.rollout.count_tokens, question)
         return JSONResponse({"input_tokens": count})
 
@@ -262,6 +277,16 @@ def build_app(find_open: Callable[[str], OpenRollout | None]) -> Starlette:
             Route("/{rollout}/finish", finish, methods=["POST"]),
         ],
         exception_handlers=dict.fromkeys(ANSWERED_ERRORS, refuse),
+    )
+
+
+async def _parse_question(body: bytes, dialect: WireDialect, entry: OpenRollout) -> Question:
+    """Parse the body of a request: its messages, tools and options. Raises RequestError.
+
+    A request may hold an earlier answer's id in place of the answer: `find_issued` looks it up.
+    """
+    return await call_in_thread_if_large(
+        len(body), dialect.question, body, entry.roles, entry.rollout.find_issued
     )
 
 

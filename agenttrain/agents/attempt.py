@@ -27,6 +27,7 @@ from agenttrain.chat.wire.issued_turns import Match, in_call_order, tools_digest
 from agenttrain.chat.wire.normal import Answer, AnswerHead, Question, issue
 from agenttrain.chat.wire.openai import RequestError, SamplingFields, validate
 from agenttrain.engines.base import Engine, EngineDead, EngineError
+from agenttrain.engines.config import Sampling
 from agenttrain.rollout.config import RolloutConfig, RolloutRequest
 from agenttrain.types import (
     MAIN,
@@ -81,7 +82,7 @@ class _Ending(NamedTuple):
     turn: AgentTurn
     replies: list[Message]
     suffix: Suffix
-    """Ids of the replies."""
+    """Token ids of the replies, as the template renders them after the turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +103,10 @@ class EndpointRollout:
 
     The event loop of the rollouts uses it: `answer` for each request, `finish` if the agent ends
     the rollout itself, `end` if the run does, and `close` at last.
+
+    An agent may hold several conversations, e.g. one of a sub-agent. The turns of a conversation
+    are one trajectory, a list of token ids that only grows, until a request changes its history:
+    then another trajectory begins. Each trajectory has a session, its cache in the engine.
     """
 
     def __init__(
@@ -111,13 +116,13 @@ class EndpointRollout:
         self.rollout = request.new_rollout()
         self.trained = Transcript(self.rollout, request.rollout_id, trained=True)
         """Turns of requests for the policy."""
-        # Turns that are not trained are no part of the rollout.
+        # Turns of requests for frozen models are no part of the rollout.
         shadow = Rollout(task=request.task, rollout_id=f"{request.rollout_id}/untrained")
         self.untrained = Transcript(shadow, shadow.rollout_id)
         self._planner = RequestPlanner(policy.chat, request.rollout_id, request.sampling.seed)
         self._transcript_lock = asyncio.Lock()
-        """Held while a request is planned, and while its turn is recorded: both change or read the
-        transcripts."""
+        """Held while a request is planned, and while its turn is recorded, but not while it is
+        sampled: both change or read the transcripts."""
         self.counts: Counter[str] = Counter()
         """Counts of requests by the name of their metric, e.g. ``agent/requests``."""
         self.reward: float | None = None
@@ -211,9 +216,12 @@ class EndpointRollout:
         self.end(StopReason.completed, "the agent has finished")
 
     def _read_ending(self, messages: Sequence[Message]) -> _Ending:
-        """Find the last turn of a trajectory, and the messages after it. Raises RequestError."""
+        """Find the last turn of a trajectory, the messages after it, and their token ids.
+
+        Raises RequestError if the messages do not continue such a turn.
+        """
         transcript = self.trained
-        match = _match_any_tools(transcript, in_call_order(messages))
+        match = _match_any_tools(transcript, in_call_order(messages))  # /finish sends no tools
         turn = match.turn
         if turn is None or not transcript.is_tail(turn):
             raise RequestError(
@@ -222,9 +230,11 @@ class EndpointRollout:
                 param="messages",
             )
         if not turn.replies(match.new_messages):
-            return _Ending(turn, [], [])
+            return _Ending(turn, replies=[], suffix=[])
         replies, suffix = turn.continuation(
-            self.policy.chat, match.new_messages, generation_prompt=False
+            self.policy.chat,
+            match.new_messages,
+            generation_prompt=False,  # no answer follows
         )
         return _Ending(turn, replies, suffix)
 
@@ -247,7 +257,7 @@ class EndpointRollout:
         # Last: this session is the parent of the others, which an engine may decode in its place.
         await self.policy.engine.release(self.request.rollout_id)
         if self.trained.conversations:
-            self._keep_trained()
+            self._complete_trained()
         frozen = _untrained_conversations(
             self.untrained, set(self.untrained.conversations), frozen=True
         )
@@ -257,33 +267,40 @@ class EndpointRollout:
         self.rollout.counts = dict(self.counts)
         return self.rollout
 
-    def _keep_trained(self) -> None:
-        """Move trajectories that are not trained to `rollout.untrained`; name the others' roles.
+    def _complete_trained(self) -> None:
+        """Complete the policy's trajectories: their roles and tool results, and what is trained.
 
-        It completes the rollout's tool results, too.
+        Conversations that `agent.train` leaves out become entries of `rollout.untrained`.
         """
         transcript, rollout = self.trained, self.rollout
-        trained = transcript.trained_conversations(self.settings.train)
         main = transcript.main_conversation()
-        trained_indices = set(transcript.indices_of(trained))
-        side = set(transcript.conversations) - trained
-        rollout.untrained = tuple(_untrained_conversations(transcript, side, frozen=False))
         for index, trajectory in enumerate(rollout.trajectories):
             trajectory.role = MAIN if transcript.conversations[index] == main else SIDE
+        trained = transcript.trained_conversations(self.settings.train)
+        trained_indices = set(transcript.indices_of(trained))
         turns = [turn for turn in transcript.issued.turns if turn.trajectory in trained_indices]
-        for turn in turns:
-            self._record_results(turn, ())  # calls that no request has answered
         self.is_cut = bool(turns) and turns[-1].finish is Finish.length
-        # In the order in which requests answered them.
-        rollout.tool_results = [
+        rollout.tool_results = self._results_of(turns)
+        self.counts["agent/conversations"] = len(trained)
+        not_trained = set(transcript.conversations) - trained
+        rollout.untrained = tuple(_untrained_conversations(transcript, not_trained, frozen=False))
+        if not_trained:
+            rollout.keep_trajectories(trained_indices)
+
+    def _results_of(self, turns: Sequence[AgentTurn]) -> list[ToolResult]:
+        """Return the results of the turns' calls, in the order in which requests answered them.
+
+        Calls that no request has answered come last, with an empty content.
+        """
+        for turn in turns:
+            self._record_results(turn, replies=())  # does nothing for a turn that was answered
+        selected = set(turns)
+        return [
             result
             for turn, results in self._results.items()
-            if turn.trajectory in trained_indices
+            if turn in selected
             for result in results
         ]
-        self.counts["agent/conversations"] = len(trained)
-        if len(trained_indices) < len(rollout.trajectories):
-            rollout.keep_trajectories(trained_indices)
 
     def _check_open(self) -> None:
         """Raise RequestError if the rollout has ended, or ends now because a limit is reached."""
@@ -410,12 +427,16 @@ class EndpointRollout:
                 transcript.growing.discard(plan.extends.index)
 
     def _plan(self, transcript: Transcript, question: Question) -> _PlannedRequest:
-        """Find the turn that a request continues, if any, and plan the ids to sample from."""
-        # Calls that the client wrote differently (with a default filled in) match as issued.
-        messages, respelled = transcript.issued.restore_calls(
+        """Find the turn that a request continues, if any, and plan the ids to sample from.
+
+        `transcript.issued` has the turns that the agent was sent so far.
+        """
+        # Clients may write a call anew, e.g. with a parameter's default. Such calls are replaced
+        # by the issued ones, because a turn matches only if its calls are equal.
+        messages, respelled_ids = transcript.issued.restore_calls(
             in_call_order(question.messages), question.schemas
         )
-        self._respelled |= respelled
+        self._respelled |= respelled_ids  # only counted
         tools = tools_digest(question.schemas_json)
         match = transcript.issued.match(messages, tools)
         plan = self._planner.plan(transcript, messages, question.schemas, match)
@@ -433,7 +454,8 @@ class EndpointRollout:
     ) -> Answer:
         """Append a sampled turn to its trajectory, and return it as the client gets it.
 
-        `shown_text` is the text before a stop text; None: none ended the turn.
+        `shown_text` is the text before the stop text that ended the turn, or None if none did.
+        Raises RequestError, and ends the rollout, if the engine aborted the request.
         """
         trajectory = self._append(planned, question, completion)
         index = trajectory.turns - 1
@@ -454,9 +476,10 @@ class EndpointRollout:
             # becomes part of the content.
             client_message, shown_ids = issue(shown_turn, text_arguments=False, handle=head.id)
             cut_message(client_message, question.stops)
-            # Calls after the stop text, which the client does not see, have no id.
-            hidden_count = len(turn.calls) - len(shown_ids)
-            call_ids = (*shown_ids, *("",) * hidden_count)
+            # A call that goes on past the beginning of the stop text is not shown to the client,
+            # and has the id "". Such calls are the last of the turn.
+            hidden_ids = [""] * (len(turn.calls) - len(shown_ids))
+            call_ids = (*shown_ids, *hidden_ids)
         planned.transcript.issued.add(
             AgentTurn(
                 trajectory=trajectory.index,
@@ -471,8 +494,8 @@ class EndpointRollout:
                 request_hash=planned.match.request_hash,
             )
         )
-        self.refused = None
-        # A turn that a stop text ended has finished by `abort` too, and is no failure.
+        self.refused = None  # the agent went on after an error
+        # At a stop text we end the sampling ourselves, which the engine reports as `abort` too.
         if completion.finish is Finish.abort and shown_text is None:
             self.end(StopReason.aborted, "the engine aborted the request")
             raise RequestError("the engine aborted the request", status=500)
@@ -521,46 +544,23 @@ class EndpointRollout:
     async def _generate(
         self, transcript: Transcript, plan: Plan, budget: int, question: Question
     ) -> tuple[Completion, str | None]:
-        """Sample a turn, up to the token that completes a stop text.
+        """Sample a turn of at most `budget` tokens, up to the token that completes a stop text.
 
-        Return it and the text before the stop text, if there is one. Raises RequestError, and ends
-        the rollout, if the engine fails.
+        Return it and the text before the stop text, or None if there is none. Raises RequestError,
+        and ends the rollout, if the engine fails.
         """
-        request, chat = self.request, self.policy.chat
-        grammar: str | None = None
-        if self.policy.limits.structured_calls:
-            role = plan.messages[-1]["role"]
-            grammar = chat.grammar(question.schemas, after=role, form=question.form)
-        # Each trajectory has a seed, and each of its turns one that is derived from it.
-        seed, turns = plan.seed, 0
-        if plan.extends is not None:
-            seed = transcript.seeds[plan.extends.index]
-            turns = plan.extends.turns
-        scan = StopScan(chat.text_of, question.stops) if question.stops else None
-        client_fields: dict[str, Any] = {}  # a request for a frozen model may set some
-        if not transcript.trained:
-            fields = validate(SamplingFields, question.sampling)
-            client_fields = fields.model_dump(exclude_none=True)
-            if "top_k" in client_fields:  # some clients write -1 for all tokens
-                client_fields["top_k"] = max(client_fields["top_k"], 0)
-        sampling = replace(
-            request.sampling,
-            **client_fields,
-            ends=None if scan is None else scan.push,
-            max_tokens=budget,
-            seed=derive_seed(seed, turns),
-            stop_token_ids=request.sampling.stop_token_ids or chat.stop_token_ids,
-            grammar=grammar,
-        )
+        rollout_id = self.request.rollout_id
+        scan = StopScan(self.policy.chat.text_of, question.stops) if question.stops else None
+        sampling = self._sampling(transcript, plan, budget, question, scan)
         # The first session has the rollout's name, and the others are its children. An engine that
         # decodes a fixed number of sessions together decodes a child in the place of its parent.
-        parent = None if plan.session == request.rollout_id else request.rollout_id
+        parent = None if plan.session == rollout_id else rollout_id
         try:
             completion = await self.policy.engine.generate(
                 plan.ids, sampling, session=plan.session, parent=parent
             )
             if not completion.token_ids:
-                raise EngineError(f"rollout {request.rollout_id}: the engine returned no token")
+                raise EngineError(f"rollout {rollout_id}: the engine returned no token")
         except EngineError as error:
             if isinstance(error, EngineDead):
                 self.failure = error
@@ -568,41 +568,88 @@ class EndpointRollout:
             raise RequestError(str(error), status=500) from error
         if scan is None:
             return completion, None
-        # An engine that does not call `ends` has sampled past the stop text: scan its other tokens.
+        # An engine that does not call `sampling.ends` has sampled past the stop text. `scan` then
+        # reads here the tokens that it has not read.
         for token_id in completion.token_ids[scan.count :]:
             scan.push(token_id)
         scan.finish()
-        return _cut_completion(completion, scan.end), None if scan.end is None else scan.text
+        stop_was_found = scan.end is not None
+        return _cut_completion(completion, scan.end), scan.text if stop_was_found else None
+
+    def _sampling(
+        self,
+        transcript: Transcript,
+        plan: Plan,
+        budget: int,
+        question: Question,
+        scan: StopScan | None,
+    ) -> Sampling:
+        """Return the rollout's sampling settings with what is special to this turn."""
+        sampling, chat = self.request.sampling, self.policy.chat
+        grammar: str | None = None
+        if self.policy.limits.structured_calls:
+            role = plan.messages[-1]["role"]
+            grammar = chat.grammar(question.schemas, after=role, form=question.form)
+        # Each trajectory has a seed, and each of its turns one that is derived from it.
+        if plan.extends is None:
+            trajectory_seed, turns_before = plan.seed, 0
+        else:
+            trajectory_seed = transcript.seeds[plan.extends.index]
+            turns_before = plan.extends.turns
+        client_fields: dict[str, Any] = {}
+        if not transcript.trained:  # a request for a frozen model may have its own temperature, …
+            fields = validate(SamplingFields, question.sampling)
+            client_fields = fields.model_dump(exclude_none=True)
+            if "top_k" in client_fields:  # some clients write -1 for all tokens
+                client_fields["top_k"] = max(client_fields["top_k"], 0)
+        return replace(
+            sampling,
+            **client_fields,
+            # Some engines call it with each token, and stop once it returns True.
+            ends=None if scan is None else scan.push,
+            max_tokens=budget,
+            seed=derive_seed(trajectory_seed, turns_before),
+            stop_token_ids=sampling.stop_token_ids or chat.stop_token_ids,
+            grammar=grammar,
+        )
 
     def _append(
         self, planned: _PlannedRequest, question: Question, completion: Completion
     ) -> Trajectory:
-        """Append the sent and the sampled ids. Begin a trajectory if the plan extends none."""
-        transcript, plan = planned.transcript, planned.plan
-        rollout, trajectory = transcript.rollout, plan.extends
-        if trajectory is None:
-            role = SIDE if transcript.conversations else MAIN  # until the rollout is closed
-            if not rollout.trajectories[0].spans:  # a rollout begins with an empty trajectory
-                trajectory = rollout.trajectories[0]
-            elif plan.parent is not None:
-                trajectory = rollout.branch(*plan.parent, role=role)
-            else:
-                trajectory = rollout.begin(role=role, delegation=None)
-            trajectory.schemas = tuple(question.schemas)
-            trajectory.prompt_messages = len(plan.messages)
-            # If two requests with the same messages were sampled at once, the answer that is
-            # recorded second finds the first one's turn here, and gets its conversation.
-            conversation = transcript.conversation_of(planned.messages, planned.match)
-            transcript.conversations.append(conversation)
-            transcript.models.append(question.model)
-            transcript.sessions.append(plan.session)
-            transcript.seeds.append(plan.seed)
-        if plan.answered_turn is not None and transcript.trained:
+        """Append the sent and the sampled ids to the plan's trajectory, or to a new one."""
+        plan = planned.plan
+        trajectory = plan.extends or self._begin_trajectory(planned, question)
+        if plan.answered_turn is not None and planned.transcript.trained:
             self._record_results(plan.answered_turn, plan.messages)
         for origin, ids in plan.suffix:
             trajectory.append_context(ids, origin)
         trajectory.messages += plan.messages
         trajectory.append_sampled(completion, plan.ids)
+        return trajectory
+
+    def _begin_trajectory(self, planned: _PlannedRequest, question: Question) -> Trajectory:
+        """Begin a trajectory: the rollout's empty first one, a branch of another, or a new one."""
+        transcript, plan = planned.transcript, planned.plan
+        rollout = transcript.rollout
+        # Provisional: `_complete_trained` sets the roles once all conversations are known.
+        role = SIDE if transcript.conversations else MAIN
+        if not rollout.trajectories[0].spans:
+            trajectory = rollout.trajectories[0]
+        elif plan.parent is not None:
+            parent_index, shared_length = plan.parent
+            trajectory = rollout.branch(parent_index, shared_length, role=role)
+        else:
+            trajectory = rollout.begin(role=role, delegation=None)
+        trajectory.schemas = tuple(question.schemas)
+        trajectory.prompt_messages = len(plan.messages)
+        # Looked up only now: if two requests with the same messages were sampled at once, the
+        # second to be recorded finds the turn of the first, and gets its conversation.
+        conversation = transcript.conversation_of(planned.messages, planned.match)
+        # These lists have an entry for each trajectory, at its index.
+        transcript.conversations.append(conversation)
+        transcript.models.append(question.model)
+        transcript.sessions.append(plan.session)
+        transcript.seeds.append(plan.seed)
         return trajectory
 
     def _record_results(self, turn: AgentTurn, replies: Sequence[Message]) -> None:

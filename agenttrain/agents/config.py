@@ -106,7 +106,9 @@ class AgentConfig:
     name: Data[AgentName] = AgentName.none
     """none: the run's own tool loop. endpoint: a program of yours, by command, by _target_, or
     started by somebody else."""
-    command: Command = ""  # with a list here OmegaConf would refuse a mapping, not `command_parts`
+    # The default is a text, although the value is a list: if it were a list, OmegaConf would refuse
+    # `command={a: b}` with an error of its own, before `command_parts` can say what is expected.
+    command: Command = ""
     """Program of one rollout, e.g. [python, my_agent.py] or "python my_agent.py". It reads a JSON
     line with the task from its standard input."""
     _target_: str | None = None

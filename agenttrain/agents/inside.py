@@ -42,7 +42,10 @@ async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 async def wait_for_excess(settings: dict) -> str:
-    """Wait until the sandbox exceeds a memory limit. Return the setting and the problem."""
+    """Wait until the sandbox exceeds a limit of memory or of files, which are in memory too.
+
+    Return the setting and the problem.
+    """
     disk_mb, memory_mb = settings["disk_mb"], settings["memory_mb"]
     disks = (settings["home"],)  # all writable folders are of one file system, in memory
     while True:
@@ -54,7 +57,11 @@ async def wait_for_excess(settings: dict) -> str:
 
 
 def reap(program: int, ended: asyncio.Future[int]) -> None:
-    """Reap all children that have ended, orphans included. Give `ended` the program's exit code."""
+    """Reap all children that have ended, and give `ended` the exit code of the program.
+
+    This process has pid 1 in the sandbox: it inherits the orphans of all its processes, which stay
+    zombies until it has reaped them.
+    """
     with suppress(ChildProcessError):  # there is no child left
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -73,7 +80,11 @@ def show_files() -> None:
 
 
 async def serve(settings: dict, command: list[str]) -> int:
-    """Forward connections while the program runs; return its exit code."""
+    """Run the program and forward its connections until it ends. Return its exit code.
+
+    Return 1 without ending the program if it exceeds a limit of memory: once this process, the
+    sandbox's first, has exited, the kernel kills all others.
+    """
 
     async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Connect a client in the sandbox to the endpoint outside, until both ends are done."""
@@ -99,11 +110,11 @@ async def serve(settings: dict, command: list[str]) -> int:
         return 127
     loop.add_signal_handler(signal.SIGCHLD, reap, program.pid, ended)
     reap(program.pid, ended)  # it may have ended before the handler was set
-    excess = asyncio.ensure_future(wait_for_excess(settings))
-    await asyncio.wait((ended, excess), return_when=asyncio.FIRST_COMPLETED)
+    limit_exceeded = asyncio.ensure_future(wait_for_excess(settings))
+    await asyncio.wait((ended, limit_exceeded), return_when=asyncio.FIRST_COMPLETED)
     if ended.done():
         return ended.result()
-    print(f"{excess.result()}; the agent was ended", file=sys.stderr, flush=True)
+    print(f"{limit_exceeded.result()}; the agent was ended", file=sys.stderr, flush=True)
     return 1
 
 

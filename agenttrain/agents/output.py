@@ -27,7 +27,9 @@ class BoundedLog:
 
     def __init__(self, path: Path, *, limit: int = LOG_BYTES, append: bool = False) -> None:
         """Replace the file of an earlier attempt, or `append` to it."""
-        self._path, self._remaining_bytes, self._mode = path, limit, "ab" if append else "wb"
+        self._path, self._mode = path, "ab" if append else "wb"
+        self._beginning_bytes_left = limit
+        """Bytes of the beginning that are still to be written."""
         self._file: IO[Any] | None = None
         self._tail = bytearray()
         """The last TAIL_BYTES of the output."""
@@ -44,11 +46,14 @@ class BoundedLog:
         return self._bytes_past_beginning > 0
 
     def write(self, data: bytes) -> None:
-        """Append output. If the disk takes no more, only its end is kept, in memory."""
+        """Write output to the file up to the `limit`. Keep the end of all output in memory.
+
+        Does not raise if the disk is full: then only the end is kept.
+        """
         self._tail += data
         del self._tail[:-TAIL_BYTES]
-        beginning = data[: self._remaining_bytes]
-        self._remaining_bytes -= len(beginning)
+        beginning = data[: self._beginning_bytes_left]
+        self._beginning_bytes_left -= len(beginning)
         self._bytes_past_beginning += len(data) - len(beginning)
         if beginning:
             self._append(beginning)

@@ -32,7 +32,8 @@ class Plan:
     messages: list[Message]
     """Messages to add to the trajectory, which for a new trajectory are all."""
     suffix: Suffix
-    """Last part of `ids`, which the trajectory lacks, by origin."""
+    """The end of `ids`, which is not yet in the trajectory (or in `parent`), as pieces of one
+    origin each: ``[(Origin.tool, [5, 6]), (Origin.template, [7])]``."""
     session: str
     """Name of the engine's session, which keeps the cache of one trajectory."""
     parent: tuple[int, int] | None = None
@@ -40,13 +41,14 @@ class Plan:
     extends: Trajectory | None = None
     """Trajectory that goes on. None: a new one begins."""
     seed: int = 0
-    """Seed of a new trajectory."""
+    """Seed of a new trajectory. One that goes on has its seed already."""
     answered_turn: AgentTurn | None = None
     """The turn whose calls the request answers."""
     restart: Restart | None = None
-    """Why the request does not continue the turns that it repeats. None: it does, or is new."""
+    """How the request differs from the earlier conversation that it repeats, so that it cannot
+    extend that one's trajectory. None: it extends it, or repeats none."""
     difference: str = ""
-    """The first difference from those turns."""
+    """With `restart`: the first difference from that conversation, in words."""
 
 
 class RequestPlanner:
@@ -67,7 +69,7 @@ class RequestPlanner:
     ) -> Plan:
         """Plan to continue the matched turn, or else to render a prompt. Raises RequestError."""
         turn = match.turn
-        # The kind of the restart and the first difference, for a request that continues no turn.
+        # For a request that continues no turn: how it differs from the turns issued before.
         _, restart, difference = find_relation(messages, transcript.issued.turns, match)
         if turn is not None:
             with suppress(ChatError):  # a role that the template refuses after an answer
@@ -81,14 +83,14 @@ class RequestPlanner:
             length = common_prefix(np.array(trajectory.token_ids), ids_array)
             if length > longest:
                 longest, parent = length, trajectory.index
+        session, seed = self._new_session(transcript, ids)
         return Plan(
             ids=ids,
             messages=shown_messages,
             suffix=[(Origin.prompt, ids[longest:])],
-            # Before the seed: it counts the new trajectory, on whose number the seed depends.
-            session=self._name_session(transcript),
+            session=session,
             parent=(parent, longest) if longest else None,
-            seed=self._opening_seed(transcript, ids),
+            seed=seed,
             restart=restart,
             difference=difference,
         )
@@ -101,6 +103,7 @@ class RequestPlanner:
         Raises ChatError if the template refuses the messages after the turn.
         """
         trajectory = transcript.rollout.trajectories[turn.trajectory]
+        # The messages after the turn, and their ids in pieces of one origin each.
         replies, suffix = turn.continuation(self._chat, match.new_messages, generation_prompt=True)
         suffix_ids = [token_id for _, ids in suffix for token_id in ids]
         ids = [*trajectory.token_ids[: turn.end], *suffix_ids]
@@ -113,13 +116,16 @@ class RequestPlanner:
                 extends=trajectory,
                 answered_turn=turn,
             )
+        # Another request continued this turn before. A trajectory holds one continuation, so this
+        # one branches off after the turn. It counts as a restart: the client dropped the other.
+        session, seed = self._new_session(transcript, ids)
         return Plan(
             ids=ids,
             messages=[*trajectory.messages[: turn.message_count], *replies],
             suffix=suffix,
-            session=self._name_session(transcript),  # before the seed, as in `plan`
+            session=session,
             parent=(trajectory.index, turn.end),
-            seed=self._opening_seed(transcript, ids),
+            seed=seed,
             answered_turn=turn,
             restart=Restart.dropped,
             difference="a turn was sampled from these messages already",
@@ -134,22 +140,22 @@ class RequestPlanner:
         except ChatError as error:
             raise RequestError(f"messages: {error}", param="messages") from error
 
-    def _name_session(self, transcript: Transcript) -> str:
-        """Name the engine's session of a new trajectory: the first is named as the rollout."""
-        transcript.trajectory_count += 1
-        if transcript.trajectory_count == 1 and transcript.trained:
-            return self._rollout_id
-        return f"{transcript.prefix}/{transcript.trajectory_count - 1}"
+    def _new_session(self, transcript: Transcript, ids: Sequence[int]) -> tuple[str, int]:
+        """Count a new trajectory. Return the name of its session in the engine, and its seed.
 
-    def _opening_seed(self, transcript: Transcript, ids: Sequence[int]) -> int:
-        """Return the seed of a new trajectory. The first has the seed of the run's own loop.
+        The first trajectory of the policy has the rollout's id and the seed of the request for the
+        rollout, as a rollout of the run's own loop has.
 
         The seed of any other depends on the ids with which it begins and on the number of
         trajectories that began with them so far. It does not depend on the order in which requests
         arrive, so that a run repeats.
         """
-        if transcript.trajectory_count == 1 and transcript.trained:
-            return self._seed
+        number = transcript.trajectory_count
+        transcript.trajectory_count += 1
+        if number == 0 and transcript.trained:  # the untrained transcript is of frozen models
+            return self._rollout_id, self._seed
+        name = f"{transcript.prefix}/{number}"
         digest = hashlib.sha256(array("q", ids).tobytes()).hexdigest()
         transcript.openings[digest] += 1
-        return derive_seed(self._seed, transcript.prefix, digest, transcript.openings[digest])
+        seed = derive_seed(self._seed, transcript.prefix, digest, transcript.openings[digest])
+        return name, seed

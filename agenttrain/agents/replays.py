@@ -37,13 +37,17 @@ class Replays:
     again, because the rollout would get a turn that the client never saw.
 
     A replay has an earlier Idempotency-Key, or says that it is a retry of an equal body, or equals
-    a request whose answer no client was sent in full. Any other request is a new sample.
+    a request whose answer no client was sent in full, or, with `joins`, equals one in flight. Any
+    other request is a new sample.
     """
 
     joins: bool = False
-    """A request with the body of one in flight is a replay too."""
+    """`Agents` sets it where a run has to repeat bit for bit. Without it a request that equals one
+    in flight is a sample of its own, because an agent may ask for several."""
     _by_key: dict[str, Delivery] = field(default_factory=dict)
+    """Idempotency-Key -> delivery."""
     _by_body: dict[bytes, Delivery] = field(default_factory=dict)
+    """`Delivery.digest` -> the newest delivery with it."""
 
     def deliver(
         self,

@@ -91,22 +91,27 @@ def opening_of(messages: Sequence[Message]) -> list[bytes]:
 def first_difference(sent: Sequence[Message], issued: Sequence[Message]) -> tuple[Restart, str]:
     """Return the kind and a description of the first difference between two conversations.
 
+    `sent` are the messages of an agent's request. `issued` is the earlier conversation that it
+    repeats: the messages of an earlier request, and the answer that we gave. They are not equal,
+    because a request that repeats a conversation as it is continues it.
+
     Example: ``(Restart.system, "message 0 (system), character 17: sent '12:01', issued
     '12:00'")``
     """
     pairs = zip(sent, issued, strict=False)
     index = next((i for i, (a, b) in enumerate(pairs) if not _is_same(a, b)), None)
-    if index is None:
+    if index is None:  # the shorter conversation is the beginning of the longer one
         if len(sent) > len(issued):
             return Restart.edited, f"message {len(issued)} was not issued"
         return Restart.dropped, f"{len(issued) - len(sent)} messages that followed are missing"
     sent_message, issued_message = sent[index], issued[index]
     roles = (sent_message["role"], issued_message["role"])
     where = f"message {index} ({issued_message['role']})"
+    later_messages = [canonical_bytes(message) for message in issued[index + 1 :]]
+    if "system" not in roles and canonical_bytes(sent_message) in later_messages:
+        return Restart.dropped, f"{where} is missing"  # a later message stands in its place
     if "system" in roles:
         kind = Restart.system
-    elif canonical_bytes(sent_message) in map(canonical_bytes, issued[index + 1 :]):
-        return Restart.dropped, f"{where} is missing"  # a later message stands in its place
     elif roles == ("tool", "tool"):
         kind = Restart.tools
     else:

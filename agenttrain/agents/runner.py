@@ -137,14 +137,22 @@ class ExternalAgent:
 
 
 class EndpointProtocol(BoundedHead):
-    """uvicorn's HTTP, which also says when a client resets its connection unread."""
+    """uvicorn's HTTP, which also reports that a client has reset its connection.
+
+    A client that goes away before it has read all of an answer resets the connection. The answer is
+    then lost, although all of it was written.
+    """
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Pass on a reset to the last request of the connection."""
+        """Report a reset to the last request of the connection.
+
+        `AnswerResponse` puts the function to call, if any, into the request's scope.
+        """
         super().connection_lost(exc)
-        # `exc` is None for a connection that was closed in order, `cycle` before its first request.
-        if exc is not None and self.cycle:
-            on_reset = self.cycle.scope.get(ON_RESET)
+        was_reset = exc is not None  # else it was closed in order
+        last_request = self.cycle  # None if there was no request
+        if was_reset and last_request is not None:
+            on_reset = last_request.scope.get(ON_RESET)
             if on_reset is not None:
                 on_reset()
 
@@ -233,34 +241,19 @@ class Agents:
         """
         async with self._gate:
             await self._start_endpoint()
-            policy = ServedPolicy(
-                engine=engine,
-                chat=self.chat,
-                limits=limits,
-                lockstep=self.lockstep,
-                check=partial(self._form_error, structured=limits.structured_calls),
-                parsed=parsed,
-                on_restart=self._on_restart,
-                on_request=self._on_request,
-            )
-            attempt = EndpointRollout(request, policy, self.settings)
-            rollout = attempt.rollout
-            entry = OpenRollout(rollout=attempt)
-            entry.replays.joins = self.lockstep  # then an equal request in flight is a replay too
-            if isinstance(self._agent, ExternalAgent):  # no process of ours shows its end
-                text = "the client went away before its answer was complete, and did not come back"
-                entry.on_lost = lambda: attempt.end(StopReason.error, text)
-            self._open[entry.name] = entry
+            entry = self._open_rollout(request, engine, limits, parsed)
+            endpoint_rollout = entry.rollout  # the agent's requests, which make the `Rollout`
+            rollout = endpoint_rollout.rollout
             start = time.perf_counter()
             try:
                 async with self._running_machine(request) as machine:
                     failure, reward = await self._run_agent(entry, machine)
                     await self._close(entry)  # nothing of it is open while it is graded
-                    if attempt.failure is not None:
-                        raise attempt.failure
+                    if endpoint_rollout.failure is not None:
+                        raise endpoint_rollout.failure
                     # A reward sent to the endpoint goes before the one printed or returned.
-                    reward = reward if attempt.reward is None else attempt.reward
-                    self._set_stop_reason(attempt, failure)
+                    reward = reward if endpoint_rollout.reward is None else endpoint_rollout.reward
+                    self._set_stop_reason(endpoint_rollout, failure)
                     if reward is not None:
                         rollout.environment_reward = reward
                     if machine is not None and rollout.stop_reason is not StopReason.error:
@@ -271,9 +264,39 @@ class Agents:
                     raise
                 rollout.stop_reason, rollout.error = StopReason.error, hide_secrets(str(error))
             finally:
-                await self._close(entry)
+                await self._close(entry)  # does nothing if it was closed above
             rollout.seconds = time.perf_counter() - start
             return rollout
+
+    def _open_rollout(
+        self,
+        request: RolloutRequest,
+        engine: Engine,
+        limits: RolloutConfig,
+        parsed: Callable[..., None] | None,
+    ) -> OpenRollout:
+        """Give a rollout its address in the endpoint. The arguments are those of `attempt`."""
+        policy = ServedPolicy(
+            engine=engine,
+            chat=self.chat,
+            limits=limits,
+            lockstep=self.lockstep,
+            check=partial(self._form_error, structured=limits.structured_calls),
+            parsed=parsed,
+            on_restart=self._on_restart,
+            on_request=self._on_request,
+        )
+        endpoint_rollout = EndpointRollout(request, policy, self.settings)
+        entry = OpenRollout(rollout=endpoint_rollout)
+        # In lockstep a run has to repeat bit for bit. Without this, an equal request would be
+        # sampled anew if it came before the answer of the first was written, which is chance.
+        entry.replays.joins = self.lockstep
+        if isinstance(self._agent, ExternalAgent):
+            # Somebody else's process: only its connection shows that it has ended.
+            text = "the client went away before its answer was complete, and did not come back"
+            entry.on_lost = lambda: endpoint_rollout.end(StopReason.error, text)
+        self._open[entry.name] = entry
+        return entry
 
     async def _close(self, entry: OpenRollout) -> None:
         """Remove a rollout from the endpoint, and complete it; the second time, do nothing."""
@@ -325,11 +348,16 @@ class Agents:
     async def _run_agent(
         self, entry: OpenRollout, machine: RolloutMachine | None
     ) -> tuple[str | None, float | None]:
-        """Run a rollout's agent to its end. Return its failure or None, and its reward or None."""
-        attempt, url = entry.rollout, f"{self.address}/{entry.name}"
+        """Run a rollout's agent until it ends or has no more time. Return (failure, reward).
+
+        Both are None if there is none. Most agents end by themselves, which ends the rollout. But
+        the rollout may be over first (`EndpointRollout.over`): the agent has called /finish, or a
+        limit was reached. The agent then has GRACE_S to end.
+        """
+        endpoint_rollout, url = entry.rollout, f"{self.address}/{entry.name}"
         assignment = AgentTask(
-            rollout_id=attempt.request.rollout_id,
-            task=copy_task(attempt.request.task),
+            rollout_id=endpoint_rollout.request.rollout_id,
+            task=copy_task(endpoint_rollout.request.task),
             url=url,
             api_key=entry.key,
             model=self._model,
@@ -340,11 +368,12 @@ class Agents:
         key, limit_s, is_tasks_limit = "agent.timeout_s", self.settings.timeout_s, False
         task_s = None if self._machines is None else self._machines.limit_s(assignment.task)
         if task_s is not None and task_s <= limit_s:
+            # The limit in the task's own settings, which a task of a container may have.
             key, limit_s, is_tasks_limit = "agent.timeout_sec of the task", task_s, True
-        log = self.folder / attempt.request.rollout_id
+        log = self.folder / endpoint_rollout.request.rollout_id
         log.parent.mkdir(parents=True, exist_ok=True)
         agent = asyncio.ensure_future(self._agent.attempt(assignment, log))
-        over = asyncio.ensure_future(attempt.over.wait())
+        over = asyncio.ensure_future(endpoint_rollout.over.wait())
         try:
             await asyncio.wait(
                 (agent, over),
@@ -352,64 +381,73 @@ class Agents:
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if not agent.done() and not over.done():
-                if is_tasks_limit:  # no failure of the agent: the rollout is graded
-                    attempt.end(StopReason.timeout, f"{key}={limit_s:g} passed")
-                    return None, None
-                return f"{key}={limit_s:g} passed", None
-            # The rollout is over. An external agent is only a file, which nobody ends.
+                timeout = f"{key}={limit_s:g} passed"
+                if not is_tasks_limit:
+                    return timeout, None
+                # No failure of the agent: the rollout is graded.
+                endpoint_rollout.end(StopReason.timeout, timeout)
+                return None, None
+            # `ExternalAgent.attempt` waits to be cancelled: it would never end in the grace time.
             if not agent.done() and not isinstance(self._agent, ExternalAgent):
                 await asyncio.wait((agent,), timeout=GRACE_S)
             if agent.done():
                 return None, agent.result()
+            return None, None  # an agent that goes on after its rollout has not failed
         except AgentFailed as error:
             return hide_secrets(f"the agent {error}"), None
         finally:
             for task in (agent, over):
                 task.cancel()
             await asyncio.wait((agent, over))
-        return None, None  # the agent went on after its rollout, which is no failure
 
-    def _set_stop_reason(self, attempt: EndpointRollout, failure: str | None) -> None:
-        """Set why the rollout ended. `failure` is the agent's.
-
-        It is the first of these that applies: a limit or an engine's error (`attempt.ended`), the
-        error of the last request (`attempt.refused`), if the agent gave up on it, the agent's
-        failure, no turn at all, the agent's own end.
-        """
-        rollout, end = attempt.rollout, attempt.ended
-        if end is not None and end.stop_reason is not StopReason.completed:
-            rollout.stop_reason, text = end
-            # Without a turn there is nothing to grade or to train.
-            if rollout.stop_reason is StopReason.timeout and not rollout.turns:
-                rollout.stop_reason = StopReason.error
-            rollout.error = text if rollout.stop_reason is StopReason.error else None
-            if failure is not None and rollout.error is None:
-                # A limit ended the rollout, and the agent failed on the error that reports it.
-                rollout.error = f"{text}, and {failure}"
-        # An agent that called /finish (`end` is set) and did not fail got over its error.
-        elif attempt.refused is not None and (failure is not None or end is None):
-            rollout.stop_reason, text = attempt.refused
-            is_error = rollout.stop_reason is StopReason.error or not rollout.turns
-            rollout.error = text if is_error else None
-        elif failure is not None:
-            rollout.stop_reason, rollout.error = StopReason.error, failure
-        elif not rollout.turns:
-            rollout.stop_reason = StopReason.error
-            rollout.error = self._no_turn_error(attempt)
-        else:
-            rollout.stop_reason = StopReason.max_tokens if attempt.is_cut else StopReason.completed
-        # With on_failure=zero a failed agent has the reward 0, and its turns are trained. `end` is
-        # None for a failure of the agent itself: nothing else has ended the rollout.
+    def _set_stop_reason(self, endpoint_rollout: EndpointRollout, failure: str | None) -> None:
+        """Set why the rollout ended, and its error, if any. `failure` is the agent's."""
+        rollout = endpoint_rollout.rollout
+        rollout.stop_reason, rollout.error = self._stop_reason(endpoint_rollout, failure)
+        # With on_failure=zero a failed agent has the reward 0, and its turns are trained. An error
+        # of the engine, which has set `ended`, is no failure of the agent.
         gives_zero = self.settings.on_failure is OnFailure.zero and rollout.turns > 0
-        if gives_zero and rollout.stop_reason is StopReason.error and end is None:
+        is_agents = endpoint_rollout.ended is None
+        if gives_zero and is_agents and rollout.stop_reason is StopReason.error:
             rollout.stop_reason = StopReason.agent_failed
 
-    def _no_turn_error(self, attempt: EndpointRollout) -> str:
+    def _stop_reason(
+        self, endpoint_rollout: EndpointRollout, failure: str | None
+    ) -> tuple[StopReason, str | None]:
+        """Return why the rollout ended, and its error, if any. `failure` is the agent's.
+
+        It is the first of these that applies: a limit or an engine's error, the error of the last
+        request if the agent gave up on it, the agent's failure, no turn at all, the agent's own
+        end.
+        """
+        end, has_turns = endpoint_rollout.ended, endpoint_rollout.rollout.turns > 0
+        has_finished = end is not None and end.stop_reason is StopReason.completed  # by /finish
+        if end is not None and not has_finished:
+            reason, text = end
+            if reason is StopReason.timeout and not has_turns:
+                reason = StopReason.error  # there is nothing to grade or to train
+            if reason is StopReason.error:
+                return reason, text
+            # After a limit its next request gets an error, on which an agent may fail.
+            return reason, None if failure is None else f"{text}, and {failure}"
+        # An agent that did not fail and called /finish got over the error of its last request.
+        got_over_it = has_finished and failure is None
+        if endpoint_rollout.refused is not None and not got_over_it:
+            reason, text = endpoint_rollout.refused
+            is_error = reason is StopReason.error or not has_turns
+            return reason, text if is_error else None
+        if failure is not None:
+            return StopReason.error, failure
+        if not has_turns:
+            return StopReason.error, self._no_turn_error(endpoint_rollout)
+        return (StopReason.max_tokens if endpoint_rollout.is_cut else StopReason.completed), None
+
+    def _no_turn_error(self, endpoint_rollout: EndpointRollout) -> str:
         """Return why a rollout whose agent has ended by itself has nothing to train."""
-        names = attempt.untrained.models
+        names = endpoint_rollout.untrained.models
         if names:
             model_names = ", ".join(map(str, dict.fromkeys(names)))
-            count = attempt.counts["agent/requests"]
+            count = endpoint_rollout.counts["agent/requests"]
             return (
                 f"the agent ended without a turn to train: {count} requests, all for models that "
                 f"are frozen: {model_names}; set agent.models={{{names[0]}: policy}}"
@@ -507,12 +545,19 @@ class Agents:
 
 
 def no_grammar_error(form: AnswerForm) -> RequestError:
-    """Return the error of a request for JSON or a call that needs a grammar, where none is used."""
-    param, field, demand = "response_format", "response_format or output_config.format", "JSON"
+    """Return the error of a request for JSON or a call that needs a grammar, where none is used.
+
+    `correction.level=token` is among the remedies because a grammar makes the engine sample from
+    other probabilities than the policy's, which that setting corrects for each token.
+    """
     if form.call:
-        param, field, demand = "tool_choice", "tool_choice", "a call"
+        param, fields, demand = "tool_choice", "tool_choice", "a call"
+    else:
+        # OpenAI's error names one field. The text names also that of Anthropic's API.
+        param, demand = "response_format", "JSON"
+        fields = "response_format or output_config.format"
     return RequestError(
-        f"{field}: demands {demand}, which needs a grammar; leave it out, set agent.on_form=ask, "
+        f"{fields}: demands {demand}, which needs a grammar; leave it out, set agent.on_form=ask, "
         "which answers without forcing it and counts that, or set "
         f"{names_with(grammars=True)} and rollout.structured_calls=true, and "
         "algorithm.correction.level=token, which weighs what the grammar rules out",

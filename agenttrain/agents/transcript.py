@@ -90,13 +90,16 @@ class Transcript:
         return with_tools or numbers
 
     def main_conversation(self) -> int:
-        """Return the conversation that attempts the task.
+        """Return the number of the conversation that attempts the task.
 
-        It is the first that has tools, if any has, and whose opening holds the task's prompt.
+        One with tools goes before one without, and then one whose opening holds the task's prompt
+        before one whose opening does not. Of equal ones it is the first to begin.
         """
-        # In the order of their beginnings, as `max` returns the first of those that are equal.
+        # `conversations` has the number of each trajectory's conversation: drop the repetitions.
+        numbers_in_order = dict.fromkeys(self.conversations)
+        # `max` returns the first of those that are equal.
         return max(
-            dict.fromkeys(self.conversations),
+            numbers_in_order,
             key=lambda number: (self._has_tools(number), self._holds_prompt(number)),
         )
 

@@ -57,7 +57,8 @@ SYSTEM = (
     *("/", "/home", "/root", "/tmp", "/var", "/var/tmp", "/etc", "/proc", "/sys", "/dev"),
     *("/dev/shm", "/run", "/var/run", "/opt", "/srv", "/mnt", "/media", *PROGRAMS),
 )
-"""Folders that are not shown as a whole, because they are not of one program or project."""
+"""Folders that are not shown as a whole, because they are not of one program or project. PROGRAMS
+are /usr and the like, which every sandbox has."""
 BINARIES = ("bin", "sbin", "shims", "libexec")
 """Names of folders of programs, within the folder of an installation."""
 PARTS = (*BINARIES, "lib", "lib64", "pyvenv.cfg")
@@ -70,15 +71,15 @@ MAX_HOPS = 40
 class Visible:
     """Files and folders that a sandbox shows.
 
-    `visible_files` makes it and fills it by the `add` methods.
+    `visible_files` makes it and fills it by the `add` methods, which follow symbolic links.
     """
 
     home: str
-    """The agent's own folder, empty at first."""
+    """The user's home. In the sandbox an empty folder of the agent's own has this path."""
     work: str
     """Folder in which its program starts."""
     programs: set[str] = field(default_factory=set)
-    """Single files, and folders of software that are shown whatever is in them."""
+    """Single files, and folders of our own software, in which nothing is hidden."""
     shown: set[str] = field(default_factory=set)
     """Folders that are shown but for the paths in `hidden`."""
     hidden: set[str] = field(default_factory=set)
@@ -87,7 +88,7 @@ class Visible:
     """Symbolic link on the way to a path above -> its target."""
 
     def add(self, path: str) -> None:
-        """Show a file, or a folder of one project."""
+        """Show a file or a folder. A folder that may not be shown whole is left out."""
         real = resolve_links(path, self.links)
         if os.path.isdir(real) and self._may_show_whole(real):
             self.shown.add(real)
@@ -108,27 +109,32 @@ class Visible:
         """
         parts, folder = path.split("/"), os.path.dirname(path)
         if "node_modules" in parts:
-            self.add_software("/".join(parts[: parts.index("node_modules") + 1]), self.shown)
+            node_modules = "/".join(parts[: parts.index("node_modules") + 1])
+            self.add_software(node_modules, folders=self.shown)
         elif os.path.basename(folder) in BINARIES:
-            self.add_software(os.path.dirname(folder), self.shown)
+            self.add_software(os.path.dirname(folder), folders=self.shown)
         else:
             self.add_with_folder(path)
         # The file too: an installation may be shown in parts, and a link has a target elsewhere.
         self.add(path)
 
-    def add_software(self, folder: str, paths: set[str]) -> None:
-        """Add an installation to `paths` (`programs` or `shown`), whole or only its `PARTS`."""
-        real = resolve_links(folder, self.links)
-        # ~/.local also has the user's data, in share.
+    def add_software(self, installation: str, *, folders: set[str]) -> None:
+        """Show an installation, e.g. ``/opt/node-22``: its folder is added to `folders`.
+
+        `folders` is `programs` or `shown`. Where the folder may not be shown whole, as a home with
+        a ``bin``, it is only the PARTS of an installation in it: ``bin``, ``lib``, ``pyvenv.cfg``…
+        """
+        real = resolve_links(installation, self.links)
+        # ~/.local is an installation with the user's data in it, in share.
         if self._may_show_whole(real) and os.path.basename(real) != ".local":
-            paths.add(real)
+            folders.add(real)
             return
         for part in PARTS:
             path = resolve_links(f"{real}/{part}", self.links)
             if os.path.isdir(path) and self._may_show_whole(path):
-                paths.add(path)
+                folders.add(path)
             elif os.path.isfile(path):
-                self.programs.add(path)
+                self.programs.add(path)  # `shown` has only folders
 
     def _may_show_whole(self, folder: str) -> bool:
         """Return True unless a folder is the system's, the home, or above the home."""
@@ -148,29 +154,43 @@ def visible_files(command: Sequence[str], read: Sequence[str]) -> Visible:
     for path in read:
         if problem := _read_problem(path, visible, secrets):
             raise ValueError(f"agent.read: {path}: {problem}")
-    for folder in (sys.prefix, sys.base_prefix, str(PACKAGE)):
-        visible.add_software(folder, visible.programs)
+    _add_software(visible, command)
+    _add_named_files(visible, command, secrets)
+    visible.add(work)
+    for path in read:
+        visible.add(os.path.expanduser(path))
+    visible.shown = {path for path in visible.shown if not is_within(path, *secrets)}
+    if not is_within(work, *visible.shown):
+        visible.work = visible.home
+    # The names of SECRETS, such as .env, are secret in a project too: at the top of each folder.
+    secrets |= _with_targets({f"{folder}/{name}" for folder in visible.shown for name in SECRETS})
+    # Hiding a folder hides all that is in it. One that holds a program or a shown folder is not
+    # hidden, because the agent needs these.
+    readable = (*visible.programs, *visible.shown)
+    visible.hidden = {s for s in secrets if not any(is_within(path, s) for path in readable)}
+    return visible
+
+
+def _add_software(visible: Visible, command: Sequence[str]) -> None:
+    """Show Python and this package, the environment's software, and the command's programs."""
+    for installation in (sys.prefix, sys.base_prefix, str(PACKAGE)):
+        visible.add_software(installation, folders=visible.programs)
     visible.add(sys.executable)
     for path in _software_of_environment():
         visible.add(path)
     for program in _named_programs(command, visible.links):
         visible.add_program(program)
+
+
+def _add_named_files(visible: Visible, command: Sequence[str], secrets: set[str]) -> None:
+    """Show the files and folders that a command's words name, unless they are secret."""
     for path in _named_paths(command):
-        if not is_within(os.path.realpath(path), *secrets):
-            if os.path.isdir(path):
-                visible.add(path)
-            else:  # a script may read the files beside it
-                visible.add_with_folder(path)
-    for path in (work, *map(os.path.expanduser, read)):
-        visible.add(path)
-    visible.shown = {path for path in visible.shown if not is_within(path, *secrets)}
-    visible.work = work if is_within(work, *visible.shown) else visible.home
-    # Files such as .env are secret at the top of each shown folder, as in a home.
-    secrets |= _with_targets({f"{folder}/{name}" for folder in visible.shown for name in SECRETS})
-    # A secret folder that holds a program or a shown folder cannot be hidden without them.
-    readable = (*visible.programs, *visible.shown)
-    visible.hidden = {s for s in secrets if not any(is_within(path, s) for path in readable)}
-    return visible
+        if is_within(os.path.realpath(path), *secrets):
+            continue
+        if os.path.isdir(path):
+            visible.add(path)
+        else:  # a script may read the files beside it
+            visible.add_with_folder(path)
 
 
 def resolve_links(path: str, links: dict[str, str]) -> str:
@@ -255,20 +275,24 @@ def _named_paths(command: Sequence[str]) -> Iterator[str]:
 
 
 def _named_programs(command: Sequence[str], links: dict[str, str]) -> Iterator[str]:
-    """Yield the programs that a command names, the links on the way, and scripts' interpreters."""
+    """Yield the programs that a command names, and the interpreters of those that are scripts.
+
+    A program that is a symbolic link is yielded, and so is its target. The links in the folders of
+    their paths are resolved, and added to `links` (link -> target).
+    """
     queue = [path for word in command if (path := shutil.which(word))]
     for _ in range(MAX_HOPS):
         if not queue:
             return
         path = queue.pop()
-        # Follow only the links of its folder: a path that is a link is yielded before its target.
+        # Not `resolve_links(path)`: that would follow the program's own link before it is yielded.
         folder = resolve_links(os.path.dirname(os.path.abspath(path)), links)
-        path = f"{folder}/{os.path.basename(path)}"
-        yield path
-        if os.path.islink(path):
-            queue.append(os.path.join(os.path.dirname(path), os.readlink(path)))
-        elif os.path.isfile(path):  # reading a named pipe would wait for its writer
-            queue += filter(None, map(shutil.which, _interpreters(path)))
+        program = f"{folder}/{os.path.basename(path)}"
+        yield program
+        if os.path.islink(program):
+            queue.append(os.path.join(folder, os.readlink(program)))
+        elif os.path.isfile(program):  # reading a named pipe would wait for its writer
+            queue += filter(None, map(shutil.which, _interpreters(program)))
 
 
 def _interpreters(path: str) -> list[str]:

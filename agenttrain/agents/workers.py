@@ -38,7 +38,7 @@ class Worker:
         self.pending: dict[str, asyncio.Future[dict[str, Any]]] = {}
         """Id of each rollout that it attempts now -> future of the result."""
         self.retired = False
-        """It gets no further task: it has ended, or may still work on a cancelled rollout."""
+        """It gets no further task: it has ended, or may still work on a rollout that was ended."""
         self._starting = asyncio.ensure_future(start(command, env, line_limit=LINE_LIMIT))
         self._stderr_tail = b""
         self._reading = asyncio.ensure_future(self._read())
@@ -116,9 +116,11 @@ class Worker:
 
 
 class WorkerAgent:
-    """Workers that are used again for further rollouts, unless one was ended in the middle.
+    """Workers: processes that are used again for further rollouts.
 
-    An `OutsideAgent`: `Agents` calls `attempt` for each rollout, and `aclose` at last.
+    A worker is retired, and ended after its other rollouts, once one of its rollouts failed or was
+    ended in the middle: it may still work on that one. An `OutsideAgent`: `Agents` calls `attempt`
+    for each rollout, and `aclose` at last.
     """
 
     def __init__(
@@ -129,9 +131,14 @@ class WorkerAgent:
         *,
         at_once: int = 1,
     ) -> None:
-        """`command` returns the command of a worker, for `at_once` rollouts at a time."""
+        """`command` returns the command of a worker, which has up to `at_once` rollouts at a time.
+
+        A worker of one rollout at a time logs into the file of each rollout. Any other mixes their
+        output, and logs into a file of its own in `folder`.
+        """
         self._command, self._env = command, env
         self._folder, self._at_once = folder, at_once
+        self._logs_by_rollout = at_once == 1
         self._workers: list[Worker] = []
         self._count = 0
         """Workers started so far, which numbers their logs."""
@@ -143,13 +150,12 @@ class WorkerAgent:
         for retired in [w for w in self._workers if w.retired and not w.pending]:
             await self._end(retired)
         worker = self._worker_with_room()
-        # A worker of one rollout at a time logs into the rollout's file, any other into its own.
-        if self._at_once == 1:
+        if self._logs_by_rollout:
             worker.log = BoundedLog(log.with_suffix(".log"))
         try:
             return await worker.attempt(assignment)
         finally:
-            if self._at_once == 1 and worker.log is not None:
+            if self._logs_by_rollout and worker.log is not None:
                 worker.log.close()
                 worker.log = None
             if worker.retired and not worker.pending:
@@ -157,13 +163,15 @@ class WorkerAgent:
 
     def _worker_with_room(self) -> Worker:
         """Return the busiest worker that can take one more rollout, or start a worker."""
-        if self._loop is not asyncio.get_running_loop():  # workers belong to the loop they began in
+        if self._loop is not asyncio.get_running_loop():
+            # The pipes of earlier workers belong to the loop in which they began, which is over.
+            # No process can be awaited here, so these are only dropped.
             self._loop, self._workers = asyncio.get_running_loop(), []
         free = [w for w in self._workers if not w.retired and len(w.pending) < self._at_once]
         if free:
             return max(free, key=lambda worker: len(worker.pending))
         worker = Worker(make_command(self._command), self._env)
-        if self._at_once > 1:
+        if not self._logs_by_rollout:
             self._folder.mkdir(parents=True, exist_ok=True)
             path = self._folder / f"worker-{self._count}.log"
             worker.log = BoundedLog(path, limit=SHARED_LOG_BYTES, append=True)

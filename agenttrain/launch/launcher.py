@@ -129,9 +129,11 @@ def _take_over_servers(folder: Path, stack: ExitStack) -> None:
     that the workers of a restart can use them.
     """
     os.environ[SERVERS_OWNER] = f"{os.getpid()} {folder}"
-    for spec in specs().values():  # roles have servers beside any engine
+    # Of all engines: a role, such as a judge, may have servers of another engine than the policy.
+    for spec in specs().values():
         if spec.end_servers is not None:
             stack.callback(spec.end_servers, folder)
+    # The last callback runs first: nobody is the owner any more when the servers are ended.
     stack.callback(os.environ.pop, SERVERS_OWNER)
 
 
@@ -241,16 +243,15 @@ def _first_failure(workers: Workers, exchange: Path) -> WorkerEnd | None:
 
 
 def _report(workers: Workers, exchange: Path, verb: str, folder: Path, *, first_node: bool) -> int:
-    """Return the run's exit code; print and record what the first rank could not report itself.
+    """Return the run's exit code. Print and record a failure, unless the first rank has done so.
 
     Raises ConfigError if a worker refused to start.
     """
     first = _first_failure(workers, exchange)
     if first is None and workers.other_node is None:  # they finished, or were asked to stop
         code = _code_without_failure(workers)
-        # A status that the first rank has written as it ended is not "running", and stays.
-        if code != DONE and first_node:
-            _set_status(folder, {"running": "interrupted"})
+        if code != DONE and first_node:  # keeps any other status, which the first rank has written
+            _replace_status(folder, {"running": "interrupted"})
         return code
     crash: dict[str, Any] = {}
     if first is None:
@@ -265,17 +266,18 @@ def _report(workers: Workers, exchange: Path, verb: str, folder: Path, *, first_
     for rank in workers.killed:
         pid = workers.ended[rank].pid
         message += f"; rank {rank} (process {pid}) did not answer and was killed"
+    exit_code = first.code if first is not None and first.code > 0 else FAILED
     # The first rank prints and records its own errors, unless a signal killed it. It knows neither
     # why a peer failed nor which ranks were killed.
     has_own_error = first is not None and first.rank == 0 and first.code > 0
-    reports_itself = has_own_error and not crash.get("of_peer") and not workers.killed
-    if not reports_itself:
-        again = f"agenttrain {resuming(verb)}resume={quote(str(folder))}"
-        remedy = "" if verb == "eval" else f". To go on: {again}"
-        print(f"agenttrain: {message}; the other processes were stopped{remedy}", file=sys.stderr)
-        if first_node:  # replaces any status that a dead process may have left
-            _set_status(folder, dict.fromkeys(UNFINISHED, "failed"), message)
-    return first.code if first is not None and first.code > 0 else FAILED
+    if has_own_error and not crash.get("of_peer") and not workers.killed:
+        return exit_code
+    again = f"agenttrain {resuming(verb)}resume={quote(str(folder))}"
+    remedy = "" if verb == "eval" else f". To go on: {again}"
+    print(f"agenttrain: {message}; the other processes were stopped{remedy}", file=sys.stderr)
+    if first_node:  # whatever status a process has left that died
+        _replace_status(folder, dict.fromkeys(UNFINISHED, "failed"), message)
+    return exit_code
 
 
 def _rank_name(ended: WorkerEnd) -> str:
@@ -302,9 +304,14 @@ def _code_without_failure(workers: Workers) -> int:
     return code
 
 
-def _set_status(folder: Path, statuses: dict[str | None, str], error: str | None = None) -> None:
-    """Replace a status in summary.json that is a key of `statuses` by its value; set the error."""
+def _replace_status(
+    folder: Path, new_statuses: dict[str | None, str], error: str | None = None
+) -> None:
+    """Replace the status in summary.json, and set the error, if it is a key of `new_statuses`.
+
+    Example: ``{"running": "interrupted"}`` changes ``running``, and no other status.
+    """
     status = read_summary(folder).get("status")
-    if status in statuses:
+    if status in new_statuses:
         with suppress(OSError):
-            update_summary(folder, status=statuses[status], error=error)
+            update_summary(folder, status=new_statuses[status], error=error)

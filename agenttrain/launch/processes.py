@@ -37,7 +37,10 @@ CRASH = "crash-{rank}.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerCommand:
-    """The launcher's own command line, whose settings each worker composes again."""
+    """The launcher's own command line, which each worker gets as JSON and runs as a rank.
+
+    So the launcher composes the settings, and each worker does so again. The ranks compare theirs.
+    """
 
     arguments: list[str]
     """The words after `agenttrain`."""
@@ -45,7 +48,8 @@ class WorkerCommand:
     """Module whose `run` takes the arguments."""
     verb: str
     folder: str
-    """The run folder. It is right for the first rank, which sends its name to the others."""
+    """The run folder that the launcher of this node proposes. Only that of the first rank counts,
+    which sends its name to the others: folders of other nodes may have other times in them."""
     sys_path: list[str]
     """Where the launcher finds modules."""
 
@@ -125,14 +129,18 @@ def is_rank() -> bool:
 def assigned_folder() -> Path | None:
     """Return the run folder of a rank; None if this process has to make the folder itself.
 
-    The first rank gets the launcher's folder. Later ranks get the current folder as placeholder:
-    the first rank sends them the name.
+    Such a process is a run of its own, or the first rank of torchrun. The first rank of our
+    launcher gets the launcher's folder. Later ranks make none: they get the current folder as a
+    placeholder until the first rank sends them the name.
     """
     if not is_rank():
         return None
-    if os.environ["RANK"] != "0":
+    is_first = os.environ["RANK"] == "0"
+    if not is_first:
         return Path()
-    return None if worker_command is None else Path(worker_command.folder)
+    if worker_command is None:  # not our launcher has started this process, but torchrun
+        return None
+    return Path(worker_command.folder)
 
 
 def check_processes(command: Command, runs: Sequence[Composed]) -> None:
@@ -209,19 +217,22 @@ MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE")
 def lone_process_problem(environment: Mapping[str, str] = os.environ) -> str | None:
     """Return the problem of a process that a launcher should have started with others, or None."""
     remedy = "start agenttrain itself with distributed=ddp distributed.processes=N, or by torchrun"
-    if "WORLD_SIZE" in environment:
+    if "WORLD_SIZE" in environment:  # torchrun and the like say how many there are
         return None
-    # `accelerate launch --cpu --num_processes 2` names a meeting place, and starts one process.
+    # `accelerate launch --cpu --num_processes 2` starts one process, or leaves the start to MPI. It
+    # sets MASTER_ADDR, where several processes would meet, but no WORLD_SIZE.
     if "MASTER_ADDR" in environment and "ACCELERATE_USE_CPU" in environment:
         return (
             f"accelerate launch: was to start several processes (MASTER_ADDR="
             f"{environment['MASTER_ADDR']}) and has started one, or leaves them to MPI; {remedy}"
         )
-    # In a job of SLURM even a single shell has the sizes of its job step, which say nothing.
-    sizes = {} if "SLURM_JOB_ID" in environment else environment
-    several = [name for name in MPI_SIZES if sizes.get(name, "1") not in ("", "0", "1")]
-    if several:
-        return f"{several[0]}={sizes[several[0]]}: each of them would train alone; {remedy}"
+    # SLURM sets MPI's variables in each shell of a job, whether or not processes are started there.
+    if "SLURM_JOB_ID" in environment:
+        return None
+    for name in MPI_SIZES:
+        size = environment.get(name, "1")
+        if size not in ("", "0", "1"):  # mpirun has started several
+            return f"{name}={size}: each of them would train alone; {remedy}"
     return None
 
 

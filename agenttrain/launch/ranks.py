@@ -26,7 +26,7 @@ from agenttrain.types import ConfigError
 from agenttrain.utils.exit_codes import DONE
 
 OF_NODE = ("processes", "rendezvous", "node_rank")
-"""Settings of `distributed` that may differ from node to node."""
+"""Settings of `distributed` that may differ from node to node, so that they are not compared."""
 SHOWN = 3
 """Differences that an error lists; one cause may have many."""
 _agreed = Event()
@@ -57,7 +57,7 @@ def agree(world: World, own: Proposal) -> Proposal:
     Raises Disagreement on every rank if settings differ or a rank has a problem, with a message
     such as ``optimizer.lr=0.1: the first rank has optimizer.lr=0.2; start every rank with …``.
     """
-    _agreed.set()  # else `share` would exchange an empty proposal at the end
+    _agreed.set()  # `share`, which runs this rank's command, need not call `agree` after it
     first = world.broadcast(own, "the settings")  # the first rank's, on every rank
     problem = own.problem
     if problem is None and first.problem is None and first.settings:
@@ -75,7 +75,9 @@ def agree(world: World, own: Proposal) -> Proposal:
     distinct = {text for text, _ in problems if text is not None}
     if not distinct:
         return first
-    if distinct == {first.problem}:  # no other rank has another problem: name no ranks
+    if distinct == {first.problem}:
+        # All ranks that have a problem have the first rank's, such as a typing error in their
+        # command line. Naming a rank would not help.
         raise Disagreement(str(first.problem))
     # Each problem once, with the first rank that has it.
     raise Disagreement(
@@ -91,25 +93,19 @@ def run(command: Command, composed: Composed, folder: Path, *, sweep: bool) -> i
     """Agree with the other ranks on the run, and execute it; return the exit code.
 
     `folder` is the run folder that this rank proposes; the first rank's is used. Raises the error
-    that stops this rank, except that the first rank's `Run` reports its own.
+    that stops this rank. The first rank does not raise those of the run itself: `Run` prints them.
     """
     config, plain = composed.config, composed.plain
     world = World.start(timeout_s=config.distributed.timeout_s)
-    other_sections = {name: value for name, value in plain.items() if name != "distributed"}
-    distributed = {k: v for k, v in plain["distributed"].items() if k not in OF_NODE}
-    settings = {
-        **other_sections,
-        "distributed": distributed,
-        # With resume=auto the first rank decides: another node may not yet see the run folder.
-        "resume": "auto" if command.auto else config.resume,
-        "resume_changed": [str(part) for part in config.resume_changed],
-        "verb": command.verb,
-        "agenttrain": version("agenttrain"),
-    }
-    resumes = config.resume is not None
-    agreed = agree(world, Proposal(settings=settings, folder=str(folder), resumes=resumes))
+    proposal = Proposal(
+        settings=_compared_settings(command, composed),
+        folder=str(folder),
+        resumes=config.resume is not None,
+    )
+    agreed = agree(world, proposal)
     if not agreed.settings:  # the first rank found nothing to run
         return DONE
+    # With resume=auto each rank has looked for a run to resume. The first rank's result counts.
     config.resume = agreed.folder if agreed.resumes else None
     if not world.is_main:
         redirect(Path(agreed.folder) / "logs" / f"rank-{world.rank}.log")
@@ -126,6 +122,21 @@ def run(command: Command, composed: Composed, folder: Path, *, sweep: bool) -> i
         experiment=tracker_project(command),
         world=world,
     ).execute()
+
+
+def _compared_settings(command: Command, composed: Composed) -> dict[str, Any]:
+    """Return what has to be the same on every rank: the settings and the package's version."""
+    config, plain = composed.config, composed.plain
+    distributed = {k: v for k, v in plain["distributed"].items() if k not in OF_NODE}
+    return {
+        **{name: value for name, value in plain.items() if name != "distributed"},
+        "distributed": distributed,
+        # Not the folder that resume=auto found: another node may not yet see it.
+        "resume": "auto" if command.auto else config.resume,
+        "resume_changed": [str(part) for part in config.resume_changed],
+        "verb": command.verb,
+        "agenttrain": version("agenttrain"),
+    }
 
 
 def share(command: Callable[[], int]) -> int:

@@ -40,7 +40,9 @@ def start(
 ) -> int:
     """Run a command in its folder; return the exit code. Raises ConfigError.
 
-    `program` is the module whose `run` workers call with the command's arguments.
+    With several processes this is called in the launcher, which starts workers, and again in each
+    worker, which is a rank. `program` is the module whose `run` workers call with the command's
+    arguments. A process that torchrun started is a rank too, without a launcher of ours.
     """
     if command.verb in SAMPLING_VERBS:
         admit_engine(composed, command.verb)
@@ -50,13 +52,15 @@ def start(
         from agenttrain.launch.launcher import run_workers
 
         return run_workers(command, composed, folder, program)
-    with listening() as stop:
+    with listening() as stop:  # SIGTERM and the like are recorded in `stop`
         try:
             if is_rank():
                 from agenttrain.launch.ranks import run
 
-                if started_by_others():  # torchrun has decided how many processes there are
-                    adopt(composed, ())  # no typed settings: `check_processes` has compared them
+                if started_by_others():
+                    # Set `distributed` to the processes that torchrun has started. That the user
+                    # has typed nothing else was checked before (`check_processes`).
+                    adopt(composed, typed=())
                 return run(command, composed, folder, sweep=sweep)
             with no_garbage_collection():  # faster: the import makes very many objects
                 from agenttrain.runs.run import Run

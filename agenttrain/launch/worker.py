@@ -35,13 +35,6 @@ def main() -> int:
     protect()  # output, against a closed terminal or file
     # The launcher's folder for messages between it and its workers.
     exchange = Path(os.environ["AGENTTRAIN_EXCHANGE"])
-
-    def received_signal() -> str | None:
-        try:
-            return (exchange / SIGNAL_FILE).read_text()
-        except OSError:
-            return None
-
     launcher = os.getppid()
 
     def remove_exchange() -> None:
@@ -54,31 +47,45 @@ def main() -> int:
         "the launcher of this process is gone: it stops", after_s=RECORD_S, at_end=remove_exchange
     )
     atexit.register(remove_exchange)
-    hear_interrupts()  # the launcher forwards SIGINT, which a shell may have had ignored
+    hear_interrupts()  # SIGINT, which the launcher forwards: a shell may have had it ignored
     with listening() as stop:  # before the slow imports
-        # The name of the launcher's signal, for the summary: this worker gets another one instead.
-        stop.passed_on = received_signal
+        # For summary.json: a worker is sent SIGUSR1 or SIGINT, whatever the launcher received.
+        stop.passed_on = lambda: _received_signal(exchange)
         try:
-            from agenttrain.launch import processes
-
-            command = processes.WorkerCommand(**json.loads(sys.argv[1]))
-            processes.worker_command = command
-            # `python -m` has put the current folder first, where it can hide a package.
-            sys.path[:] = command.sys_path
-            from agenttrain.launch.ranks import share
-
-            # If the program ends before its ranks have compared settings, `share` informs them.
-            return share(lambda: import_module(command.program).run(command.arguments))
-        except KeyboardInterrupt:  # perhaps before `command` was read
+            return _run_command(sys.argv[1])
+        except KeyboardInterrupt:  # perhaps before the command was read
             from agenttrain.launch.processes import stop_code
 
             return stop_code(stop, json.loads(sys.argv[1])["verb"])
         except BaseException as error:
             from agenttrain.launch.processes import code_of, write_crash
 
-            if os.getppid() == launcher:
+            if os.getppid() == launcher:  # it is alive, and will report the error
                 write_crash(exchange, os.environ["RANK"], error)
             return code_of(error)
+
+
+def _received_signal(exchange: Path) -> str | None:
+    """Return the name of the signal that the launcher received, if any."""
+    try:
+        return (exchange / SIGNAL_FILE).read_text()
+    except OSError:
+        return None
+
+
+def _run_command(command_json: str) -> int:
+    """Run a `WorkerCommand`; return the exit code."""
+    from agenttrain.launch import processes
+
+    command = processes.WorkerCommand(**json.loads(command_json))
+    processes.worker_command = command
+    # `python -m` has put the current folder first, where it can hide a package.
+    sys.path[:] = command.sys_path
+    from agenttrain.launch.ranks import share
+
+    # At the start all ranks wait for each other to compare their settings. If this one ends before
+    # that, `share` sends the others its error.
+    return share(lambda: import_module(command.program).run(command.arguments))
 
 
 def leave(code: int) -> None:

@@ -85,11 +85,15 @@ class Workers(LocalElasticAgent):
         self._alone = True
         """False if there are other nodes, with which failures are exchanged."""
         self._pids: dict[int, int] = {}  # rank -> process id
-        # Times, by time.monotonic, at which running workers are …
-        self._stop_at: float | None = None  # … asked to stop after a failure,
-        self._again_at: float | None = None  # … signalled again,
-        self._kill_at: float | None = None  # … and killed.
-        self._check_at = 0.0  # The other nodes are checked then.
+        # Times by time.monotonic. None: not planned.
+        self._interrupt_at: float | None = None
+        """Running workers get a first SIGINT, because another worker or node has failed."""
+        self._repeat_at: float | None = None
+        """They get a further SIGINT, every AGAIN_S."""
+        self._kill_at: float | None = None
+        """They are killed."""
+        self._check_at = 0.0
+        """The other nodes are checked."""
 
     def listen(self) -> None:
         """Forward the signals of this process, except a SIGHUP that nohup ignores."""
@@ -114,7 +118,7 @@ class Workers(LocalElasticAgent):
             # The first signal is the reason for the stop, whichever is forwarded.
             self._announce(self.received[0].name)
         if self._forwarded is signal.SIGINT:
-            self._stop_soon()
+            self._set_deadlines()
         self._signal(self._forwarded)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -132,42 +136,51 @@ class Workers(LocalElasticAgent):
         self._reap()
         self._exchange_failures(worker_group.store)
         now = time.monotonic()
-        if self._stop_at is not None and now >= self._stop_at:
-            self._stop_at = None
-            self._stop_soon()
+        if self._interrupt_at is not None and now >= self._interrupt_at:
+            self._interrupt_at = None
             self._signal(signal.SIGINT)
-        # Workers may wait for one that has ended: asyncio stops them at a second SIGINT only.
-        if self._again_at is not None and now >= self._again_at and self.ended:
-            self._again_at = now + AGAIN_S
+            self._set_deadlines()  # for workers that do not end at this signal
+        # Once one has ended, others may wait for it for ever: asyncio's first SIGINT only cancels
+        # the main task, which may be in such a wait, and the second one interrupts it.
+        if self._repeat_at is not None and now >= self._repeat_at and self.ended:
+            self._repeat_at = now + AGAIN_S
             self._signal(signal.SIGINT)
         if self._kill_at is not None and now >= self._kill_at:
-            # A later check, after they have ended, must not forget them.
-            self.killed = [rank for rank in self._pids if rank not in self.ended] or self.killed
+            running = [rank for rank in self._pids if rank not in self.ended]
+            if running:  # in the checks after this one they have ended
+                self.killed = running
             self._signal(signal.SIGKILL)
         if len(self.ended) < len(self._pids):
             return RunResult(state=WorkerState.HEALTHY)
         return super()._monitor_workers(worker_group)
 
     def _reap(self) -> None:
-        """Record the workers that have ended, and decide whether the others have to stop."""
-        new = list(self._record_ends())
+        """Record the workers that have ended, and decide whether the others have to stop.
+
+        After a failure the others are interrupted. If workers ended because the launcher was
+        signalled, so have the others been: they only get deadlines. After one that has saved its
+        work and left, they have SETTLE_S to do the same.
+        """
+        ends = list(self._record_ends())
         # Workers that neither finished nor saved their work.
-        early = [ended for ended in new if ended.code not in (DONE, PREEMPTED)]
-        if self._stop_at is not None or self._kill_at is not None:  # a stop is under way
-            if self._stop_at is not None:  # they were not signalled yet, so ended by themselves
-                self.early += early
+        early = [ended for ended in ends if ended.code not in (DONE, PREEMPTED)]
+        if self._interrupt_at is not None:
+            # Another one has failed, and the others are not interrupted yet: these have failed too.
+            self.early += early
             return
-        signal_codes = (INTERRUPTED, TERMINATED, *(-number for number in PASSED_ON))
-        obeyed_signal = bool(self.received) and all(ended.code in signal_codes for ended in early)
-        if early and not obeyed_signal:
+        if self._kill_at is not None:  # they were signalled, and end because of that
+            return
+        if early:
+            # Codes of a worker that a forwarded signal has stopped, or killed (-2 is SIGINT).
+            signal_codes = (INTERRUPTED, TERMINATED, *(-number for number in PASSED_ON))
+            if self.received and all(ended.code in signal_codes for ended in early):
+                self._set_deadlines()  # the others may wait for these in vain
+                return
             self.early += early
             # After an error the others get time to report it too. A killed worker had none.
             was_killed = any(ended.code < 0 for ended in early)
-            self._stop_at = time.monotonic() + (0 if was_killed else REPORT_S)
-        elif early:  # they obeyed the signal: the others would wait for them in vain
-            self._stop_soon()
-        # One has saved and left: the others get time to finish writing.
-        elif any(ended.code == PREEMPTED for ended in new):
+            self._interrupt_at = time.monotonic() + (0 if was_killed else REPORT_S)
+        elif any(ended.code == PREEMPTED for ended in ends):
             # The handler of a signal may have set an earlier time just now.
             kill_at = time.monotonic() + SETTLE_S
             self._kill_at = kill_at if self._kill_at is None else min(self._kill_at, kill_at)
@@ -199,13 +212,14 @@ class Workers(LocalElasticAgent):
                 self.other_node = store.get(KEY).decode()
         except (DistNetworkError, DistStoreError):
             self.other_node = FIRST_NODE_GONE
-        if self.other_node and self._stop_at is None and self._kill_at is None:  # no stop is due
-            self._stop_at = now
+        stop_is_due = self._interrupt_at is not None or self._kill_at is not None
+        if self.other_node and not stop_is_due:
+            self._interrupt_at = now
 
-    def _stop_soon(self) -> None:
-        """Schedule the times at which running workers are signalled again, and killed."""
+    def _set_deadlines(self) -> None:
+        """Plan when workers that are still running are signalled again, and killed."""
         now = time.monotonic()
-        self._again_at = now + AGAIN_S
+        self._repeat_at = now + AGAIN_S
         self._kill_at = now + STOP_S if self._kill_at is None else min(now + STOP_S, self._kill_at)
 
     def _signal(self, number: signal.Signals) -> None:

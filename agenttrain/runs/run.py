@@ -369,7 +369,7 @@ class Run:
     ) -> None:
         """Print the report at the end of a run that sampled rollouts."""
         best = None if trainer is None else trainer.best
-        if trainer and best and best.is_of(trainer.finished_steps):
+        if trainer and best and best.are_all_at(trainer.finished_steps):
             best = None  # the evaluation after the last step, whose scores are printed anyway
         print_scores(
             before=from_json(before),

@@ -58,18 +58,20 @@ def async_problems(config: RunConfig) -> Iterator[str]:
 def async_note(config: RunConfig, adapters_are_sent: Callable[[RunConfig], bool]) -> str | None:
     """Return a warning about a weight sync that makes asynchronous training wait, or None.
 
-    Servers take adapters without a pause. `adapters_are_sent` returns True if a run's adapters are
-    sent to them, and not merged into the weights. It is called only if that matters, as it may have
-    to build the model's architecture.
+    With mode=drain, new weights are loaded once all turns in flight are complete. `abort_resume`
+    interrupts these turns, and samples their rest after the load.
+
+    `adapters_are_sent` returns True if a run's adapters are sent to the servers, and not merged
+    into the weights. It is called only if that matters, as it may have to build the model's
+    architecture.
     """
     ahead, mode = config.async_training.max_staleness, config.weight_sync.mode
-    if (
-        not config.is_asynchronous
-        or mode is not WeightSyncMode.drain
-        or not run_spec(config).own_weights
-    ):
+    spec = run_spec(config)
+    if not config.is_asynchronous or mode is not WeightSyncMode.drain:
         return None
-    if run_spec(config).fleet and adapters_are_sent(config):
+    if not spec.own_weights:  # it samples from the policy itself, and no weights are sent
+        return None
+    if spec.fleet and adapters_are_sent(config):  # servers load adapters beside the turns in flight
         return None
     return (
         f"warning: weight_sync.mode=drain with async_training.max_staleness={ahead}: each weight "

@@ -114,18 +114,20 @@ def validate(
     *,
     code: Collection[str] = SECTIONS,
 ) -> None:
-    """Raise ConfigError with every problem, one per line.
+    """Raise ConfigError with every problem of a run of any verb, one per line.
 
-    The model's folder must have the `model_parts`. Once all else is valid, the modules that the
-    sections `code` name are imported and their parameters checked. Leave out the sections of a
-    recorded run whose code the user does not trust.
+    The model's folder must have the `model_parts` (keys of PARTS, such as its tokenizer). Once all
+    else is valid, the modules that the sections `code` name are imported and their parameters
+    checked. Leave out the sections of a recorded run whose code the user does not trust.
     """
+    # The others, VerbCheck, need the verb: `check_for_verb` walks them.
     checks = (check for check in CHECKS if isinstance(check, Check))
     problems = [problem for check in checks for problem in check.of_run(config)]
     try:
         model_folder(config.model.path, model_parts, revision=config.model.revision)
     except ConfigError as error:
         problems.append(str(error))
+    # In a mixture of sources, `view` is the run as one source sees it. Else it is `config`.
     raise_config_error(
         problems or problems_by_source(config, lambda view: code_problems(view, code))
     )
@@ -212,12 +214,13 @@ def _agent(config: RunConfig) -> Iterator[str]:
             f"rollout.timeout_s={rollout.timeout_s:g}: has no effect with agent=endpoint; set "
             "agent.timeout_s"
         )
-    at_once = config.rollouts_in_lockstep
-    if agent.concurrency < at_once:
+    awaited_rollouts = config.rollouts_in_lockstep
+    if agent.concurrency < awaited_rollouts:
         yield (
             f"agent.concurrency={agent.concurrency}: with rollout.deterministic the engine waits "
             f"for engine.max_rows={config.engine.max_rows} rollouts at once; set "
-            f"agent.concurrency={at_once}, a lower engine.max_rows, or rollout.deterministic=false"
+            f"agent.concurrency={awaited_rollouts}, a lower engine.max_rows, or "
+            "rollout.deterministic=false"
         )
 
 
@@ -226,27 +229,37 @@ HARBOR = "agenttrain.data.harbor.harbor_rows"
 
 
 def _runtime(config: RunConfig) -> Iterator[str]:
-    """Check what needs containers, and what contradicts them."""
-    runtime, agent = config.runtime, config.agent
+    """Check what needs a container for each rollout, and what contradicts containers."""
+    if config.runtime.has_machines:
+        yield from _problems_in_containers(config)
+    else:
+        yield from _problems_without_containers(config)
+
+
+def _problems_without_containers(config: RunConfig) -> Iterator[str]:
+    """Yield settings that need a container for each rollout."""
+    agent = config.agent
     sections = {f"tools.{name}": section for name, section in config.tools.items()}
     sections["data.train"] = config.data.train
-    if not runtime.has_machines:
-        # The bundled tool for files and Harbor's tasks work in a rollout's container.
-        needs = [
-            key
-            for key, section in sections.items()
-            if isinstance(section, Mapping) and section.get("_target_") in (FILES, HARBOR)
-        ]
-        needs += [
-            f"{key}.sandbox={RUNTIME}"
-            for key, section in sections.items()
-            if isinstance(section, Mapping) and section.get("sandbox") == RUNTIME
-        ]
-        for key in needs:
-            yield f"{key}: needs a container for each rollout; add runtime=podman"
-        if agent.install is not None:
-            yield f"agent.install={agent.install}: needs an image to install in; add runtime=podman"
-        return
+    components = {key: part for key, part in sections.items() if isinstance(part, Mapping)}
+    # The bundled tool for files and Harbor's tasks work in a rollout's container.
+    needs = [key for key, part in components.items() if part.get("_target_") in (FILES, HARBOR)]
+    # A tool's setting `sandbox=runtime` runs its code there.
+    needs += [
+        f"{key}.sandbox={RUNTIME}"
+        for key, part in components.items()
+        if part.get("sandbox") == RUNTIME
+    ]
+    for key in needs:
+        yield f"{key}: needs a container for each rollout; add runtime=podman"
+    if agent.install is not None:
+        yield f"agent.install={agent.install}: needs an image to install in; add runtime=podman"
+
+
+def _problems_in_containers(config: RunConfig) -> Iterator[str]:
+    """Yield settings of an outside agent that contradict containers, or have too few of them."""
+    runtime, agent = config.runtime, config.agent
+    # Only clients such as podman build images with our script in them.
     if agent.install is not None and not runtime.is_client:
         yield (
             f"agent.install={agent.install}: runtime._target_={runtime._target_} makes its images "
@@ -262,12 +275,12 @@ def _runtime(config: RunConfig) -> Iterator[str]:
             "agent.reuse=true: a process cannot go from one rollout's container to the next; leave "
             "it out, or set runtime=bwrap"
         )
-    at_once = config.rollouts_in_lockstep
-    if runtime.max_running < at_once:
+    awaited_rollouts = config.rollouts_in_lockstep
+    if runtime.max_running < awaited_rollouts:
         yield (
             f"runtime.max_running={runtime.max_running}: with rollout.deterministic the engine "
-            f"waits for {at_once} rollouts at once; set runtime.max_running={at_once}, or "
-            "rollout.deterministic=false"
+            f"waits for {awaited_rollouts} rollouts at once; set "
+            f"runtime.max_running={awaited_rollouts}, or rollout.deterministic=false"
         )
 
 
@@ -343,10 +356,10 @@ def _texts_and_files(config: RunConfig) -> Iterator[str]:
         yield f"response_schema.path={path}: {problem}"
 
 
-def _updates(config: RunConfig) -> Iterator[str]:
-    """Check the schedule against the steps, dtype against mixed precision, and saved adapters."""
-    optimizer, model, mixed = config.optimizer, config.model, config.training.mixed_precision
-    warmup, steps = optimizer.warmup_steps, config.steps
+def _schedule(config: RunConfig) -> Iterator[str]:
+    """Check the schedule of the learning rate against the steps."""
+    optimizer, steps = config.optimizer, config.steps
+    warmup = optimizer.warmup_steps
     if steps <= warmup:
         yield (
             f"optimizer.warmup_steps={warmup}: the warm-up would not end in steps={steps}; "
@@ -360,11 +373,21 @@ def _updates(config: RunConfig) -> Iterator[str]:
                 f"optimizer.schedule=warmup_stable_decay needs a whole number from 1 to "
                 f"{after_warmup}, the steps after the warm-up"
             )
+
+
+def _precision(config: RunConfig) -> Iterator[str]:
+    """Check that mixed precision has weights in float32 to keep."""
+    model, mixed = config.model, config.training.mixed_precision
     if model.dtype is Dtype.bfloat16 and mixed is not MixedPrecision.no:
         yield (
             f"training.mixed_precision={mixed}: the weights are model.dtype=bfloat16 already; set "
             "training.mixed_precision=no, or model.dtype=float32"
         )
+
+
+def _saved_adapters(config: RunConfig) -> Iterator[str]:
+    """Check adapters in the folder `model.path` against the settings: their rank and their base."""
+    model = config.model
     file = Path(model.path).expanduser() / "adapter_config.json"
     if not file.is_file():
         return
@@ -654,11 +677,17 @@ def _stop_when(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterat
 
 
 def _structured(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterator[str]:
-    """Check settings that would treat tokens sampled under a grammar as the policy's own."""
+    """Check settings that would treat tokens sampled under a grammar as the policy's own.
+
+    A grammar sets the probability of what it rules out to 0 and raises the others in proportion. To
+    learn from such tokens each is weighed with its probability under the policy divided by that
+    under the grammar, which `algorithm.correction` does.
+    """
     if not config.rollout.structured_calls:
         return
     key = "rollout.structured_calls=true"
     correction, kl = config.algorithm.correction, config.algorithm.kl_in_loss
+    # The level `geometric` takes the mean ratio of all tokens, which is no token's weight.
     if correction is None or correction.level is CorrectionLevel.geometric:
         setting = f"correction.level={correction.level}" if correction else "correction=null"
         yield (
@@ -687,6 +716,7 @@ def _structured(config: RunConfig, verb: str, overrides: Sequence[str]) -> Itera
         )
     limit = config.guards.logprob_gap.limit
     if limit is not None:
+        # The guard watches for logprobs of engine and trainer that differ by mistake.
         yield (
             f"guards.logprob_gap.limit={limit}: with {key} the gap of a token holds what the "
             "grammar ruled out before it, without a bound; add guards.logprob_gap.limit=null"
@@ -761,7 +791,9 @@ CHECKS: tuple[Check | VerbCheck, ...] = (
         ("algorithm", "tools", "environment", "reward", "user", "tracker", "data", "rollout"),
     ),
     Check(_texts_and_files, ("data", "algorithm", "chat_template", "response_schema")),
-    Check(_updates, ("optimizer", "model", "training", "steps")),
+    Check(_schedule, ("optimizer", "steps")),
+    Check(_precision, ("model", "training")),
+    Check(_saved_adapters, ("model",)),
     Check(
         engine_problems,
         (

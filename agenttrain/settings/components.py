@@ -90,38 +90,17 @@ TOTAL_LIMITS = {"max_calls": "max_tool_calls", "max_result_tokens": "max_complet
 
 
 def section_problems(config: RunConfig) -> Iterator[str]:
-    """Yield problems of every component's section except its `_target_`; imports nothing."""
+    """Yield problems of every component that can be found without importing its `_target_`."""
     if config.algorithm.credit.name is Credit.gigpo and not config.environment:
         yield (
             "algorithm/credit=gigpo: compares turns that began in equal states of an environment, "
             "and the run has none; add one with a state(), or set algorithm/credit=turn_baseline"
         )
-    # `siblings` are all sections of the component's kind: of a tool, those of `tools`.
     for key, section, siblings in _components(config):
-        kind, name = key.partition(".")[0], key.rpartition(".")[2]
-        if not isinstance(section, Mapping) or "_target_" not in section:
-            if name == "_target_" and isinstance(section, str):
-                yield (
-                    f"{key}={section}: has no name; a file in {kind}/ begins with the line "
-                    f"`# @package {kind}.<name>`, and a setting is written {kind}.<name>._target_=…"
-                )
-                continue
-            # A misspelled name makes a new section, which holds only the typed keys.
-            complete = [
-                n for n, s in siblings.items() if isinstance(s, Mapping) and "_target_" in s
-            ]
-            hint = did_you_mean(name, complete)
-            yield (
-                f"{key}={shown(section)}: has no _target_{hint}; add one: "
-                f"{key}._target_=my_module.{name}"
-            )
-        elif kind in ALL_BESIDE:  # ToolSettings for `tools`, …
-            try:
-                settings, _ = split_section(ALL_BESIDE[kind], section, key)
-            except ConfigError as error:
-                yield from str(error).splitlines()
-            else:
-                yield from _useless_limits(config, key, settings)
+        if isinstance(section, Mapping) and "_target_" in section:
+            yield from _settings_beside_problems(config, key, section)
+        else:
+            yield _no_target_problem(key, section, siblings)
     for name, section in config.reward.items():
         is_shared = isinstance(section, Mapping) and section.get("_target_") == REWARD_TARGET
         if is_shared and not config.environment:
@@ -131,6 +110,44 @@ def section_problems(config: RunConfig) -> Iterator[str]:
             )
     if not config.reward and not config.environment:  # an environment may have a reward
         yield "reward={}: without a reward nothing can be learnt; choose one: reward=[exact_match]"
+
+
+def _no_target_problem(key: str, section: Any, siblings: Mapping[str, Any]) -> str:
+    """Return the problem of a component without a `_target_`.
+
+    `siblings` are all sections of its kind: for ``tools.sql`` those of `tools`.
+    """
+    kind, name = key.partition(".")[0], key.rpartition(".")[2]
+    # In ``tools: {_target_: my.find}`` the name of the tool is left out.
+    if name == "_target_" and isinstance(section, str):
+        return (
+            f"{key}={section}: has no name; a file in {kind}/ begins with the line "
+            f"`# @package {kind}.<name>`, and a setting is written {kind}.<name>._target_=…"
+        )
+    # A misspelled name makes a new section, which holds only the typed keys.
+    complete = [n for n, s in siblings.items() if isinstance(s, Mapping) and "_target_" in s]
+    return (
+        f"{key}={shown(section)}: has no _target_{did_you_mean(name, complete)}; add one: "
+        f"{key}._target_=my_module.{name}"
+    )
+
+
+def _settings_beside_problems(
+    config: RunConfig, key: str, section: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield problems of agenttrain's own settings in a component, such as a tool's `timeout_s`.
+
+    The other keys are arguments of the `_target_`, which `code_problems` checks.
+    """
+    kind = key.partition(".")[0]
+    if kind not in ALL_BESIDE:  # rows have arguments only
+        return
+    try:
+        settings, _ = split_section(ALL_BESIDE[kind], section, key)
+    except ConfigError as error:
+        yield from str(error).splitlines()
+    else:
+        yield from _useless_limits(config, key, settings)
 
 
 def _useless_limits(config: RunConfig, key: str, settings: Any) -> Iterator[str]:
@@ -168,31 +185,9 @@ def code_problems(config: RunConfig, sections: Collection[str] = SECTIONS) -> It
 
     Call it once `section_problems` yields nothing. Bundled code imports no torch.
     """
-    for key, section, _ in _components(config):
-        kind = key.partition(".")[0]
-        if kind not in sections:
-            continue
-        try:
-            target = locate(section["_target_"], key=f"{key}._target_")
-        except ValueError as error:
-            yield str(error)
-            continue
-        # A section has settings of its kind (ToolSettings, …) and the arguments of `target`.
-        settings = field_names(ALL_BESIDE[kind]) if kind in ALL_BESIDE else ()
-        parameters = parameter_names(target)  # None: any name, or unknown
-        valid_names = (*(parameters or ()), *settings)
-        unknown = [name for name in section if name not in (*valid_names, "_target_")]
-        if parameters is not None and unknown:
-            for name in unknown:
-                yield (
-                    f"{key}.{name}={shown(section[name])}: {section['_target_']} has no such "
-                    f"argument{did_you_mean(name, valid_names)}; known are: "
-                    f"{', '.join(valid_names)}"
-                )
-            continue
-        # Code in `__main__`, as in a notebook, that another process would have to import.
-        yield from _out_of_reach(config, f"{key}._target_", section["_target_"], section)
-        yield from CODE_CHECKS[kind](config, key, section, target)
+    for key, section, _siblings in _components(config):
+        if key.partition(".")[0] in sections:
+            yield from _component_code_problems(config, key, section)
     if "tracker" in sections:
         yield from missing_libraries(config.tracker)
     if config.agent._target_ is not None:
@@ -202,10 +197,40 @@ def code_problems(config: RunConfig, sections: Collection[str] = SECTIONS) -> It
         yield from _named_tools(config)
 
 
+def _component_code_problems(
+    config: RunConfig, key: str, section: Mapping[str, Any]
+) -> Iterator[str]:
+    """Import the `_target_` of the component at `key`, and yield problems of its arguments."""
+    kind = key.partition(".")[0]
+    try:
+        target = locate(section["_target_"], key=f"{key}._target_")
+    except ValueError as error:
+        yield str(error)
+        return
+    parameters = parameter_names(target)
+    if parameters is not None:  # else it takes any name, or its parameters are unknown
+        # A section has settings of its kind (ToolSettings, …) and the arguments of `target`.
+        settings = field_names(ALL_BESIDE[kind]) if kind in ALL_BESIDE else ()
+        valid_names = (*parameters, *settings)
+        unknown = [name for name in section if name not in (*valid_names, "_target_")]
+        for name in unknown:
+            yield (
+                f"{key}.{name}={shown(section[name])}: {section['_target_']} has no such "
+                f"argument{did_you_mean(name, valid_names)}; known are: "
+                f"{', '.join(valid_names)}"
+            )
+        if unknown:
+            return
+    yield from _out_of_reach(config, f"{key}._target_", section["_target_"], section)
+    yield from CODE_CHECKS[kind](config, key, section, target)
+
+
 def _out_of_reach(
     config: RunConfig, key: str, path: str, section: Mapping[str, Any]
 ) -> Iterator[str]:
     """Yield the problem of code in ``__main__`` that another process of the run has to import.
+
+    Such code is defined in a notebook or in the program itself.
 
     `path` is the code's dotted path, the value of `key`, and `section` its component's settings.
     """

@@ -58,12 +58,15 @@ class Composed:
     config: RunConfig
     plain: dict[str, Any]
     neutral: bool = False
-    """True if experiment=none took the place of the default, which is the bundled agent's."""
+    """True if experiment=none took the place of the default experiment, which is for the bundled
+    agent and not for the model of this run. `agenttrain check` says so."""
     raw: DictConfig | None = None
     """Hydra's composed settings with its section `hydra`; None except for a new run that starts."""
     in_mixture: Mapping[str, str] = field(default_factory=dict)
     """Sections that `data.only` took from a source, and their keys in the mixture, such as
-    ``{"data": "data.sources.shop"}``: the same settings are composed again from those."""
+    ``{"data": "data.sources.shop"}``. A worker composes the same command line again: what is added
+    to it, such as a pinned revision, has to name the key in the mixture. Empty without `data.only`.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +87,10 @@ class Source:
 def schema() -> DictConfig:
     """Return the defaults of every setting, with names and types that OmegaConf checks.
 
-    In a section of CHOICES it checks the settings that all choices share, and takes any other key:
-    the chosen engine or objective checks those itself. Pydantic checks a section that may be None.
-    Do not change the returned node: OmegaConf.merge and Hydra copy it.
+    Some sections take any key, because pydantic checks them later (`validated`): those of the
+    engine and the objective, whose keys depend on which is chosen, and those that may be None. A
+    section of CHOICES has the settings that all its choices share, and takes any other key too. Do
+    not change the returned node: OmegaConf.merge and Hydra copy it.
     """
     # An instance, because OmegaConf does not see pydantic's defaults in the class. It is built from
     # empty sections, for which pydantic needs one validator instead of one for each section.
@@ -94,8 +98,9 @@ def schema() -> DictConfig:
     config.algorithm.objective = {}  # type: ignore[assignment]  # it takes any key
     node = cast(DictConfig, OmegaConf.structured(config))
     node.engine = {"name": DEFAULT_ENGINE}
-    for section, (shared, _) in CHOICES.items():
-        OmegaConf.update(node, section, OmegaConf.structured(shared()), merge=False)
+    for section, (shared_settings, _choices) in CHOICES.items():
+        shared_node = OmegaConf.structured(shared_settings())
+        OmegaConf.update(node, section, shared_node, merge=False)  # replaces the default choice
         OmegaConf.set_struct(OmegaConf.select(node, section), False)
     _open_optional(node, RunConfig)
     return node
@@ -182,28 +187,32 @@ def compose_run(overrides: Sequence[str], source: Source, *, with_hydra: bool = 
         sections = {str(key): _to_plain(raw[key]) for key in raw if key != "hydra"}
         if _replaces_sources(overrides, sections["data"]):
             sections["data"]["sources"] = {}
-        # Hydra has merged the schema, but accepts `+algorithm.typo=1` and `~steps`: merge again.
+        # Hydra has checked `sections` against the schema, but not what `+algorithm.typo=1` added or
+        # `~steps` left out: `convert` merges them into the schema once more.
         adds_or_deletes = any(text.startswith(("+", "~")) for text in overrides)
         try:
             composed = convert(sections) if adds_or_deletes else _validate(sections)
         except ConfigError as error:
             raise ConfigError(with_files(str(error), overrides, source.name)) from error
-    # With `data.only` the run has that source's sections: a typed `tools=[]` is not about them.
+    # With `data.only` the run's `tools` are that source's, which a typed `tools=[]` does not mean.
     if sections["data"].get("only") is None:
         _check_emptied(overrides, composed)
     return replace(composed, raw=raw) if with_hydra else composed
 
 
 def _replaces_sources(overrides: Sequence[str], data: Mapping[str, Any]) -> bool:
-    """Return True if rows were typed (``data=file``) in place of an experiment's `data.sources`.
+    """Return True if a typed group of rows (``data=file``) is to replace the `data.sources`.
 
-    Hydra merges the body of the experiment into the typed group, so both are in `data`. A group
-    without rows of its own, such as data=mix, is for sources; data=own gets its rows by overrides.
+    Hydra merges the body of an experiment into the typed group. The sources of the experiment would
+    then stay beside the rows of the group, so that the caller has to remove them.
     """
     groups = [text.removeprefix("data=") for text in overrides if text.startswith("data=")]
-    if not groups or any(SOURCES in text.partition("=")[0] for text in overrides):
-        return False  # no group was typed, or sources were too
-    return bool(data["train"]) or groups[-1] == "own"
+    types_sources = any(SOURCES in text.partition("=")[0] for text in overrides)
+    if not groups or types_sources:
+        return False
+    # data=mix has no rows, because it is for sources. data=own gets its rows by other overrides.
+    has_rows = bool(data["train"])
+    return has_rows or groups[-1] == "own"
 
 
 def compose_new(overrides: Sequence[str], source: Source, *, starts: bool) -> Composed:
@@ -212,23 +221,25 @@ def compose_new(overrides: Sequence[str], source: Source, *, starts: bool) -> Co
     The default experiment, with its learning rate and limits, is for the bundled agent. Another
     bundled model brings the experiment of its name. For a model of the user's, a run that `starts`
     has to name an experiment (ConfigError), and a command that only shows settings uses
-    experiment=none.
+    experiment=none (`Composed.neutral`).
     """
-    names_experiment = source.name != "train" or any(
-        text.startswith("experiment=") for text in overrides
-    )
-    if not names_experiment:
-        overrides = [*overrides, *_bundled_experiment(overrides)]
-    neutral_overrides = [*overrides, "experiment=none"]
+    # Only train.yaml has a default experiment.
+    if source.name != "train" or any(text.startswith("experiment=") for text in overrides):
+        return compose_run(overrides, source, with_hydra=starts)
+    overrides = [*overrides, *_bundled_experiment(overrides)]
+
+    def compose_neutral() -> Composed:
+        return replace(compose_run([*overrides, "experiment=none"], source), neutral=True)
+
     paths = [
         text.removeprefix("model.path=") for text in overrides if text.startswith("model.path=")
     ]
-    if not (names_experiment or starts) and paths and is_foreign(paths[-1]):
+    if not starts and paths and is_foreign(paths[-1]):
         # The outcome is clear without composing the default experiment first.
-        return replace(compose_run(neutral_overrides, source), neutral=True)
+        return compose_neutral()
     composed = compose_run(overrides, source, with_hydra=starts)
     model, settings = composed.config.model, composed.config
-    if names_experiment or not is_foreign(model.path):
+    if not is_foreign(model.path):
         return composed
     if starts:
         raise ConfigError(
@@ -237,7 +248,7 @@ def compose_new(overrides: Sequence[str], source: Source, *, starts: bool) -> Co
             f"{settings.steps}, …); add experiment=none, and data, tools and rewards of your own, "
             "or experiment=shop to train it on these"
         )
-    return replace(compose_run(neutral_overrides, source), neutral=True)
+    return compose_neutral()
 
 
 def _bundled_experiment(overrides: Sequence[str]) -> list[str]:
@@ -252,33 +263,40 @@ def _bundled_experiment(overrides: Sequence[str]) -> list[str]:
 def _check_emptied(overrides: Sequence[str], composed: Composed) -> None:
     """Raise ConfigError if `tools=[]`, `reward=[]` or a `{}` does not empty its section.
 
-    `tools=[]` and `reward=[]` only empty the list of the group's options: Hydra merges the body of
-    a YAML file after it. An empty mapping changes nothing.
+    `tools=[]` chooses no option of the group `tools`. Tools that the body of an experiment adds by
+    name stay, because Hydra merges the body after the group. An empty mapping changes nothing.
     """
     problems = list(empty_mapping_problems(overrides, composed.plain))
-    typed_keys = {text.lstrip("+").partition("=")[0] for text in overrides}
     for section in ("tools", "reward"):
         if f"{section}=[]" not in overrides:
             continue
-        remaining = []
-        for name, settings in getattr(composed.config, section).items():
-            if not isinstance(settings, Mapping):  # `section_problems` reports it
-                continue
-            # A component that was typed stays: reward=[] +reward.environment.weight=2
-            keys = {f"{section}.{name}.{key}" for key in settings}
-            is_typed = f"{section}.{name}._target_" in typed_keys or keys <= typed_keys
-            if not is_typed:
-                remaining.append(name)
-        if remaining:
+        components = _components_not_typed(section, getattr(composed.config, section), overrides)
+        if components:
             chosen = [text for text in overrides if text.startswith("experiment=")]
             body = f"the body of {chosen[-1] if chosen else 'a YAML file'}"
-            components = [f"{section}.{name}" for name in remaining]
             deletions = " ".join(f"~{component}" for component in components)
             problems.append(
                 f"{section}=[]: {body} has {' '.join(components)}, which stays; to leave it out "
                 f"too add {deletions}"
             )
     raise_config_error(problems)
+
+
+def _components_not_typed(
+    section: str, components: Mapping[str, Any], overrides: Sequence[str]
+) -> list[str]:
+    """Return the keys of the components, such as ``tools.sql``, that no override has made."""
+    typed_keys = {text.lstrip("+").partition("=")[0] for text in overrides}
+    keys = []
+    for name, settings in components.items():
+        if not isinstance(settings, Mapping):  # `section_problems` reports it
+            continue
+        has_typed_target = f"{section}.{name}._target_" in typed_keys
+        # reward.environment has a `_target_` by default: +reward.environment.weight=2 makes it.
+        has_only_typed_keys = {f"{section}.{name}.{key}" for key in settings} <= typed_keys
+        if not (has_typed_target or has_only_typed_keys):
+            keys.append(f"{section}.{name}")
+    return keys
 
 
 def empty_mapping_problems(overrides: Sequence[str], plain: Mapping[str, Any]) -> Iterator[str]:
@@ -324,22 +342,29 @@ def _validate(sections: Mapping[str, Any]) -> Composed:
     """Build the settings from sections that the schema has typed; raises ConfigError."""
     config = validated(RunConfig, sections)
     if config.data.only is not None:
+        # Begin again with the sections of that source, in which `only` is None.
         run_of_source = _validate(with_only(config, sections))
         return replace(run_of_source, in_mixture=sections_in_mixture(config))
     complete = plain(config)  # with the defaults of the choices
     if not has_test_rows(config.data):  # no evaluation; config.yaml still has the typed number
         config.eval.questions = 0
-    complete["engine"] = registry.plain(config.engine)  # an engine from outside as `_target_`
-    # As typed. A user's objective is completed later, because that imports its module.
-    complete["algorithm"]["objective"] = sections["algorithm"]["objective"]
+    # An engine from outside is written by its `_target_`, which `plain` does not know.
+    complete["engine"] = registry.plain(config.engine)
     composed = Composed(config=config, plain=complete)
-    if not config.algorithm.objective.is_own:
+    if config.algorithm.objective.is_own:
+        # As typed. To know its defaults its module has to be imported, and not before the other
+        # settings are checked: the caller calls `complete_objective` then.
+        complete["algorithm"]["objective"] = sections["algorithm"]["objective"]
+    else:
         complete_objective(composed)
     return composed
 
 
 def complete_objective(composed: Composed) -> None:
-    """Write all settings of the objective into `plain`. Imports an objective of the user's."""
+    """Write the settings of the objective with its defaults into `composed.plain`.
+
+    Imports an objective of the user's.
+    """
     objective = composed.config.algorithm.objective
     composed.plain["algorithm"]["objective"] = objective.plain()
 

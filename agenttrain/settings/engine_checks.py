@@ -78,12 +78,25 @@ def engine_problems(config: RunConfig, *, several: bool | None = None) -> Iterat
     """Yield settings that the engine does not support, or that have no effect with it.
 
     `several`: the run has more than one process; None: take it from the settings. An engine from
-    outside is not checked before `admit_engine`.
+    outside is not checked before `admit_engine` has imported it.
     """
     engine = config.engine
     if isinstance(engine, OutsideEngine):
         return
     spec = run_spec(config)
+    yield from _missing_abilities(config, spec)
+    yield from _unused_weight_sync(config, spec)
+    if not spec.fleet:
+        yield from _servers_unused(config)
+    # None (only the model's architecture tells) counts as merged: `runs.loading.check_model` checks
+    # again once the architecture is known.
+    is_merged = merges_adapters(config) is not False
+    yield from spec.check(engine, _facts(config, is_merged=is_merged, several=several))
+
+
+def _missing_abilities(config: RunConfig, spec: EngineSpec[Any]) -> Iterator[str]:
+    """Yield settings of rollouts that need what the engine cannot do."""
+    engine = config.engine
     for name in ("rollout", "eval"):
         temperature = getattr(config, name).temperature
         if 0 < temperature < LEAST_TEMPERATURE:
@@ -99,7 +112,9 @@ def engine_problems(config: RunConfig, *, several: bool | None = None) -> Iterat
             f"rollout.structured_calls=true: engine={engine.name} has no grammars; set "
             f"{names_with(grammars=True)}, or leave it out"
         )
-    # `spec` is the form of the engine for the rollout process (`EngineSpec.apart`), if it has one.
+    # With a rollout process, `spec` is the form that the engine has there (`EngineSpec.apart`). It
+    # must not need the training process: `standalone`. `may_stand_alone` is True for an engine that
+    # has such a form.
     if has_rollout_process(config) and not spec.standalone:
         ahead = config.async_training.max_staleness
         cause = f"async_training.max_staleness={ahead}"
@@ -110,22 +125,22 @@ def engine_problems(config: RunConfig, *, several: bool | None = None) -> Iterat
             f"engine={engine.name} samples in the training process; leave it out, or set "
             f"{names_with(may_stand_alone=True)}"
         )
+
+
+def _unused_weight_sync(config: RunConfig, spec: EngineSpec[Any]) -> Iterator[str]:
+    """Yield settings of the weight sync, if the engine is sent no weights."""
     sync = config.weight_sync
-    if not spec.own_weights and sync.tolerance is not None:
+    if spec.own_weights:
+        return
+    if sync.tolerance is not None:
         yield (
-            f"weight_sync.tolerance={sync.tolerance}: has no effect: engine={engine.name} samples "
-            "from the policy itself"
+            f"weight_sync.tolerance={sync.tolerance}: has no effect: engine={config.engine.name} "
+            "samples from the policy itself"
         )
-    if not spec.own_weights and sync.mode != WeightSyncConfig.mode:
+    if sync.mode != WeightSyncConfig.mode:
         yield (
             f"weight_sync.mode={sync.mode}: has no effect without {names_with(own_weights=True)}"
         )
-    if not spec.fleet:
-        yield from _servers_unused(config)
-    # None (only the model's architecture tells) counts as merged: `runs.loading.check_model` checks
-    # again once the architecture is known.
-    is_merged = merges_adapters(config) is not False
-    yield from spec.check(engine, _facts(config, is_merged=is_merged, several=several))
 
 
 def sent_problems(config: RunConfig, *, is_merged: bool) -> Iterator[str]:

@@ -28,20 +28,29 @@ PLACEHOLDERS = ("data=file", "data.train.path=train.jsonl", "data.test.path=test
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowUp:
-    """Two command lines that run as they are, unless `tasks_missing`."""
+    """Two command lines that go on after a supervised run (`agenttrain sft`).
+
+    They run as they are, unless `tasks_missing`.
+    """
 
     evaluate: str
+    """Command that evaluates the trained model on tasks: ``agenttrain eval …``."""
     train: str
+    """Command that trains it further by reinforcement learning: ``agenttrain …``."""
     tasks_missing: bool
-    """True if nothing names tasks: the rows of the run are demonstrations, which hold the answers.
-    The commands then name files that the user has to write."""
+    """True if no setting names tasks. The rows of a supervised run are none: they are
+    demonstrations, which hold the answers. The commands then name files that the user has to
+    write."""
 
 
 def after_sft(words: Sequence[str], checkpoint: str) -> FollowUp:
     """Return the commands to go on with the model of `agenttrain sft <words>`.
 
+    They keep the settings of the agent, and leave out those of supervised learning and its rows.
+
     Example: after ``--config-dir conf experiment=mine data.path=demos.jsonl steps=90`` the first is
-    ``agenttrain eval --config-dir conf experiment=mine model.path=<checkpoint>``.
+    ``agenttrain eval --config-dir conf experiment=mine model.path=<checkpoint>``. After
+    ``experiment=shop_warmstart`` both have ``experiment=shop``, if there is one.
     """
     options, settings = _split(words)
     experiments = [text for text in settings if key_of(text) == "experiment"]
@@ -49,21 +58,15 @@ def after_sft(words: Sequence[str], checkpoint: str) -> FollowUp:
     folders = [conf_folder()]
     if "--config-dir" in options:
         folders.insert(0, Path(options["--config-dir"]))
-    files = [f"experiment/{experiment}"] if experiment else []  # those that may choose rows
-    if "--config-name" in options:
-        files.append(options["--config-name"])
-    rl_experiment = (experiment or "").removesuffix(WARMSTART)
-    has_rl_experiment = rl_experiment != experiment and any(
-        _yaml_file(folder, f"experiment/{rl_experiment}") for folder in folders
-    )
-    if has_rl_experiment:  # shop for shop_warmstart
+    rl_experiment = None if experiment is None else _rl_experiment(experiment, folders)
+    if rl_experiment is not None:
         settings = [
             f"experiment={rl_experiment}" if text in experiments else text for text in settings
         ]
         tasks_missing = False
     else:
-        tasks_missing = _lacks_tasks(settings, experiment, files, folders)
-    # The settings of the agent stay. Those of supervised learning and its rows go.
+        config_name = options.get("--config-name")
+        tasks_missing = _lacks_tasks(settings, experiment, config_name, folders)
     agent_settings = [text for text in settings if not _of(text, (*OF_SFT, "data"))]
     rows = PLACEHOLDERS if tasks_missing else ()
     overrides = [*agent_settings, *rows, f"model.path={checkpoint}"]
@@ -77,20 +80,40 @@ def after_sft(words: Sequence[str], checkpoint: str) -> FollowUp:
     return FollowUp(evaluate=command("eval"), train=command("train"), tasks_missing=tasks_missing)
 
 
-def _lacks_tasks(
-    settings: Sequence[str], experiment: str | None, files: Sequence[str], folders: Sequence[Path]
-) -> bool:
-    """Return True if `settings` without the rows of supervised learning choose no tasks.
+def _rl_experiment(experiment: str, folders: Sequence[Path]) -> str | None:
+    """Return ``shop`` for ``shop_warmstart``, if one of `folders` has it; else None."""
+    name = experiment.removesuffix(WARMSTART)
+    if name == experiment:
+        return None
+    return name if any(_yaml_file(folder, f"experiment/{name}") for folder in folders) else None
 
-    `files` are the YAML files that may choose rows: those of the experiment and of --config-name.
+
+def _lacks_tasks(
+    settings: Sequence[str],
+    experiment: str | None,
+    config_name: str | None,
+    folders: Sequence[Path],
+) -> bool:
+    """Return True if no tasks are left once the rows that were typed for `sft` are dropped.
+
+    `settings` are those of `agenttrain sft`, whose rows are demonstrations, wherever they come
+    from. Without typed rows, those of the YAML files count: of the experiment and --config-name.
+
+    Example: after ``experiment=mine data.path=demos.jsonl``, the rows of mine.yaml are the tasks.
     """
     if not any(key_of(text) in ROWS for text in settings):
-        return True  # no rows were typed, so those of the experiment are demonstrations
-    if files:  # the typed demonstrations hid the rows of these files, which may be tasks
+        return True  # `sft` was trained on the rows of the files, so these are demonstrations
+    files = [f"experiment/{experiment}"] if experiment else []
+    if config_name is not None:
+        files.append(config_name)
+    if files:
+        # The typed demonstrations replaced the rows of `files`, which are taken for tasks. Each
+        # bundled experiment has tasks, except `none`.
         bundled_file = _yaml_file(conf_folder(), f"experiment/{experiment}")
         is_bundled = bundled_file is not None and experiment != "none"
         return not is_bundled and not any(_chooses_rows(file, folders) for file in files)
-    # The default experiment has tasks, for its own agent.
+    # The commands then run the default experiment. Its tasks are for its own agent: they do not
+    # fit one that the user has typed.
     return any(_of(text, AGENT) for text in settings)
 
 

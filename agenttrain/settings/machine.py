@@ -33,16 +33,18 @@ CHECKED_VERBS = (*SAMPLING_VERBS, "sft")
 def run_gpus(config: RunConfig, verb: str, trainers: int) -> int:
     """Return the number of GPUs that a run asks for.
 
-    They are those of its `trainers` (training processes) and of the policy's copy, and those of the
-    servers that the run or its job starts. vLLM in the trainers' processes shares their GPUs, and
-    may need more. Servers that somebody else starts are not counted.
+    These are one for each of its `trainers` (training processes), one for the copy of the policy in
+    the rollout process, if there is one, and those of the servers that the run or its job starts.
+    Servers that somebody else starts are not counted.
     """
     if verb not in VERBS_WITH_SERVERS:
         return trainers
-    servers = sum(fleet.gpu_count for fleet in fleets(config, verb).values())
-    servers += config.servers.gpu_count if config.servers.nodes else 0
-    gpus_of_engine: int = getattr(config.engine, "tensor_parallel_size", 1)
-    return max(policy_gpus(config, trainers), gpus_of_engine) + servers
+    server_gpus = sum(fleet.gpu_count for fleet in fleets(config, verb).values())
+    if config.servers.nodes:  # started by the job on nodes of their own, so not among `fleets`
+        server_gpus += config.servers.gpu_count
+    # vLLM in the trainers' processes runs on their GPUs. It may be spread over more of them.
+    engine_gpus: int = getattr(config.engine, "tensor_parallel_size", 1)
+    return max(policy_gpus(config, trainers), engine_gpus) + server_gpus
 
 
 def machine_problems(
@@ -122,15 +124,16 @@ def _shared_gpu_problems(config: RunConfig) -> Iterator[str]:
 
 
 def process_count_problem(section: DistributedConfig, gpus: int) -> str | None:
-    """Return the problem of the number of processes on a machine with `gpus` GPUs."""
-    if section.processes is None and gpus:  # a process for each
-        return next(uneven_groups(section, gpus), None)
+    """Return the problem of the number of processes on a machine with `gpus` GPUs, or None."""
     if section.processes is None:
-        return (
-            f"distributed={section.name}: there is no GPU here to run a process on each; say how "
-            "many there are to be on the CPU, e.g. distributed.processes=2"
-        )
-    if gpus and (section.processes or 0) > gpus:
+        if not gpus:
+            return (
+                f"distributed={section.name}: there is no GPU here to run a process on each; say "
+                "how many there are to be on the CPU, e.g. distributed.processes=2"
+            )
+        # There will be a process for each GPU. A number in the settings was checked with them.
+        return next(uneven_groups(section, gpus), None)
+    if gpus and section.processes > gpus:
         return f"distributed.processes={section.processes}: this machine has {gpus} GPUs; lower it"
     return None
 

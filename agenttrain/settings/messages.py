@@ -133,7 +133,8 @@ def check_values(
         if override.is_delete() or override.is_sweep_override():
             continue
         group = key.replace(".", "/")
-        # algorithm.objective=[clip], which should be algorithm/objective=clip
+        # algorithm.objective=[clip], which should be algorithm/objective=clip. A text or a mapping
+        # in its place is checked with the settings.
         if group != key and group in options and not isinstance(value, str | dict):
             choose = f"choose one with {group}={'|'.join(options[group])}"
             raise ConfigError(
@@ -143,6 +144,7 @@ def check_values(
             _check_options(line, key, value, options[key])
         annotation = _annotation(key)
         is_flag = bool in (annotation, *get_args(annotation))
+        # OmegaConf takes any number for a flag: 2 is true. (True and False are equal to 1 and 0.)
         if is_flag and isinstance(value, int) and value not in (0, 1):
             raise ConfigError(f"{line}: expected true or false")
 
@@ -186,14 +188,16 @@ def _check_options(line: str, group: str, value: object, options: Sequence[str])
 def suggest_key(key: str, groups: Iterable[str] = ()) -> str:
     """Return a hint at the setting that was probably meant; empty if there is none.
 
-    The candidates, in this order: our setting for a name of TRL or verl, a key of the same name in
-    another section, a key of similar spelling.
+    The candidates, in this order: our setting for a name of TRL or verl, a section of verl's, a key
+    of the same name in another section, a key of similar spelling in the same section, a key of
+    very similar spelling in any section.
 
     Example: ``suggest_key("lr") == " (did you mean 'optimizer.lr'?)"``
     """
     # A name alone may have been typed below a section: optimizer.learning_rate.
     foreign = next((name for name in (key, _split(key)[1]) if name in elsewhere()), None)
     if foreign is not None and key not in setting_keys():
+        # Our key, and perhaps a remark: "engine.name (engine=vllm or engine=transformers)".
         ours, space, remark = elsewhere()[foreign].partition(" ")
         return f"; it is {ours} here{space}{remark}"
     if key.partition(".")[0] in SECTIONS_ELSEWHERE:
@@ -202,7 +206,8 @@ def suggest_key(key: str, groups: Iterable[str] = ()) -> str:
     section, leaf = _split(key)
     in_section = {_split(name)[1]: name for name in candidates if _split(name)[0] == section}
     anywhere = {_split(name)[1]: name for name in candidates}
-    # A similar name in another section is more often a coincidence than a typing error.
+    # (keys by their names, least similarity; 1 is equal). A similar name in another section is more
+    # often a coincidence than a typing error.
     for names, cutoff in ((anywhere, 1.0), (in_section, 0.6), (anywhere, 0.8)):
         near = get_close_matches(leaf, names, n=1, cutoff=cutoff)
         if near:
@@ -277,10 +282,13 @@ def _locate_mistake(key: str, text: str, overrides: Sequence[str]) -> tuple[str,
 def _explain_interpolation(cause: InterpolationResolutionError, where: str, first_line: str) -> str:
     """Return the message for an interpolation at `where`; `first_line` is that of its error."""
     if isinstance(cause, InterpolationToMissingValueError):
-        missing = first_line.rpartition(": ")[2]
-        return f"{missing}: has no value; set it: {missing}=…"
+        # "MissingMandatoryValue while resolving interpolation: Missing mandatory value: data.path"
+        missing_key = first_line.rpartition(": ")[2]
+        return f"{missing_key}: has no value; set it: {missing_key}=…"
     if isinstance(cause, InterpolationKeyError):
+        # "Interpolation key 'lr' not found": ${lr} is looked for at the top of the settings.
         return f"{where}: {first_line}; write the whole key, e.g. ${{optimizer.lr}}"
+    # 'KeyError raised while resolving interpolation: "Environment variable 'HOME' not found"'
     reason = first_line.partition(": ")[2].strip("\"'") or first_line
     return f"{where}: the interpolation cannot be resolved: {reason}"
 
@@ -337,32 +345,38 @@ def with_files(text: str, overrides: Sequence[str], config_name: str) -> str:
     """Add to each problem the YAML file that sets its key, unless the key was typed.
 
     Example: ``optimizer.lrr=1: unknown key …`` -> ``optimizer.lrr=1 (in experiment/mine.yaml):
-    unknown key …``. Needs a `hydra_session`.
+    unknown key …``. A key that no file sets, such as a default, stays alone. Needs a
+    `hydra_session`.
     """
     typed_keys = [key_of(override) for override in overrides]
-    loader = cast(ConfigLoaderImpl, cast(Hydra, GlobalHydra.instance().hydra).config_loader)
     lines = []
     for line in text.splitlines():
         setting, colon, problem = line.partition(": ")
         key = setting.partition("=")[0]
-        if any(key == name or key.startswith(f"{name}.") for name in typed_keys):
-            lines.append(line)
-            continue
-        # The last of the composed files that sets the key.
-        files = loader.compute_defaults_list(config_name, list(overrides), RunMode.RUN).defaults
-        for file in reversed(files):
-            loaded = loader.repository.load_config(str(file.config_path))
-            package = f"{file.package}." if file.package not in (None, "", "_global_") else ""
-            # The defaults of `run_config` come from no file.
-            if loaded is None or not loaded.path.startswith("file://"):
-                continue
-            if not key.startswith(package):
-                continue
-            if OmegaConf.select(loaded.config, key.removeprefix(package)) is not None:
-                setting = f"{setting} (in {file.config_path}.yaml)"
-                break
-        lines.append(f"{setting}{colon}{problem}")
+        is_typed = any(key == name or key.startswith(f"{name}.") for name in typed_keys)
+        file = None if is_typed else _file_that_sets(key, overrides, config_name)
+        lines.append(line if file is None else f"{setting} (in {file}.yaml){colon}{problem}")
     return "\n".join(lines)
+
+
+def _file_that_sets(key: str, overrides: Sequence[str], config_name: str) -> str | None:
+    """Return the composed YAML file that sets a key, such as ``experiment/mine``, or None.
+
+    If several do, it is the last, whose value replaces those of the others. The keys in a file are
+    below its package: with the package ``tools.sql`` its ``timeout_s`` is ``tools.sql.timeout_s``.
+    """
+    loader = cast(ConfigLoaderImpl, cast(Hydra, GlobalHydra.instance().hydra).config_loader)
+    composed = loader.compute_defaults_list(config_name, list(overrides), RunMode.RUN).defaults
+    for part in reversed(composed):
+        loaded = loader.repository.load_config(str(part.config_path))
+        if loaded is None or not loaded.path.startswith("file://"):  # the schema, `run_config`
+            continue
+        package = f"{part.package}." if part.package not in (None, "", "_global_") else ""
+        if not key.startswith(package):
+            continue
+        if OmegaConf.select(loaded.config, key.removeprefix(package)) is not None:
+            return str(part.config_path)
+    return None
 
 
 ROW_FILES = (".jsonl", ".json", ".csv", ".parquet")
@@ -370,25 +384,19 @@ ROW_FILES = (".jsonl", ".json", ".csv", ".parquet")
 
 def _unknown_option(error: MissingConfigException, groups: Mapping[str, Sequence[str]]) -> str:
     """Return the message for a group's option, or a --config-name, that has no YAML file."""
-    missing = error.missing_cfg_file or ""
+    missing = error.missing_cfg_file or ""  # "experiment/mine", without .yaml
     missing = missing if isinstance(missing, str) else missing[0]
     group, _, option = missing.rpartition("/")
-    # "; my_conf/experiment/mine.yaml is found with --config-dir my_conf"
-    files = [Path(f"{missing}.yaml"), *sorted(Path().glob(f"*/{missing}.yaml"))]
-    depth = len(Path(missing).parts)
-    local_files = "".join(
-        f"; {file} is found with --config-dir {quote(str(file.parents[depth - 1]))}"
-        for file in files
-        if file.is_file()
-    )
+    local_files = _local_files(missing)
     if not group:
         remedy = (
             local_files or "; name one of conf/, or the folder that has it: --config-dir <folder>"
         )
         return f"--config-name {option}: there is no {option}.yaml where it is looked for{remedy}"
-    if group in ("hydra/launcher", "hydra/sweeper"):
+    if group in ("hydra/launcher", "hydra/sweeper"):  # plugins, which have no effect here
         return f"{group}={option}: {REPLACED[group.removeprefix('hydra/')]}"
-    if group not in groups:  # model=org/name
+    if group not in groups:
+        # An option with a slash, such as model=org/name: the group ends at the first slash.
         group, _, option = missing.partition("/")
     if group not in groups:
         return str(error).partition("\n")[0]
@@ -399,6 +407,21 @@ def _unknown_option(error: MissingConfigException, groups: Mapping[str, Sequence
     return (
         f"{group}={option}: no such option{spelling_hint}{local_files}{settings_hint}; the options "
         f"are: {', '.join(groups[group])}"
+    )
+
+
+def _local_files(missing: str) -> str:
+    """Return hints at files of a missing name in the current folder or in a folder of it.
+
+    Example: for ``experiment/mine`` it is ``; my_conf/experiment/mine.yaml is found with
+    --config-dir my_conf``, if there is that file.
+    """
+    files = [Path(f"{missing}.yaml"), *sorted(Path().glob(f"*/{missing}.yaml"))]
+    depth = len(Path(missing).parts)  # 2: the folder to name is that above experiment/
+    return "".join(
+        f"; {file} is found with --config-dir {quote(str(file.parents[depth - 1]))}"
+        for file in files
+        if file.is_file()
     )
 
 

@@ -86,16 +86,18 @@ def shares_tools(source: SourceConfig) -> bool:
 
 
 def located(config: RunConfig, name: str, message: str) -> str:
-    """Return a message about the view of source `name` with the keys that the run has.
+    """Return a message with the keys of the run in place of those of a source's view.
 
-    Example: ``tools.add: …`` becomes ``data.sources.shop.tools.add: …`` if the source has tools of
-    its own. The message stays as it is for an empty name, which is a run without sources.
+    `message` is about the view that `source_views` returns for the source `name`. Example:
+    ``tools.add: …`` becomes ``data.sources.shop.tools.add: …`` if the source has tools of its own.
+    The message stays as it is for an empty name, which is a run without sources.
     """
     if not name:
         return message
     source = config.data.sources[name]
-    own_keys = [f"eval.{key}" for key, value in plain(source.eval).items() if value is not None]
-    return at_source(name, [*own_sections(source), *own_keys], message)
+    # The section `eval` is mixed: each key that the source does not set is the run's.
+    eval_keys = [f"eval.{key}" for key, value in plain(source.eval).items() if value is not None]
+    return at_source(name, [*own_sections(source), *eval_keys], message)
 
 
 def problems_by_source(

@@ -15,7 +15,7 @@ from agenttrain.data.config import HUB_ROWS, DataConfig
 from agenttrain.settings.compose import Composed
 from agenttrain.settings.role_checks import used_roles
 from agenttrain.settings.run_config import RunConfig
-from agenttrain.training.config import Init
+from agenttrain.training.config import Init, ModelConfig
 from agenttrain.types import ConfigError
 from agenttrain.utils.hub import (
     COMMIT,
@@ -62,18 +62,23 @@ class HubModel:
 
 
 def hub_models(config: RunConfig, verb: str) -> Iterator[HubModel]:
-    """Yield the hub models in those settings that the verb reads; raises ConfigError."""
+    """Yield the hub models in those settings that the verb reads; raises ConfigError.
+
+    They are those of the policy, the chat template, reward models, the teacher, the roles, and the
+    base of the policy's adapters. A local folder in their place is left out.
+    """
     template, policy = config.chat_template, config.model
 
     def in_section(
-        keys: tuple[str, ...], path: Any, revision: Any, *, loaded: bool
+        keys: tuple[str, ...], path: Any, revision: Any, *, loaded: bool, name: str = "path"
     ) -> Iterator[HubModel]:
-        """Yield the model that a section's `path` names, if that is a hub id and no folder."""
+        """Yield the model that the key `name` of a section names, if its path is a hub id."""
         if isinstance(path, str) and is_hub_id(path):
-            yield HubModel(section=keys, path=path, revision=revision, loaded=loaded)
+            yield HubModel(section=keys, path=path, revision=revision, loaded=loaded, name=name)
 
     reads_weights = policy.init is not Init.random
     yield from in_section(("model",), policy.path, policy.revision, loaded=reads_weights)
+    # Only the template is read, and none of that model's weights.
     yield from in_section(("chat_template",), template.path, template.revision, loaded=False)
     # The sections `reward` of the run and of its sources, with the keys above them.
     rewards: list[tuple[tuple[str, ...], Any]] = []
@@ -91,18 +96,21 @@ def hub_models(config: RunConfig, verb: str) -> Iterator[HubModel]:
         keys = ("algorithm", "teacher")
         yield from in_section(keys, teacher.path, teacher.revision, loaded=True)
     for name, role in used_roles(config, verb).items():
-        if role.model is not None and is_hub_id(role.model):
-            yield HubModel(
-                section=("roles", name),
-                path=role.model,
-                revision=role.revision,
-                loaded=True,
-                name="model",
-            )
-    base, saved_revision = base_model(policy.path, policy.revision) or (None, None)
-    if base is not None and is_hub_id(base):
+        keys = ("roles", name)
+        yield from in_section(keys, role.model, role.revision, loaded=True, name="model")
+    yield from _base_of_adapters(policy)
+
+
+def _base_of_adapters(policy: ModelConfig) -> Iterator[HubModel]:
+    """Yield the hub model on which the adapters in `model.path` were trained, if they were.
+
+    Raises ConfigError for a `model.base_revision` without such a model.
+    """
+    base = base_model(policy.path, policy.revision)  # its path and the revision in the adapters
+    if base is not None and is_hub_id(base[0]):
+        path, saved_revision = base
         revision = policy.base_revision or saved_revision
-        yield HubModel(section=("model",), path=base, revision=revision, loaded=True, part="base_")
+        yield HubModel(section=("model",), path=path, revision=revision, loaded=True, part="base_")
     elif policy.base_revision is not None:
         raise ConfigError(
             f"model.base_revision={policy.base_revision}: model.path={policy.path} holds no "
@@ -136,14 +144,18 @@ def hub_rows(config: RunConfig, verb: str) -> Iterator[HubModel]:
 def pin(composed: Composed, verb: str) -> None:
     """Replace every revision by its commit, in `composed.config` and `composed.plain`.
 
-    A data set keeps its revision if the hub does not answer: its rows may be in the cache.
+    A data set keeps its revision if the hub does not answer: its rows may be in the cache. Raises
+    ConfigError, with the key, for a model or data set that does not exist.
     """
     for rows in hub_rows(composed.config, verb):
+        # For messages: `data.train.path` is by default `data.path`, which the user has typed.
         key = "data.path" if rows.path == composed.config.data.path else rows.key
         commit = data_commit(rows.path, rows.revision, key)
         if commit is not None:
             _set_revision(composed, rows, commit)
     for model in hub_models(composed.config, verb):
+        # Asks the hub for the commit, and downloads all files but the weights into the cache. ():
+        # whether the model is complete is not checked here.
         folder = model_folder(model.path, (), revision=model.revision, key=model.key)
         _set_revision(composed, model, folder.name)  # the cache names a snapshot by its commit
 
@@ -184,13 +196,20 @@ def _set_revision(composed: Composed, model: HubModel, revision: str | None) -> 
 
 
 def pins(composed: Composed, verb: str) -> list[str]:
-    """Return the pinned revisions as overrides, for other processes that compose the same run."""
+    """Return the pinned revisions as overrides, for other processes that compose the same run.
+
+    Example: ``['++model.revision="5a1…"', '++data.train.revision="9c0…"']``. With ++ a key that the
+    section does not have yet, as one of a reward's arguments, is added.
+    """
     overrides = []
-    for model in _models_and_rows(composed.config, verb):
-        section, _, rest = model.revision_key.partition(".")
-        key = f"{composed.in_mixture.get(section, section)}.{rest}"
-        if model.revision is not None:  # None: the hub did not answer for a data set
-            overrides.append(f'++{key}="{model.revision}"')
+    for model_or_rows in _models_and_rows(composed.config, verb):
+        section, _, rest = model_or_rows.revision_key.partition(".")
+        # With `data.only`, settings were moved from data.sources.shop to the top. The other process
+        # composes the same command line, where they are at their first place.
+        typed_section = composed.in_mixture.get(section, section)
+        revision = model_or_rows.revision
+        if revision is not None:  # None: the hub did not answer for a data set
+            overrides.append(f'++{typed_section}.{rest}="{revision}"')
     return overrides
 
 

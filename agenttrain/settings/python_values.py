@@ -38,11 +38,14 @@ def as_overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]
 
     - A mapping sets keys of a section, whose other keys stay: ``{"optimizer": {"lr": 1e-4}}``.
     - A function or class becomes a `_target_`: ``{"user": my_user}`` is
-      ``user._target_=my_module.my_user``. Rows of this kind replace those of the experiment.
+      ``user._target_=my_module.my_user``.
     - A list may have names of options, functions and classes: ``{"tools": ["sql", add]}`` is
-      ``tools=['sql']`` and ``tools.add._target_=my_module.add``. A list in a source of a mixture
-      (`data.sources.<name>.tools`) has no names of options, and replaces the section.
+      ``tools=['sql']`` and ``tools.add._target_=my_module.add``.
     - Everything else is a value.
+
+    Two things are replaced and not merged. Rows that are functions or classes replace the rows of
+    the experiment (`_without_old_rows`). In a source of a mixture, a list of functions and classes
+    replaces the source's tools, rewards or environments (`_of_list_in_source`).
 
     Raises ConfigError, with the key, for a value that cannot stand in config.yaml.
     """
@@ -108,8 +111,12 @@ def _has_own_rows(sources: object) -> bool:
 def _of_list_in_source(key: str, values: Sequence[Any]) -> Iterator[str]:
     """Yield the overrides that make a source's section exactly these functions and classes.
 
-    Hydra merges mappings, and null has no keys to merge into. Raises ConfigError for the name of an
-    option, which Hydra puts into a source by another kind of override (``+tools@<key>``).
+    Example: ``[add]`` at ``data.sources.shop.tools`` is ``data.sources.shop.tools=null`` and
+    ``data.sources.shop.tools.add._target_=my_module.add``. Hydra would merge the second one alone
+    into the tools that the source has; the null erases these before.
+
+    Raises ConfigError for the name of an option, which Hydra puts into a source by another kind of
+    override (``+tools@<key>``).
     """
     options = [value for value in values if not _is_code(value)]
     if options:
@@ -127,7 +134,10 @@ def _of_list_in_source(key: str, values: Sequence[Any]) -> Iterator[str]:
 
 
 def _by_name(key: str, functions: Sequence[Callable[..., Any]]) -> Iterator[str]:
-    """Yield the override of a component for each function and class; raises ConfigError."""
+    """Yield an override for each function and class: ``<key>.add._target_=my_module.add``.
+
+    Raises ConfigError if two have the same name.
+    """
     names = set[str]()
     for value in functions:
         name = value.__name__

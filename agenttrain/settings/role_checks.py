@@ -26,12 +26,15 @@ POLICY = "servers"
 def roles_named(config: RunConfig) -> dict[str, str]:
     """Return the settings that name a role, mapped to its name.
 
-    Example: {"reward.judge.url": "judge", "algorithm.teacher.path": "teacher"}.
+    A role is a model besides the policy, whose servers the run starts. A setting names it by the
+    address ``role:judge``, in place of a URL. Example of the result: {"reward.judge.url": "judge",
+    "algorithm.teacher.path": "teacher"}.
     """
-    # A run without sources is the only view of itself, with an empty name.
+    # The run as each source of a mixture sees it. A run without sources has one view, itself.
+    views = source_views(config) or {"": config}
     addresses = {
         located(config, source, f"reward.{name}.url"): section.get("url")
-        for source, view in (source_views(config) or {"": config}).items()
+        for source, view in views.items()
         for name, section in view.reward.items()
         if isinstance(section, Mapping)
     }
@@ -136,11 +139,14 @@ def _node_problems(config: RunConfig, role_of_key: Mapping[str, str]) -> Iterato
     if nodes == 1:
         return
     for key, role in role_of_key.items():
-        remedy = f"give the address of a server, or set {names_with(fleet=True)}"
-        if key == TEACHER:  # the training processes of all nodes ask it
+        if key == TEACHER:
+            # The training processes of all nodes ask it.
             remedy = f"let {TEACHER} name a model"
-        elif has_rollout_process(config):  # it alone asks them, and is on the first node
-            continue
+        elif has_rollout_process(config):
+            continue  # that process, on the first node, is the only one to ask it
+        else:
+            # An engine with servers would make the rollouts in such a process.
+            remedy = f"give the address of a server, or set {names_with(fleet=True)}"
         yield (
             f"{key}={ROLE}{role}: with distributed.nodes={nodes} processes of other nodes would "
             f"ask its servers, which answer on the first node only; {remedy}"

@@ -152,7 +152,11 @@ class RunConfig:
 
     @property
     def rollouts_in_lockstep(self) -> int:
-        """Number of rollouts that the engine waits for before it samples; 0: it waits for none."""
+        """Number of rollouts that the engine waits for before it samples; 0: it waits for none.
+
+        To repeat a run bit for bit it samples only once all rollouts that fit into a batch have
+        asked: else the clock would decide which of them share a batch.
+        """
         if not self.may_run_in_lockstep:
             return 0
         return min(self.engine.max_rows, self.tasks_per_step * self.algorithm.group_size)

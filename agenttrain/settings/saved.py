@@ -117,10 +117,11 @@ def settings_for_auto_resume(
     """
     argument = f"resume=auto hydra.run.dir={folder}"
     composed = compose_run(overrides, source)
-    complete_objective(composed)
+    complete_objective(composed)  # with its defaults, as in the saved settings
     saved_node, _ = _read(argument, folder, trust=trust)
     started = convert(saved_node)
-    # What the first start has chosen: commits, and a level in place of `auto`.
+    # Before they are compared, `composed` gets what the first start has chosen: commits of models,
+    # and the level of activation checkpointing in place of `auto`.
     adopt_pins(composed, started)
     _adopt_level(composed, started)
     raise_config_error(
@@ -180,8 +181,9 @@ def settings_for_eval(
 ) -> Composed:
     """Return the settings of `eval run=<folder>`, with the checkpoint as the model.
 
-    `folder` is that of a checkpoint, or of a run, for its newest checkpoint. `used_sections` as
-    for `settings_for_resume`. Raises ConfigError. Needs a `hydra_session`.
+    `folder` is that of a checkpoint, or of a run, for its newest checkpoint. `used_sections` are
+    those whose code the verb runs; with `trust` all of it may run. Sections of EVALUABLE may be
+    changed by `overrides`. Raises ConfigError. Needs a `hydra_session`.
     """
     run = run_of(folder)
     composed = saved_settings(
@@ -197,12 +199,14 @@ def settings_for_eval(
     if not checkpoint.is_dir():
         raise ConfigError(f"run={folder}: has no checkpoint yet")
     changes_data = any(re.match(r"data\b", text) for text in overrides)
-    # A verb that scores answers needs tasks.
-    if "reward" in used_sections and _summary(run).get("verb") == "sft" and not changes_data:
+    scores_answers = "reward" in used_sections  # and so needs tasks
+    if scores_answers and _summary(run).get("verb") == "sft" and not changes_data:
         raise ConfigError(
             f"run={folder}: its data are demonstrations, which hold the answers; name the tasks to "
             "evaluate on, e.g. data=shop"
         )
+    # The run's settings of its first model do not fit the checkpoint: it may have been a model of
+    # the hub with a revision, or one with random weights (`init`).
     path = str(checkpoint.resolve())  # `latest` is a link, which a run that goes on moves
     composed.config.model.path = composed.plain["model"]["path"] = path
     composed.config.model.revision = composed.plain["model"]["revision"] = None
@@ -245,15 +249,19 @@ def at_step(
 ) -> tuple[Path | None, list[str]]:
     """Return the folder of `run=` (or None), and overrides whose `run=` names its checkpoint.
 
-    `step` is the step of the checkpoint; None leaves `run=` as it is. `typed` is the value of
-    `--step` for error messages, also where `step` is None because no checkpoint belongs to it:
-    ``play --step 0`` is the model before training. Raises ConfigError for a step without a run.
+    Example: with `step` "40", ``run=outputs/a`` becomes
+    ``run=outputs/a/checkpoints/step-000040``. None leaves it as it is.
+
+    `typed` is the value of `--step`, if it differs from `step`: ``play --step 0`` is the model
+    before training, to which no checkpoint belongs, so that `step` is None. Raises ConfigError for
+    a `--step` without a run.
     """
     words = list(overrides)
     folders = [Path(text.removeprefix("run=")) for text in words if text.startswith("run=")]
     folder = folders[0] if folders else None
-    if folder is None and (step or typed) is not None:
-        raise ConfigError(f"--step {step or typed}: is a step of a run; add run=<run folder>")
+    typed_step = step or typed
+    if folder is None and typed_step is not None:
+        raise ConfigError(f"--step {typed_step}: is a step of a run; add run=<run folder>")
     if folder is not None and step is not None:
         words = [text for text in words if not text.startswith("run=")]
         words.append(f"run={checkpoint_of(folder, step)}")
@@ -295,18 +303,21 @@ def tracker_project(command: Command) -> str | None:
     """Return the trackers' project for a run; None: the folder that holds the run folder names it.
 
     With `hydra.run.dir` runs of several experiments may lie in one folder, so the experiment names
-    the project. A run that is resumed or evaluated keeps the name of its project.
+    the project, unless `hydra.job.name` does. A run without an experiment is of the project `run`.
+    A run that is resumed or evaluated keeps the name of its project, from its summary.json.
     """
     if command.saved is not None:
         return _summary(run_of(command.saved)).get("project")
     typed_values = {key_of(word): word.partition("=")[2] for word in command.words}
     if "hydra.run.dir" not in typed_values:
         return None
-    # train.yaml has the experiment `shop`.
+    if "hydra.job.name" in typed_values:
+        return typed_values["hydra.job.name"]
+    # The composed settings do not have the name of their experiment. train.yaml chooses `shop`;
+    # another file of --config-name is taken for an experiment itself.
     default = "shop" if command.source.name == "train" else command.source.name
     experiment = typed_values.get("experiment", default).rpartition("/")[2]
-    project = "run" if experiment in ("none", "null") else experiment
-    return typed_values.get("hydra.job.name", project)
+    return "run" if experiment in ("none", "null") else experiment
 
 
 def saved_settings(
@@ -332,20 +343,19 @@ def saved_settings(
     raise_config_error(empty_mapping_problems(overrides, plain))
     with explained(overrides, source.groups):
         groups = source.groups()
-        group_choices = [
+        group_choices = [  # engine=vllm, in place of values such as steps=20
             o for o in parsed if o.key_or_group in groups and isinstance(o.value(), str | list)
         ]
         values = [override for override in parsed if override not in group_choices]
         _apply(node, group_choices, values, source, evaluates=allowed is EVALUABLE)
         try:
             composed = convert(node)
-            # `data.only` moves a source's sections to the top: ``data.sources.x.tools`` is `tools`
-            # of the run. Signatures and typed keys have the places in the mixture, where they are
-            # compared with untrusted values.
-            mixture = composed
+            # `untrusted_values` below has to see settings at the keys at which they are signed and
+            # typed. `data.only` moves those of a source (data.sources.shop.tools) to the top.
+            without_only = composed
             if composed.in_mixture:
-                without_only = OmegaConf.merge(node, {"data": {"only": None}})
-                mixture = convert(cast(DictConfig, without_only))
+                merged = OmegaConf.merge(node, {"data": {"only": None}})
+                without_only = convert(cast(DictConfig, merged))
         except ConfigError as error:
             raise ConfigError(_with_file(str(error), folder / "config.yaml", parsed)) from error
     # A typed mapping is merged into the saved one: only its own values are the user's.
@@ -354,9 +364,9 @@ def saved_settings(
         typed_paths += _value_paths(override.value(), tuple(override.key_or_group.split(".")))
     untrusted = [
         value
-        for value in untrusted_values(mixture.plain, used_sections)
+        for value in untrusted_values(without_only.plain, used_sections)
         if not _is_within(value.path, (*signed, *typed_paths))
-        and _is_used(value.path, composed.in_mixture, used_sections)
+        and _is_of_used_source(value.path, composed.in_mixture, used_sections)
     ]
     check_trusted(argument, untrusted, trust=trust)
     return composed
@@ -375,18 +385,31 @@ def _apply(
     An override of `group_choices` replaces a section by another option: ``engine=vllm``.
     `evaluates`: the settings are for an evaluation.
     """
-    # The sections of the new options, beside defaults.
+    # All settings of a new run with these options. Apart from the options, they are defaults.
     new = compose_raw([str(o.input_line) for o in group_choices], source)
     saved_engine = node.engine.get("name")
     for override in group_choices:
         node[override.key_or_group] = new[override.key_or_group]
     if node.engine.get("name") != saved_engine:
-        _forget_servers(node, new)
+        # The new engine may have no servers, or refuse settings of those of the saved engine.
+        _reset_servers(node, new)
         if evaluates and "async_training" in node:
             # An evaluation trains nothing: these settings must not rule out the new engine.
             node.async_training = new.async_training
     for override in values:
         OmegaConf.update(node, override.key_or_group, override.value(), force_add=True)
+
+
+def _reset_servers(node: DictConfig, new: DictConfig) -> None:
+    """Replace the settings of servers in `node` by those of `new`, a run with another engine.
+
+    Those of the weight sync to servers, where weights are written and how they are sent, are
+    replaced too.
+    """
+    node.servers = new.servers
+    for key in ("folder", "transport"):
+        if key in node.get("weight_sync", {}):
+            node.weight_sync[key] = new.weight_sync[key]
 
 
 def _parse_allowed(
@@ -441,31 +464,25 @@ def _is_within(path: tuple[str, ...], sections: Sequence[tuple[str, ...]]) -> bo
     return any(path[: len(section)] == section for section in sections)
 
 
-def _is_used(
+def _is_of_used_source(
     path: tuple[str, ...], in_mixture: Mapping[str, str], used_sections: Sequence[str]
 ) -> bool:
-    """Return True if a run of `used_sections` uses the value at `path` of a mixture's settings.
+    """Return False for a value of a mixture that a run of one of its sources does not use.
 
-    `in_mixture` maps sections of a run with ``data.only=x`` to where the mixture has them:
-    ``{"data": "data.sources.x"}``. Values of other sources are then not used. Without `data.only`
-    it is empty, and all values are used.
+    `path` is the value's in the mixture, and `in_mixture` is `Composed.in_mixture` of the run. With
+    ``data.only=shop`` it is ``{"data": "data.sources.shop", "tools": "data.sources.shop.tools"}``:
+
+        data.sources.shop.tools.sql    True: it is `tools.sql` of the run
+        data.sources.sums.tools.add    False: of another source
+        tools.find                     False: the source has tools of its own
+
+    Without `data.only` it is empty, and the result True.
     """
     if not in_mixture:
         return True
-    section = run_place(path)[0]
-    place = in_mixture.get(section, section)
-    return section in used_sections and _is_within(path, [tuple(place.split("."))])
-
-
-def _forget_servers(node: DictConfig, new: DictConfig) -> None:
-    """Replace the settings of the saved engine's servers by `new` ones, as the engine is another.
-
-    The new engine may refuse the saved ones.
-    """
-    node.servers = new.servers
-    for key in ("folder", "transport"):
-        if key in node.get("weight_sync", {}):
-            node.weight_sync[key] = new.weight_sync[key]
+    run_section = run_place(path)[0]  # "tools" for all three
+    place = in_mixture.get(run_section, run_section)
+    return run_section in used_sections and _is_within(path, [tuple(place.split("."))])
 
 
 def _read(
@@ -488,18 +505,23 @@ def _read(
         raw = cast(dict[str, Any], OmegaConf.to_container(loaded))
         signed = own_sections(raw)
         raw.pop("provenance", None)
-        unsigned = [value for value in resolvers(raw) if not _is_within(value.path, signed)]
+        unsigned_resolvers = [
+            value for value in resolvers(raw) if not _is_within(value.path, signed)
+        ]
         # After `own_sections`: the signature covers the names that the run wrote.
         settings = in_this_layout(raw)  # old names of settings become today's
         data = settings.get("data")
         only = data.get("only") if isinstance(data, Mapping) else None
         if only is not None:
+            # A run with data.only=shop saves the sections of that source, and `only` as null.
             raise ValueError(
                 f"data.only={only} was written into it, where a run leaves null; type it instead"
             )
-        with explained([], groups=dict):  # no override and no group is involved
+        # Checks names and types. Its errors are about the file, and not about an override or an
+        # option of a group: both arguments are empty.
+        with explained([], groups=dict):
             typed = OmegaConf.merge(schema(), settings)
-    check_trusted(argument, unsigned, trust=trust)
+    check_trusted(argument, unsigned_resolvers, trust=trust)
     with _explained_file(argument):
         OmegaConf.resolve(typed)
     return cast(DictConfig, typed), signed

@@ -46,9 +46,9 @@ class Arithmetic:
     updates_per_step: int
     """Optimizer updates: epochs x minibatches."""
     sampled_tokens_per_rollout: int
-    """The most, limited by the turns and by the completion."""
+    """The most that the model samples, limited by the turns and by the completion."""
     tokens_per_rollout: int
-    """The most, sampled and of tools; the prompt comes on top."""
+    """The most of the completion, which are sampled tokens and tool replies together."""
     evaluations: int
     rollouts_per_evaluation: int
     evaluation_is_exact: bool
@@ -89,6 +89,9 @@ def arithmetic(config: RunConfig) -> Arithmetic:
     """Compute the sizes of a validated configuration."""
     rollout, algorithm, evaluation = config.rollout, config.algorithm, config.eval
     rollouts = config.tasks_per_step * algorithm.group_size
+    # Dynamic sampling may add this many rounds to the first.
+    rounds = 1 + algorithm.dynamic_sampling
+    tasks_per_round = tasks_of_round(config.tasks_per_step, algorithm.oversample)
     # The evaluations before the first step and after the last are added below.
     evaluations_between_steps = (config.steps - 1) // evaluation.every if evaluation.every else 0
     views = list(source_views(config).values()) or [config]
@@ -97,14 +100,14 @@ def arithmetic(config: RunConfig) -> Arithmetic:
         view.eval.questions if count is None else min(view.eval.questions, count)
         for view, count in zip(views, rows, strict=True)
     )
+    rollouts_per_question = evaluation.samples + (1 if evaluation.greedy else 0)
     return Arithmetic(
         steps=config.steps,
         end=f", or until {config.stop_when}" if config.stop_when.enabled else "",
         tasks_per_step=config.tasks_per_step,
         group_size=algorithm.group_size,
         rollouts_per_step=rollouts,
-        most_tasks_per_step=tasks_of_round(config.tasks_per_step, algorithm.oversample)
-        * (1 + algorithm.dynamic_sampling),
+        most_tasks_per_step=rounds * tasks_per_round,
         rollouts_per_update=rollouts // algorithm.minibatches,
         updates_per_step=algorithm.num_epochs * algorithm.minibatches,
         sampled_tokens_per_rollout=min(
@@ -113,7 +116,7 @@ def arithmetic(config: RunConfig) -> Arithmetic:
         tokens_per_rollout=rollout.max_completion_tokens,
         # One before the first step, one after the last.
         evaluations=2 + evaluations_between_steps if questions else 0,
-        rollouts_per_evaluation=questions * (evaluation.samples + int(evaluation.greedy)),
+        rollouts_per_evaluation=questions * rollouts_per_question,
         evaluation_is_exact=None not in rows,
     )
 
@@ -165,13 +168,15 @@ def _tasks(config: RunConfig) -> dict[str, str]:
     """Summarise the rows, tools and rewards of a run of one source."""
     environments = []
     for name, section in config.environment.items():
+        # A run with this environment alone: its tools are those of the environment.
         tools = tool_names(RunConfig(environment={name: section}))
-        names = [*tools.names, *([] if tools.complete else ["…"])]  # an instance has more
-        environments.append(f"{name} {_call(section)}, tools {', '.join(names) or 'none'}")
+        # "…": only an instance of the environment knows all of its tools.
+        names = [*tools.names, *([] if tools.complete else ["…"])]
+        environments.append(f"{name} {_as_call(section)}, tools {', '.join(names) or 'none'}")
     test = "none, so no evaluation"
-    if names_test_rows(config.data):
-        test = _call(config.data.test)
-    elif has_test_rows(config.data):
+    if names_test_rows(config.data):  # by `data.test`
+        test = _as_call(config.data.test)
+    elif has_test_rows(config.data):  # by `data.test_fraction`
         test = "held out of the train data"
     sections = reward_sections(config, rewarding=rewarding(config))
     settings = {field.name for field in fields(RewardSettings)}
@@ -179,15 +184,15 @@ def _tasks(config: RunConfig) -> dict[str, str]:
     rewards = [
         f"{name:<{width}}  weight {part.get('weight', 1.0):g}  "
         # Only the arguments of the `_target_`: the settings of all rewards are left out.
-        + _call({key: value for key, value in part.items() if key not in settings})
+        + _as_call({key: value for key, value in part.items() if key not in settings})
         for name, part in sections.items()
     ]
     return {
         "tools": ", ".join(config.tools) or "none",
         "stop tools": ", ".join(stop_tools(config)) or "none",
         **({"environment": INDENT.join(environments)} if environments else {}),
-        **({"user": _call(config.user)} if config.user else {}),
-        "train data": _call(config.data.train),
+        **({"user": _as_call(config.user)} if config.user else {}),
+        "train data": _as_call(config.data.train),
         "test data": test,
         "reward": INDENT.join(rewards) or "none",
     }
@@ -203,7 +208,7 @@ def _source_lines(config: RunConfig) -> Iterator[str]:
         yield from (f"  {key:<12}{text}" for key, text in _tasks(view).items())
 
 
-def _call(section: Mapping[str, Any]) -> str:
+def _as_call(section: Mapping[str, Any]) -> str:
     """Write `{_target_: my.rows, seed: 0}` as `my.rows(seed=0)`."""
     bound = ", ".join(f"{key}={value}" for key, value in section.items() if key != "_target_")
     return f"{section['_target_']}({bound})"

@@ -104,10 +104,12 @@ def _check_bundled_path(argument: str, value: UntrustedValue, what: str) -> None
     # RENAMED has the paths of earlier versions that still have a meaning.
     if path not in RENAMED and not _exists_in_package(path):
         file = what.split()[-1]
-        # The bundled classes, and the values that their arguments have in conf/.
+        # Suggest a bundled class or function, or an argument's value in conf/, which may be a
+        # dotted path too: {"agenttrain.….Sql": {"connect": ["agenttrain.data.…"]}}.
         bundled: list[Any] = list(bundled_targets())
-        for values_of_argument in bundled_targets().values():
-            bundled += chain.from_iterable(values_of_argument.values())
+        for values_by_argument in bundled_targets().values():
+            for values in values_by_argument.values():
+                bundled += values
         raise ConfigError(
             f"{argument}: {value.key}={path}: is no name of this version of agenttrain"
             f"{did_you_mean(path, map(str, bundled))}; write today's name into "
@@ -118,17 +120,24 @@ def _check_bundled_path(argument: str, value: UntrustedValue, what: str) -> None
 def _shown(value: UntrustedValue | str) -> str:
     """Return a value as one line without secrets: ``tools.mcp.command=[npx, server]``.
 
-    A text is such a line already, and may still hold secrets.
+    A `str` is a complete line of this form, in which secrets are still to be hidden.
     """
     if isinstance(value, str):
         return hide_in_settings(value)
-    # `hide_in_settings` recognizes secrets by the names of a key and of its section.
-    section, name = value.path[-2:] if len(value.path) > 1 else ("", value.path[-1])
-    hidden = hide_in_settings({section: {name: value.value}})[section]
-    shown = hidden[name] if isinstance(hidden, Mapping) else hidden
+    shown = _without_secrets(value)
     text = f"[{', '.join(map(str, shown))}]" if isinstance(shown, list) else str(shown)
     line = f"{value.key}={text}".replace("\n", "\\n")
     return line if len(line) <= LONGEST_SHOWN else f"{line[:LONGEST_SHOWN]}…"
+
+
+def _without_secrets(value: UntrustedValue) -> Any:
+    """Return the value with its secrets hidden, as `hide_in_settings` does for a section.
+
+    All values of a section `env` are secrets, so the name of the section has to be shown to it.
+    """
+    name = value.path[-1]
+    section = value.path[-2] if len(value.path) > 1 else ""
+    return hide_in_settings({section: {name: value.value}})[section][name]
 
 
 def signature(plain: Mapping[str, Any]) -> dict[str, Any]:

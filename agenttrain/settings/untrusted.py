@@ -27,9 +27,9 @@ from agenttrain.utils.sections import field_names, plain, sections_below
 SECTIONS = field_names(RunConfig)
 """All of a run's sections."""
 COMPONENTS: Mapping[str, type[Any] | None] = {**ONE_BESIDE, "data.train": None, "data.test": None}
-"""Section that is one component -> the settings beside its `_target_`."""
+"""Section that is one component -> the class of agenttrain's settings in it; None: it has none."""
 NAMED_COMPONENTS: Mapping[str, type[Any]] = {**SETTINGS_BESIDE, "tracker.own": OwnTrackerSettings}
-"""Section of components by name -> the settings beside their `_target_`."""
+"""Section of components by name -> the class of agenttrain's settings in each of them."""
 BESIDE_CHOICES: Mapping[tuple[str, ...], type[Any]] = {("engine",): EngineSettings}
 """Section whose `_target_` names a choice from outside -> the settings that every choice has."""
 
@@ -72,16 +72,17 @@ def _values_of_class(
     sections = sections_below(cls)
     for name, value in section.items():
         place = (*path, str(name))
-        # data.sources.shop.tools is judged as the `tools` of a run of that source alone.
+        # The key in a run of one source: `tools` for data.sources.shop.tools.
         key, is_section = ".".join(run_place(place)), isinstance(value, Mapping)
+        # Sections whose keys are not the fields of one class come first.
         if is_section and key == SOURCES:
             for source, source_section in value.items():
                 yield from _values_of_source(source_section, (*place, str(source)))
-        elif is_section and key in COMPONENTS:
+        elif is_section and key in COMPONENTS:  # `_target_` and arguments: data.train
             yield from _values_of_component(COMPONENTS[key], value, place)
-        elif is_section and key in NAMED_COMPONENTS:
+        elif is_section and key in NAMED_COMPONENTS:  # names -> components: tools
             yield from _values_of_components(NAMED_COMPONENTS[key], value, place)
-        elif is_section and key in choices():
+        elif is_section and key in choices():  # keys that depend on `name`: engine
             yield from _values_of_choice(choices()[key], value, place)
         elif is_section and name in sections:
             yield from _values_of_class(sections[name], value, place)
@@ -123,46 +124,49 @@ def _values_of_choice(
 
 
 def _values_of_components(
-    beside: type[Any], section: Mapping[str, Any], path: tuple[str, ...]
+    settings_class: type[Any], section: Mapping[str, Any], path: tuple[str, ...]
 ) -> Iterator[UntrustedValue]:
-    """Yield the untrusted values of a section that maps names to components, such as `tools`.
+    """Yield the untrusted values of the section at `path` that maps names to components: `tools`.
 
-    `beside` is the settings class whose keys stand beside a component's `_target_` and arguments:
-    ToolSettings for `tools`. `path` is the section's path.
+    `settings_class` is that of agenttrain's settings in each component: ToolSettings for `tools`.
     """
     for name, component in section.items():
         place = (*path, str(name))
-        if isinstance(component, Mapping):
-            # The reward that environments share may leave out its `_target_`.
-            if run_place(place) == ("reward", REWARD):
-                component = {"_target_": REWARD_TARGET, **component}
-            yield from _values_of_component(beside, component, place)
-        else:
+        if not isinstance(component, Mapping):  # a mistake, which later checks report
             yield from _leaves(component, place)
+            continue
+        # `reward.environment`, in a source too, has a default `_target_`.
+        if run_place(place) == ("reward", REWARD):
+            component = {"_target_": REWARD_TARGET, **component}
+        yield from _values_of_component(settings_class, component, place)
 
 
 def _values_of_component(
-    beside: type[Any] | None, component: Mapping[str, Any], path: tuple[str, ...]
+    settings_class: type[Any] | None, component: Mapping[str, Any], path: tuple[str, ...]
 ) -> Iterator[UntrustedValue]:
     """Yield the untrusted values of the component at `path`: its `_target_` and its arguments.
 
-    `beside` is the class of the settings that stand beside them, such as ToolSettings; None: there
-    are none.
+    Agenttrain's own settings may stand among the arguments: in ``{"_target_": "my.find", "table":
+    "a.csv", "timeout_s": 5.0}`` the last one is a field of ToolSettings, the `settings_class`. It
+    is None where there are none.
     """
     target = str(component.get("_target_") or "")
     is_bundled = target in bundled_targets()
-    settings = {n: v for n, v in component.items() if beside and n in field_names(beside)}
-    if beside is not None:
-        yield from _values_of_class(beside, settings, path)
+    settings = {}
+    if settings_class is not None:
+        names = field_names(settings_class)
+        settings = {name: value for name, value in component.items() if name in names}
+        yield from _values_of_class(settings_class, settings, path)
     hints, defaults = _parameters(target) if is_bundled else ({}, {})
     for name, value in component.items():
         # `_values_of_class` has judged the settings. A bundled or empty `_target_` runs no code.
         if name in settings or (name == "_target_" and (is_bundled or not target)):
             continue
         if is_bundled:
+            # Values that this package itself gives to its code are as safe as data.
             is_default = name in defaults and defaults[name] == value
-            is_in_conf = value in bundled_targets()[target].get(str(name), ())
-            if is_data(hints.get(name), value) or is_default or is_in_conf:
+            values_in_conf = bundled_targets()[target].get(str(name), ())
+            if is_data(hints.get(name), value) or is_default or value in values_in_conf:
                 continue
         yield from _leaves(value, (*path, str(name)))
 
@@ -208,16 +212,19 @@ def _parameters(target: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @cache
 def bundled_targets() -> Mapping[str, Mapping[str, list[Any]]]:
-    """Return the `_target_` of every installed group, with the values of its arguments there.
+    """Return each `_target_` of this package in the YAML files of conf/, with its arguments there.
 
-    Example: ``{"agenttrain.tools.builtin.sql.Sql": {"connect": ["agenttrain.data.…"]}, …}``.
+    The user trusts these: they came with the package. Example of one target, with the values that
+    one of its arguments has: ``{"agenttrain.tools.builtin.sql.Sql": {"connect":
+    ["agenttrain.data.…"]}, …}``.
     """
+    # The default of `reward.environment`, which no file names.
     targets: dict[str, dict[str, list[Any]]] = {REWARD_TARGET: {}}
     for file in sorted(conf_folder().rglob("*.yaml")):
         for component in _components(parse_yaml(file.read_text(encoding="utf-8"))):
-            values = targets.setdefault(component["_target_"], {})
+            values_by_argument = targets.setdefault(component["_target_"], {})
             for name, value in component.items():
-                values.setdefault(name, []).append(value)
+                values_by_argument.setdefault(name, []).append(value)
     return targets
 
 

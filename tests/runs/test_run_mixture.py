@@ -221,14 +221,14 @@ def test_an_evaluation_has_the_scores_of_each_source():
 def test_the_best_evaluation_of_each_source_is_kept():
     best = Best()
     assert best.consider(1, [evaluation(a=[0.5], b=[0.5])])
-    assert best.of_step(1) == ["", "a", "b"] and best.is_of(1)
+    assert best.sources_at(1) == ["", "a", "b"] and best.are_all_at(1)
     assert best.consider(2, [evaluation(a=[0.75], b=[0.0])])  # only of source a
-    assert best.of_step(1) == ["", "b"] and best.of_step(2) == ["a"] and best.step == 1
+    assert best.sources_at(1) == ["", "b"] and best.sources_at(2) == ["a"] and best.step == 1
     assert not best.consider(3, [evaluation(a=[0.75], b=[0.25])])
     assert best.consider(4, [evaluation(a=[0.5], b=[1.0])])
-    assert best.of_step(4) == ["", "b"] and best.of_step(2) == ["a"]
+    assert best.sources_at(4) == ["", "b"] and best.sources_at(2) == ["a"]
     resumed = Best(json.loads(json.dumps(best.record)))
-    assert resumed.of_step(2) == ["a"] and resumed.step == 4
+    assert resumed.sources_at(2) == ["a"] and resumed.step == 4
 
 
 def run(folder: Path, *overrides: str) -> None:
