@@ -539,7 +539,7 @@ class Chat:
         if not self.one_call_per_turn or len(turn.calls) < 2:
             return turn, replies
         tool_replies = [reply for reply in replies if reply["role"] == "tool"]
-        user_replies = [reply for reply in replies if reply["role"] != "tool"]
+        other_replies = [reply for reply in replies if reply["role"] != "tool"]
         merged: list[str | Image] = []
         for reply in tool_replies:
             content = parts(reply.get("content"))
@@ -547,7 +547,7 @@ class Chat:
             merged += [part for part in content if part]
         if tool_replies:
             tool_replies = [{**tool_replies[0], "content": content_of(merged)}]
-        return replace(turn, calls=turn.calls[:1]), [*tool_replies, *user_replies]
+        return replace(turn, calls=turn.calls[:1]), [*tool_replies, *other_replies]
 
     def end_ids(
         self, turn: AssistantTurn, replies: Sequence[Message], *, generation_prompt: bool

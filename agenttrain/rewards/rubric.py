@@ -230,19 +230,18 @@ def _build_scorer(
     """
     if not callable(target):
         raise ValueError(f"{where}: {target!r} is not a function or a class")
-    function, bound_to_function = target, bound
     try:
         inspect.signature(target).bind_partial(**bound)  # TypeError for an unknown argument
-        if inspect.isclass(target):
-            function, bound_to_function = target(**bound), {}  # the constructor checks the values
+        is_class = inspect.isclass(target)
+        unbound = target(**bound) if is_class else target  # a constructor may refuse a value
     except ValueError as error:
         raise ValueError(about_argument(error, f"reward.{name}", bound)) from error
     except TypeError as error:
         raise ValueError(f"{where} with {hide_in_settings(bound)}: {error}") from error
-    if not callable(function):
+    if not callable(unbound):
         raise ValueError(f"{where}: its instances cannot be called; give the class a __call__")
-    if bound_to_function:
-        function = functools.partial(function, **bound_to_function)
+    function_arguments = {} if is_class else bound  # an instance has taken its own
+    function = functools.partial(unbound, **function_arguments) if function_arguments else unbound
     try:
         if not is_trl(function):
             inspect.signature(function).bind_partial(None)  # None stands for the rollout
@@ -254,7 +253,7 @@ def _build_scorer(
     return FunctionScorer(
         name,
         function,
-        bound=bound_to_function,  # only the names are used: these parameters get no column
+        bound=function_arguments,  # only the names are used: these parameters get no column
         timeout_s=settings.timeout_s,
         concurrency=settings.concurrency,
     )

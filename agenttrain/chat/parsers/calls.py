@@ -147,11 +147,11 @@ def find_arguments_key(
         first, second = used_keys[:2]
         return first, f'the arguments are given twice, as "{first}" and "{second}"'
     allowed_keys = [name_key, *argument_keys]
-    for key in BESIDE_ARGUMENTS:  # id and type
+    for key_beside in BESIDE_ARGUMENTS:  # id and type
         # In {"name": "get", "id": "7"} the id is an argument if the tool has a parameter `id`.
-        may_be_argument = not used_keys and key in parameters
+        may_be_argument = not used_keys and key_beside in parameters
         if not may_be_argument:
-            allowed_keys.append(key)
+            allowed_keys.append(key_beside)
     for key in call:
         if key not in allowed_keys:
             form = f'{{"{name_key}": …, "{arguments_key}": {{…}}}}'

@@ -126,12 +126,11 @@ class MarkedSpec(Syntax):
         if inside:  # some models repeat the opening mark that ends the prompt
             after = after.lstrip().removeprefix(self.reasoning_open.rstrip())
         reasoning, closing, answer = after.partition(self.reasoning_close)
-        if not inside and not is_opened:
-            # Only a closing mark can show that the text began with reasoning. It must not turn a
-            # call before it into reasoning.
-            is_stray = self._opens_call(reasoning)
-            if not closing or is_stray:
-                return None, text
+        # Without an opening, only a closing mark shows that the text began with reasoning. After a
+        # call it is a stray mark, which must not turn that call into reasoning.
+        lacks_opening = not inside and not is_opened
+        if lacks_opening and (not closing or self._opens_call(reasoning)):
+            return None, text
         return reasoning.strip(), before + answer
 
     def _opens_call(self, text: str) -> bool:

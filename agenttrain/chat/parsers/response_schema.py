@@ -222,8 +222,8 @@ class SchemaSpec:
             call = self._read_call(match, text_of_call, schemas)
             is_good = call.problem is None
             calls += [call] if is_good else self._split_merged(call, schemas)
-        content_after, unclosed = self._unclosed_calls(text[at:])
-        return [*calls, *unclosed], "".join([*content, content_after])
+        content_after, unclosed_after = self._unclosed_calls(text[at:])
+        return [*calls, *unclosed_after], "".join([*content, content_after])
 
     def _split_merged(self, call: ParsedCall, schemas: Schemas) -> list[ParsedCall]:
         """Return the two calls in the text of a malformed one, or the call alone.
@@ -378,15 +378,13 @@ def make_schema_spec(schema: Mapping[str, Any]) -> SchemaSpec:
         raise ValueError("response_schema: the root must be an object with properties")
     sources = list(root.sources())
     # An expression may capture an object's members without its braces: \{(?P<arguments>.*)\}
-    # Only the compiled expressions show that, and then JSON without braces must be accepted.
+    # Then the schema is compiled anew, to accept JSON without braces.
     lacks_braces = any(CAPTURED_WITHOUT_BRACES.search(source) for source in sources)
-    if lacks_braces:
-        root = compile_node(schema, json_args={LACKS_BRACES: True})
     # Without their escapes: marks of calls and reasoning stand in them as plain text.
     patterns = "\n".join(sources).replace("\\n", "\n").replace("\\", "")
     calls = root.properties.get(CALLS)
     return SchemaSpec(
-        root=root,
+        root=compile_node(schema, json_args={LACKS_BRACES: True}) if lacks_braces else root,
         loose_root=compile_node(schema, json_args={LACKS_BRACES: lacks_braces, LOOSE: True}),
         lacks_braces=lacks_braces,
         patterns=patterns,
