@@ -21,6 +21,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from agenttrain.chat.encoding import ChatError, Encoder, clean, unmark
 from agenttrain.chat.probing import USER, Render
@@ -59,9 +60,18 @@ class TurnBoundary:
     It renders a short conversation of the same shape, in which the placeholder BODY ends the
     assistant's text, and looks at the text after BODY.
 
-    A turn with calls ends with the token that ends the last answer of a conversation, or else with
-    the last control token that closes its calls. Where answers have no end (GLM), it ends with the
-    token that begins the next message.
+    The text after BODY is `closing`, which closes the calls (empty in an answer), then `end`, which
+    ends the turn, then the text after the turn::
+
+        template  turn    closing               end              after the turn
+        Qwen      answer                        <|im_end|>       \\n<|im_start|>user\\n…
+        Qwen      calls   "}}\\n</tool_call>     <|im_end|>       \\n<|im_start|>user\\n…
+        GPT-OSS   answer                        <|end|>          <|start|>user<|message|>…
+        GPT-OSS   calls   "}                    <|call|>         <|start|>functions.f…
+        GLM       answer                        <|user|>         \\n…
+        GLM       calls   </arg_value>\\n</too…  <|observation|>  \\n<tool_response>…
+
+    In GLM a turn has no end of its own: it ends with the token that begins the next message.
     """
 
     render: Render
@@ -78,8 +88,8 @@ class TurnBoundary:
         ChatError if the boundary cannot be found.
         """
         assistant = _short_message(turn)
-        # The text that closes the calls, e.g. "}</tool_call>", and the end of the turn if nothing
-        # follows it.
+        # These are of a turn that no message follows: GPT-OSS then ends an answer with <|return|>,
+        # GLM with nothing.
         closing, end = self._calls_end(assistant) if turn.calls else ("", self.answer_end())
         conversation = [USER, assistant, *replies]
         text = _text_after_body(self.render(conversation, generation_prompt=generation_prompt))
@@ -91,7 +101,8 @@ class TurnBoundary:
         text = text[len(closing) :]
         if end and text.startswith(end):
             return end, text[len(end) :]
-        # Otherwise the turn ends with the next control token, if only blanks stand before it.
+        # With a message after it, the turn may end otherwise: with <|end|> in GPT-OSS, <|user|> in
+        # GLM. Such an end is the next control token, if only blanks stand before it.
         up_to_control = ""
         for control, piece in self.encoder.pieces(text):
             up_to_control += piece
@@ -99,7 +110,7 @@ class TurnBoundary:
                 return up_to_control, text[len(up_to_control) :]
             if piece.strip():
                 break
-        if not end:
+        if not end:  # the template marks no end of turn at all
             return "", text
         raise ChatError(
             f"the chat template ends an answer with {unmark(end)!r}, but with "
@@ -117,7 +128,7 @@ class TurnBoundary:
         # Where answers have no end (GLM), all text after the calls closes them.
         closing = self._up_to_last_control(after_calls) if end else after_calls.rstrip()
         if not closing.endswith(end):  # an empty `end` is at the end of any text
-            # Calls end with another token than answers: the last piece of `closing`.
+            # Calls end with another token than answers, the last of `closing`: <|call|> in GPT-OSS.
             pieces = list(self.encoder.pieces(closing))
             end = pieces[-1][1] if pieces else ""
         return closing.removesuffix(end), end
@@ -137,10 +148,13 @@ class TurnBoundary:
 
 
 def _short_message(turn: AssistantTurn) -> Message:
-    """Return a message with the calls of a turn, or an answer, with BODY at the end of its text.
+    """Return a stand-in for a turn's message, to find where its end begins in a rendering.
 
-    Content and reasoning beside calls are left out: a model writes them before its calls, but some
-    templates refuse them there (GPT-OSS) or render them after the replies (Gemma 4).
+    The placeholder BODY is the last text in it: the content of an answer, or the argument of the
+    last call. So the text after BODY in a rendering is what the template writes after the turn's
+    own text, which does not depend on the turn's content and arguments. Content and reasoning
+    beside calls are left out: a model writes them before its calls, but some templates refuse them
+    there (GPT-OSS) or render them after the replies (Gemma 4).
     """
     if not turn.calls:
         return {"role": "assistant", "content": BODY}
@@ -153,7 +167,10 @@ def _short_message(turn: AssistantTurn) -> Message:
 
 
 def _text_after_body(rendering: str) -> str:
-    """Return the text after the placeholder BODY. Raises ChatError if it is not rendered."""
+    """Return the text after the last placeholder BODY, the end of the assistant's own text.
+
+    Raises ChatError if a rendering has none.
+    """
     _, body, after = rendering.rpartition(BODY)
     if not body:
         raise ChatError(
@@ -167,15 +184,18 @@ def _text_after_body(rendering: str) -> str:
 class ReplyTexts:
     """Returns the texts of replies as the template renders them; it may trim or escape texts.
 
-    Called with one reply at a time. The text is rendered in a short conversation, and the constant
-    text around it is cut off. For a role whose texts the template leaves unchanged, nothing is
-    rendered after the first reply.
+    Example: ``reply_texts({"role": "tool", "content": " 7\\n"})`` is ``7`` if the template trims.
+
+    The text is rendered in a short conversation, and the constant text around it, the frame, is cut
+    off. A role is verbatim if the template leaves its texts unchanged, which REPLY_PROBES show at
+    the role's first reply. Its later texts are not rendered, but only cleaned of the characters
+    that this package reserves, as every text of others is.
     """
 
     boundary: TurnBoundary
     encoder: Encoder
     _frames: dict[str, tuple[str, str]] = field(default_factory=dict, init=False, compare=False)
-    """Constant text before and after a reply's own text, by role."""
+    """Constant text (before, after) a reply's own text, by role."""
     _verbatim: dict[str, bool] = field(default_factory=dict, init=False, compare=False)
     """Role -> True if the template renders texts of such replies unchanged."""
 
@@ -187,7 +207,11 @@ class ReplyTexts:
         return clean(content) if self._is_verbatim(role) else self._rendered_text(role, content)
 
     def beside_images(self, reply: Message) -> list[str]:
-        """Return the texts of a reply with images, as rendered. Raises ChatError."""
+        """Return the texts of a reply with images, as rendered. Raises ChatError.
+
+        Rendered together with images, a changed text could not be told from the text around it, so
+        that the template must leave the role's texts unchanged.
+        """
         if not self._is_verbatim(reply["role"]):
             raise ChatError(
                 f"the chat template changes the texts of replies of the role {reply['role']}, so "
@@ -220,6 +244,8 @@ class ReplyTexts:
             before, _, after = frame.partition(slot(0))
             self._frames[role] = before, after
         before, after = self._frames[role]
+        # Marked, as in a prompt: the boundary must not take a control token in the text for the
+        # template's own.
         _, rendered = self.after_turn(role, self.encoder.mark(text))
         end = len(rendered) - len(after)
         # Before and after must both stand there, and must not overlap.
@@ -232,6 +258,8 @@ class ReplyTexts:
 
 
 Spans = list[tuple[Origin, list[int]]]
+_start_of, _end_of = itemgetter(0), itemgetter(1)
+"""Of a token's offsets in a text: (start, end)."""
 _REPLY = re.compile("\ufdd3(\\d+)\ufdd4")
 
 
@@ -301,9 +329,10 @@ def fill_suffix(
 ) -> Spans:
     """Return the ids of `blocks` with the replies' texts filled in, as (origin, ids).
 
-    Example, for a block ``\\n{reply 0}\\n`` and the reply "7": the template's id of ``\\n``, the
-    tool's of ``7``, the template's of ``\\n``. A token that holds any character of a reply is the
-    tool's, such as ``7\\n`` if the tokenizer merges them.
+    An int in a block's `parts` is the index of a reply in `texts`. Example, for the block
+    ``\\n{reply 0}\\n`` and the reply "7": the template's id of ``\\n``, the tool's of ``7``, the
+    template's of ``\\n``. A token that holds any character of a reply is the tool's, such as
+    ``7\\n`` if the tokenizer merges them.
     """
     unmerged: Spans = []
     for block in blocks:
@@ -312,19 +341,22 @@ def fill_suffix(
             continue
         pieces = [texts[part] if isinstance(part, int) else part for part in block.parts]
         ids, offsets = encoder.encode_plain_offsets("".join(pieces))  # offsets: (start, end)
-        next_token = position = 0  # first token without an origin; end of the part in the text
+        next_token = 0  # the first token that has no origin yet
+        piece_end = 0  # in the joined pieces
         for part, piece in zip(block.parts, pieces, strict=True):
-            position += len(piece)
+            piece_start, piece_end = piece_end, piece_end + len(piece)
             is_reply = isinstance(part, int)
             if not is_reply or not piece:
                 continue
-            start = position - len(piece)
-            # The reply's tokens hold any of its characters: from the first that ends after `start`
-            # to the last that begins before the reply's end.
-            first = bisect_right(offsets, start, lo=next_token, key=lambda o: o[1])
-            end = bisect_left(offsets, position, lo=first, key=lambda o: o[0])
-            unmerged += [(Origin.template, ids[next_token:first]), (Origin.tool, ids[first:end])]
-            next_token = end
+            # The reply's tokens are those that hold any of its characters: from the first token
+            # that ends after `piece_start`, up to the first that begins at `piece_end` or later.
+            first = bisect_right(offsets, piece_start, lo=next_token, key=_end_of)
+            after = bisect_left(offsets, piece_end, lo=first, key=_start_of)
+            unmerged += [
+                (Origin.template, ids[next_token:first]),
+                (Origin.tool, ids[first:after]),
+            ]
+            next_token = after
         unmerged.append((Origin.template, ids[next_token:]))
     spans: Spans = []
     for origin, ids in unmerged:  # join neighbours of one origin

@@ -38,6 +38,8 @@ EXAMPLES = {"integer": 3, "number": 2.5, "boolean": True, "array": [], "object":
 TEXT = "a b"
 """Value of an argument of any other type."""
 LONG = "17 lamps, 4 chairs\n" * 400
+PARALLEL_CALLS = "parallel calls"
+"""Name of the probe whose turn has two calls."""
 REPLIES = {
     "empty reply": "",
     "error reply": "Error: no such column: 'prize'\n  line 1\n",
@@ -47,7 +49,11 @@ REPLIES = {
 
 
 def conversations(chat: Chat, schemas: Sequence[dict]) -> Iterator[tuple[str, list[Step]]]:
-    """Yield (name, steps) of probe conversations; together they call each of the run's tools."""
+    """Yield (name, steps) of probe conversations; together they call each of the run's tools.
+
+    The name says what a template may treat in a way of its own, such as an empty reply. A second
+    step shows whether the first is rendered the same once the conversation goes on.
+    """
     control_tokens = "".join(chat.encoder.control)
     answer = AssistantTurn(content="It is 7.", reasoning=None, calls=())
     next_question: list[Message] = [{"role": "user", "content": "And 4 + 5?"}]
@@ -65,21 +71,26 @@ def conversations(chat: Chat, schemas: Sequence[dict]) -> Iterator[tuple[str, li
         return
     tools = [schema.get("function", schema) for schema in schemas]
     for tool in tools:
-        yield f"call of {tool['name']}", [_make_step(0, [tool], ["7"])]
+        yield f"call of {tool['name']}", [_make_step(turn=0, called=[tool], replies=["7"])]
     # Two tools if the run has two; otherwise both calls are of the same tool.
-    yield "parallel calls", [_make_step(0, [tools[0], tools[-1]], ["7", "\nseven\n"])]
-    turns = [_make_step(turn, [tools[turn % len(tools)]], [str(turn)]) for turn in range(3)]
+    two_calls = _make_step(turn=0, called=[tools[0], tools[-1]], replies=["7", "\nseven\n"])
+    yield PARALLEL_CALLS, [two_calls]
+    turns = [
+        _make_step(turn=turn, called=[tools[turn % len(tools)]], replies=[str(turn)])
+        for turn in range(3)
+    ]
     yield "three turns", turns
-    yield (
-        "content beside a call",
-        [_make_step(0, tools[:1], ["7"], content="Let me see."), turns[1]],
-    )
-    reasoned = _make_step(0, tools[:1], ["7"], reasoning="3 and 4")
-    yield "reasoning", [reasoned, _make_step(1, tools[:1], ["8"], reasoning="one more")]
+    first = tools[:1]
+    with_content = _make_step(turn=0, called=first, replies=["7"], content="Let me see.")
+    yield "content beside a call", [with_content, turns[1]]
+    reasoned = _make_step(turn=0, called=first, replies=["7"], reasoning="3 and 4")
+    reasoned_again = _make_step(turn=1, called=first, replies=["8"], reasoning="one more")
+    yield "reasoning", [reasoned, reasoned_again]
     for name, text in {**REPLIES, "control tokens in a tool reply": control_tokens}.items():
-        yield name, [_make_step(0, tools[:1], [text]), turns[1]]
+        yield name, [_make_step(turn=0, called=first, replies=[text]), turns[1]]
+    # Many templates drop the reasoning that stands before the last user message.
     answered = (replace(answer, reasoning="7 it is"), next_question)
-    later_call = _make_step(2, tools[:1], ["9"], reasoning="4 and 5")
+    later_call = _make_step(turn=2, called=first, replies=["9"], reasoning="4 and 5")
     yield "later user message", [reasoned, answered, later_call]
 
 
@@ -91,8 +102,13 @@ PICTURES = tuple(
 
 
 def image_conversations(schemas: Sequence[dict]) -> Iterator[tuple[str, Message, list[Step]]]:
-    """Yield (name, first message, steps) of probe conversations with images."""
+    """Yield (name, first message, steps) of probe conversations with images.
+
+    The images stand in the first message, in a reply of the user, and in replies of tools, beside
+    text and alone.
+    """
     first, second, third = PICTURES
+    text_question = QUESTION[0]
     answer = AssistantTurn(content="It is 7.", reasoning=None, calls=())
     question: Message = {
         "role": "user",
@@ -100,45 +116,55 @@ def image_conversations(schemas: Sequence[dict]) -> Iterator[tuple[str, Message,
     }
     reply_with_image: Message = {"role": "user", "content": content_of([third, "And this?"])}
     yield "images in the prompt", question, [(answer, [{"role": "user", "content": "Again."}])]
-    yield "image in a user reply", QUESTION[0], [(answer, [reply_with_image])]
+    yield "image in a user reply", text_question, [(answer, [reply_with_image])]
     if not schemas:
         return
     tools = [schema.get("function", schema) for schema in schemas]
-    yield "image in a tool reply", question, [_make_step(0, tools[:1], ["it: "], images=[first])]
-    calls = _make_step(0, [tools[0], tools[-1]], ["", "both"], images=[second, third])
-    plain = _make_step(1, tools[:1], ["8"])
-    yield "several images in a turn", QUESTION[0], [calls, plain, _make_step(2, tools[:1], ["9"])]
+    captioned = _make_step(turn=0, called=tools[:1], replies=["it: "], images=[first])
+    yield "image in a tool reply", question, [captioned]
+    # Each of the two replies holds its text, empty in the first, and then both images.
+    with_images = _make_step(
+        turn=0, called=[tools[0], tools[-1]], replies=["", "both"], images=[second, third]
+    )
+    later_turns = [
+        _make_step(turn=1, called=tools[:1], replies=["8"]),
+        _make_step(turn=2, called=tools[:1], replies=["9"]),
+    ]
+    yield "several images in a turn", text_question, [with_images, *later_turns]
 
 
 def _make_step(
+    *,
     turn: int,
-    tools: list[dict],
-    texts: list[str],
+    called: list[dict],
+    replies: list[str],
     content: str = "",
     reasoning: str | None = None,
     images: Sequence[Image] = (),
 ) -> Step:
-    """Return a turn that calls each tool, and the replies; each reply holds all `images`.
+    """Return a turn that calls the tools `called`, and the messages that reply to its calls.
 
-    `turn` is the turn's number in its conversation, which makes the ids of the calls unique.
+    `replies` are the texts of these messages, one for each call. Each message holds all `images`
+    after its text. `turn` is the turn's number in its conversation, which makes the ids of the
+    calls unique.
     """
     calls = []
-    for index, tool in enumerate(tools):
+    for index, tool in enumerate(called):
         properties = (tool.get("parameters") or {}).get("properties", {})
         examples = {name: _example_value(schema) for name, schema in properties.items()}
         # A key whose value is None is left out of a message, so it would not come back.
         arguments = {name: value for name, value in examples.items() if value is not None}
         calls.append(ToolCall(id=f"call_{turn}_{index}", name=tool["name"], arguments=arguments))
-    replies: list[Message] = [
+    messages: list[Message] = [
         {
             "role": "tool",
             "tool_call_id": call.id,
             "name": call.name,
             "content": content_of([text, *images]),
         }
-        for call, text in zip(calls, texts, strict=True)
+        for call, text in zip(calls, replies, strict=True)
     ]
-    return AssistantTurn(content=content, reasoning=reasoning, calls=tuple(calls)), replies
+    return AssistantTurn(content=content, reasoning=reasoning, calls=tuple(calls)), messages
 
 
 def _example_value(schema: Any) -> Any:
@@ -271,29 +297,16 @@ def certify(chat: Chat, schemas: Sequence[dict]) -> Certificate:
     are compared. A template that does not fit raises nothing: its probes are refused. If the
     template was fixed, the model's own is probed too, to show which probes the fix repairs.
     """
-    probes = _run_probes(chat, schemas)
-    stock_probes = probes
+    probes = stock_probes = _run_probes(chat, schemas)
     if chat.fix.changes:
-        stock_chat = Chat(
-            chat.tokenizer,
-            chat.fix.stock,
-            chat.response,
-            kwargs=chat.kwargs,
-            eos_token_ids=chat.eos_token_ids,
-            plain=chat.plain,
-            placeholders=chat.placeholders,
-            roles=chat.roles,
-        )
-        stock_probes = _run_probes(stock_chat, schemas)
-        for index, (probe, stock) in enumerate(zip(probes, stock_probes, strict=True)):
-            if probe.passed and not stock.passed:
-                reason = f"stock: {stock.reason}"
-                probes[index] = replace(
-                    probe, status=Status.fixed, reason=reason, detail=stock.detail
-                )
-    # A conversation passes only if each turn leaves the ids before it as they were. The probes of
-    # FEATURES do not count: they have no turns.
+        stock_probes = _run_probes(_stock_chat(chat), schemas)
+        probes = [
+            _mark_fixed(probe, stock) for probe, stock in zip(probes, stock_probes, strict=True)
+        ]
+    # Reported, not required: users see whether the model needs the fix. A conversation passes only
+    # if each turn leaves the ids before it as they were. Other probes (FEATURES) have no turns.
     preserving = all(probe.passed or probe.name in FEATURES for probe in stock_probes)
+    # The hash is recorded with a run: it differs if the run's token ids may differ.
     hashed_content = [
         chat.template,
         repr(sorted(chat.kwargs.items())),
@@ -314,6 +327,28 @@ def certify(chat: Chat, schemas: Sequence[dict]) -> Certificate:
         chosen=chat.fix.chosen,
         left_out=tuple(_messages_left_out(chat, schemas)),
     )
+
+
+def _stock_chat(chat: Chat) -> Chat:
+    """Return a chat with the model's own template, without the changes of the fix."""
+    return Chat(
+        chat.tokenizer,
+        chat.fix.stock,
+        chat.response,
+        kwargs=chat.kwargs,
+        eos_token_ids=chat.eos_token_ids,
+        plain=chat.plain,
+        placeholders=chat.placeholders,
+        roles=chat.roles,
+    )
+
+
+def _mark_fixed(probe: Probe, stock: Probe) -> Probe:
+    """Return a probe as fixed if it passes and `stock`, of the model's own template, does not."""
+    if not probe.passed or stock.passed:
+        return probe
+    reason = f"stock: {stock.reason}"
+    return replace(probe, status=Status.fixed, reason=reason, detail=stock.detail)
 
 
 def _messages_left_out(chat: Chat, schemas: Sequence[dict]) -> Iterator[str]:
@@ -348,14 +383,19 @@ def _messages_left_out(chat: Chat, schemas: Sequence[dict]) -> Iterator[str]:
 
 
 def _run_probes(chat: Chat, schemas: Sequence[dict]) -> list[Probe]:
-    """Return the results of all probes: of features, and of conversations."""
+    """Return the results of all probes: of features, and of conversations.
+
+    A conversation passes with remarks, such as what the template leaves out. It is refused with a
+    reason, and with its misfit: the settings to change, template or response schema.
+    """
     probes = feature_probes(chat, schemas)
-    cases = [(name, QUESTION[0], steps) for name, steps in conversations(chat, schemas)]
+    (question,) = QUESTION
+    cases = [(name, question, steps) for name, steps in conversations(chat, schemas)]
     if chat.placeholders is not None:
         cases += image_conversations(schemas)
-    for name, question, steps in cases:
+    for name, first_message, steps in cases:
         try:
-            ids, remarks = _replay(chat, schemas, question, steps)
+            ids, remarks = _replay(chat, schemas, first_message, steps)
         except _Mismatch as error:
             probe = refused_probe(name, error.reason, error.detail)
             probes.append(replace(probe, misfit=error.misfit))
@@ -363,7 +403,7 @@ def _run_probes(chat: Chat, schemas: Sequence[dict]) -> list[Probe]:
         except ChatError as error:
             probes.append(refused_probe(name, str(error)))
             continue
-        if name == "parallel calls" and chat.one_call_per_turn:
+        if name == PARALLEL_CALLS and chat.one_call_per_turn:
             remarks.append("one call per turn: the first is rendered, and all replies as its reply")
         reason = "; ".join(remarks)
         probes.append(Probe(name=name, status=Status.passed, reason=reason, token_ids=tuple(ids)))
@@ -371,7 +411,11 @@ def _run_probes(chat: Chat, schemas: Sequence[dict]) -> list[Probe]:
 
 
 def _warnings(chat: Chat, probes: Sequence[Probe]) -> Iterator[str]:
-    """Yield warnings about training with the template and about serving the trained model."""
+    """Yield warnings about training with the template and about serving the trained model.
+
+    They are independent of each other. A fixed probe is one that only the changed template passes.
+    SERVE says to serve the trained model with that changed template, which is saved with it.
+    """
     if any(p.name in REASONING_PROBES and p.status is Status.fixed for p in probes):
         yield (
             "the model is trained with its past reasoning in view, which its own template drops: "
@@ -379,6 +423,7 @@ def _warnings(chat: Chat, probes: Sequence[Probe]) -> Iterator[str]:
         )
     elif chat.fix.changes:
         yield f"the model's own template writes another context: {SERVE}"
+    # A template that renders no reasoning anywhere never shows it, to no server either.
     if any(REASONING_LEFT_OUT in probe.reason for probe in probes) and chat.renders_reasoning:
         yield (
             "the loop shows the model its past reasoning, which the template leaves out when a "
@@ -389,11 +434,12 @@ def _warnings(chat: Chat, probes: Sequence[Probe]) -> Iterator[str]:
         remedy = ": chat_template.kwargs.date_string='26 Jul 2024' pins it" if has_variable else ""
         yield f"prompts hold the day's date, so a run repeats exactly on the same day only{remedy}"
     if ends := _answer_end_texts(chat):
-        last, earlier = ends
+        last_answer_end, earlier_answer_end = ends  # in harmony, <|return|> and <|end|>
         yield (
-            f"an answer is sampled with {last} at its end, where the template writes {earlier} "
-            f"once a user's message follows: then the model is trained with {last} in view "
-            f"and served with {earlier}, one token in place of the other"
+            f"an answer is sampled with {last_answer_end} at its end, where the template writes "
+            f"{earlier_answer_end} once a user's message follows: then the model is trained with "
+            f"{last_answer_end} in view and served with {earlier_answer_end}, one token in place "
+            "of the other"
         )
     if response_template(chat) is None:
         yield (
@@ -464,21 +510,22 @@ def _replay(
     remarks: dict[str, None] = {}  # an ordered set
     for probe_turn, probe_replies in steps:
         after = messages[-1]["role"]
+        # The turn as a model could sample it after this prompt, with what the template renders.
         turn, replies = chat.as_rendered(as_parsed(chat, probe_turn, after), probe_replies)
         messages += [turn.message(), *replies]
-        full = chat.rendered_ids(messages, schemas)  # ledger + completion + suffix
+        # No model samples here: the completion is cut out of the full rendering, which must be
+        # ledger + completion + suffix.
+        full = chat.rendered_ids(messages, schemas)
         _require_equal(chat, full[: len(ledger)], ledger, "earlier messages are rendered anew")
         end = chat.end_ids(turn, replies, generation_prompt=True)
-        # `end` in place of the completion, which is not known yet: both end the turn, so that the
-        # suffix begins after it.
+        # Of a completion, `suffix` needs only to know that it ends the turn. `end` does.
         spans = chat.suffix(
             turn, replies, completion_ids=end, finish=Finish.stop, generation_prompt=True
         )
         suffix = [token_id for _, ids in spans for token_id in ids]
-        length = max(len(full) - len(suffix) - len(ledger), 0)
-        completion = full[len(ledger) :][:length]
-        after_completion = full[len(ledger) + length :]
-        _require_equal(chat, after_completion, suffix, "replies are rendered differently")
+        suffix_start = max(len(full) - len(suffix), len(ledger))
+        completion = full[len(ledger) : suffix_start]
+        _require_equal(chat, full[suffix_start:], suffix, "replies are rendered differently")
         if end:
             # Only the last token: blanks before it may have merged with the text.
             _require_equal(chat, completion[-1:], end[-1:], "the turn ends differently")
@@ -491,7 +538,8 @@ def _replay(
         if turn.reasoning and turn.reasoning != parsed.reasoning:
             remarks[f"{REASONING_LEFT_OUT}; the ledger keeps what was sampled"] = None
         if not turn.calls and probe_replies and (ends := _answer_end_texts(chat)):
-            sampled_end, rendered_end = ends  # in harmony, <|return|> and <|end|>
+            # Of an answer, sampled as the last one: in harmony, <|return|> for the later <|end|>.
+            sampled_end, rendered_end = ends
             remarks[f"{sampled_end} stays where it was sampled, in place of {rendered_end}"] = None
         between_turns += suffix
         ledger = full  # = ledger + completion + suffix, as was checked
@@ -501,14 +549,18 @@ def _replay(
 def as_parsed(chat: Chat, turn: AssistantTurn, after: str) -> AssistantTurn:
     """Return the turn as it is parsed from a completion after a message of role `after`.
 
-    A generation prompt decides whether a completion has reasoning. If the prompt closes the
-    reasoning, the turn loses its own. If the prompt opens it and the turn has none, the turn gets a
-    short stand-in (THOUGHT).
+    The generation prompt decides whether a completion has reasoning::
+
+        the prompt ends with    the turn's reasoning
+        <think></think>         removed
+        <think>                 kept, or THOUGHT if it has none
+        anything else           kept
     """
-    if chat.thinking_is_off:
+    if chat.thinking_is_off:  # the prompt closes the reasoning
         return replace(turn, reasoning=None)
-    # Not "": the line break after empty reasoning merges with the prompt's line break in a full
-    # rendering, and would look like a mismatch of the template.
+    # THOUGHT, not "": `_replay` compares the prompt's ids with those of the full conversation.
+    # There a tokenizer merges the prompt's last line break with one that follows at once, and the
+    # template would seem not to fit.
     needs_reasoning = chat.opens_reasoning(after) and not turn.reasoning
     return replace(turn, reasoning=THOUGHT) if needs_reasoning else turn
 

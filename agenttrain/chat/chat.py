@@ -102,8 +102,9 @@ class Chat:
         no_images: str = "this model reads text only",
         roles: Mapping[str, str] | None = None,
     ) -> None:
-        """`plain` maps added tokens that are ordinary text to the reason, as in `Family.plain`.
+        """`fix` is the model's own template with the changes that made `template`; None: unchanged.
 
+        `plain` maps added tokens that are ordinary text to the reason, as in `Family.plain`.
         `placeholders` are those of the model's images. None: the model reads no images, for the
         reason `no_images`. `roles` maps roles of messages to the roles to render.
         """
@@ -119,14 +120,17 @@ class Chat:
         self.eos_token_ids = tuple(eos_token_ids)
         self.roles = dict(roles or {})
         # Caches.
-        self._usual_roles: dict[str, str] = {}
-        """Role of messages -> role to render."""
+        self._probed_roles: dict[str, str] = {}
+        """Role under another name, e.g. developer -> role to render, by `_role_to_render`. The
+        setting `roles` goes before it."""
         self._shown_places: set[Place] = set()
-        """Places where the template has shown a message's text."""
+        """Places of messages (role and neighbours' roles) whose texts the template has shown."""
         self._suffixes: dict[Any, Suffix] = {}
         """Shape of a turn and its replies -> suffix."""
         self._grammar: CallGrammar | None = None
-        # What the template does. Not `self.render`, which adapts messages to this behaviour.
+        # What the template does, found by rendering. The order matters: `self.render` adapts
+        # messages to `_behaviour`, which is therefore probed without it. The boundary needs
+        # `self.render`, and the ends of a turn need the boundary.
         self._behaviour = probe_behaviour(partial(render, tokenizer, template, kwargs=self.kwargs))
         self.renders_calls = self._behaviour.renders_calls
         self.renders_reasoning = self._behaviour.reasoning_key is not None
@@ -136,8 +140,9 @@ class Chat:
         # The tokens that end a completion.
         self.turn_end_ids = tuple(dict.fromkeys(self._find_turn_ends()))
         self.stop_token_ids = tuple(dict.fromkeys([*eos_token_ids, *self.turn_end_ids]))
-        # The tokens that are left out of a completion's text. The response's marks of reasoning and
-        # calls stay: the response schema parses them.
+        # The tokens that are left out of a completion's text: the stops and `steering_ids`, which
+        # are the control tokens that are special or occur in the template. The response's marks of
+        # reasoning and calls stay: the response schema parses them.
         self._response_marks = response.marks(self.encoder.control)
         self._stripped_ids = frozenset(self.stop_token_ids) | self.encoder.steering_ids
         self._stripped_ids -= {self.encoder.control[mark] for mark in self._response_marks}
@@ -218,29 +223,34 @@ class Chat:
     def _role_to_render(self, name: str) -> str:
         """Return the role to render for the role `name` of a message.
 
-        The setting `chat_template.roles` goes first. Otherwise a role under another name, such as
-        `developer`, becomes the usual one, `system`, if the template renders only that one.
+        The setting `chat_template.roles` goes first. Otherwise `developer`, which is another name
+        of `system`, becomes `system` if the template renders that role but not `developer`. The
+        same holds for the other names in `role_of`.
         """
         if name in self.roles:
             return self.roles[name]
-        if name in ROLES or (usual := role_of(name)) is None:
+        usual_name = role_of(name)
+        if usual_name is None:  # `name` is a usual name itself, or no name of a known role
             return name
-        if name not in self._usual_roles:
-            omits_name, omits_usual = (self._omits_role(role, usual) for role in (name, usual))
-            self._usual_roles[name] = usual if omits_name and not omits_usual else name
-        return self._usual_roles[name]
+        if name not in self._probed_roles:
+            renders_usual_name_only = self._omits_role(
+                name, in_place_of=usual_name
+            ) and not self._omits_role(usual_name, in_place_of=usual_name)
+            self._probed_roles[name] = usual_name if renders_usual_name_only else name
+        return self._probed_roles[name]
 
-    def _omits_role(self, name: str, usual: str) -> bool:
+    def _omits_role(self, name: str, *, in_place_of: str) -> bool:
         """Return True if the template refuses or leaves out a message of the role `name`.
 
-        It is tried in a place where messages of the role `usual` stand.
+        It is tried where a message of the role `in_place_of`, one of ROLES, may stand: a system
+        message before the user's, a tool's after a call.
         """
         message: Message = {"role": name, "content": WORD}
-        if usual == "user":
+        if in_place_of == "user":
             conversation = [message]
-        elif usual == "assistant":
+        elif in_place_of == "assistant":
             conversation = [USER, message, USER]
-        elif usual == "tool":
+        elif in_place_of == "tool":
             reply = {**message, "tool_call_id": CALL.calls[0].id, "name": CALL.calls[0].name}
             conversation = [USER, CALL.message(), reply]
         else:  # system
@@ -297,7 +307,9 @@ class Chat:
         for index in omitted:
             role = str(messages[index].get("role"))
             if role not in may_omit:
-                rendered_roles = [name for name in ROLES if not self._omits_role(name, name)]
+                rendered_roles = [
+                    role for role in ROLES if not self._omits_role(role, in_place_of=role)
+                ]
                 raise ChatError(
                     f"messages[{index}]: the chat template leaves out the text of this message of "
                     f"the role {role}: {omission_remedy(messages, index, rendered_roles)}"
@@ -306,8 +318,10 @@ class Chat:
     def check_places(self, messages: Sequence[Message], schemas: Sequence[dict]) -> None:
         """Raise ChatError if the template leaves out the text of a message.
 
-        Cheaper than `prompt_ids`, which checks each text: nothing is rendered if every message
-        stands in a place where the template has shown an earlier one.
+        Cheaper than `prompt_ids`, which checks each text. Nothing is rendered if every message has
+        a place (its role and the roles of its neighbours, see `Place`) in which the template has
+        shown the text of an earlier message: templates choose by place what they leave out. Also
+        raises for calls that the template does not render.
         """
         messages = self.normal_messages(messages)
         if not self._shown_places.issuperset(places(messages).values()):
@@ -412,7 +426,14 @@ class Chat:
     def parse_text(
         self, text: str, schemas: Sequence[dict], *, turn: int | str, after: str = "user"
     ) -> AssistantTurn:
-        """Parse a text of `text_of` as `parse` does; the text may be cut anywhere."""
+        """Parse the text of a completion; never raises.
+
+        For callers that have text in place of ids: `parse` is `text_of`, then this. The text has no
+        tokens that end a turn, and may be cut anywhere, such as before a stop text. `turn` is the
+        turn's number or name in the ids of its calls, ``call_{turn}_{index}``. `after` is the role
+        of the message before the completion. It decides whether the generation prompt has opened
+        the reasoning, in which the text then begins.
+        """
         return parse_response(
             text,
             self.response,
@@ -508,16 +529,17 @@ class Chat:
     ) -> tuple[AssistantTurn, Sequence[Message]]:
         """Return the turn and the replies in the form in which they are rendered.
 
-        Replies get the roles of `chat_template.roles`, as the messages of a prompt do. If the
-        template renders one call per turn, only the first call stays, and one reply has the texts
-        of all: ``7`` and ``Error: only one call per turn`` become one reply of two lines.
+        Replies are the messages after the turn: tools' results, and what a user says next. They get
+        the roles of `chat_template.roles`, as the messages of a prompt do. If the template renders
+        one call per turn, only the first call stays, and one tool reply has the texts of all:
+        ``7`` and ``Error: only one call per turn`` become one reply of two lines.
         """
         if self.roles:
             replies = [{**m, "role": self.roles.get(m["role"], m["role"])} for m in replies]
         if not self.one_call_per_turn or len(turn.calls) < 2:
             return turn, replies
         tool_replies = [reply for reply in replies if reply["role"] == "tool"]
-        user_replies = [reply for reply in replies if reply["role"] != "tool"]
+        other_replies = [reply for reply in replies if reply["role"] != "tool"]
         merged: list[str | Image] = []
         for reply in tool_replies:
             content = parts(reply.get("content"))
@@ -525,7 +547,7 @@ class Chat:
             merged += [part for part in content if part]
         if tool_replies:
             tool_replies = [{**tool_replies[0], "content": content_of(merged)}]
-        return replace(turn, calls=turn.calls[:1]), [*tool_replies, *user_replies]
+        return replace(turn, calls=turn.calls[:1]), [*tool_replies, *other_replies]
 
     def end_ids(
         self, turn: AssistantTurn, replies: Sequence[Message], *, generation_prompt: bool
@@ -550,9 +572,13 @@ class Chat:
         completion_ids: Sequence[int],
         finish: Finish,
     ) -> int:
-        """Return the number of tokens of `suffix` with empty replies and a generation prompt."""
+        """Return the number of tokens of `suffix` without the texts of its replies.
+
+        They are the least that a turn adds to the context, whatever its tools return: the missing
+        end of the turn, the template's text around the replies, and the next generation prompt.
+        """
         turn, replies = self.as_rendered(turn, replies)
-        suffix = self._suffix_of_shape(turn, replies, generation_prompt=True)
+        suffix = self._suffix_of_shape(turn, replies, generation_prompt=True)  # without texts
         return suffix.glue_length + len(_missing_end(suffix, completion_ids, finish))
 
     def clip(self, text: str, max_tokens: int) -> str:

@@ -44,11 +44,13 @@ class ResponseSchemaConfig:
     """Settings for parsing completions."""
 
     name: Data[str] = "auto"
-    """`auto`: what the tokenizer carries, else the family's; `file`; else a format's name."""
+    """`auto`: the schema that the tokenizer carries, else that of the chat template's family;
+    `file`: the one in `path`; any other name: a format in conf/response_schema/, such as hermes."""
     path: Data[str | None] = None
     """A YAML or JSON file of the user's, for name=file."""
     spec: Data[dict[str, Any]] = field(default_factory=dict)
-    """The format, as the group's files hold it; empty: the file of that name in conf/."""
+    """The format itself: a mapping under `spec`, as in the files of conf/response_schema/. Empty:
+    the file `conf/response_schema/<name>.yaml`."""
     lenient: Data[bool] = False
     """Read arguments that are almost JSON (`{a: 3}`, `{'a': 3}`, no braces), which parsers of
     inference servers may refuse; counted as `tools/lenient_calls`."""

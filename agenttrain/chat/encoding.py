@@ -11,7 +11,7 @@ others. In a rendering, a control token that is not wrapped was written by the t
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
@@ -19,6 +19,7 @@ from tokenizers import AddedToken, Tokenizer
 from agenttrain.types import AgenttrainError
 
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
+"""The marks: Unicode noncharacters that wrap a control token of a message."""
 CACHED_PIECES = 256
 """Pieces between control tokens whose ids are cached."""
 BLANKS = "\t\n\x0b\x0c\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(
@@ -47,8 +48,12 @@ def clean(text: str) -> str:
 class Encoder:
     """Encodes and decodes with copies of a tokenizer's core, free of truncation and padding.
 
-    It sorts the tokens that were added to the vocabulary. `template` is the chat template's source,
-    `plain` a family's list of ordinary tokens::
+    A control token becomes its id where the template wrote it, and stays ordinary text where a
+    message holds it. `mark` wraps those of messages before they are rendered, `encode` tells both
+    kinds apart by the wrapping, and `encode_plain` encodes a text without any control token.
+
+    The tokens that were added to the vocabulary are sorted by these properties. `template` is the
+    chat template's source, `plain` a family's list of ordinary tokens::
 
         added token        special  in template  in plain  it is in
         <|im_end|>         yes      yes          no        control, steering_ids
@@ -84,32 +89,15 @@ class Encoder:
         added = dict(sorted(core.get_added_tokens_decoder().items()))
         # Tokens that steer the model for certain, whatever `plain` says.
         steering = {t.content for t in added.values() if t.special or t.content in template}
-        self.ordinary = {}
-        for token in added.values():
-            if token.special:
-                continue
-            if not token.content.replace(SPACE, " ").strip():
-                self.ordinary[token.content] = "white space"
-            elif token.content not in steering and token.content in (plain or {}):
-                self.ordinary[token.content] = (plain or {})[token.content]
+        self.ordinary = _ordinary_tokens(added.values(), steering, plain or {})
         ids = {token.content: token_id for token_id, token in added.items()}
         self.control = {text: ids[text] for text in ids if text not in self.ordinary}
         self.steering_ids = frozenset(ids[text] for text in steering if text in self.control)
-        # Two tokenizers: for renderings, and for text in which no control token may appear.
         self._full = _without_tokens(core, added, hidden=())
+        """Recognises all added tokens: for control tokens, and for renderings without marks."""
         self._plain = _without_tokens(core, added, hidden=self.control)
-        # The model's own vocabulary may hold a control token too: plain text then
-        # becomes that token, though `_plain` does not recognise it.
-        if forgeable := [text for text in self.control if ids[text] in self.encode_plain(text)]:
-            for text in forgeable:
-                token_id = self.control.pop(text)
-                if token_id in self.steering_ids:
-                    raise ChatError(
-                        f"the tokenizer makes the control token {text!r} from plain text, so a "
-                        "tool could forge it; use a tokenizer with byte-level pieces"
-                    )
-                self.ordinary[text] = "the tokenizer's pieces make it from plain text too"
-            self._plain = _without_tokens(core, added, hidden=self.control)
+        """Recognises no control token: for texts in which none may appear."""
+        self._demote_forgeable_tokens(core, added)
         self.unspecial = tuple(
             t.content for t in added.values() if t.content in self.control and not t.special
         )
@@ -125,7 +113,28 @@ class Encoder:
         }
         self._control_ids = frozenset(self.control.values())
         self._cached_ids: dict[tuple[bool, str], tuple[int, ...]] = {}
+        """A piece of `pieces` -> its ids."""
         self._pieces_suffice = self._encodes_by_piece()
+        """A rendering has the same ids whether it is encoded whole or by its `pieces`."""
+
+    def _demote_forgeable_tokens(self, core: Any, added: dict[int, AddedToken]) -> None:
+        """Move control tokens that plain text can become from `control` to `ordinary`.
+
+        The model's own vocabulary may hold a control token too. Plain text then becomes that token,
+        though `_plain` does not recognise it. Raises ChatError for a token that steers the model.
+        """
+        forgeable = [
+            text for text, token_id in self.control.items() if token_id in self.encode_plain(text)
+        ]
+        for text in forgeable:
+            if self.control.pop(text) in self.steering_ids:
+                raise ChatError(
+                    f"the tokenizer makes the control token {text!r} from plain text, so a "
+                    "tool could forge it; use a tokenizer with byte-level pieces"
+                )
+            self.ordinary[text] = "the tokenizer's pieces make it from plain text too"
+        if forgeable:
+            self._plain = _without_tokens(core, added, hidden=self.control)
 
     def encode(self, rendering: str) -> list[int]:
         """Encode a rendering: control tokens are tokens, except those that `mark` wrapped.
@@ -133,14 +142,16 @@ class Encoder:
         Without marks the result is the tokenizer's own.
         """
         is_marked = OPEN in rendering or CLOSE in rendering
-        # A rendering is encoded whole if its pieces alone might get other ids. A marked one never
-        # is: the marks must not reach the tokenizer.
+        # With some tokenizers (SentencePiece) a piece alone may get other ids than in the whole
+        # text. Then the rendering is encoded whole, unless it is marked: the marks must not reach
+        # the tokenizer.
         if not self._pieces_suffice and not is_marked:
             ids = _encoding(self._full, rendering).ids
-            # A normalizer can turn text into a control token, e.g. ＜think＞ into <think>. Then
-            # the pieces are encoded: there are more control tokens than the template wrote.
-            count = sum(token_id in self._control_ids for token_id in ids)
-            if count == sum(control for control, _ in self.pieces(rendering)):
+            # A normalizer can turn text into a control token, e.g. ＜think＞ into <think>. Such ids
+            # have more control tokens than the template wrote, and the pieces are encoded instead.
+            encoded_count = sum(token_id in self._control_ids for token_id in ids)
+            written_count = sum(is_control for is_control, _ in self.pieces(rendering))
+            if encoded_count == written_count:
                 return ids
         ids = []
         for control, piece in self.pieces(rendering):
@@ -180,10 +191,14 @@ class Encoder:
     def mark(self, value: Any, bare: Collection[str] = ()) -> Any:
         """Copy a message, schema or text with its control tokens wrapped, except those in `bare`.
 
-        Keys whose value is None are left out. `unmark` removes the wrapping. Example, with the
-        wrapping shown as brackets: ``"see <|im_end|>"`` -> ``"see [<|im_end|>]"``.
+        Example, with the wrapping shown as brackets: ``"see <|im_end|>"`` ->
+        ``"see [<|im_end|>]"``. `unmark` removes the wrapping. `bare` are tokens that the author of
+        the text may write as control tokens: an assistant's ``<think>``. They stand in its texts;
+        keys are names, so that all tokens in them are wrapped. Keys whose value is None are left
+        out: many templates test only if a key exists, and would write ``None``.
         """
         if isinstance(value, str):
+            # `clean` removes wrapping characters that the text holds itself.
             return self._control_pattern.sub(
                 lambda token: token[0] if token[0] in bare else f"{OPEN}{token[0]}{CLOSE}",
                 clean(value),
@@ -197,25 +212,47 @@ class Encoder:
     def pieces(self, rendering: str) -> Iterator[tuple[bool, str]]:
         """Split a rendering into the template's control tokens (True) and other text (False).
 
-        Example: ``"<|im_start|>user"`` -> ``(True, "<|im_start|>"), (False, "user")``. A token that
-        absorbs the blanks beside it has them in its piece. A token that `mark` wrapped is text.
+        Example, with the wrapping of `mark` shown as brackets: ``"<|im_start|>see [<|im_end|>]"``
+        -> ``(True, "<|im_start|>"), (False, "see [<|im_end|>]")``. Some tokens absorb the blanks
+        beside them: such a token's piece is ``"\\n<|end|>"``.
         """
-        start = position = 0
-        while (match := self._pieces_pattern.search(rendering, position)) is not None:
-            position = match.end()
-            if (text := match["control"]) is None:  # a marked token is text
+        text_start = 0  # end of the last control token: the text before the next begins there
+        search_start = 0  # end of the last token, control or wrapped
+        while (match := self._pieces_pattern.search(rendering, search_start)) is not None:
+            search_start = match.end()
+            token = match["control"]
+            if token is None:  # wrapped by `mark`: a part of the text
                 continue
-            before = rendering[start : match.start()]
-            absorbs_left, absorbs_right = self._absorbing.get(text, (False, False))
-            text_before = before.rstrip(BLANKS) if absorbs_left else before
-            while absorbs_right and position < len(rendering) and rendering[position] in BLANKS:
-                position += 1
-            if text_before:
-                yield False, text_before
-            yield True, rendering[start + len(text_before) : position]
-            start = position
-        if start < len(rendering):
-            yield False, rendering[start:]
+            token_start, token_end = match.span()
+            absorbs_left, absorbs_right = self._absorbing.get(token, (False, False))
+            if absorbs_left:
+                token_start = text_start + len(rendering[text_start:token_start].rstrip(BLANKS))
+            while absorbs_right and token_end < len(rendering) and rendering[token_end] in BLANKS:
+                token_end += 1
+            if token_start > text_start:
+                yield False, rendering[text_start:token_start]
+            yield True, rendering[token_start:token_end]
+            text_start = search_start = token_end
+        if text_start < len(rendering):
+            yield False, rendering[text_start:]
+
+
+def _ordinary_tokens(
+    added: Iterable[AddedToken], steering: Collection[str], plain: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the added tokens that are ordinary text, with the reason.
+
+    They are white space and, with the reasons of `plain`, those in it that do not steer the model.
+    """
+    ordinary = {}
+    for token in added:
+        if token.special:
+            continue
+        if not token.content.replace(SPACE, " ").strip():
+            ordinary[token.content] = "white space"
+        elif token.content not in steering and token.content in plain:
+            ordinary[token.content] = plain[token.content]
+    return ordinary
 
 
 def _encoding(core: Any, text: str) -> Any:

@@ -111,7 +111,12 @@ def feature_probes(chat: Chat, schemas: Sequence[dict]) -> list[Probe]:
 
 
 def _probe_generation_prompt(chat: Chat) -> Probe:
-    """Check that the template, not the model, writes the header of an assistant's turn."""
+    """Check that the template, not the model, writes the header of an assistant's turn.
+
+    Refused: the generation prompt is empty, but an answer in the conversation has a header, such as
+    ``<|im_start|>assistant``. Passed: a prompt of any text, which the conversations' probes compare
+    with the header, and answers without a header.
+    """
     name = "generation prompt"
     try:
         question = chat.render(QUESTION)
@@ -119,10 +124,11 @@ def _probe_generation_prompt(chat: Chat) -> Probe:
         with_answer = chat.render([*QUESTION, {"role": "assistant", "content": "ok"}])
     except ChatError as error:
         return refused_probe(name, str(error))
-    # An answer's header, e.g. <|im_start|>assistant, must be what the generation prompt adds.
-    header = with_answer.removeprefix(question).partition("ok")[0]
-    writes_none = with_prompt == question
-    if writes_none and with_answer.startswith(question) and header.strip():
+    prompt_is_empty = with_prompt == question
+    header = ""
+    if with_answer.startswith(question):  # else it cannot be told from the question's text
+        header = with_answer.removeprefix(question).partition("ok")[0]
+    if prompt_is_empty and header.strip():
         return refused_probe(
             name, f"the template writes none, though a turn begins with {header!r}"
         )

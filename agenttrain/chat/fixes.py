@@ -240,26 +240,34 @@ def recognise(
     """Return the name of a template's family, judged by its source and proven by its behaviour.
 
     `reads_back(family, template)` is True if the family's parser reads a call that the template
-    rendered. Families whose marks all occur are tried first, the longest marks first. Then come
-    the families without marks. Return None if the parser of none reads the template's calls.
+    rendered. Families with marks, all of which occur, are tried first, the longest marks first.
+    Then come the families without marks. Return None if the parser of none reads the template's
+    calls.
     """
+    # `matches_source` is True only for families with marks.
     names = [name for name, family in all_families.items() if matches_source(source, family)]
     names.sort(key=lambda name: -sum(map(len, all_families[name].marks)))
     for name in names:
         family = all_families[name]
-        if not family.tools or reads_back(family, source):  # without tools there is no call to read
+        if not family.tools:  # its templates render no calls that could prove it: the marks decide
+            return name
+        if reads_back(family, source):
             return name
         with suppress(ChatError):  # its templates may write calls only once they are fixed
             if reads_back(family, apply_fix(name, family, source).template):
                 return name
     for name, family in all_families.items():
+        # Without their fix, which adds their format to any template: it would prove nothing.
         if family.tools and not family.marks and reads_back(family, source):
             return name
     return None
 
 
 def matches_source(source: str, family: Family) -> bool:
-    """Return True if a template contains all marks of a family, and none of its absent texts."""
+    """Return True if a template contains all marks of a family, and none of its absent texts.
+
+    False for a family without marks.
+    """
     if not family.marks or any(
         template_pattern(mark).search(source) is None for mark in family.marks
     ):

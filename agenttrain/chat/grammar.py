@@ -87,8 +87,10 @@ ANY_FORM = AnswerForm()
 class CallGrammar:
     """Makes the grammars for one response schema and template.
 
-    A grammar is built of formats, the nodes of xgrammar's structural tags. `grammar_for` returns
-    the whole as JSON. A `Chat` makes one when its first grammar is needed.
+    With a grammar, an engine samples only calls of the tools, with arguments that fit their
+    schemas, in the exact form of the chat template. A grammar is built of formats, the nodes of
+    xgrammar's structural tags. `grammar_for` returns the whole as JSON. A `Chat` makes a
+    CallGrammar when its first grammar is needed.
 
     Raises ChatError for a schema whose calls are not JSON between two marks.
     """
@@ -101,6 +103,8 @@ class CallGrammar:
                 "response_schema=hermes and qwen do; leave structured_calls out"
             )
         self._spec = spec
+        # The constant texts around a call's name and arguments. Only the template knows them (its
+        # blanks, the order of keys), so they are cut out of a call that it rendered.
         self._glue = _find_glue(spec, render([USER, CALL]))
         self._cache: dict[tuple[str, bool, AnswerForm], str] = {}
         """(schemas as JSON, begins in the reasoning, form) -> grammar."""
@@ -156,6 +160,7 @@ class CallGrammar:
         excluded = [] if calls else [spec.call_open]
         any_call = _either(calls)
         # Free text with any number of calls (`loop`), each after its opening mark.
+        # It may hold an opening mark of reasoning, which after the reasoning is mere text.
         answer = _dispatch([(spec.call_open, any_call)] if calls else [], excluded, loop=True)
         # Reasoning that is closed, and the answer after it; or reasoning that is never closed.
         reasoning = {"type": "any_text", "excludes": [spec.reasoning_close]}
@@ -165,7 +170,8 @@ class CallGrammar:
             return reasoned
         if not spec.reasoning_open:
             return answer
-        # Whichever mark comes first decides: after a call no reasoning begins.
+        # Free text up to the first mark, which decides on all that follows it (no `loop`): after
+        # the opening mark of a call, that call and the answer, in which no reasoning begins.
         rules: list[tuple[str, Format]] = []
         if calls:
             rules.append((spec.call_open, _sequence(any_call, answer)))
@@ -238,14 +244,20 @@ def _is_json_between_marks(spec: MarkedSpec) -> bool:
 def _find_glue(spec: MarkedSpec, rendering: str) -> CallGlue:
     """Return the texts around the name and the arguments of `CALL` in a rendering of it.
 
+    `CALL` calls NAME, "a_tool", with ARGUMENTS, ``{"x": 1}``, which _ARGUMENTS matches. Example::
+
+        …<tool_call>\\n{"name": "a_tool", "arguments": {"x": 1}}\\n</tool_call>…
+        before: \\n{"name": "        between: ", "arguments":      after: }\\n
+
     Raises ChatError if they and the call do not form the JSON that the response schema reads.
     """
-    head, name, tail = rendering.partition(NAME)
-    arguments = _ARGUMENTS.search(tail)
-    before = head.rpartition(spec.call_open)[2]
-    if name and arguments and spec.call_open in head and spec.call_close:
-        between = tail[: arguments.start()]
-        after, closing, _ = tail[arguments.end() :].partition(spec.call_close)
+    before_name, name, after_name = rendering.partition(NAME)
+    _, opening, before = before_name.rpartition(spec.call_open)
+    arguments = _ARGUMENTS.search(after_name)
+    if name and opening and arguments and spec.call_close:
+        between = after_name[: arguments.start()]
+        after_arguments = after_name[arguments.end() :]
+        after, closing, _ = after_arguments.partition(spec.call_close)
         try:
             call = json.loads(f"{before}{NAME}{between}{arguments[0]}{after}")
         except ValueError:
@@ -265,7 +277,7 @@ def _dispatch(
     """Return free text in which the mark of a rule must be followed by the rule's format.
 
     `rules` are (mark, format). The free text contains none of the `excluded`. With `loop`, free
-    text goes on after the format.
+    text with further marks goes on after the format; without it, the format ends the text.
     """
     if not rules:
         return {"type": "any_text", "excludes": list(excluded)}

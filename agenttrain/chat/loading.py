@@ -87,10 +87,6 @@ def load_chat(
     fix = replace(make_fix(tokenizer, source, template, all_families), chosen=template_note)
     _check_variables(fix.template, template.kwargs)
     family = all_families.get(fix.family or "")
-    # Two families may match: the fix may add the tool format of another family (hermes) to the
-    # template. The tokens that either family lists as ordinary text are ordinary.
-    matching = [f for f in all_families.values() if f == family or matches_source(source, f)]
-    plain = {text: entry.why for f in matching for entry in f.plain for text in entry.tokens}
     make_chat = partial(
         Chat,
         tokenizer,
@@ -98,46 +94,62 @@ def load_chat(
         kwargs=template.kwargs,
         eos_token_ids=_eos_token_ids(tokenizer),
         fix=fix,
-        plain=plain,
+        plain=_plain_tokens(source, family, all_families),
         placeholders=None if isinstance(placeholders, str) else placeholders,
         no_images=placeholders if isinstance(placeholders, str) else "",
         roles=template.roles,
     )
-    response = family.response if family else None
-    if response is None and not renders_calls(tokenizer, fix.template, template.kwargs):
-        response = DEFAULT_SCHEMA  # any will do: this template writes no calls to read
+    format_name = family.response if family else None
+    if format_name is None and not renders_calls(tokenizer, fix.template, template.kwargs):
+        format_name = DEFAULT_SCHEMA  # any will do: this template writes no calls to read
     # The response schema that a tokenizer carries is for its own template, not for a tool format
     # that the fix has added to it. Only a family without `marks`, such as hermes, adds one.
-    format_added = family is not None and not family.marks and bool(fix.changes)
-    spec = resolve_spec(None if format_added else tokenizer, response_schema, response)
-    if family is not None and isinstance(spec, TemplateSpec) and response_schema.name == "auto":
-        # The tokenizer may come from a checkpoint of ours, which saves the family's format in
-        # transformers' dialect. That dialect can express less. So if the family's own format would
-        # be saved as exactly this dialect text, the family's own format is used.
-        chat = make_chat(load_spec(family.response))
-        if response_template(chat) == spec.source:
-            return chat
-    return make_chat(spec)
+    fix_added_format = family is not None and not family.marks and bool(fix.changes)
+    spec = resolve_spec(None if fix_added_format else tokenizer, response_schema, format_name)
+    if family is None or response_schema.name != "auto" or not isinstance(spec, TemplateSpec):
+        return make_chat(spec)
+    # The tokenizer carries a `response_template`, transformers' dialect. It may be the family's own
+    # format, which checkpoints of ours are saved with in this dialect. The dialect can express
+    # less, so the family's own format is used if a checkpoint would carry exactly this one for it.
+    family_chat = make_chat(load_spec(family.response))
+    is_saved_family_format = response_template(family_chat) == spec.source
+    return family_chat if is_saved_family_format else make_chat(spec)
+
+
+def _plain_tokens(
+    source: str, family: Family | None, all_families: Mapping[str, Family]
+) -> dict[str, str]:
+    """Return the added tokens that are ordinary text in a template, with the reasons.
+
+    They are those of `family` and of each family whose marks the template `source` contains. The
+    two differ if the fix has added the tool format of another family, such as hermes.
+    """
+    matching = [f for f in all_families.values() if f == family or matches_source(source, f)]
+    return {text: entry.why for f in matching for entry in f.plain for text in entry.tokens}
 
 
 def make_fix(
     tokenizer: Any, source: str, config: ChatTemplateConfig, all_families: Mapping[str, Family]
 ) -> Fix:
-    """Fix a template as `chat_template.name` says: for a recognised family, a named one, or none.
+    """Return the model's template (`Fix.stock`), and with the changes that its family needs.
 
-    With `auto`, a fix that does not work is left out, and `Fix.problem` says why. Raises ChatError
-    if the fix of a family that the user names does not work. A family's `marks` are texts that
-    stand in each of its templates. A family without marks only adds a tool format to a template.
+    The setting `chat_template.name` decides on the family and the changes::
+
+        name         family        changes
+        auto         recognised    its fix; if that fails, none, and `Fix.problem` says why
+        none, file   recognised    none: the family only decides the response schema
+        a family     that family   its fix; raises ChatError if that fails or has no effect
+
+    Marks are texts that stand in each template of a family. A family without marks only adds a
+    tool format to a template.
     """
 
     def reads(family: Family, template: str) -> bool:
         """Return True if the family's parser reads a call that the template renders."""
         return reads_back(tokenizer, template, load_spec(family.response), config.kwargs)
 
-    name: str | None = config.name
-    if name not in all_families:
-        name = recognise(source, all_families, reads)
-    # `none` and `file` make no changes, but the family decides the response schema.
+    is_named = config.name in all_families
+    name = config.name if is_named else recognise(source, all_families, reads)
     unchanged = Fix(family=name, stock=source, template=source)
     if name is None or config.name in ("none", "file"):
         return unchanged
@@ -145,15 +157,9 @@ def make_fix(
     if not family.marks and reads(family, source):
         return unchanged  # the template has the family's tool format already
     try:
-        fix = apply_fix(name, family, source)
-        if family.tools and reads(family, source) and not reads(family, fix.template):
-            # A fork may contain the text that an edit replaces, and lack the variables it uses.
-            raise ChatError(
-                f"chat_template={name}: with the fix of {name}, the model's template no longer "
-                f"renders the calls that it renders without; {REMEDY}"
-            )
-        # Only a family that the user named can lack its marks in the template.
-        if family.marks and not matches_source(source, family):
+        fix = _apply_working_fix(name, family, source, reads)
+        # A recognised family always matches. A named one may be wrong for the template.
+        if is_named and family.marks and not matches_source(source, family):
             _check_effect(fix, family, all_families, reads)
         return fix
     except ChatError as error:
@@ -162,22 +168,44 @@ def make_fix(
         return replace(unchanged, problem=str(error))
 
 
+def _apply_working_fix(
+    name: str, family: Family, source: str, reads: Callable[[Family, str], bool]
+) -> Fix:
+    """Apply a family's fix; raise ChatError if none fits or it breaks the template's calls.
+
+    `reads(family, template)` is True if the family's parser reads a call that the template renders.
+    """
+    fix = apply_fix(name, family, source)
+    if family.tools and reads(family, source) and not reads(family, fix.template):
+        # A fork may contain the text that an edit replaces, and lack the variables it uses.
+        raise ChatError(
+            f"chat_template={name}: with the fix of {name}, the model's template no longer "
+            f"renders the calls that it renders without; {REMEDY}"
+        )
+    return fix
+
+
 def _check_effect(
     fix: Fix,
     family: Family,
     all_families: Mapping[str, Family],
     reads: Callable[[Family, str], bool],
 ) -> None:
-    """Raise ChatError if a family has no effect on the template, which lacks the family's marks.
+    """Raise ChatError if a family that the user named has no effect on the template.
 
-    The user has named this family, and the template may be a fork of the family's own. The family
-    has an effect if two things hold. The fixed template writes calls as the family does. And the
-    template is of no known family, or the fix changed it. `reads(family, template)` is True if the
-    family's parser reads a call that the template renders.
+    The template lacks texts that the family's templates have (`marks`): it may be a fork of them,
+    or the name may be wrong. The family has an effect if its parser reads the fixed template's
+    calls, and one of these holds:
+
+    - the fix changed the template, or
+    - the template, `fix.stock`, is of no known family: then only the name brings the family's
+      response schema, also without a change.
+
+    `reads(family, template)` is True if the family's parser reads a call that the template renders.
     """
     recognised = recognise(fix.stock, all_families, reads)
-    fits = family.tools and reads(family, fix.template)
-    if fits and (recognised is None or fix.changes):
+    reads_calls = family.tools and reads(family, fix.template)
+    if reads_calls and (recognised is None or fix.changes):
         return
     kind = f"is of the family {recognised}" if recognised else "is of no known family"
     raise ChatError(
@@ -191,7 +219,9 @@ def _template_source(
 ) -> tuple[str, str | None]:
     """Return (the template before fixes, a note if the tokenizer carries several or None).
 
-    The template is the user's file, or one that the tokenizer carries.
+    The template is the user's, in `config.path`, or one that the tokenizer carries. Of several, a
+    run with `tools` takes another than a run without. `config.name` is only checked here: it says
+    how the template is changed afterwards (`make_fix`). Raises ChatError.
     """
     names = sorted(["auto", "none", "file", *all_families])
     if config.name not in names:
@@ -333,11 +363,13 @@ _ENVIRONMENT = ImmutableSandboxedEnvironment(
 
 GROUP = "response_schema"
 CHOICES = ("auto", "file")
+"""Values of `response_schema.name` that are no format's name."""
 _KINDS: dict[str, tuple[type, str]] = {
     "ignored": (list, "a list"),
     "controls": (list, "a list"),
     "lenient": (bool, "true or false"),
 }
+"""Key of MarkedSpec -> (type of its value, the type in words). All other values are text."""
 _OPTIONAL = ("call_open_pattern", "call_open_also", "call_close", "header", "footer")
 
 
@@ -354,6 +386,7 @@ def load_spec(name: str) -> ResponseSpec:
     if name not in bundled:
         close = get_close_matches(name, bundled, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
+        # The setting may also be one of CHOICES, for which `resolve_spec` does not call this.
         names = ", ".join(sorted([*CHOICES, *bundled]))
         raise ChatError(f"{GROUP}.name={name} is not known: it is one of {names}{hint}")
     content = _load_mapping(conf_folder() / GROUP / f"{name}.yaml", f"{GROUP}={name}")
@@ -498,24 +531,32 @@ def _make_own_spec(settings: dict[str, Any]) -> ResponseSpec:
         if isinstance(value, list):
             settings[key] = tuple(str(item) for item in value)
     spec = MarkedSpec(**settings)
+    _check_marked_spec(spec)
+    return spec
+
+
+def _check_marked_spec(spec: MarkedSpec) -> None:
+    """Raise ValueError or re.error for settings that do not fit each other or the parser."""
+    header = spec.header or ""
     if not spec.call_open and not spec.call_open_pattern:
         raise ValueError("call_open or call_open_pattern is missing: what does a call begin with?")
     if bool(spec.reasoning_open) != bool(spec.reasoning_close):
         raise ValueError("reasoning_open and reasoning_close go together")
     if spec.syntax not in READERS:
         raise ValueError(f"syntax: {spec.syntax!r} is not one of {', '.join(READERS)}")
-    if spec.syntax == "named_json" and "(?P<name>" not in (spec.header or ""):
+    if spec.syntax == "named_json" and "(?P<name>" not in header:
         raise ValueError("header: the pattern must have the group (?P<name>…)")
     if spec.lenient:
         _check_lenient(spec)
-    re.compile(spec.header or "")  # raises re.error
+    re.compile(header)  # raises re.error
     for key in ("call_open_pattern", "call_open_also"):
-        pattern = getattr(spec, key) or "x"  # x stands for a key that is not set
+        pattern = getattr(spec, key)
+        if not pattern:
+            continue
         if re.search(pattern, "") is not None:
             raise ValueError(f"{key}: {pattern!r} matches everywhere, nothing included")
-        if "_open" in re.compile(pattern).groupindex:
+        if "_open" in re.compile(pattern).groupindex:  # MarkedSpec's own group around the pattern
             raise ValueError(f"{key}: the name of the group _open is taken; rename it")
-    return spec
 
 
 def _check_keys(keys: Iterable[str], allowed: list[str]) -> None:

@@ -142,16 +142,16 @@ def texts_stand_in(messages: Sequence[Message], rendering: str, reasoning_close:
     return True
 
 
-def omission_remedy(messages: Sequence[Message], index: int, roles: Sequence[str]) -> str:
+def omission_remedy(messages: Sequence[Message], index: int, rendered_roles: Sequence[str]) -> str:
     """Return a remedy for a message that the template leaves out.
 
-    `roles` are the roles whose messages the template renders.
+    `rendered_roles` are those of ROLES, the usual roles, whose messages the template renders.
     """
     message = messages[index]
     role = str(message.get("role"))
-    usual = role_of(role)
-    if usual is not None:
-        return f"write the role {usual}, or set chat_template.roles={{{role}: {usual}}}"
+    usual_name = role_of(role)  # None for a usual role itself, and for an unknown one
+    if usual_name is not None:
+        return f"write the role {usual_name}, or set chat_template.roles={{{role}: {usual_name}}}"
     if role == "assistant" and message.get("tool_calls"):
         return "remove the text beside its calls, or set chat_template to one that renders it"
     if role == "tool":
@@ -165,4 +165,4 @@ def omission_remedy(messages: Sequence[Message], index: int, roles: Sequence[str
         return "put its text into the first message of the user, or set chat_template"
     if role in ROLES:
         return "write it in another place, or set chat_template"
-    return f"write one of the roles {', '.join(roles)}"
+    return f"write one of the roles {', '.join(rendered_roles)}"  # the role is not known

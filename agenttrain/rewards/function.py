@@ -150,33 +150,42 @@ class FunctionScorer:
         """Tools that the function needs."""
 
     async def score(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        """Return one value per rollout. Raises RewardError naming function and rollout."""
+        """Return one value per rollout. Raises RewardError naming function and rollout.
+
+        The function is called once for all rollouts (TRL's signature), once for each group, or
+        once for each rollout.
+        """
         if not rollouts:
             return []
         if self._trl:
             return await self._score_batch(rollouts)
         if self.scores_groups:
             return await self._score_groups(rollouts)
-        calls = [functools.partial(self._call, rollout) for rollout in rollouts]
+        outcomes = await self._run_all(
+            [functools.partial(self._call, rollout) for rollout in rollouts]
+        )
+        return [
+            await self._read(outcome, rollout)
+            for outcome, rollout in zip(outcomes, rollouts, strict=True)
+        ]
+
+    async def _run_all(self, calls: Sequence[Call]) -> list[Outcome]:
+        """Return the outcomes of calls, of which at most `concurrency` run at once."""
+        outcomes: list[Outcome] = []
+        if self._blocks and self._concurrency == 1:  # a sync function, one call after the other
+            # A thread runs the first few of the calls that are left, as many as are short.
+            while len(outcomes) < len(calls):
+                async with self._slot():
+                    outcomes += await self._run_several(calls[len(outcomes) :])
+            return outcomes
 
         async def run(call: Call) -> Outcome:
             async with self._slot():
                 return await self._run(call)
 
-        outcomes: list[Outcome] = []
-        if self._blocks and self._concurrency == 1:
-            # One after the other; a thread runs several short calls in one go.
-            while len(outcomes) < len(calls):
-                async with self._slot():
-                    outcomes += await self._run_several(calls[len(outcomes) :])
-        elif self._concurrency == 1:  # an async function, one call after the other
-            outcomes = [await run(call) for call in calls]
-        else:
-            outcomes = await asyncio.gather(*map(run, calls))
-        return [
-            await self._read(outcome, rollout)
-            for outcome, rollout in zip(outcomes, rollouts, strict=True)
-        ]
+        if self._concurrency == 1:  # an async function, one call after the other
+            return [await run(call) for call in calls]
+        return await asyncio.gather(*map(run, calls))  # `_slot` bounds how many run at once
 
     async def _score_batch(self, rollouts: Sequence[Rollout]) -> list[Score]:
         """Call a TRL function, which scores all rollouts at once."""
@@ -203,12 +212,17 @@ class FunctionScorer:
         return [scores[id(rollout)] for rollout in rollouts]
 
     async def _read_batch(self, batch: Outcome, rollouts: Sequence[Rollout]) -> list[Score]:
-        """Return the scores of a call for several rollouts; raise RewardError as `_read` does."""
+        """Return the scores of one call for several rollouts, in their order.
+
+        Raises RewardError for an error or a bad value. RewardUnavailable is no error but a score:
+        raised by the function, it is that of every rollout. A function of groups may return None in
+        place of the list: it does not apply to the group. TRL's signature has no such case.
+        """
         if batch.error is not None:
-            # The error is that of every rollout; `_read` raises it, or returns RewardUnavailable.
+            # `_read` raises the error, or returns it if it is RewardUnavailable.
             return [await self._read(batch, rollout) for rollout in rollouts]
         values = batch.value
-        if values is None and self.scores_groups:  # not applicable to the group
+        if values is None and self.scores_groups:
             values = [None] * len(rollouts)
         if hasattr(values, "tolist") and getattr(values, "ndim", 0) >= 1:
             values = values.tolist()
@@ -233,17 +247,19 @@ class FunctionScorer:
         return self._semaphores.setdefault(loop, asyncio.Semaphore(self._concurrency))
 
     async def _run_several(self, calls: Sequence[Call]) -> list[Outcome]:
-        """Run calls in a thread for BATCH_S; return the outcomes of the first ones, at least one.
+        """Run calls one by one in a thread, until BATCH_S have passed; return their outcomes.
 
-        The thread stops after a call that sets an alarm, which is made again in the main thread, or
-        that returns an awaitable, which is awaited on the event loop.
+        These are the first of the calls, at least one. Short calls go to the thread together,
+        because handing one over takes longer than they do. The thread also stops after a call that
+        cannot be finished there: one that sets an alarm is made again in the main thread, and an
+        awaitable that a call returned is awaited on the event loop.
         """
         if self.sets_alarms:
             return [await self._run(calls[0])]
         started_calls: list[Call] = []
-        outcomes: list[Outcome] = []
+        outcomes: list[Outcome] = []  # of the started calls; that of the running one is missing
         batch_end = time.monotonic() + BATCH_S
-        # The last call begins before `batch_end`: this limit leaves it all of its time.
+        # Of all calls together. The last begins before `batch_end`, so that it has `timeout_s`.
         limit_s = None if self._timeout_s is None else self._timeout_s + BATCH_S
 
         def run_some() -> None:
@@ -261,11 +277,11 @@ class FunctionScorer:
                 if inspect.isawaitable(outcomes[-1].value) and not outcomes[-1].alarm:
                     outcomes[-1] = await attempt_async(outcomes[-1].value)
         except TimeoutError:
-            # The call that took too long has no outcome yet, or an awaitable. If the last call
-            # ended together with the limit, no call took too long.
+            # The last call that was started is the late one: it has no outcome yet, or its outcome
+            # is an awaitable. But it may have finished at the very moment of the limit.
             finished = [outcome for outcome in outcomes if not inspect.isawaitable(outcome.value)]
-            is_late = len(finished) < len(started_calls)
-            return [*finished, self._timed_out()] if is_late else finished
+            all_finished = len(finished) == len(started_calls)
+            return finished if all_finished else [*finished, self._timed_out()]
         if outcomes[-1].alarm:
             outcomes[-1] = await self._run_in_main_thread(started_calls[-1])
         return outcomes
@@ -338,14 +354,17 @@ class FunctionScorer:
         return await self._run_in_main_thread(call) if outcome.alarm else outcome
 
     async def _run_in_main_thread(self, call: Call) -> Outcome:
-        """Return the outcome of a call that sets alarms; everything else waits meanwhile."""
-        if not self.sets_alarms:  # the first such call, which a thread has just tried
+        """Return the outcome of a call that sets alarms (SIGALRM); all else waits meanwhile.
+
+        Python allows alarms in the main thread only. An error of the call is in the outcome.
+        """
+        if not self.sets_alarms:  # the first such call: it has just failed in another thread
             self.sets_alarms = True
             warnings.warn(alarm_text(self.name, self._timeout_s), RuntimeWarning, stacklevel=1)
         await asyncio.sleep(0)  # let rollouts go on between two calls
         try:
             outcome = attempt_with_alarms(call)
-        except RuntimeError:  # this is not the main thread
+        except RuntimeError:  # its only reason: the event loop is not in the main thread
             text = f"{alarm_text(self.name)}; this run's event loop is in another thread"
             return Outcome(error=RuntimeError(text))
         if inspect.isawaitable(outcome.value):
@@ -515,8 +534,8 @@ def batch_arguments(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     """Return the arguments that TRL would pass for these rollouts.
 
     TRL 1.16 passes by name `prompts`, `completions`, `completion_ids`, the dataset's columns as
-    lists, `trainer_state`, `log_extra` and `log_metric`. The function returns ``list[float |
-    None]``.
+    lists, `trainer_state`, `log_extra` and `log_metric`. A reward function of TRL returns
+    ``list[float | None]``.
 
     `completions` has the messages and `completion_ids` the ids after the prompt, tool results
     included, of each rollout's last `main` trajectory. The loggers do nothing, and `trainer_state`
@@ -528,7 +547,8 @@ def batch_arguments(rollouts: Sequence[Rollout]) -> dict[str, Any]:
         **{name: [rollout.task.columns.get(name) for rollout in rollouts] for name in names},
         "prompts": [list(rollout.task.messages) for rollout in rollouts],
         "completions": [t.added_messages for t in trajectories],
-        # `own_ids` begin with the prompt, and leave out the ids that a branch shares.
+        # `own_ids` begin with the prompt. Of a branch they leave out the ids that it shares with
+        # the trajectory that it left.
         "completion_ids": [list(t.own_ids[t.prompt_length :]) for t in trajectories],
         "trainer_state": None,
         "log_extra": _no_log,

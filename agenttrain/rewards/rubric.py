@@ -126,16 +126,17 @@ class Rubric:
         """Set `rewards`, `turn_scores` and `reward` of every rollout.
 
         Return the reasons why rollouts that should have a reward have none; `error` of the rollout
-        has the reason too. If a function raises, returns no finite number, or is unavailable and
-        that stops the run, raise RewardError and leave all rollouts unchanged.
+        has the reason too. Raises RewardError, and leaves all rollouts unchanged, if a function
+        raises, is unavailable and that stops the run, or returns no finite number in training. In
+        an evaluation (`lenient`) such a number leaves only its rollout without a reward.
         """
         values: dict[str, list[Score]] = {}
         for scorer in self._scorers:
+            # For no finite number this raises RewardError if `scorer.strict`, else it is NoNumber.
             values[scorer.name] = await scorer.score(rollouts)
             if self._on_unavailable.get(scorer.name, OnUnavailable.stop) is OnUnavailable.drop:
                 continue
             for rollout, score in zip(rollouts, values[scorer.name], strict=True):
-                # NoNumber, in an evaluation, only leaves its rollout without a reward.
                 if isinstance(score, RewardUnavailable) and not isinstance(score, NoNumber):
                     raise RewardError(
                         f"{error_prefix(scorer.name, rollout)}: {score} "
@@ -224,21 +225,23 @@ def _build_scorer(
 ) -> FunctionScorer:
     """Build the scorer of a function or class; `bound` are its arguments from the configuration.
 
-    `where` begins errors: it names the setting.
+    A class is instantiated with `bound`, and the instance is the function. `where` begins errors:
+    it names the setting.
     """
     if not callable(target):
         raise ValueError(f"{where}: {target!r} is not a function or a class")
     try:
         inspect.signature(target).bind_partial(**bound)  # TypeError for an unknown argument
-        if inspect.isclass(target):
-            target, bound = target(**bound), {}
+        is_class = inspect.isclass(target)
+        unbound = target(**bound) if is_class else target  # a constructor may refuse a value
     except ValueError as error:
         raise ValueError(about_argument(error, f"reward.{name}", bound)) from error
     except TypeError as error:
         raise ValueError(f"{where} with {hide_in_settings(bound)}: {error}") from error
-    if not callable(target):
+    if not callable(unbound):
         raise ValueError(f"{where}: its instances cannot be called; give the class a __call__")
-    function = functools.partial(target, **bound) if bound else target
+    function_arguments = {} if is_class else bound  # an instance has taken its own
+    function = functools.partial(unbound, **function_arguments) if function_arguments else unbound
     try:
         if not is_trl(function):
             inspect.signature(function).bind_partial(None)  # None stands for the rollout
@@ -248,5 +251,9 @@ def _build_scorer(
             "there, and the columns that it names: def mine(rollout, answer)"
         ) from error
     return FunctionScorer(
-        name, function, bound=bound, timeout_s=settings.timeout_s, concurrency=settings.concurrency
+        name,
+        function,
+        bound=function_arguments,  # only the names are used: these parameters get no column
+        timeout_s=settings.timeout_s,
+        concurrency=settings.concurrency,
     )

@@ -54,7 +54,7 @@ from itertools import count
 from typing import Any, Protocol
 
 from agenttrain.chat.parsers.patterns import search_budget
-from agenttrain.chat.parsers.values import Json, excerpt, is_portable, kind, read_json, read_loose
+from agenttrain.chat.parsers.values import excerpt, is_portable, kind, read_json, read_loose
 from agenttrain.types import AssistantTurn, ToolCall
 
 CALL_ID = "call_{turn}_{index}"
@@ -206,18 +206,24 @@ def _unique_ids(calls: Sequence[ParsedCall], numbered_id: Callable[[int], str]) 
 def _decode_arguments(
     value: Any, label: str, lenient: bool, *, again: bool = True
 ) -> tuple[dict[str, Any], str | None, bool]:
-    """Return (arguments, problem, True if only a lenient spec accepts the arguments).
+    """Return (arguments, problem or None, True if only a lenient spec accepts the arguments).
 
-    `value` is a mapping, or the text of one, which is decoded. With `again`, a text that was
-    encoded twice is decoded twice. `label` names the value in a problem.
+    With a problem no spec accepts them: the last is False. `value` is a mapping, or the text of
+    one, which is decoded. With `again`, a text that was encoded twice is decoded twice. `label`
+    names the value in a problem. Examples, with `lenient`::
+
+        {"x": 1} or '{"x": 1}'  -> {"x": 1}, None, False
+        "{x: 1}"                -> {"x": 1}, None, True
+        "[1]"                   -> {}, '"arguments" must be a JSON object, not an array', False
     """
     decoded, is_loose = value, False
     if isinstance(value, str) and value.strip():
         reading = read_json(value)
         is_loose = reading.problem is not None or bool(value[reading.end :].strip())
-        if is_loose:  # not strict JSON, or text follows it
-            reading = read_loose(value) if lenient else Json(problem="not JSON")
-        if reading.problem is not None:
+        if is_loose and lenient:
+            reading = read_loose(value)
+        is_unreadable = reading.problem is not None or (is_loose and not lenient)
+        if is_unreadable:
             return {}, f"{label} is a string without a JSON object: {excerpt(value)}", False
         decoded = reading.value
         if isinstance(decoded, str) and again:  # encoded twice: "\"{\\\"x\\\": 1}\""
@@ -225,6 +231,7 @@ def _decode_arguments(
             _, problem, _ = inner
             if problem is None:
                 return inner
+            # Otherwise `decoded` is just a string, which the check below reports.
     if decoded is None or decoded == "":
         return {}, None, is_loose
     if not isinstance(decoded, dict):

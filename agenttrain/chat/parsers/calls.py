@@ -136,20 +136,27 @@ def find_arguments_key(
 ) -> tuple[str, str | None]:
     """Return (the key of a JSON call that holds its arguments, a problem of its keys or None).
 
-    An unexpected key is a problem: its value may be an argument, and the call would run without it.
-    Example: for ``{"name": "find", "q": "tea"}`` the problem names the key ``q``. ``id`` and
-    ``type`` are unexpected in a call without arguments if the tool has `parameters` of these names.
+    Models also write the arguments under other keys than the format's: ARGUMENT_KEYS, such as
+    ``parameters``. An unexpected key is a problem: its value may be an argument, and the call would
+    run without it. Example: for ``{"name": "find", "q": "tea"}`` the problem names the key ``q``.
+    `parameters` are the names of the tool's parameters.
     """
-    keys = dict.fromkeys((arguments_key, *ARGUMENT_KEYS))
-    present = [key for key in keys if key in call]
-    if len(present) > 1:
-        return present[0], f'the arguments are given twice, as "{present[0]}" and "{present[1]}"'
-    allowed = [key for key in BESIDE_ARGUMENTS if present or key not in parameters]
+    argument_keys = dict.fromkeys((arguments_key, *ARGUMENT_KEYS))  # the format's own goes first
+    used_keys = [key for key in argument_keys if key in call]
+    if len(used_keys) > 1:
+        first, second = used_keys[:2]
+        return first, f'the arguments are given twice, as "{first}" and "{second}"'
+    allowed_keys = [name_key, *argument_keys]
+    for key_beside in BESIDE_ARGUMENTS:  # id and type
+        # In {"name": "get", "id": "7"} the id is an argument if the tool has a parameter `id`.
+        may_be_argument = not used_keys and key_beside in parameters
+        if not may_be_argument:
+            allowed_keys.append(key_beside)
     for key in call:
-        if key not in keys and key not in (name_key, *allowed):
+        if key not in allowed_keys:
             form = f'{{"{name_key}": …, "{arguments_key}": {{…}}}}'
             return arguments_key, f"{excerpt(key)} is no key of a call: write {form}"
-    return present[0] if present else arguments_key, None
+    return used_keys[0] if used_keys else arguments_key, None
 
 
 def read_list(body: str, syntax: Syntax, schemas: Schemas) -> ReadCalls:
@@ -161,16 +168,18 @@ def read_list(body: str, syntax: Syntax, schemas: Schemas) -> ReadCalls:
     if not body.startswith("[", start):
         return _malformed("the calls must be a JSON array")
     read_value = partial(_read_value, syntax=syntax)
+    # One item above MAX_CALLS: `parse_response` sees by it that there are too many.
     items, end = read_items(body, start + 1, syntax.name_key, read_value, limit=MAX_CALLS + 1)
-    calls = [
-        _make_object_call(
-            item.value, syntax, schemas, item.text, lenient=_is_loose(item.text, syntax)
-        )
-        if item.problem is None
-        else ParsedCall(text=item.text, name=item.name, problem=item.problem)
-        for item in items
-    ]
-    # A malformed last call that reaches to the end may go on after the mark that ended the body.
+    calls = []
+    for item in items:
+        if item.problem is not None:
+            calls.append(ParsedCall(text=item.text, name=item.name, problem=item.problem))
+            continue
+        is_loose = _is_loose(item.text, syntax)
+        calls.append(_make_object_call(item.value, syntax, schemas, item.text, lenient=is_loose))
+    # The body ends at a mark. If the last call is malformed up to there, the mark may stand inside
+    # of a string, as in [{"name": "f", "arguments": {"x": "</tool_call>"}}]: then the caller reads
+    # again with a longer body.
     is_cut_off = bool(calls) and calls[-1].problem is not None and end == len(body)
     return ReadCalls(
         calls=calls or [ParsedCall(text="", problem="the array holds no call")],
@@ -194,17 +203,18 @@ def read_named(body: str, syntax: Syntax, schemas: Schemas) -> ReadCalls:
         return _malformed(f"the call must begin with the name of a tool: {excerpt(body)}")
     groups = header.groupdict()
     name = groups["name"]
-    reading, footer, is_loose = _read_named_arguments(body, header, syntax)
-    value, end, problem, is_cut_off = reading
-    if problem is not None:
-        return _malformed(problem, name=name, is_cut_off=is_cut_off)
+    # `footer` is `syntax.footer`, without a brace that closed the arguments.
+    arguments, footer, is_loose = _read_named_arguments(body, header, syntax)
+    if arguments.problem is not None:
+        return _malformed(arguments.problem, name=name, is_cut_off=arguments.is_cut_off)
+    end = arguments.end
     if footer:
         at = skip_blank(body, end)
         end = at + len(footer) if body.startswith(footer, at) else end
     call = ParsedCall(
-        text="",
+        text="",  # the caller sets it to the text between the marks
         name=name,
-        arguments=value,
+        arguments=arguments.value,
         id=groups.get("id"),
         name_label="the text before the arguments",
         arguments_label="the value of the arguments",
@@ -218,20 +228,22 @@ def _read_named_arguments(
 ) -> tuple[Json, str, bool]:
     """Read the arguments after a header; return (value, footer to expect, True if not JSON).
 
-    A header may end with the opening brace of the arguments, as in ``f({``. Their closing brace
-    may then be the first character of the footer, ``})``, or of the closing mark.
+    "Not JSON": only a lenient syntax reads them. The body has one of these forms::
+
+        f[ARGS]{"x": 1}    header ``f[ARGS]``: the arguments have their own braces
+        f({"x": 1})        header ``f({``, footer ``})``: its brace closes the arguments
+        f({"x": 1          header ``f({``: the closing brace begins the call's closing mark
+        f[ARGS]x: 1        lenient only: the arguments lack their braces
     """
     at, footer = header.end(), syntax.footer or ""
     if header.group().rstrip().endswith("{"):
         brace = body.rindex("{", 0, at)
-        # The second try adds the closing brace, which the closing mark of the call may include.
-        for text in (body, f"{body}}}"):
+        for text in (body, body + "}"):  # the second is for a brace in the closing mark
             value = _read_value(text, brace, syntax)
             if value.problem is None:
                 end = min(value.end, len(body))  # an added brace is not in the body
-                footer = footer.lstrip().removeprefix("}")
+                footer = footer.lstrip().removeprefix("}")  # it has been read with the arguments
                 return value._replace(end=end), footer, _is_loose(text, syntax, brace)
-    # A key in place of a value begins an object whose braces are missing: f x: 1
     if syntax.lenient and KEY_AHEAD.match(body, skip_blank(body, at)):
         members = body[at:].rstrip()
         members = members.removesuffix(footer) if footer else members
@@ -297,17 +309,14 @@ def read_xml(body: str, syntax: Syntax, schemas: Schemas) -> ReadCalls:
     name, at = header["name"].strip(), header.end()
     parameters: list[tuple[str, str]] = []
     while (parameter := _PARAMETER.match(body, at)) is not None:
-        # One newline at either end of a value is the format's. In an empty value both are the same:
-        # `<parameter=x>\n</parameter>`.
-        start = parameter.end()
-        if body.startswith("\n", start):
-            start += 1
         end = _PARAMETER_END.search(body, parameter.end())
         if end is None:
             problem = f"the parameter {excerpt(parameter['name'])} is not closed"
-            # The value may hold the mark that ended the body.
+            # The value may hold the mark that ended the body: the caller then reads a longer body.
             return _malformed(problem, name=name, is_cut_off=True)
-        key, value = parameter["name"].strip(), body[start : max(start, end.start())]
+        # One newline at either end of a value is the format's. `end` begins with the second.
+        value = body[parameter.end() : end.start()].removeprefix("\n")
+        key = parameter["name"].strip()
         # A value that runs into the next call, or into another parameter, was never closed.
         if _NEXT_CALL.search(value) or _runs_over(value, key, schemas.get(name, {})):
             return _malformed(f"the parameter {excerpt(key)} is not closed", name=name)

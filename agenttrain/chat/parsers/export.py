@@ -74,17 +74,20 @@ def response_template(chat: Chat) -> dict[str, Any] | None:
 def _start_anchors(chat: Chat) -> list[str]:
     """Return the texts that begin an assistant's turn after a user's message and after a reply.
 
-    They reach from the last control token before the reasoning to the reasoning, or to the turn's
-    own text. Example: ``["<|im_start|>assistant\\n"]``.
+    Each is the end of the generation prompt: from its last control token, without reasoning that
+    it opens. Example: of ``<|im_end|>\\n<|im_start|>assistant\\n<think>\\n`` it is
+    ``<|im_start|>assistant\\n``.
     """
+    # BODY is the content of the last message, so the text after it holds the generation prompt.
     user: Message = {"role": "user", "content": BODY}
     reply = {"role": "tool", "tool_call_id": CALL.calls[0].id, "name": "f", "content": BODY}
     beginnings = []
     for messages in [user], [{**user, "content": "u"}, CALL.message(), reply]:
         with suppress(ChatError):  # a template may refuse one of the two
-            after = chat.render(messages, generation_prompt=True).rpartition(BODY)[2]
-            opening = getattr(chat.response, "reasoning_open", "").rstrip()
-            header = after.partition(opening)[0] if opening else after
+            after_body = chat.render(messages, generation_prompt=True).rpartition(BODY)[2]
+            reasoning_open = getattr(chat.response, "reasoning_open", "").rstrip()
+            # All of it if the prompt opens no reasoning.
+            header = after_body.partition(reasoning_open)[0] if reasoning_open else after_body
             pieces = list(chat.encoder.pieces(header))
             last = max((i for i, (control, _) in enumerate(pieces) if control), default=0)
             beginnings.append("".join(text for _, text in pieces[last:]))
@@ -94,14 +97,18 @@ def _start_anchors(chat: Chat) -> list[str]:
 def _stop_pattern(chat: Chat) -> str:
     """Return an expression for the control tokens of a turn that are no part of the message.
 
-    They are those that end it, and others before them (Cohere's <|END_RESPONSE|>).
+    They are those that end it, and others that the template writes into it: Cohere's answers end
+    with <|END_RESPONSE|><|END_OF_TURN_TOKEN|>, and only the second is a stop token. Such tokens are
+    found in rendered probe turns: answers, reasoning and calls of the tool FORECAST.
     """
-    marks = {chat.encoder.control[text] for text in chat.response.marks(chat.encoder.control)}
+    # The marks of reasoning and calls are a part of the message.
+    mark_ids = {chat.encoder.control[text] for text in chat.response.marks(chat.encoder.control)}
     stop_ids = list(chat.stop_token_ids)
     for turn in _probe_turns(chat):
         with suppress(ChatError):  # the chat template cannot render this turn
             ids = completion_ids(chat, [{"role": "user", "content": USER_TEXT}], [FORECAST], turn)
-            stop_ids += [i for i in ids if i in chat.encoder.steering_ids and i not in marks]
+            # `steering_ids` are the special control tokens, and those in the template.
+            stop_ids += [i for i in ids if i in chat.encoder.steering_ids and i not in mark_ids]
     return "|".join(re.escape(chat.decode([token])) for token in dict.fromkeys(stop_ids))
 
 

@@ -34,7 +34,7 @@ class _Message:
     header: str
     """E.g. ``<|channel|>commentary to=functions.add``."""
     body: str | None
-    """None if the completion ends inside the header."""
+    """None if there is no <|message|>: the completion ends inside the header, or has no marks."""
     closed: bool
     """The message ends with <|end|>, <|call|> or <|return|>, not at <|start|> or the text's end."""
     text: str
@@ -46,15 +46,20 @@ class HarmonySpec:
     """The ResponseSpec of harmony; its settings are the ids of calls and `lenient`."""
 
     call_id: str = CALL_ID
+    """Format string for the ids of calls, as in ResponseSpec."""
     lenient: bool = False
+    """Arguments that are almost JSON are accepted."""
 
     def marks(self, controls: Iterable[str]) -> tuple[str, ...]:
-        """See ResponseSpec."""
+        """Return the control tokens that `parse` must see: those of harmony's headers and ends.
+
+        All others are removed from a completion's text first.
+        """
         marks = [f"<|{name}|>" for name in CONTROLS]
         return tuple(control for control in controls if control in marks)
 
     def opens_reasoning(self, prompt: str) -> bool:
-        """See ResponseSpec."""
+        """Return True if a completion of this prompt begins inside the reasoning."""
         return prompt.endswith(ANALYSIS)
 
     def parse(
@@ -65,13 +70,15 @@ class HarmonySpec:
         reasoning: list[str] = []
         calls: list[ParsedCall] = []
         for message in _split_messages(ANALYSIS + text if in_reasoning else text):
-            if len(calls) > MAX_CALLS:  # `parse_response` reports the last one as too many
+            # One call above the limit is kept: `parse_response` sees by it that there are too many.
+            if len(calls) > MAX_CALLS:
                 break
             channel = _CHANNEL.search(message.header)
             if (recipient := _RECIPIENT.search(message.header)) is not None:
                 calls.append(_make_call(message, recipient[1], lenient=self.lenient))
             elif message.body is None:
-                # Text without marks is content. A header that was cut off is dropped.
+                # The message has no <|message|>: it is text without any mark, which is content, or
+                # a header that was cut off, which is dropped.
                 is_header = channel is not None or "<|" in message.header
                 if not is_header:
                     content.append(message.header.strip())
@@ -91,14 +98,16 @@ def _split_messages(text: str) -> Iterator[_Message]:
 
     Example: ``<|channel|>final<|message|>4<|end|>`` is one message with the body ``4``.
     """
-    start, body_mark = 0, None  # of the current message: its position, its first <|message|>
+    start = 0  # of the current message
+    body_mark: re.Match[str] | None = None  # its <|message|>, between header and body
     for mark in chain(_MARK.finditer(text), (None,)):  # None: the end of the text
-        kind = mark[1] if mark else "end of text"
+        kind = mark[1] if mark else "end of text"  # or: start, message, end, call, return
         if kind == "message":
-            body_mark = mark if body_mark is None else body_mark
+            if body_mark is None:  # else it stands inside the body, as text
+                body_mark = mark
             continue
-        closed = mark is not None and kind != "start"
-        stop = mark.start() if mark else len(text)
+        stop = mark.start() if mark else len(text)  # the message's text stops here
+        closed = kind in ("end", "call", "return")
         # A mark that ends a message belongs to it; <|start|> belongs to the next message.
         end = mark.end() if mark and closed else stop
         header = text[start : body_mark.start() if body_mark else stop]

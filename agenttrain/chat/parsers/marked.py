@@ -56,12 +56,14 @@ class MarkedSpec(Syntax):
     def _opening_source(self) -> str:
         """The regular expression for the beginning of a call.
 
-        In a format without an opening mark (`call_open` is empty), what matches `call_open_also`
-        begins a call too.
+        A spec has a mark, `call_open`, or an expression for calls without one, `call_open_pattern`.
+        Openings that only models write, `call_open_also`, are added in a format without a mark. In
+        one with a mark they count only before the name of a tool: `_read_outside` reads them.
         """
+        opening = self.call_open_pattern or re.escape(self.call_open)
         if self.call_open or self.call_open_also is None:
-            return self.call_open_pattern or re.escape(self.call_open)
-        return f"{self.call_open_also}|{self.call_open_pattern}"
+            return opening
+        return f"{self.call_open_also}|{opening}"
 
     @cached_property
     def _unmarked_pattern(self) -> re.Pattern[str] | None:
@@ -117,16 +119,17 @@ class MarkedSpec(Syntax):
         if not self.reasoning_close:
             return None, text
         before, opening, after = text.partition(self.reasoning_open)
-        # An opening mark inside a call is a part of the call.
-        if inside or not opening or self._opens_call(before):
-            before, opening, after = "", "", text
+        # An opening mark inside a call is a part of the call: it opens no reasoning.
+        is_opened = not inside and bool(opening) and not self._opens_call(before)
+        if not is_opened:
+            before, after = "", text
         if inside:  # some models repeat the opening mark that ends the prompt
             after = after.lstrip().removeprefix(self.reasoning_open.rstrip())
         reasoning, closing, answer = after.partition(self.reasoning_close)
-        if not closing and not opening and not inside:
-            return None, text
-        is_stray = not opening and not inside and self._opens_call(reasoning)
-        if is_stray:  # the closing mark must not turn the call before it into reasoning
+        # Without an opening, only a closing mark shows that the text began with reasoning. After a
+        # call it is a stray mark, which must not turn that call into reasoning.
+        lacks_opening = not inside and not is_opened
+        if lacks_opening and (not closing or self._opens_call(reasoning)):
             return None, text
         return reasoning.strip(), before + answer
 
@@ -143,7 +146,8 @@ class MarkedSpec(Syntax):
         marks = self._find_marks(text)
         content: list[str] = []
         calls: list[ParsedCall] = []
-        position = index = 0  # end of the text that was read; number of the next mark
+        position = 0  # all text before it is in `content` or `calls`
+        index = 0  # of the next mark in `marks`
         while index < len(marks):
             mark = marks[index]
             index += 1
@@ -162,13 +166,13 @@ class MarkedSpec(Syntax):
             has_no_mark = mark.end() == mark.start()
             names_no_tool = len(read.calls) == 1 and read.calls[0].name is None
             if has_no_mark and names_no_tool:
-                # A JSON object that names no tool is content, unless it looks like the arguments
-                # that the call before it lacks.
+                # A JSON object that names no tool is content. But right after a call without
+                # arguments, {"name": "find"} {"q": "tea"}, it may be these: that call is malformed.
                 between = text[position : mark.start()].strip(self.separator + " \t\r\n")
                 after = text[mark.start() :]
                 if calls and not between and _may_lack_arguments(calls[-1], after):
                     calls[-1] = replace(calls[-1], problem=_text_after_call(after))
-                # The object becomes content later, with the text after it.
+                # The next round, or the end, adds the object to the content.
                 position = mark.start()
                 continue
             next_mark = marks[index] if index < len(marks) else None
@@ -176,7 +180,7 @@ class MarkedSpec(Syntax):
             calls += region_calls
         tail = self._read_outside(text[position:], calls, schemas)
         if calls and (cut_call := self._cut_call(tail)) is not None:
-            return "".join(content), [*calls, cut_call]
+            return "".join(content), [*calls, cut_call]  # the tail is the text of this call
         return "".join([*content, tail]), calls
 
     def _find_marks(self, text: str) -> list[re.Match[str]]:
@@ -191,16 +195,19 @@ class MarkedSpec(Syntax):
     def _cut_call(self, tail: str) -> ParsedCall | None:
         """Return the malformed call that begins in `tail`, e.g. ``{"na``; None if there is none.
 
-        `tail` is the text after all calls. Only in a format without marks can a completion be cut
-        off before a call is recognisable.
+        `tail` is the text after all calls. In a format without marks, such as Llama's
+        ``{"name": …}``, an expression finds the calls, and a call that was cut off early does not
+        match it. With marks, a call is recognised by its opening mark, wherever it is cut.
         """
-        if self.call_open_pattern is None or self.call_close is not None:
+        has_marks = self.call_open_pattern is None or self.call_close is not None
+        if has_marks:
             return None
         head = tail.strip(self.separator + " \t\r\n")
         beginning = regex.compile(self._opening_source, regex.DOTALL)  # the library caches it
-        # A partial match reaches to the end of the text, where more text could complete it.
+        # With `partial`, a text matches too if more text could complete the match.
         match = beginning.match(head, partial=True) if head else None
-        if match is None or not match.partial or match.end() < len(head):
+        is_cut_opening = match is not None and match.partial and match.end() == len(head)
+        if not is_cut_opening:
             return None
         name = written_name(head, self.name_key)
         return ParsedCall(text=head, name=name, problem="the call is not closed")
@@ -214,44 +221,59 @@ class MarkedSpec(Syntax):
         one to the next opening mark or the end of the text. `read` are its calls, `end` is where
         they end in the text, and `next_mark` is the mark after that.
         """
-        is_malformed = any(call.problem is not None for call in read.calls)
         limit = next_mark.start() if next_mark is not None else len(text)
         unread = text[end:limit]  # between the calls and the next mark
-        problem = None
-        # Find `position`, the end of the region, and the problem of a region that ends badly.
-        if self.call_close is None:
-            # Without closing marks a good call ends with its arguments. A malformed one has all
-            # text up to the next mark, and so has one whose arguments may stand in that text.
-            lacks_arguments = bool(read.calls) and _may_lack_arguments(read.calls[-1], unread)
-            position = limit if is_malformed or lacks_arguments else end
-            if lacks_arguments:
-                problem = _text_after_call(unread)
-        elif next_mark is None or next_mark["_open"] is not None:  # the text ends, or a call opens
-            position, problem = limit, f"the call is not closed: {self.call_close} is missing"
-        else:  # a closing mark
-            position = next_mark.end()
-            if not is_malformed and unread.strip():
-                problem = _text_after_call(unread)
+        position, problem = self._end_region(end, limit, unread, read, next_mark)
         region = text[start:position]
-        if is_malformed and self.separator:
+        if self.separator and any(call.problem is not None for call in read.calls):
             # The separator after a malformed call is not part of the call.
             region = region.rstrip(self.separator + " \t\r\n")
-        # Calls of a list have texts of their own. The text of a single call is the region.
-        if len(read.calls) == 1 and not read.calls[0].text:
+        # Readers give each call of a list its own text, and a single call none: that is the region.
+        is_single_call = len(read.calls) == 1 and not read.calls[0].text
+        if is_single_call:
             (call,) = read.calls
             return [replace(call, text=region, problem=problem or call.problem)], position
         return self._finish_list(read.calls, region, unread, problem), position
 
+    def _end_region(
+        self, end: int, limit: int, unread: str, read: ReadCalls, next_mark: re.Match[str] | None
+    ) -> tuple[int, str | None]:
+        """Return (the position after a region, the problem of a region that ends badly or None).
+
+        The region's calls, `read`, end at `end`. `unread` is the text from there to `limit`, where
+        `next_mark` or the end of the text stands.
+        """
+        is_malformed = any(call.problem is not None for call in read.calls)
+        if self.call_close is None:
+            # Without closing marks a good call ends with its arguments. A malformed one has all
+            # text up to the next mark. So has one without arguments, which may stand in that text.
+            if read.calls and _may_lack_arguments(read.calls[-1], unread):
+                return limit, _text_after_call(unread)
+            return (limit if is_malformed else end), None
+        is_closed = next_mark is not None and next_mark["_open"] is None
+        if next_mark is None or not is_closed:  # the text ends, or another call opens
+            return limit, f"the call is not closed: {self.call_close} is missing"
+        has_text_after = not is_malformed and bool(unread.strip())
+        return next_mark.end(), _text_after_call(unread) if has_text_after else None
+
     def _finish_list(
         self, read_calls: Sequence[ParsedCall], region: str, unread: str, problem: str | None
     ) -> list[ParsedCall]:
-        """Return the calls of a region that is a list; calls that lost arguments become malformed.
+        """Return the calls of a region that is a list of calls.
 
-        `read_calls` has at least one call. `unread` is the text between the list and the next mark.
+        A call may have been written apart from its arguments, and must not run without them: a call
+        without arguments becomes malformed if a value follows that may be these. Examples::
+
+            [{"name": "f"}] {"x": 1}    `unread`, the text after the list, may be the arguments
+            [{"name": "f"}, {"x": 1}]   the next item, which is no call, may be the arguments
+
+        `read_calls` has at least one call; a reader that found none returns a malformed one.
         `problem` is that of the region: it is not closed, or text follows the list.
         """
+        # An item has no text if the completion ends after its comma.
         calls = [call if call.text else replace(call, text=region) for call in read_calls]
-        if calls and _may_lack_arguments(calls[-1], unread):
+        if _may_lack_arguments(calls[-1], unread):
+            # This call reports the region's problem, so that no further call has to.
             calls[-1] = replace(calls[-1], problem=problem or _text_after_call(unread))
             return calls
         for index, (call, next_call) in enumerate(pairwise(calls)):

@@ -14,9 +14,16 @@ from agenttrain.utils.json_schema import SchemaResolver, without_nullable
 class ParameterTypes(Mapping[str, list[str]]):
     """Parameter name -> JSON types that its schema allows, references and unions included.
 
-    The schema is read when a call needs it: most formats write JSON, which has types. Only names
-    in `properties` are iterated and are `in` the mapping. A look-up also finds the types of names
-    that `patternProperties` or `additionalProperties` allow.
+    Example, for ``{"properties": {"x": {"type": "integer"}}, "additionalProperties": {"type":
+    "string"}}``: ``types["x"]`` is ``["integer"]``, and ``types[name]`` of any other is
+    ``["string"]``.
+
+    Only names in `properties` are iterated and are `in` the mapping. The readers of calls ask with
+    `in` whether a text in a call is the name of a parameter; with `additionalProperties` every text
+    would be. A look-up asks for the types of a parameter that was written, so that it also finds
+    those of `patternProperties` and `additionalProperties`.
+
+    The schema is read at the first use: a call in JSON, whose values have types, rarely needs it.
     """
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
@@ -51,7 +58,9 @@ class ParameterTypes(Mapping[str, list[str]]):
         root = resolver.expand(resolver.root)
         by_pattern = []
         for source, schema in (root.get("patternProperties") or {}).items():
-            with suppress(ValueError):  # an expression of another language
+            # JSON schema has JavaScript's regular expressions. Those that `regex` cannot compile
+            # are left out.
+            with suppress(ValueError):
                 by_pattern.append((Pattern(source, "patternProperties"), resolver.types(schema)))
         additional_schema = root.get("additionalProperties")
         if not isinstance(additional_schema, Mapping):  # true, false or absent

@@ -72,21 +72,26 @@ class Pattern:
 
     def search(self, text: str, start: int = 0) -> Hit | None:
         """Return the first match from `start` on; None without one, or if it takes too long."""
-        if self._text is not None:  # one literal text: no regular expression is needed
+        if self._text is not None:  # matches one literal text: no regular expression is needed
             at = text.find(self._text, start)
             return None if at < 0 else Hit(at, at + len(self._text), {})
-        if self._needs_no_limit:  # it cannot backtrack
+        if self._needs_no_limit:  # a literal with blanks: it cannot backtrack and has no groups
             match = self._compiled.search(text, start)
             return None if match is None else Hit(match.start(), match.end(), {})
-        match = self.find_match(text, start)
+        match = self.find_match(text, start)  # with the time limit
         if match is None:
             return None
-        if self._is_lookahead:  # it matches at `start`, whatever stands before its text
+        if self._is_lookahead:
+            # `match` is of the X in (?=.*?X), see `__init__`. The lookahead itself matches nothing
+            # but the position at which it is tried, `start`, if an X stands anywhere after it.
             return Hit(start, start, {})
         return Hit(match.start(), match.end(), match.groupdict())
 
     def find_match(self, text: str, start: int = 0) -> Any:
-        """Search as `search` does, but return the library's match object, with unnamed groups."""
+        """Return the first match from `start` on as the library's object, with unnamed groups.
+
+        None without one, or if it takes too long.
+        """
         return self._run_limited(
             lambda seconds: self._compiled.search(text, start, timeout=seconds),
             "search",

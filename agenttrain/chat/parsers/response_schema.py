@@ -66,23 +66,35 @@ class SchemaSpec:
     """
 
     root: Node
-    loose: Node
+    """The schema, which reads JSON strictly."""
+    loose_root: Node
     """The same schema, compiled to accept text that is almost JSON too."""
     lacks_braces: bool
     """An expression captures the members of an object without its braces: ``"x": 1``."""
     patterns: str
     """The regular expressions of the schema, without their escapes."""
     reasoning: tuple[str, str]
-    """Opening and closing mark of the reasoning, found in the expressions; empty without any."""
+    """(opening, closing) mark of the reasoning, found in the expressions; empty without any."""
     iterator: Pattern | None
-    """The expression that finds single calls."""
+    """The expression that finds single calls; None if the schema has none."""
     call_id: str = CALL_ID
+    """Format string for the ids of calls, as in ResponseSpec."""
     lenient: bool = False
+    """Arguments that are almost JSON are accepted."""
 
-    @property
-    def _roots(self) -> Sequence[Node]:
-        """The strict schema, then the one that accepts text that is almost JSON, if allowed."""
-        return (self.root, self.loose) if self.lenient else (self.root,)
+    def _read_strictly_first(self, read: Callable[[Node], Any]) -> tuple[Any, bool, str | None]:
+        """Read with the strict schema, then, if `lenient`, with the loose one.
+
+        `read` is called with the root node. Return (its value, True if only the loose schema could
+        read it, the strict schema's problem if neither could or None).
+        """
+        problem: str | None = None
+        for root in (self.root, self.loose_root) if self.lenient else (self.root,):
+            try:
+                return read(root), root is self.loose_root, None
+            except ContentError as error:
+                problem = problem or str(error)
+        return None, False, problem
 
     def marks(self, controls: Iterable[str]) -> tuple[str, ...]:
         """See ResponseSpec."""
@@ -97,18 +109,21 @@ class SchemaSpec:
         self, text: str, *, in_reasoning: bool, schemas: Sequence[Mapping]
     ) -> ParsedCompletion:
         """Split a completion into content, reasoning and calls; see `ResponseSpec.parse`."""
-        text = self.reasoning[0] + text if in_reasoning else text
-        outside = ""  # text between calls that are read one by one
+        reasoning_open, _ = self.reasoning
+        if in_reasoning:  # the expressions expect the mark, which the prompt holds
+            text = reasoning_open + text
         fields = self.root.split(text)
         if fields is not None:
             calls = self._read_calls(fields.get(CALLS), text, types_by_tool(schemas))
+            later_content = ""  # the expression has put all content into its field
         else:
-            # The root's expression does not match, e.g. because a call is not closed. It gets the
-            # text before the calls; the calls are read one by one.
+            # The root's expression does not match, e.g. because a call is not closed. So it is
+            # tried on the text before the calls, and the calls are read one by one.
             start = self._find_first_call(text)
             fields = self.root.split(text[:start]) or {CONTENT_FIELD: text[:start]}
-            calls, outside = self._read_each(text[start:], types_by_tool(schemas))
-        content = (self._read_text(fields, CONTENT_FIELD) or "") + outside
+            calls, later_content = self._read_each(text[start:], types_by_tool(schemas))
+        content = (self._read_text(fields, CONTENT_FIELD) or "") + later_content
+        # Schemas give the reasoning's field one of several names.
         reasonings = (self._read_text(fields, name) for name in REASONING)
         reasoning = next((text for text in reasonings if text is not None), None)
         return ParsedCompletion(content=content.strip(), reasoning=reasoning, calls=calls)
@@ -129,19 +144,12 @@ class SchemaSpec:
 
     @cached_property
     def _opener(self) -> str:
-        """The text with which every call begins; empty if there is none.
+        """The text with which calls begin; empty if the expression for calls begins with none.
 
+        It shows where a call begins that is not closed, so that `iterator` does not match it.
         Example: ``<call>`` for the expression ``<call>(.*?)</call>``.
         """
-        source = self.iterator.source if self.iterator is not None else ""
-        # The plain and the escaped characters at its beginning, up to the first operator.
-        literal = re.match(r"\^?\(?((?:\\[^\w\s]|[^\\()\[\]{}.*+?|^$])+)", source)
-        if literal is None:
-            return ""
-        # A quantifier makes the last character optional or repeats it: leave it out.
-        repeated = source[literal.end() :][:1] in ("?", "*", "+", "{")
-        text = literal[1][:-1] if repeated else literal[1]
-        opener = re.sub(r"\\(.?)", r"\1", text)  # without the escapes
+        opener = _literal_beginning(self.iterator.source) if self.iterator is not None else ""
         # One or two characters, e.g. "{", stand in other texts too.
         return opener if len(opener) > 2 else ""
 
@@ -174,15 +182,10 @@ class SchemaSpec:
 
         `node` is that of `tool_calls`, and `value` is its text, e.g. ``[{"name": "f"}]``.
         """
-        is_loose, problem = False, ""
-        for root in self._roots:  # strict JSON first, then (if `lenient`) almost JSON
-            try:
-                calls_value = root.properties[CALLS].value(value)
-                is_loose = root is self.loose
-                break
-            except ContentError as error:
-                problem = problem or str(error)  # the strict reader's
-        else:
+        calls_value, is_loose, problem = self._read_strictly_first(
+            lambda root: root.properties[CALLS].value(value)
+        )
+        if problem is not None:
             return self._read_list_items(node, value, schemas) or [
                 ParsedCall(text=value, problem=problem)
             ]
@@ -207,18 +210,20 @@ class SchemaSpec:
         A text between two matches holds content and calls that are not closed.
         """
         calls: list[ParsedCall] = []
-        outside: list[str] = []
+        content: list[str] = []
         at = 0  # end of the last match
         for match in self.iterator.matches(text) if self.iterator is not None else ():
-            calls += self._unclosed_calls(text[at : match.start()], outside)
+            content_between, unclosed = self._unclosed_calls(text[at : match.start()])
+            content.append(content_between)
+            calls += unclosed
             if len(calls) > MAX_CALLS:
-                return calls, "".join(outside)
+                return calls, "".join(content)
             at, text_of_call = match.end(), match.group()
             call = self._read_call(match, text_of_call, schemas)
             is_good = call.problem is None
             calls += [call] if is_good else self._split_merged(call, schemas)
-        calls += self._unclosed_calls(text[at:], outside)
-        return calls, "".join(outside)
+        content_after, unclosed_after = self._unclosed_calls(text[at:])
+        return [*calls, *unclosed_after], "".join([*content, content_after])
 
     def _split_merged(self, call: ParsedCall, schemas: Schemas) -> list[ParsedCall]:
         """Return the two calls in the text of a malformed one, or the call alone.
@@ -238,56 +243,56 @@ class SchemaSpec:
         problem = "the call is not closed"
         return [ParsedCall(text=head, name=written_name(head), problem=problem), second]
 
-    def _unclosed_calls(self, text: str, outside: list[str]) -> Iterator[ParsedCall]:
-        """Yield a malformed call for each opening in a text that `iterator` does not match.
+    def _unclosed_calls(self, text: str) -> tuple[str, list[ParsedCall]]:
+        """Return (content, malformed calls) of a text between the matches of the calls' expression.
 
-        The text before the first opening is content, and is appended to `outside`.
+        The text before the first opening is content. Each opening begins a call that is not closed:
+        if it were, the expression would have matched it. Above MAX_CALLS, the last has all the
+        remaining text.
         """
         if not self._opener:
-            outside.append(text)
-            return
-        before, *bodies = text.split(self._opener, MAX_CALLS + 1)
-        outside.append(before)
-        for body in bodies:
-            text = self._opener + body
-            yield ParsedCall(text=text, name=written_name(body), problem="the call is not closed")
+            return text, []
+        content, *bodies = text.split(self._opener, MAX_CALLS + 1)
+        problem = "the call is not closed"
+        return content, [
+            ParsedCall(text=self._opener + body, name=written_name(body), problem=problem)
+            for body in bodies
+        ]
 
     def _read_call(self, match: Any, text: str, schemas: Schemas) -> ParsedCall:
         """Read the call that `iterator` has matched; `text` is that of the match."""
         captured = captured_groups(match)
-        is_loose, problem = False, ""
-        for root in self._roots:  # strict JSON first, then (if `lenient`) almost JSON
-            try:
-                value = self._value_with_types(captured, schemas, root)
-                is_loose = root is self.loose
-                break
-            except ContentError as error:
-                problem = problem or str(error)  # the strict reader's
-        else:
+        value, is_loose, problem = self._read_strictly_first(
+            lambda root: self._value_with_types(captured, schemas, root)
+        )
+        if problem is not None:
             return ParsedCall(text=text, name=written_name(text), problem=problem)
         call = replace(
             call_from_item(value, text, {}, lacks_braces=self.lacks_braces), lenient=is_loose
         )
-        if not isinstance(captured, str):
+        if not isinstance(captured, str):  # named groups, not the text of the call's JSON
             return call
+        # The schema keeps only the keys that it describes. The JSON as it was written shows whether
+        # an argument got lost with another key.
         return with_all_arguments(call, read_json(captured).value, schemas)
 
     def _value_with_types(self, captured: Any, schemas: Schemas, root: Node) -> Any:
         """Return the value of a call, with parameters of the types in the tool's schema.
 
-        The node guesses types from the texts of parameters: ``7`` is a number. Where the tool's
+        `captured` is what the calls' expression has captured: a text, or named groups. The node for
+        a call guesses types from the texts of parameters: ``7`` is a number. Where the tool's
         schema has a type, it is applied to the parameter's text instead. Raises ContentError.
         """
-        items = root.properties[CALLS].items
-        if items is None:
+        call_node = root.properties[CALLS].items
+        if call_node is None:  # the schema does not describe a call: the groups are the call
             return captured
-        value = items.value(captured)
+        value = call_node.value(captured)
         name = call_from_item(value, "", {}).name
         if not isinstance(name, str) or not schemas.get(name):
             return value
         function = _function_with_arguments(value)
-        # The same call, with texts for parameters.
-        raw_function = _function_with_arguments(items.value(captured, raw=True))
+        # The same call with `raw`: parameters whose type the node would guess stay text.
+        raw_function = _function_with_arguments(call_node.value(captured, raw=True))
         if function is None or raw_function is None:
             return value
         typed_arguments = {
@@ -296,12 +301,14 @@ class SchemaSpec:
             if isinstance(text, str) and key in schemas[name]
         }
         typed = {**function, "arguments": function["arguments"] | typed_arguments}
+        # A call is {"function": {"name": …, "arguments": …}}, or only the inner mapping.
         return {**value, "function": typed} if "function" in value else typed
 
     def _read_list_items(self, node: Node, value: str, schemas: Schemas) -> list[ParsedCall]:
         """Read the calls of a malformed list one by one; return [] if the text is no list.
 
-        One item that cannot be read must not cost the calls beside it.
+        One item that cannot be read must not cost the calls beside it. `node` is that of
+        `tool_calls`, and `value` its text. The node cuts the list out of its marks (`extract`).
         """
         try:
             inner = node.extract(value)
@@ -309,6 +316,7 @@ class SchemaSpec:
             return []
         if not isinstance(inner, str) or not inner.lstrip().startswith("["):
             return []
+        # `read_items` finds by this key where the next item begins after one that cannot be read.
         key = "tool_name" if '"tool_name"' in inner else "name"  # Cohere writes tool_name
         calls: list[ParsedCall] = []
         items, _ = read_items(inner, skip_blank(inner) + 1, key, limit=MAX_CALLS + 1)
@@ -317,14 +325,36 @@ class SchemaSpec:
                 calls.append(ParsedCall(text=item.text, name=item.name, problem=item.problem))
                 continue
             try:
-                parsed = node.convert(f"[{item.text}]")  # the node reads lists: one of this item
+                # The node converts lists of calls, so it gets a list of this item alone.
+                converted = node.convert(f"[{item.text}]")
+                # Arguments that the schema's keys do not cover are taken from the JSON itself.
                 calls += [
                     with_all_arguments(call_from_item(call, item.text, {}), item.value, schemas)
-                    for call in parsed or ()
+                    for call in converted or ()
                 ]
             except ContentError as error:
                 calls.append(ParsedCall(text=item.text, problem=str(error)))
         return calls
+
+
+_LITERAL_CHARACTER = r"(?:\\[^\w\s]|[^\\()\[\]{}.*+?|^$])"  # a plain one, or escaped: \{
+_LITERAL_BEGINNING = re.compile(rf"\^?\(?({_LITERAL_CHARACTER}+)")
+
+
+def _literal_beginning(source: str) -> str:
+    """Return the text with which each match of an expression begins, as far as that is plain.
+
+    Examples: ``<call>`` for ``(<call>.*)``, and ``[f`` for ``\\[fo?``. Of an expression with
+    alternatives at its top level, ``ab|cd``, it is the beginning of the first.
+    """
+    literal = _LITERAL_BEGINNING.match(source)
+    if literal is None:
+        return ""
+    text = literal[1]
+    if source[literal.end() :][:1] in ("?", "*", "+", "{"):
+        text = text[:-1]  # a quantifier makes the last character optional or repeats it
+    # Without the escapes. One at the end has lost its character to the quantifier.
+    return re.sub(r"\\(.?)", r"\1", text)
 
 
 def _function_with_arguments(call: Any) -> dict[str, Any] | None:
@@ -338,28 +368,35 @@ def _function_with_arguments(call: Any) -> dict[str, Any] | None:
 
 
 def make_schema_spec(schema: Mapping[str, Any]) -> SchemaSpec:
-    """Make a spec of a `response_schema`. Raises ValueError that names a wrong key."""
+    """Make a spec of a `response_schema`. Raises ValueError that names a wrong key.
+
+    The schema is compiled to read JSON strictly, and once more with LOOSE, to accept almost JSON
+    (keys without quotes, trailing commas), which a lenient spec tries second.
+    """
     root = compile_node(schema)
     if root.type not in ("object", None) or not root.properties:
         raise ValueError("response_schema: the root must be an object with properties")
     sources = list(root.sources())
     # An expression may capture an object's members without its braces: \{(?P<arguments>.*)\}
+    # Then the schema is compiled anew, to accept JSON without braces.
     lacks_braces = any(CAPTURED_WITHOUT_BRACES.search(source) for source in sources)
-    # Without their escapes, to find the marks in them.
+    # Without their escapes: marks of calls and reasoning stand in them as plain text.
     patterns = "\n".join(sources).replace("\\n", "\n").replace("\\", "")
     calls = root.properties.get(CALLS)
     return SchemaSpec(
         root=compile_node(schema, json_args={LACKS_BRACES: True}) if lacks_braces else root,
-        loose=compile_node(schema, json_args={LACKS_BRACES: lacks_braces, LOOSE: True}),
+        loose_root=compile_node(schema, json_args={LACKS_BRACES: lacks_braces, LOOSE: True}),
         lacks_braces=lacks_braces,
         patterns=patterns,
-        # A pair of marks whose closing mark occurs: an expression may leave out the opening one.
+        # The known pair of marks whose closing mark occurs. The opening one may be missing in an
+        # expression for completions whose prompt holds it, <think>. The parser needs both: to see
+        # that a prompt opens reasoning, and to look for calls only after the reasoning.
         reasoning=next((pair for pair in _REASONING_MARKS if pair[1] in patterns), ("", "")),
         iterator=None if calls is None else calls.iterator,
     )
 
 
-_PARSERS = {
+_PARSERS: dict[str, dict[str, Any]] = {
     "json": {},
     "gemma4-tool-call": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
 }
@@ -460,7 +497,10 @@ class Node:
         return self.convert(value, raw=raw)
 
     def convert(self, value: Any, *, raw: bool = False) -> Any:
-        """Convert the result of `extract`: split, parse and transform it. Raises ContentError.
+        """Convert the result of `extract`. Raises ContentError.
+
+        The steps, of which a node may have any: `iterator` or `key_value` splits the text,
+        `parser` reads it as JSON, `transform` picks parts of the value, `type` converts it.
 
         With `raw`, a value that may be text or JSON (`allow_non_json`), such as a parameter's,
         stays text: the tool's schema decides later what it is.
@@ -476,6 +516,8 @@ class Node:
         if self.parser is not None and value is not None and not stays_text:
             if not isinstance(value, str):
                 raise ContentError(f"expected JSON text, found {kind(value)}")
+            # All parsers of this dialect read JSON, each with other arguments. `json_args` are
+            # ours: the text may lack its braces, or be almost JSON.
             args = {**_PARSERS[self.parser], "allow_non_json": self.allow_non_json}
             value = CONTENT["json"](value, {**args, **self.json_args})
         if self.transform is not None:
@@ -492,7 +534,11 @@ class Node:
         return _convert_scalar(self.type, value)
 
     def _convert_array(self, value: Any, *, raw: bool) -> list[Any]:
-        """Convert the items of a list; a single value is the item of a schema with one item."""
+        """Convert the items of a list: each by `items`, or the n-th by the n-th of `prefix_items`.
+
+        A value that is no list is taken for a list of one item if `prefix_items` describe just one.
+        If a schema has both keywords, `items` counts. `raw` is that of `convert`.
+        """
         if not isinstance(value, list) and len(self.prefix_items) == 1:
             value = [value]
         if not isinstance(value, list):
@@ -504,9 +550,10 @@ class Node:
         return [n.value(v, raw=raw) for n, v in zip(self.prefix_items, value, strict=True)]
 
     def _convert_object(self, value: Any, *, raw: bool) -> dict[str, Any]:
-        """Convert the properties of a mapping, or of a text.
+        """Convert the properties of a call or message, given as a mapping or as a text.
 
-        Each property of a text gets the whole text: its own expression finds its part there.
+        Of a text, each property's node gets all of it, and cuts its own part out with its
+        ``x-regex``. `raw` is that of `convert`.
         """
         if isinstance(value, str):
             value = dict.fromkeys(self.properties, value)

@@ -46,6 +46,7 @@ CONTENT_FIELD = "content"
 MAX_REGIONS = 8 * MAX_CALLS
 """Regions of one completion that are read."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
+# A mark that ends with an opening brace and perhaps blanks: <tool_call>\{
 _OPEN_BRACE = re.compile(r"\{(?:\\s[*+]\+?|\s)*$")
 _TEMPLATE_KEYS = ("version", "defaults", "fields", "start_anchor", "start_anchor_pattern")
 _FIELD_KEYS = (
@@ -111,7 +112,11 @@ class _Region:
 
 @dataclass(frozen=True, kw_only=True)
 class TemplateSpec:
-    """A ResponseSpec made from a `response_template`."""
+    """A ResponseSpec made from a `response_template`.
+
+    `parse` splits a completion into regions: each field's opening mark begins one. Then it joins
+    the regions of content and of reasoning, and makes calls of those of `tool_calls`.
+    """
 
     fields: tuple[_Field, ...]
     anchor: Pattern
@@ -119,15 +124,18 @@ class TemplateSpec:
     source: Mapping[str, Any]
     """The `response_template` from which it was made."""
     lacks_braces: bool = False
-    """A mark of the calls captures the members of an object without its braces."""
+    """A mark of the calls captures the members of an object without its braces: ``"x": 1``."""
     call_id: str = CALL_ID
+    """Format string for the ids of calls, as in ResponseSpec."""
     lenient: bool = False
+    """Arguments that are almost JSON are accepted."""
 
     def marks(self, controls: Iterable[str]) -> tuple[str, ...]:
         """See ResponseSpec."""
         patterns = [p for field in self.fields for p in (field.open, field.close) if p is not None]
         texts = [pattern.source for pattern in patterns]
-        texts += [repr(field.content_args) for field in self.fields]  # e.g. marks of strings
+        # The parsers' settings may hold control tokens too: string_delims [['<|"|>', '<|"|>']].
+        texts += [repr(field.content_args) for field in self.fields]
         all_texts = "\n".join(texts).replace("\\", "")  # the patterns' escapes
         return tuple(control for control in controls if control in all_texts)
 
@@ -159,7 +167,10 @@ class TemplateSpec:
         )
 
     def _region_calls(self, region: _Region, span: str, schemas: Schemas) -> Iterator[ParsedCall]:
-        """Yield the calls of a region, whose whole text is `span`."""
+        """Yield the calls of a region, whose whole text is `span`.
+
+        A region whose calls could not be read, or that is not closed, is one malformed call.
+        """
         field, problem = region.field, region.problem
         if problem is None and not region.closed and field.close is not None:
             problem = "the call is not closed"
@@ -168,41 +179,43 @@ class TemplateSpec:
             yield ParsedCall(text=span, name=name, problem=problem)
             return
         values = region.value if isinstance(region.value, list) else [region.value]
-        # Only these two parsers leave arguments as text; JSON has types.
-        types = schemas if field.content in ("xml-inline", "kv-lines") else {}
-        # Pair each value with the JSON that the model wrote for it. One call beyond MAX_CALLS is
-        # read, so that `parse_response` reports it.
+        # The parsers `xml-inline` and `kv-lines` leave arguments as text, which the tools' schemas
+        # give types. JSON has types of its own.
+        argument_schemas = schemas if field.content in ("xml-inline", "kv-lines") else {}
+        # `values` have the transform's shape, `region.json` is the JSON before it, as the model
+        # wrote it. One call beyond MAX_CALLS is read, so that `parse_response` reports it.
         for value, json_value in pair_with_json(values[: MAX_CALLS + 1], region.json):
-            call = call_from_item(value, span, types, lacks_braces=self.lacks_braces)
+            call = call_from_item(value, span, argument_schemas, lacks_braces=self.lacks_braces)
+            # The transform may have left out an argument that stands under an unexpected key.
             call = with_all_arguments(call, json_value, schemas)
             yield replace(call, lenient=True) if region.loose else call
 
     def _split_regions(self, text: str, *, begins_in: _Field | None) -> list[_Region]:
         """Split a text into regions; with `begins_in`, it begins inside a region of that field."""
         regions: list[_Region] = []
-        # The field of the text outside the regions of the others; its closing mark is skipped.
-        outside = next((field for field in self.fields if field.open is None), None)
+        # The field that has the text outside the regions of the others, usually the content. Its
+        # closing mark, e.g. <|im_end|>, ends such text and belongs to no field.
+        outside_field = next((field for field in self.fields if field.open is None), None)
         searches: list[tuple[_Field | None, Pattern]] = []
         searches += [(field, field.open) for field in self.fields if field.open is not None]
-        if outside is not None and outside.close is not None:
-            searches.append((None, outside.close))
+        if outside_field is not None and outside_field.close is not None:
+            searches.append((None, outside_field.close))
         marks = _Marks(text, searches, lenient=self.lenient)
         at = 0  # end of the text that has been split
-        calls = 0  # regions of calls so far
+        call_regions = 0  # so far
         if begins_in is not None:
             regions.append(_find_end(_Region(begins_in, start=0, body=0, captures={}), marks))
             at = regions[-1].end
         while at < len(text):
-            field, hit = marks.next(at)
-            if outside is not None and hit.start > at:  # the text before the mark
-                regions.append(
-                    _Region(outside, start=at, body=at, captures={}, stop=hit.start, end=hit.end)
-                )
-            if field is not None:  # an opening mark
+            field, hit = marks.next(at)  # field: None for the closing mark of `outside_field`
+            if outside_field is not None and hit.start > at:  # the text before the mark
+                before = _Region(outside_field, start=at, body=at, captures={})
+                regions.append(replace(before, stop=hit.start, end=hit.end))
+            if field is not None:
                 if field.name == CALLS:
-                    calls += 1
+                    call_regions += 1
                 region = _Region(field, start=hit.start, body=hit.end, captures=hit.groups)
-                if calls > MAX_CALLS or len(regions) >= MAX_REGIONS:
+                if call_regions > MAX_CALLS or len(regions) >= MAX_REGIONS:
                     # The remaining text is one malformed call.
                     calls_field = next((f for f in self.fields if f.name == CALLS), field)
                     region = replace(region, field=calls_field, problem=TOO_MANY)
@@ -223,7 +236,8 @@ class _Marks:
 
     text: str
     searches: Sequence[tuple[_Field | None, Pattern]]
-    """(field, its opening mark), and (None, the closing mark of the field without an opening)."""
+    """(field, its opening mark) of the fields that have one, then (None, mark) of the field that
+    has the text outside of the others: its closing mark ends such text."""
     lenient: bool
     """The spec accepts calls that are almost JSON."""
     _hits: dict[Pattern, Hit | None] = dataclass_field(default_factory=dict, init=False)
@@ -234,7 +248,8 @@ class _Marks:
     def next(self, at: int) -> tuple[_Field | None, Hit]:
         """Return (field, hit) of the next mark from `at` on; the field is None for a closing mark.
 
-        The earliest mark wins, among these the longest, among these an opening mark.
+        The earliest mark wins, among these the longest, among these the first in `searches`, which
+        has the opening marks first. At the end of the text it is (None, an empty hit there).
         """
         end = len(self.text)
         best: tuple[_Field | None, Hit] = (None, Hit(end, end, {}))
@@ -345,26 +360,31 @@ def call_from_item(
 ) -> ParsedCall:
     """Make a call of ``{"function": {"name": …, "arguments": …}}``, or of the mapping inside it.
 
-    `text` is the span of the completion that the call was read from. `schemas` give types to
-    arguments that are text; without types these stay text. `lacks_braces`: `arguments` may be the
-    text of an object's members without its braces: ``"x": 1``.
+    The arguments may be a mapping, or a text, which `parse_response` decodes::
+
+        {"x": "1"}    `schemas` give types to arguments that are text; without types they stay text
+        '{"x": 1}'    stays as it is
+        '"x": 1'      gets its braces if `lacks_braces`
+
+    `text` is the span of the completion that the call was read from. A key that is none of a call's
+    makes the call malformed.
     """
     function = value.get("function", value) if isinstance(value, dict) else value
     if not isinstance(function, dict):
         problem = f"the call must be a JSON object, not {kind(function)}"
         return ParsedCall(text=text, problem=problem)
-    key, keys_problem = find_arguments_key(function)
-    name, arguments = function.get("name"), function.get(key)
+    arguments_key, keys_problem = find_arguments_key(function)
+    name, arguments = function.get("name"), function.get(arguments_key)
     if lacks_braces and isinstance(arguments, str) and arguments.strip():
         has_braces = arguments.lstrip().startswith("{")
         arguments = arguments if has_braces else f"{{{arguments}}}"
     types: Mapping[str, Sequence[str]] = schemas.get(name, {}) if isinstance(name, str) else {}
     if isinstance(arguments, dict) and types:
         arguments = {
-            key: typed_value(argument, types.get(key, ()))
+            parameter: typed_value(argument, types.get(parameter, ()))
             if isinstance(argument, str)
             else argument
-            for key, argument in arguments.items()
+            for parameter, argument in arguments.items()
         }
     call_id = value.get("id") if isinstance(value, dict) else None
     return ParsedCall(
@@ -486,12 +506,14 @@ def _compile_mark(settings: Mapping[str, Any], key: str, scope: str) -> Pattern 
     texts = [texts] if isinstance(texts, str) else texts
     if not isinstance(texts, list) or not all(isinstance(t, str) and t for t in texts) or not texts:
         raise ValueError(f"{scope}.{key}: must be a text or a list of texts, none of them empty")
-    # The longest text first, because an expression takes the first alternative that matches.
+    # The longest text first, because an expression takes the first alternative that matches. Unlike
+    # re.escape, this leaves blanks as they are: _OPEN_BRACE looks for them after a brace.
     escaped = (
         "".join(c if c.isalnum() or c.isspace() else f"\\{c}" for c in text)
         for text in sorted(texts, key=len, reverse=True)
     )
-    return Pattern("|".join(escaped), f"{scope}.{key}", text=texts[0] if len(texts) == 1 else None)
+    only_text = texts[0] if len(texts) == 1 else None  # is searched faster than an expression
+    return Pattern("|".join(escaped), f"{scope}.{key}", text=only_text)
 
 
 LACKS_BRACES, LOOSE = " lacks_braces", " loose"
@@ -578,11 +600,15 @@ def _add_parameter(parameters: dict[str, Any], key: str, value: Any, *, merge: b
 def parse_kv_lines(text: str, args: Mapping[str, Any]) -> dict[str, Any]:
     """Read parameters, one on each line: ``a: 1`` and ``b: 2`` are {"a": "1", "b": "2"}.
 
-    A line without the separator is left out.
+    A line without the separator is left out. `args` may hold other separators, `line_sep` and
+    `kv_sep`, the `value_parser` of the values, and `strip: false`, which keeps the blanks around
+    lines, keys and values. A key given twice is a ContentError: only `xml-inline` can merge.
     """
     parameters: dict[str, Any] = {}
     for line in text.split(args.get("line_sep", "\n")):
-        key, separator, value = parse_text(line, args).partition(args.get("kv_sep", ":"))
+        # Stripped first, because the separator may be a blank: "  a 1".
+        stripped_line = parse_text(line, args)
+        key, separator, value = stripped_line.partition(args.get("kv_sep", ":"))
         if separator:
             value = _parse_value(parse_text(value, args), args.get("value_parser"))
             _add_parameter(parameters, parse_text(key, args), value, merge=False)
@@ -662,10 +688,16 @@ def _check_transform(transform: Any, scope: str) -> None:
 
 
 def reshape(transform: Any, value: Any, captures: Mapping[str, Any], *, each: bool) -> Any:
-    """Bring a value into the transform's shape: fill in ``{name}`` and ``{content.args}``.
+    """Bring a value into the transform's shape: fill in its placeholders. Raises ContentError.
 
-    `captures` are the named groups of the region's marks. With `each`, the value is a list, and
-    its items, not the value, take the shape. Raises ContentError.
+    Example, with the value ``{"f": "add", "args": {"x": 1}}``, which is named `content`::
+
+        {"name": "{content.f}", "arguments": "{content.args}"}
+        -> {"name": "add", "arguments": {"x": 1}}
+
+    `captures` are the named groups of the region's marks, for placeholders such as ``{name}``. With
+    `each`, the value is a list of calls: the result has each item in the transform's shape, and
+    placeholders name the item's keys, ``{f}``.
     """
     if transform is None:
         return value
@@ -674,7 +706,8 @@ def reshape(transform: Any, value: Any, captures: Mapping[str, Any], *, each: bo
         return _fill(transform, {**captured, "content": value})
     if not isinstance(value, list):
         raise ContentError(f"the calls must be a JSON array, not {kind(value)}")
-    # An item that is no mapping stays: it becomes a malformed call, beside the others.
+    # A wrong item must not cost the calls beside it. With `partly`, a missing key becomes None
+    # instead of an error, and a non-mapping stays: each becomes a malformed call of its own.
     return [
         _fill(transform, {**captured, **item}, partly=True) if isinstance(item, dict) else item
         for item in value

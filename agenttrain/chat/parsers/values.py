@@ -93,28 +93,33 @@ ReadValue = Callable[[str, int], Json]
 def read_items(
     text: str, start: int, key: str, read: ReadValue = read_json, *, limit: int | None = None
 ) -> tuple[list[Item], int]:
-    """Read an array of objects from `start`, after its bracket; return (items, end).
+    """Read an array of calls from `start`, after its bracket; return (items, end of the array).
 
-    An item that cannot be read has a problem. It ends before the next comma that is followed by an
-    object whose first key is `key`, as in ``{"name": oops}, {"name": "g"}]``. An array that is not
-    closed ends with the text. The text after `limit` items is one more item. `read` returns a
-    `Json`. If it `is_cut_off`, the text ended inside the value: no item follows.
+    One item that cannot be read must not cost those beside it. Example, with the key "name": in
+    ``{"name": oops}, {"name": "g"}]`` the first item has a problem, and ends before the comma that
+    an object with the first key `key` follows.
+
+    An array that is not closed ends with the text: its last item has a problem. So has the item of
+    all the text after `limit` items. `read` reads one item.
     """
     items: list[Item] = []
     at = skip_blank(text, start)
+    # A comma before an object whose first key is `key`: ,{"name":
     next_item = re.compile(rf",\s*+(?=\{{\s*+{re.escape(json.dumps(key))}\s*+:)")
     while not text.startswith("]", at):
         if limit is not None and len(items) >= limit:
             return [*items, Item(text[at:], problem="there are too many items")], len(text)
         value, end, problem, is_cut_off = read(text, at)
         if problem is not None:
+            # If the text ended inside of the value, what looks like a next item is a part of it.
             next_match = None if is_cut_off else next_item.search(text, at)
             end = next_match.start() if next_match else len(text)
             items.append(Item(text[at:end], problem=problem, name=written_name(text[at:end], key)))
         else:
             items.append(Item(text[at:end], value))
         at = skip_blank(text, end)
-        if problem is not None and at == len(text):  # one problem is enough: no second item
+        # The array is not closed either, but the item's problem is enough.
+        if problem is not None and at == len(text):
             return items, at
         if text.startswith(",", at):
             at = skip_blank(text, at + 1)
@@ -405,16 +410,11 @@ class _Reader:
             if next_character != ":":
                 self._raise_expected("':'", at)
             at = skip_blank(self.text, at + 1)
-            if self.dialect.unbraced and KEY_AHEAD.match(self.text, at):  # {"a": "x": 1}
-                if depth == 1:  # as in `read`, which is not called for this mapping
-                    raise LiteralError(f"nested more than {MAX_DEPTH} levels deep")
-                value, end = self._read_mapping(at, depth - 1)
+            if self.dialect.unbraced and KEY_AHEAD.match(
+                self.text, at
+            ):  # a key in place of a value
+                value, at = self._read_unbraced_mapping(at, depth - 1)
                 pairs.append((key, value))
-                # The inner mapping's brace was read. The outer mapping may have its own, as in
-                # {"a": "x": 1}}. Otherwise one brace ends both: {"a": "x": 1}.
-                at = skip_blank(self.text, end)
-                if self.text[at : at + 1] != "}":
-                    at = end - 1  # back to the brace that was read
                 break
             value, at = self.read(at, depth - 1)
             pairs.append((key, value))
@@ -423,6 +423,21 @@ class _Reader:
             return mapping_without_repeats(pairs), at + 1
         except ValueError as error:
             raise LiteralError(str(error)) from None
+
+    def _read_unbraced_mapping(self, at: int, depth: int) -> tuple[dict[str, Any] | list[Any], int]:
+        """Read a mapping without its opening brace; return (it, position of the outer's brace).
+
+        Models forget the braces of a call's arguments: ``{"name": "f", "arguments": "x": 1}`` means
+        ``{"name": "f", "arguments": {"x": 1}}``. The inner mapping reaches to the outer one's end.
+        """
+        if depth == 0:  # as in `read`, which is not called for this mapping
+            raise LiteralError(f"nested more than {MAX_DEPTH} levels deep")
+        value, end = self._read_mapping(at, depth)
+        # The closing brace that was read is the inner mapping's if the outer one has its own, as in
+        # {"a": "x": 1}}. Otherwise one brace ends both: {"a": "x": 1}.
+        after = skip_blank(self.text, end)
+        has_own_brace = self.text[after : after + 1] == "}"
+        return value, after if has_own_brace else end - 1
 
     def _read_key(self, at: int) -> tuple[str, int]:
         """Read the key of a mapping: a string, in Python any scalar, or a bare word."""
@@ -480,8 +495,7 @@ class _Reader:
         if "b" in prefix:
             raise LiteralError("bytes, which JSON has no value for")
         if "f" in prefix:
-            # A brace that is not doubled: f"{x}", not f"{{x}}".
-            if re.search(r"(?<!\{)\{(?:\{\{)*+(?!\{)", text):
+            if _PLACEHOLDER.search(text):
                 raise LiteralError("a text with placeholders, whose values are not known")
             text = text.replace("{{", "{").replace("}}", "}")
         return (text if "r" in prefix else _replace_escapes(text, python=True)), string.end()
@@ -547,6 +561,8 @@ _QUOTED = {
 _PYTHON_STRING = re.compile(
     r"""(?P<prefix>[rR][bBfF]?|[bBfF][rR]?|[uU]|)(?P<quote>'''|\"\"\"|'|")"""
 )
+_PLACEHOLDER = re.compile(r"(?<!\{)\{(?:\{\{)*+(?!\{)")
+"""An odd number of braces opens a placeholder in an f-string, ``f"{x}"``. Two stand for one."""
 _PYTHON_SCALAR = re.compile(rf"[+-]?\.?\d|(?:{'|'.join(_PYTHON_WORDS)})\b", re.ASCII)
 _PYTHON_NUMBER = re.compile(
     r"(?P<sign>[+-]?)(?:(?P<based>0[xX](?:_?[0-9a-fA-F])+|0[oO](?:_?[0-7])+|0[bB](?:_?[01])+)"

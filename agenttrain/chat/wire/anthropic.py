@@ -16,7 +16,7 @@ from agenttrain.chat.grammar import AnswerForm
 from agenttrain.chat.wire.events import event_text
 from agenttrain.chat.wire.fields import ANTHROPIC, SHAPE, field_problem, quote, unfollowed_fields
 from agenttrain.chat.wire.normal import HANDLE, Answer, AnswerHead, Question, call_message
-from agenttrain.chat.wire.openai import RequestError, check_form, validate
+from agenttrain.chat.wire.openai import RequestError, check_demanded_call, validate
 from agenttrain.types import Finish, Message
 
 SAMPLING = ("temperature", "top_p", "top_k")
@@ -50,19 +50,21 @@ class MessagesRequest(BaseModel):
 def read_question(data: Mapping[str, Any]) -> Question:
     """Return a request's body as a Question; raises RequestError.
 
-    The question's `sampling` has the sampling parameters and the fields that are not read here.
+    The question's `sampling` has the sampling parameters and, beside them, all that the request
+    asks for and that is not followed: the endpoint refuses or overrides both.
     """
     request = validate(MessagesRequest, data)
-    sampling = unfollowed_fields(data, {*MessagesRequest.model_fields, *SAMPLING}, ANTHROPIC)
-    for name in SHAPE:  # an answer can only be one message
-        if name in sampling:
-            raise RequestError(
-                field_problem(name, sampling[name], {name}), param=name, code="unsupported_value"
-            )
-    sampling |= {name: data[name] for name in SAMPLING if data.get(name) is not None}
-    sampling |= _unfollowed_context_edits(request.context_management)
-    form, forbids_parallel_calls = _read_form(request)
-    if forbids_parallel_calls:  # not followed, so it is listed with the other fields that are not
+    not_followed = unfollowed_fields(data, {*MessagesRequest.model_fields, *SAMPLING}, ANTHROPIC)
+    # Fields such as `n` ask for another kind of answer than one message: that cannot be given.
+    for name in SHAPE:
+        if name in not_followed:
+            problem = field_problem(name, not_followed[name], {name})
+            raise RequestError(problem, param=name, code="unsupported_value")
+    parameters = {name: data[name] for name in SAMPLING if data.get(name) is not None}
+    context_edits = _unfollowed_context_edits(request.context_management)
+    sampling = not_followed | parameters | context_edits
+    answer_form, forbids_parallel_calls = _read_answer_form(request)
+    if forbids_parallel_calls:  # not followed either
         sampling["tool_choice.disable_parallel_tool_use"] = True
     messages: list[Message] = []
     if request.system:
@@ -88,11 +90,11 @@ def read_question(data: Mapping[str, Any]) -> Question:
     choice = request.tool_choice
     kind = choice.get("type") if isinstance(choice, Mapping) else choice
     schemas = [] if kind == "none" else _read_tools(request.tools or [])
-    check_form(form, schemas)
+    check_demanded_call(answer_form, schemas)
     return Question(
         messages=messages,
         schemas=schemas,
-        form=form,
+        form=answer_form,
         model=request.model,
         max_tokens=request.max_tokens,
         sampling=sampling,
@@ -101,8 +103,8 @@ def read_question(data: Mapping[str, Any]) -> Question:
     )
 
 
-def _read_form(request: MessagesRequest) -> tuple[AnswerForm, bool]:
-    """Return (the form that a request demands, True if it forbids parallel calls).
+def _read_answer_form(request: MessagesRequest) -> tuple[AnswerForm, bool]:
+    """Return (the form that a request demands of the answer, True if it forbids parallel calls).
 
     Raises RequestError.
     """

@@ -7,15 +7,20 @@ from typing import Any
 
 
 def unsent(text: str, earlier: str) -> str:
-    """Return the part of an answer's text that a stream has not sent.
+    """Return the part of an answer's text that a stream has not sent; `earlier` was sent.
 
-    It is all of the text if the text differs from what was sent: the parser reads the beginning of
-    a completion in another way once it has more of it. Example: ``unsent("It is 7", "It")`` is
-    ``" is 7"``.
+    Examples::
+
+        unsent("It is 7", "It")   -> " is 7"
+        unsent("It", "It  ")      -> ""         blanks at the end, which the answer lacks, were sent
+        unsent("It is 7", "<to")  -> "It is 7"  the parser has changed its reading of the beginning
+
+    In the last case nothing that was sent can be taken back. The client gets the whole text behind
+    it, so that the text is complete at least.
     """
     if text.startswith(earlier):
         return text[len(earlier) :]
-    return "" if earlier.startswith(text) else text  # more was sent, such as blanks at the end
+    return "" if earlier.startswith(text) else text
 
 
 def to_json(value: Any) -> str:

@@ -128,19 +128,20 @@ async def call_in_thread_if_large(size: int, function: Callable[..., T], *argume
 
 
 class BoundedHead(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """uvicorn's HTTP, which refuses a head of more than `MAX_HEAD` bytes.
+    """uvicorn's HTTP, which refuses a request whose head is far too long.
 
-    Each connection has one, in the event loop's thread. h11 has such a bound, httptools keeps
-    whatever arrives. This counts the bytes of httptools' callbacks, and the bytes that arrive
-    between two callbacks, which are one unfinished header.
+    Each connection has one, in the event loop's thread. uvicorn parses with httptools or, without
+    it, with h11. h11 has a bound of its own, and calls none of the hooks below (`on_…`). httptools
+    calls them, and keeps whatever arrives. So two counts are bounded by `MAX_HEAD`, and a head may
+    have twice as many bytes: those of finished headers, and those of one unfinished header.
     """
 
     _callbacks = 0
     """Number of httptools' callbacks: data that causes none belongs to an unfinished header."""
     _head = 0
-    """Bytes of the address and the headers of this request."""
+    """Bytes of the address and of the finished headers of this request."""
     _unfinished = 0
-    """Bytes since the last callback."""
+    """Bytes of the unfinished header: those since the last callback."""
 
     def on_message_begin(self) -> None:
         """Begin to count for a new request."""
@@ -178,7 +179,7 @@ class BoundedHead(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         # Data that caused no callback continues an unfinished header.
         is_unfinished = self._callbacks == before
         self._unfinished = self._unfinished + len(data) if is_unfinished else 0
-        # Without httptools uvicorn takes h11, which has its own bound and calls none of the above.
+        # httptools calls `on_message_begin` at the first bytes of a request; h11 calls nothing.
         is_httptools = self._callbacks > 0
         if self._unfinished > MAX_HEAD and is_httptools and not self.transport.is_closing():
             self.send_400_response("The headers are too long.")

@@ -35,7 +35,11 @@ CUT_CALL = "Error: the client ended the answer before this call"
 class IssuedTurn:
     """A turn that was sent to a client, whose next requests may continue it.
 
-    Each server has a subclass, with the place where it keeps the ids before the turn.
+    `agenttrain serve` and the endpoint of a training run each have a subclass, which adds the place
+    where that server keeps the ids of the prompt before the turn.
+
+    A client was not given every call of the turn as a call. A malformed call may have been sent as
+    text, and a call after a stop text was not sent at all.
     """
 
     turn: AssistantTurn
@@ -45,7 +49,7 @@ class IssuedTurn:
     finish: Finish
     """Why the sampling ended."""
     call_ids: tuple[str, ...]
-    """Ids that the client was given, one for each call. "" for a call that was part of the text."""
+    """Ids that the client was given, one for each call. "" for a call that it was not given."""
     conversation: tuple[Message, ...]
     """Messages of the request, and the answer as it was issued."""
     tools: bytes
@@ -60,7 +64,10 @@ class IssuedTurn:
 
     @property
     def keys(self) -> list[str]:
-        """Its handle (a random id) and the ids of its calls: no other turn has any of them."""
+        """Its handle (a random id, under HANDLE in the message) and the ids of its calls.
+
+        No other turn has any of them.
+        """
         return [key for key in (self.message[HANDLE], *self.call_ids) if key]
 
     @property
@@ -73,16 +80,17 @@ class IssuedTurn:
     def replies(self, new_messages: Sequence[Message]) -> list[Message]:
         """Return the client's messages after the turn, with the model's ids of the calls.
 
-        The template needs a reply to each call. A malformed call was sent to the client as text, so
-        that the client has no reply to it: the reply is the call's `malformed_reply`. The client
-        never got a call that stands after a stop text: the reply to such a call is `CUT_CALL`.
+        The template needs a reply to each call, also to those that the client was not given.
         """
         contents = {m["tool_call_id"]: m["content"] for m in new_messages if m["role"] == "tool"}
         replies: list[Message] = []
         for call_id, call in zip(self.call_ids, self.turn.calls, strict=True):
-            # The content for a call that the client never saw as a call.
-            default_content = CUT_CALL if call.malformed is None else call.malformed_reply
-            content = contents.get(call_id, default_content)
+            if call_id in contents:
+                content = contents[call_id]
+            elif call.malformed is not None:  # it was sent as text: the reply says what is wrong
+                content = call.malformed_reply
+            else:  # it stands after a stop text, so it was not sent
+                content = CUT_CALL
             replies.append(
                 {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
             )
@@ -92,21 +100,23 @@ class IssuedTurn:
     def continuation(
         self, chat: Chat, new_messages: Sequence[Message], *, generation_prompt: bool
     ) -> tuple[list[Message], list[tuple[Origin, list[int]]]]:
-        """Return the `replies`, and the ids that follow the turn, by origin. Raises ChatError.
+        """Return the messages after the turn, and the ids that follow the turn, by origin.
 
-        System messages become the user's where the template can show none.
+        The messages are those of `replies` as the template can show them: if it refuses a system
+        message after a turn, that becomes the user's. Raises ChatError.
         """
-        return _render_with_late_system(
-            lambda replies: chat.suffix(
+
+        def render_suffix(replies: list[Message]) -> list[tuple[Origin, list[int]]]:
+            return chat.suffix(
                 self.turn,
                 replies,
                 completion_ids=self.completion_ids,
                 finish=self.finish,
                 generation_prompt=generation_prompt,
-            ),
-            self.replies(new_messages),
-            first=0,  # a system message after a turn is always late
-        )
+            )
+
+        # From index 0 on, every system message is late: they all stand after a turn.
+        return _render_with_late_system(render_suffix, self.replies(new_messages), first=0)
 
 
 T = TypeVar("T", bound=IssuedTurn)
@@ -197,16 +207,18 @@ class IssuedTurns(Generic[T]):
                 continue
             if [call["id"] for call in issued_calls] != [call["id"] for call in calls]:
                 continue
-            # Calls with equal keys are the same but for spellings such as 3.0 in place of 3.
+            # Calls with equal keys differ only in spellings, such as 3.0 for 3. They need not be
+            # restored: `match` finds their turn anyway.
             differing = [
                 (sent, issued)
                 for sent, issued in zip(calls, issued_calls, strict=True)
                 if sent != issued and _call_key(sent) != _call_key(issued)
             ]
-            if differing and all(
+            are_respelled = all(
                 is_respelled(sent["function"], issued["function"], schemas)
                 for sent, issued in differing
-            ):
+            )
+            if differing and are_respelled:
                 restored[index] = {**message, "tool_calls": issued_calls}
                 respelled |= {issued["id"] for _, issued in differing}
         return restored, respelled
@@ -218,6 +230,8 @@ class IssuedTurns(Generic[T]):
         """
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         end = answers[-1] + 1 if answers else 0  # after the last answer
+        # One hash serves twice: up to the last answer it finds the turn; over all messages it goes
+        # into the result, for the turn that will be issued as the answer to this request.
         request_hash = hashlib.sha256(b"".join(map(canonical_bytes, messages[:end])))
         answered_digest = request_hash.digest()
         request_hash.update(b"".join(map(canonical_bytes, messages[end:])))
@@ -229,6 +243,7 @@ class IssuedTurns(Generic[T]):
             for turn in self._by_digest.get(answered_digest, ())
             if reasoning_agrees(messages[:end], turn.conversation)
         ]
+        # The tools are a part of the prompt, so that a turn goes on only with its own.
         same_tools = [turn for turn in candidates if turn.tools == tools]
         return Match(
             turn=same_tools[-1] if same_tools else None,
@@ -245,9 +260,11 @@ def render_prompt(
     """Return a request's messages as the template can show them, and the ids of their prompt.
 
     System messages after the first message become the user's where the template can show none
-    there. Raises ChatError.
+    there. Raises ChatError. Answers that this server issued may hold their handle, by which they
+    are recognised: templates do not know that key.
     """
-    # Answers may hold texts beside their calls that a template leaves out.
+    # The template may leave out texts of the assistant: text beside calls is the model's own, and
+    # a client cannot change what the template does.
     return _render_with_late_system(
         lambda shown: chat.prompt_ids(shown, schemas, may_omit=("assistant",)),
         [without_handle(message) for message in messages],
@@ -347,11 +364,12 @@ def in_call_order(messages: Sequence[Message]) -> list[Message]:
             index += 1
         if len(replies) < len(call_ids):
             unanswered = [call_id for call_id in call_ids if call_id not in replies]
-            # If no id is unanswered, two calls have the same id.
+            # If each id has its reply, there are fewer ids than calls.
+            same_id = "an id has two calls"
+            problem = f"{', '.join(unanswered)} has none" if unanswered else same_id
             raise RequestError(
                 f"messages: the assistant made the calls {', '.join(call_ids)}, and each needs "
-                f"exactly one tool message behind it; {', '.join(unanswered) or 'an id'} has "
-                f"{'none' if unanswered else 'two calls'}",
+                f"exactly one tool message behind it; {problem}",
                 param="messages",
             )
         result += [replies[call_id] for call_id in call_ids]
@@ -401,17 +419,19 @@ def is_respelled(
 ) -> bool:
     """Return True if a client's call equals the issued one apart from defaults of its schema.
 
-    `sent` and `issued` are the ``{"name": …, "arguments": …}`` of the two calls.
-
-    A malformed call counts as respelled whatever was sent in its place: clients replace it.
+    `sent` and `issued` are the ``{"name": …, "arguments": …}`` of two calls that differ. Arguments
+    that are no JSON object have their text under `text`: the call is malformed. A malformed call
+    counts as respelled whatever was sent in its place: clients replace it. A call of a tool without
+    a schema has no defaults, so that a difference is an edit.
     """
-    if issued.get("text") is not None:  # malformed
+    if issued.get("text") is not None:
         return True
     if sent["name"] != issued["name"] or sent.get("text") is not None:
         return False
     for schema in schemas:
         if schema["function"]["name"] == sent["name"]:
             resolver = SchemaResolver(without_nullable(schema["function"].get("parameters") or {}))
+            # Clients also write 3 as 3.0.
             sent_arguments, issued_arguments = (
                 _whole_numbers(resolver.with_defaults(function["arguments"]))
                 for function in (sent, issued)

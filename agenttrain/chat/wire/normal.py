@@ -30,9 +30,9 @@ def find_none(key: str) -> Message | None:
 class Question:
     """A request for an answer, whichever API it came through.
 
-    Messages are those of chat templates, with two differences: a call whose arguments are no JSON
-    object has their text under `text`, and an answer that this server issued may have the `handle`
-    under which it was issued.
+    Messages are those of chat templates, with two differences. A call whose arguments are no JSON
+    object has their text under `text`. An answer that this server issued may have the `handle`
+    under which it was issued, by which its turn is recognised.
     """
 
     messages: list[Message]
@@ -41,8 +41,8 @@ class Question:
     model: str | None = None
     max_tokens: int | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """Sampling parameters, and fields that `unfollowed_fields` returns, under their names in the
-    request."""
+    """Sampling parameters, and the fields that would change the answer but are not followed: the
+    endpoint refuses or overrides both. All under their names in the request."""
     stops: tuple[str, ...] = ()
     """Texts that end the answer, which does not hold them."""
     form: AnswerForm = ANY_FORM
@@ -53,6 +53,8 @@ class Question:
     return_token_ids: bool = False
     """As in vLLM: the answer holds the ids of the prompt and of the completion."""
     namespaces: Namespaces = field(default_factory=dict)
+    """Name of a tool for the model -> (namespace, name) of the tool for the client. Only tools that
+    the client has put into namespaces."""
     left_out: int = 0
     """Tools that the provider would run, such as a web search: the model is not shown them."""
     size: int = 0
@@ -96,27 +98,37 @@ def issue(
 ) -> tuple[Message, tuple[str, ...]]:
     """Return a turn as the client gets it under a handle, and the ids of its calls.
 
-    The ids are new, because the model's may occur twice. A malformed call has the id "", and is
-    part of the content as the model wrote it, unless it has a name and the API's arguments are a
-    text (`text_arguments`).
+    The ids are new, because the model's may occur twice. How a call is issued::
+
+        good                    as a call
+        malformed, with a name  as a call whose arguments are the text that the model wrote, if the
+                                API's arguments are a text (`text_arguments`); else as text
+        malformed, without one  as text
+
+    A call that is issued as text is a part of the content, and its id is "".
     """
-    is_issued = [
-        call.malformed is None or (text_arguments and bool(call.name)) for call in turn.calls
-    ]
-    call_ids = tuple(f"call_{secrets.token_hex(12)}" if issued else "" for issued in is_issued)
+    call_ids = []
+    for call in turn.calls:
+        is_issued_as_call = call.malformed is None or (text_arguments and bool(call.name))
+        call_ids.append(f"call_{secrets.token_hex(12)}" if is_issued_as_call else "")
     calls = list(zip(call_ids, turn.calls, strict=True))
-    texts = [call.text for call_id, call in calls if not call_id]  # of calls that stay text
+    texts = [call.text for call_id, call in calls if not call_id]
     content = "\n".join(text for text in (turn.content, *texts) if text)
     message: Message = {"role": "assistant", "content": content, HANDLE: handle}
     if turn.reasoning is not None:
         message["reasoning_content"] = turn.reasoning
     if any(call_ids):
         message["tool_calls"] = [
-            call_message(call_id, call.name, call.arguments, call.text if call.malformed else None)
+            call_message(
+                call_id,
+                call.name,
+                call.arguments,
+                text=None if call.malformed is None else call.text,
+            )
             for call_id, call in calls
             if call_id
         ]
-    return message, call_ids
+    return message, tuple(call_ids)
 
 
 def call_message(

@@ -169,24 +169,27 @@ def read_question(
     """Return a request's body as a Question; raises RequestError.
 
     `roles` are those of `chat_template.roles`. The question's `sampling` has the sampling
-    parameters and the fields that are not read here.
+    parameters and, beside them, the fields that would change the answer but are not followed: the
+    endpoint refuses or overrides both.
     """
-    form = _read_form(data)
-    # Not validated with the other fields: `_read_form` has read two of them, and the endpoint
-    # refuses or overrides the sampling parameters whatever they are.
+    answer_form = _read_answer_form(data)  # of tool_choice and response_format
+    # Not validated with the other fields: those two were checked already, and the sampling
+    # parameters are not used, whatever they are.
     read_here = {*SAMPLING, "tool_choice", "response_format"}
     fields = {name: value for name, value in data.items() if name not in read_here}
-    not_read = unfollowed_fields(fields, ChatRequest.model_fields, OPENAI)
-    for name in SHAPE:  # an answer can only be one message
-        if name in not_read:
-            raise _refused_field(name, not_read[name])
-    if data.get("tool_choice") == "none":  # then `ChatRequest.schemas` is empty
+    not_followed = unfollowed_fields(fields, ChatRequest.model_fields, OPENAI)
+    # Fields such as `n` ask for another kind of answer than one message: that cannot be given.
+    for name in SHAPE:
+        if name in not_followed:
+            raise _refused_field(name, not_followed[name])
+    # "none" is no demand on the answer: it hides the tools, which `ChatRequest.schemas` does.
+    if data.get("tool_choice") == "none":
         fields["tool_choice"] = "none"
     request = validate(ChatRequest, fields)
     messages = read_messages(request, roles, text_arguments=True)
     sampling = {name: data[name] for name in SAMPLING if data.get(name) is not None}
-    question = _make_question(request, messages, form, sampling | not_read)
-    check_form(form, question.schemas)
+    question = _make_question(request, messages, answer_form, sampling | not_followed)
+    check_demanded_call(answer_form, question.schemas)
     return question
 
 
@@ -214,7 +217,7 @@ def _refused_field(name: str, value: object) -> RequestError:
     return RequestError(field_problem(name, value, names), param=name, code="unsupported_value")
 
 
-def _read_form(data: Mapping[str, Any]) -> AnswerForm:
+def _read_answer_form(data: Mapping[str, Any]) -> AnswerForm:
     """Return the form that a request demands of the answer; raises RequestError."""
     tool = _chosen_tool(data.get("tool_choice"))
     schema = demanded_schema(data.get("response_format"), "response_format")
@@ -242,27 +245,33 @@ def _chosen_tool(choice: Any) -> str | None:
 
 
 def demanded_schema(response_format: Any, param: str) -> Mapping[str, Any] | None:
-    """Return the JSON schema that a request demands, or None; raises RequestError."""
+    """Return the JSON schema that a request demands of the answer, or None for any text.
+
+    Example: for ``{"type": "json_object"}`` it is ``{"type": "object"}``. `param` is the field's
+    name in errors. Raises RequestError.
+    """
+    is_mapping = isinstance(response_format, Mapping)
+    # The bare text "text" is accepted too. Any other value that is no mapping is refused.
+    kind = response_format.get("type") if is_mapping else response_format
+    if kind is None or kind == "text":
+        return None
     schema: Any = None
-    kind = response_format  # None is allowed; any other value that is no mapping is refused
-    if isinstance(response_format, Mapping):
-        kind = response_format.get("type")
-        if kind == "json_object":
-            schema = {"type": "object"}
-        elif kind == "json_schema":
-            named_schema = response_format.get("json_schema")
-            schema = named_schema.get("schema") if isinstance(named_schema, Mapping) else None
-    if kind not in (None, "text") and not isinstance(schema, Mapping):
+    if is_mapping and kind == "json_object":
+        schema = {"type": "object"}
+    elif is_mapping and kind == "json_schema":
+        named_schema = response_format.get("json_schema")
+        schema = named_schema.get("schema") if isinstance(named_schema, Mapping) else None
+    if not isinstance(schema, Mapping):
         raise RequestError(
             f"{param}={quote(response_format)}: expected the type text, json_object, or "
             "json_schema with a schema",
             param=param,
             code="unsupported_value",
         )
-    return cast(Mapping[str, Any] | None, schema)
+    return cast(Mapping[str, Any], schema)
 
 
-def check_form(form: AnswerForm, schemas: Sequence[Mapping[str, Any]]) -> None:
+def check_demanded_call(form: AnswerForm, schemas: Sequence[Mapping[str, Any]]) -> None:
     """Raise RequestError if a request demands a call of a tool that it does not have."""
     names = [schema["function"]["name"] for schema in schemas]
     if form.call and (not names or form.tool not in (None, *names)):
@@ -422,13 +431,15 @@ def completion_body(answer: Answer) -> dict[str, Any]:
     reason = finish_reason(answer.finish, message)
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
     body = {**_head(answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
-    return _with_ids(body, answer)
+    return _with_token_ids(body, answer)
 
 
 class CompletionWriter:
     """Writes an answer as `chat.completion.chunk` objects, and ``[DONE]``.
 
     `begin` comes first, then `add` for new text, then `end`, or `fail` in place of any of them.
+    Each chunk has the fields of the AnswerHead: id, time and model. An Answer is one too, with the
+    same values.
     """
 
     def __init__(self, head: AnswerHead, include_usage: bool) -> None:
@@ -455,7 +466,8 @@ class CompletionWriter:
         for index, call in enumerate(message.get("tool_calls", ())):
             yield event_text(chunk(answer, {"tool_calls": [{"index": index, **call}]}))
         reason = finish_reason(answer.finish, message)
-        yield event_text(_with_ids(chunk(answer, {}, reason), answer))
+        # The token ids, if the client asked for them, come once and whole, with the reason.
+        yield event_text(_with_token_ids(chunk(answer, {}, reason), answer))
         if self.include_usage:
             yield event_text({**_head(answer, CHUNK), "choices": [], "usage": _usage(answer)})
         yield DONE
@@ -472,8 +484,8 @@ def chunk(head: AnswerHead, delta: Mapping[str, Any], reason: str | None = None)
     return {**_head(head, CHUNK), "choices": [choice]}
 
 
-def _with_ids(body: dict[str, Any], answer: Answer) -> dict[str, Any]:
-    """Add the ids that a client asked for with `return_token_ids`."""
+def _with_token_ids(body: dict[str, Any], answer: Answer) -> dict[str, Any]:
+    """Add the ids of prompt and completion, if the client asked for them (`return_token_ids`)."""
     if answer.token_ids is not None:
         prompt_ids, completion_ids = answer.token_ids
         body["prompt_token_ids"] = list(prompt_ids)

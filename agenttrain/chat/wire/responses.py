@@ -33,7 +33,7 @@ from agenttrain.chat.wire.openai import (
     RequestError,
     SamplingFields,
     argument_text,
-    check_form,
+    check_demanded_call,
     demanded_schema,
     forced_call_error,
     read_call,
@@ -72,35 +72,36 @@ def read_question(
     """Return a request's body as a Question; raises RequestError.
 
     `roles` are those of `chat_template.roles`. The question's `sampling` has the sampling
-    parameters and the fields that are not read here.
+    parameters and, beside them, the fields that would change the answer but are not followed: the
+    endpoint refuses or overrides both.
     """
-    sampling = unfollowed_fields(
+    not_followed = unfollowed_fields(
         data, {*ResponsesRequest.model_fields, *SAMPLING, *IGNORED}, RESPONSES
     )
     for name in STATE:
-        if name in sampling:
+        if name in not_followed:
             raise RequestError(
-                f"{name}={quote(sampling[name])}: nothing is kept here between requests; send the "
-                "whole conversation as `input`, with store=false",
+                f"{name}={quote(not_followed[name])}: nothing is kept here between requests; send "
+                "the whole conversation as `input`, with store=false",
                 param=name,
                 code="unsupported_value",
             )
-    if "top_logprobs" in sampling:  # it asks for another kind of answer, as `fields.SHAPE`
-        raise _refused_field("top_logprobs", sampling["top_logprobs"])
+    if "top_logprobs" in not_followed:  # an answer can hold none, so it cannot be left out silently
+        raise _refused_field("top_logprobs", not_followed["top_logprobs"])
     request = validate(ResponsesRequest, data)
-    sampling |= {name: data[name] for name in SAMPLING if data.get(name) is not None}
+    sampling = {name: data[name] for name in SAMPLING if data.get(name) is not None}
     tools = _Tools()
     tools.read(request.tools or (), "tools")
-    form = _read_form(request)
+    answer_form = _read_answer_form(request)
     schemas = [] if request.tool_choice == "none" else tools.schemas
-    check_form(form, schemas)
+    check_demanded_call(answer_form, schemas)
     return Question(
         messages=_ItemReader(roles, find_issued, tools.namespaces).read(request),
         schemas=schemas,
-        form=form,
+        form=answer_form,
         model=request.model,
         max_tokens=request.max_output_tokens,
-        sampling=sampling,
+        sampling=not_followed | sampling,
         stream=request.stream,
         namespaces=tools.namespaces,
         left_out=tools.left_out,
@@ -176,7 +177,7 @@ class _Tools:
         return {**schema, "function": {**function, "name": model_name}}
 
 
-def _read_form(request: ResponsesRequest) -> AnswerForm:
+def _read_answer_form(request: ResponsesRequest) -> AnswerForm:
     """Return the form that a request demands of the answer; raises RequestError."""
     choice, tool = request.tool_choice, None
     if isinstance(choice, Mapping) and choice.get("type") == "function":
@@ -203,7 +204,9 @@ def _read_form(request: ResponsesRequest) -> AnswerForm:
 class _ItemReader:
     """Reads the items of one request as messages; `read` is called once.
 
-    The items of one turn of the assistant (reasoning, text, calls) become one message.
+    The items of one turn of the assistant (reasoning, text, calls) become one message, the current
+    turn. An item names its turn by a key: the handle, under which this server issued the turn, or
+    the id of a call. Items that another server issued have other keys, or none.
     """
 
     def __init__(
@@ -223,7 +226,8 @@ class _ItemReader:
         self.turn: Message | None = None
         """The last assistant message. After it come at most replies to its calls."""
         self.issued: Message | None = None
-        """The answer that was issued as that turn."""
+        """The answer that this server issued as that turn; None if it did not. Like `turn`, set by
+        `_turn_for_item`."""
 
     def read(self, request: ResponsesRequest) -> list[Message]:
         """Return the messages. Raises RequestError."""
@@ -243,20 +247,25 @@ class _ItemReader:
         return self.messages
 
     def _resolve_reference(self, item: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-        """Return an item, or the issued one that an `item_reference` names."""
+        """Return an item, or the issued one that an `item_reference` names.
+
+        A reference holds the id of an item in place of the item. The id holds the key of its turn:
+        ``msg_7f`` is an item of the turn with the handle ``7f``.
+        """
         # Some clients leave the type of a reference out.
         has_only_id = item.keys() - {"type"} == {"id"}
         if item.get("type") != "item_reference" and not has_only_id:
             return item
-        name = str(item.get("id"))
-        issued_turn = self.find_issued(_turn_key(name))
+        item_id = str(item.get("id"))
+        issued_turn = self.find_issued(_turn_key(item_id))
         if issued_turn is not None:
-            # Without namespaces a call has the tool's name for the model, which `_read_call` keeps.
+            # A tool in a namespace has one name for the client and one for the model: find and
+            # mail__find. The messages need the model's, which a call keeps without `namespaces`.
             for candidate in output_items(issued_turn, namespaces={}):
-                if candidate["id"] == name:
+                if candidate["id"] == item_id:
                     return candidate
         raise RequestError(
-            f"{where}.id={quote(name)}: no such item was issued in this conversation; send the "
+            f"{where}.id={quote(item_id)}: no such item was issued in this conversation; send the "
             "items themselves, with store=false",
             param=f"{where}.id",
             code="unsupported_value",
@@ -268,13 +277,14 @@ class _ItemReader:
         if kind == "reasoning":
             handle = item.get("encrypted_content")  # as in the items that we issue
             # Some clients send only the id, which holds the handle too: ``rs_<handle>``.
-            turn = self._turn_for_item(handle or _turn_key(item.get("id")), kind)
+            key = handle or _turn_key(item.get("id"))
+            turn = self._turn_for_item(key, kind)  # sets `self.issued` too
             texts = item.get("content") or item.get("summary")
             if isinstance(handle, str) and handle:
                 turn[HANDLE] = handle
             if texts:
                 turn["reasoning_content"] = _join_text(texts, where)
-            # Some clients send the item without its text.
+            # Some clients send the item without its text: it is the one that was issued.
             elif self.issued is not None and "reasoning_content" in self.issued:
                 turn["reasoning_content"] = self.issued["reasoning_content"]
         elif kind == "function_call":
@@ -325,39 +335,44 @@ class _ItemReader:
         call_id, name = item.get("call_id"), item.get("name")
         if not isinstance(call_id, str) or not isinstance(name, str):
             raise RequestError(f"{where}: a function_call needs a call_id and a name", param=where)
-        name = self.model_names.get((str(item.get("namespace")), name), name)
-        function = {"name": name, "arguments": item.get("arguments")}
+        # Only a tool in a namespace has another name for the model, e.g. mail__find. A call without
+        # a namespace is not among `model_names`, and keeps its name.
+        model_name = self.model_names.get((str(item.get("namespace")), name), name)
+        function = {"name": model_name, "arguments": item.get("arguments")}
         call = read_call({"id": call_id, "function": function}, where, text_arguments=True)
-        self._turn_for_item(call_id, "function_call").setdefault("tool_calls", []).append(call)
-        self.tool_names[call_id] = name
+        turn = self._turn_for_item(call_id, "function_call")
+        turn.setdefault("tool_calls", []).append(call)
+        self.tool_names[call_id] = model_name
 
     def _turn_for_item(self, key: object, kind: str) -> Message:
         """Return the assistant message that an item belongs to: the current one, or a new one.
 
-        `key` is the handle or the id of a call in the item, `kind` the item's type. Once replies to
-        calls have followed the current turn, an item belongs to it only if both were issued as
-        parts of one turn: some clients put each reply right after its call.
+        `key` is the handle or the id of a call in the item, `kind` the item's type. Sets `turn` and
+        `issued`.
         """
         issued = self.find_issued(key) if isinstance(key, str) and key else None
-        turn = self.turn
-        is_open = turn is not None and turn is self.messages[-1]  # no reply follows it yet
-        if turn is not None and issued is not None and self.issued is not None:
-            # We issued both the item and the current turn (as `self.issued`).
-            begins_turn = issued is not self.issued
-        elif turn is None or not is_open:
-            begins_turn = True
-        else:
-            # Reasoning comes first in a turn: it begins a new one if this one has text, or more
-            # keys than `role` and `content`.
-            begins_turn = kind == "reasoning" and bool(turn["content"] or len(turn) > 2)
-        if begins_turn:
-            turn = {"role": "assistant", "content": ""}
-            self.messages.append(turn)
-            self.issued = None
-        # An item that we did not issue, inside a turn that we did, leaves `self.issued` as it is.
-        self.turn, self.issued = turn, issued or self.issued
-        assert turn is not None
-        return turn
+        if self.turn is None or self._begins_turn(self.turn, issued, kind):
+            self.turn = {"role": "assistant", "content": ""}
+            self.messages.append(self.turn)
+            self.issued = issued
+        elif issued is not None:  # else the item leaves the current turn's as it is
+            self.issued = issued
+        return self.turn
+
+    def _begins_turn(self, turn: Message, issued: Message | None, kind: str) -> bool:
+        """Return True if an item begins a new turn, False if it is a part of the current `turn`.
+
+        `issued` is the answer of which we issued the item, or None. `kind` is the item's type.
+        """
+        if issued is not None and self.issued is not None:
+            # We issued the item and the current turn. They may be one turn even if replies stand
+            # between: some clients put each reply right after its call.
+            return issued is not self.issued
+        if turn is not self.messages[-1]:  # a reply follows the turn
+            return True
+        # Reasoning comes first in a turn, so it begins a new one if this one has anything already.
+        is_empty = not turn["content"] and turn.keys() == {"role", "content"}
+        return kind == "reasoning" and not is_empty
 
 
 def _turn_key(item_id: object) -> str:
@@ -497,7 +512,8 @@ class ResponseWriter:
         self._number = 0
         """Sequence number of the next event."""
         self._sent: dict[str, str] = {}
-        """Text of each item that has begun, by its id; their order is that of the output."""
+        """Text of each message and reasoning that has begun, by the item's id. Their order is that
+        of the output, in which the calls come last."""
 
     def begin(self) -> Iterator[str]:
         """Yield the events of a response without output."""
@@ -517,7 +533,8 @@ class ResponseWriter:
     def end(self, answer: Answer) -> Iterator[str]:
         """Yield the rest of the items, and the complete response."""
         body = response_body(answer)
-        # Items that were streamed keep their place; the others follow them.
+        # Items that were streamed keep their place. The others follow them in their own order:
+        # texts, then calls. So an item's index here is that of `_place`.
         begun = list(self._sent)
         body["output"].sort(
             key=lambda item: begun.index(item["id"]) if item["id"] in begun else len(begun)
@@ -526,8 +543,8 @@ class ResponseWriter:
             if item["type"] == "function_call":
                 yield from self._call_events(item, index)
             else:
-                text = item["content"][0]["text"]
-                yield from self._text_events(item, unsent(text, self._sent.get(item["id"], "")))
+                text, earlier = item["content"][0]["text"], self._sent.get(item["id"], "")
+                yield from self._text_events(item, unsent(text, earlier))
                 yield from self._text_end_events(item)
             yield self._event("response.output_item.done", output_index=index, item=item)
         is_cut = body["status"] == "incomplete"
@@ -549,7 +566,7 @@ class ResponseWriter:
         is_message = item["type"] == "message"
         if is_new:
             empty = {**item, "content": []}
-            if is_message:
+            if is_message:  # in `end` the item is complete, but an item begins in progress
                 empty["status"] = "in_progress"
             yield self._event(
                 "response.output_item.added", output_index=place["output_index"], item=empty
@@ -586,6 +603,7 @@ class ResponseWriter:
         )
 
     def _place(self, item: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields that name the place of an item of text in the output."""
         index = list(self._sent).index(item["id"])
         return {"item_id": item["id"], "output_index": index, "content_index": 0}
 

@@ -11,8 +11,9 @@ REWARD = "reward"
 def harbor(rollout: Rollout, *, name: Data[str | None] = None) -> float | None:
     """Return the reward `name` of a Harbor task's tests; None if the task has no tests.
 
-    Without `name` it is `reward`, or the only one there is. Raises ValueError for a task that
-    writes others: each of them takes a section of its own, `reward.<name>.name=…`.
+    Without `name` it is the only reward that the tests wrote or, of several, the one named
+    `reward`. Raises ValueError if they wrote none of this name. Each further reward of a task takes
+    a section of its own, `reward.<name>.name=…`.
     """
     grades = rollout.grades
     if not grades:

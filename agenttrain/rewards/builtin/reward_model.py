@@ -119,17 +119,22 @@ class RewardModel:
                 f"path={self._path}: has no weights for {', '.join(sorted(info['missing_keys']))}: "
                 "it is no reward model, and would score at random"
             )
-        labels = model.config.num_labels
-        if labels > 1 and (self._label is None or not 0 <= self._label < labels):
-            raise ValueError(
-                f"label={self._label}: the model has {labels} labels {model.config.id2label}; give "
-                "the number of the good one"
-            )
-        # The head finds the last token of a conversation by the pad id. That fails if the pad token
-        # also ends turns: then nothing is padded.
+        self._check_label(model)
+        # The head scores the last token of a conversation, which it finds by the pad id. A pad
+        # token that also ends turns would hide the true last token. With None the head takes the
+        # last position, and `__call__` scores one conversation at a time, without padding.
         pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
         model.config.pad_token_id = None if pad == end else pad
         # "cuda" alone is the calling thread's GPU, which may differ at the next call.
         on_gpu = torch.cuda.is_available()
         default = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
         return tokenizer, model.to(self._device_name or default).eval()
+
+    def _check_label(self, model: Any) -> None:
+        """Raise ValueError if the model has several labels, and `label` is none of them."""
+        labels = model.config.num_labels
+        if labels > 1 and (self._label is None or not 0 <= self._label < labels):
+            raise ValueError(
+                f"label={self._label}: the model has {labels} labels {model.config.id2label}; give "
+                "the number of the good one"
+            )

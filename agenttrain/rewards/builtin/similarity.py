@@ -76,7 +76,13 @@ class TurnSimilarity:
         power: Data[float] = 1.0,
         each_turn: Data[bool] = False,
     ) -> None:
-        """With `each_turn`, `power` applies to the similarity of each turn, else to their mean."""
+        """Take the tags around the answers and the column with the expected texts.
+
+        The n-th turn's answer stands between ``<tag>`` and ``</tag>`` of the n-th of `tags`, later
+        turns' between the last one, and is compared with the n-th text in `column`. A `power` above
+        1 lowers middling similarities more than good ones: with 2, 0.5 becomes 0.25. It is applied
+        to the mean of the turns' similarities or, with `each_turn`, to the similarity of each turn.
+        """
         if not tags or isinstance(tags, str):
             raise ValueError(f"tags={tags!r}: must be a list with a tag for each turn, or one tag")
         _check_power(power)
