@@ -534,20 +534,11 @@ class Chat:
         one call per turn, only the first call stays, and one tool reply has the texts of all:
         ``7`` and ``Error: only one call per turn`` become one reply of two lines.
         """
+        if self.one_call_per_turn and len(turn.calls) > 1:
+            turn, replies = replace(turn, calls=turn.calls[:1]), _merge_tool_replies(replies)
         if self.roles:
             replies = [{**m, "role": self.roles.get(m["role"], m["role"])} for m in replies]
-        if not self.one_call_per_turn or len(turn.calls) < 2:
-            return turn, replies
-        tool_replies = [reply for reply in replies if reply["role"] == "tool"]
-        other_replies = [reply for reply in replies if reply["role"] != "tool"]
-        merged: list[str | Image] = []
-        for reply in tool_replies:
-            content = parts(reply.get("content"))
-            merged += ["\n"] if merged and any(content) else []
-            merged += [part for part in content if part]
-        if tool_replies:
-            tool_replies = [{**tool_replies[0], "content": content_of(merged)}]
-        return replace(turn, calls=turn.calls[:1]), [*tool_replies, *other_replies]
+        return turn, replies
 
     def end_ids(
         self, turn: AssistantTurn, replies: Sequence[Message], *, generation_prompt: bool
@@ -702,6 +693,23 @@ class Chat:
                 # Blanks may stand before the control token, which is the last one.
                 end_ids += self.encoder.encode(end)[-1:]
         return [token_id for token_id in end_ids if token_id not in ids_inside]
+
+
+def _merge_tool_replies(replies: Sequence[Message]) -> list[Message]:
+    """Return the replies with one of role `tool`, which has the contents of all, a line each.
+
+    It is the first; other replies follow.
+    """
+    tool_replies = [reply for reply in replies if reply["role"] == "tool"]
+    other_replies = [reply for reply in replies if reply["role"] != "tool"]
+    merged: list[str | Image] = []
+    for reply in tool_replies:
+        content = parts(reply.get("content"))
+        merged += ["\n"] if merged and any(content) else []
+        merged += [part for part in content if part]
+    if tool_replies:
+        tool_replies = [{**tool_replies[0], "content": content_of(merged)}]
+    return [*tool_replies, *other_replies]
 
 
 def _shape_of(reply: Message, indices: Mapping[str, int]) -> tuple[tuple[str, Any], ...]:

@@ -339,6 +339,17 @@ def test_replies_to_several_calls_where_one_is_rendered() -> None:
     assert shown == ['7\\"\\nError: only one call per turn']
 
 
+def test_replies_to_several_calls_get_the_role_of_results_where_one_is_rendered() -> None:
+    tokenizer = copy.copy(small_tokenizer(families()["llama3.2"]))
+    tokenizer.chat_template = original("llama3_2")
+    config = ChatTemplateConfig(roles={"tool": "ipython"})
+    chat = load_chat(tokenizer, config, ResponseSchemaConfig())
+    turn = AssistantTurn(content="", reasoning=None, calls=CALL.calls * 2)
+    shown, (reply,) = chat.as_rendered(turn, [*REPLY, {**REPLY[0], "content": "Error"}])
+    assert shown.calls == CALL.calls
+    assert (reply["role"], reply["content"]) == ("ipython", '7"\nError')
+
+
 def test_an_edit_finds_what_forks_change() -> None:
     found = template_pattern("{%- if message.role == 'user' %}")
     assert found.search('{% if  message["role"] == "user" -%}')

@@ -77,6 +77,15 @@ def test_loose_arguments_inside_a_string(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FORMATS)
+def test_json_in_single_quotes_takes_a_lenient_spec(family: str) -> None:
+    quoted = f"'{json.dumps(ARGUMENTS)}'"
+    for arguments in (quoted, json.dumps(quoted)):
+        text = FORMATS[family].format(arguments)
+        assert read(lenient(family), text) == [(ARGUMENTS, True)]
+        assert all(isinstance(malformed, str) for malformed, _ in read(load_spec(family), text))
+
+
+@pytest.mark.parametrize("family", FORMATS)
 def test_json_that_was_encoded_twice_is_decoded_always(family: str) -> None:
     for spec in (load_spec(family), lenient(family)):
         for arguments in (json.dumps(ARGUMENTS), json.dumps(json.dumps(ARGUMENTS)), TWICE):

@@ -227,10 +227,9 @@ def _decode_arguments(
             return {}, f"{label} is a string without a JSON object: {excerpt(value)}", False
         decoded = reading.value
         if isinstance(decoded, str) and again:  # encoded twice: "\"{\\\"x\\\": 1}\""
-            inner = _decode_arguments(decoded, label, lenient, again=False)
-            _, problem, _ = inner
+            inner, problem, inner_is_loose = _decode_arguments(decoded, label, lenient, again=False)
             if problem is None:
-                return inner
+                return inner, None, is_loose or inner_is_loose
             # Otherwise `decoded` is just a string, which the check below reports.
     if decoded is None or decoded == "":
         return {}, None, is_loose
