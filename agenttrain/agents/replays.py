@@ -47,7 +47,9 @@ class Replays:
     _by_key: dict[str, Delivery] = field(default_factory=dict)
     """Idempotency-Key -> delivery."""
     _by_body: dict[bytes, Delivery] = field(default_factory=dict)
-    """`Delivery.digest` -> the newest delivery with it."""
+    """`Delivery.digest` -> the newest delivery with it, the newest of all last."""
+    _running: set[asyncio.Task[Answer]] = field(default_factory=set)
+    """Sampling of answers that has not ended; equal requests may have several."""
 
     def deliver(
         self,
@@ -78,7 +80,10 @@ class Replays:
             delivery = earlier
         else:
             delivery = Delivery(digest=digest, task=asyncio.ensure_future(sample()))
+            self._by_body.pop(digest, None)  # so that the new one comes last
             self._by_body[digest] = delivery
+            self._running.add(delivery.task)
+            delivery.task.add_done_callback(self._running.discard)
             delivery.task.add_done_callback(lambda task: self._forget_failed(delivery))
         if key is not None:
             self._by_key[key] = delivery
@@ -99,9 +104,7 @@ class Replays:
 
     async def aclose(self) -> None:
         """Cancel the sampling of answers that nobody can get any more."""
-        tasks = [delivery.task for delivery in self._by_body.values()]
-        running = [task for task in tasks if not task.done()]
-        for task in running:
+        for task in self._running:
             task.cancel()
-        if running:
-            await asyncio.wait(running)
+        if self._running:
+            await asyncio.wait(self._running)
