@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 import torch
-from async_kit import until
+from async_kit import PATIENCE_S, until
 from engine_kit import ids_of, sharp_model
 
 from agenttrain.engines.base import EngineError, OwnNumberFormat, Separate
@@ -113,6 +113,19 @@ def test_an_update_waits_for_the_turns_that_decode() -> None:
             assert max(*gaps(PROMPT, old), *gaps(PROMPT, new)) < 1e-4
 
     asyncio.run(main())
+
+
+def test_an_update_that_waits_for_turns_fails_at_a_close() -> None:
+    async def main() -> list[object]:
+        async with copy(WeightSyncMode.drain) as engine:
+            turn = asyncio.create_task(engine.generate(PROMPT, LONG, session="a"))
+            await tokens(engine, 20)
+            updating = asyncio.create_task(load(engine, 1))
+            await until(lambda: engine._worker.scheduler.draining or updating.done())
+        waiting = asyncio.gather(turn, updating, return_exceptions=True)
+        return await asyncio.wait_for(waiting, PATIENCE_S)
+
+    assert all(isinstance(result, EngineError) for result in asyncio.run(main()))
 
 
 def test_keys_and_values_of_old_weights_stay_where_they_are() -> None:

@@ -23,7 +23,7 @@ from agenttrain.engines.transformers import sampler
 from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.decoder import AUTOCAST, Decoder
 from agenttrain.engines.transformers.scheduler import Generation, Scheduler
-from agenttrain.engines.transformers.worker import EngineStats, EngineWorker
+from agenttrain.engines.transformers.worker import CLOSED, EngineStats, EngineWorker
 from agenttrain.engines.vision import Layout, Vision
 from agenttrain.types import Completion, PlacedImage
 from agenttrain.utils.threads import current_gpu, settle
@@ -78,6 +78,8 @@ class TransformersEngine:
         self.stats: EngineStats = self._worker.stats
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._results: set[asyncio.Future[Any]] = set()
+        """Results that callers of `_run_between_steps` wait for."""
         self._listeners: dict[str, Callable[[int], None]] = {}
         """Called with each token that is sampled for a session."""
 
@@ -249,7 +251,11 @@ class TransformersEngine:
                 _post_to_loop(loop, settle, result, EngineError(f"{name} failed: {error}"))
 
         self._post(partial(self._worker.drain, run) if drained else run)
-        return await result
+        self._results.add(result)
+        try:
+            return await result
+        finally:
+            self._results.discard(result)
 
     async def aclose(self) -> None:
         """Stop the decode thread; calls still waiting fail with EngineError."""
@@ -258,6 +264,8 @@ class TransformersEngine:
             self._worker.post(self._worker.stop)
             await asyncio.to_thread(self._thread.join)
             self._thread = None
+        for result in self._results:  # e.g. of an update that waited for the requests to end
+            settle(result, EngineError(CLOSED))
 
     def _post(self, action: Callable[[], object]) -> None:
         """Run an action in the decode thread, which the first one starts."""

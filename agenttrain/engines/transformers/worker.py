@@ -23,6 +23,8 @@ from agenttrain.engines.vision import Layout
 from agenttrain.types import Routes
 from agenttrain.utils.threads import use_gpu
 
+CLOSED = "the engine was closed (aclose) while this call waited"
+
 
 @dataclass(slots=True)
 class EngineStats:
@@ -91,7 +93,7 @@ class EngineWorker:
                     self._inbox.get()()  # nothing to decode: wait for an action, and run it
             except Exception as error:  # any error of the model: its callers must not hang
                 self._fail(EngineError(f"a decode step failed: {type(error).__name__}: {error}"))
-        self._fail(EngineError("the engine was closed (aclose) while this call waited"))
+        self._fail(EngineError(CLOSED))
 
     def _run_actions(self) -> None:
         """Run the posted actions. If no request decodes, run those of `drain` too."""
