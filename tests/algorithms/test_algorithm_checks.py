@@ -158,10 +158,10 @@ BATCH = {"advantage": Advantage.batch, "scale": Scale.none}
 EACH = {"rewards": Rewards.normalize_each}
 TOKEN = {"behaviour": Behaviour.recomputed}
 REFUSED = [
-    ({"kl": {"place": KlPlace.reward}}, "algorithm.kl.beta: has no value; set it"),
+    ({"kl": {"place": KlPlace.reward}}, "there is no algorithm.kl without algorithm.kl.beta; add"),
     (
         {"kl": {"beta": 0.1, "reference": {"mixup": 0.5}}},
-        "algorithm.kl.reference.sync_steps: has no",
+        "there is no algorithm.kl.reference without algorithm.kl.reference.sync_steps; add",
     ),
     (
         {"kl": {"beta": 0.1, "betta": 0.1}},
@@ -171,13 +171,16 @@ REFUSED = [
     ({"kl": 3}, "algorithm.kl=3: is algorithm.kl.estimator now"),
     (
         {"entropy": {"bonus": 0.1, "adaptive": {"step": 0.1}}},
-        "algorithm.entropy.adaptive.target: has",
+        "there is no algorithm.entropy.adaptive without algorithm.entropy.adaptive.target; add",
     ),
     (
         {"entropy": {"adaptive": 0.1}},
         "is a section; set its keys with algorithm.entropy.adaptive.<key>",
     ),
-    ({"correction": {"max": 3.0}}, "algorithm.correction.level: has no value; set it"),
+    (
+        {"correction": {"max": 3.0}},
+        "there is no algorithm.correction without algorithm.correction.level; add",
+    ),
     (
         {"credit": "gigpo"},
         "algorithm.credit=gigpo: is a section; choose one with algorithm/credit=",
