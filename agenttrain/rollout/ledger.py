@@ -36,6 +36,8 @@ class ParsedTurn(NamedTuple):
 
     token_ids: tuple[int, ...]
     after: str
+    """Role of the message before: a chat template may open an answer to a user with a think tag,
+    and an answer to a tool without one, so the same ids parse differently."""
     message_digest: bytes
 
 
@@ -43,8 +45,10 @@ class ParsedTurn(NamedTuple):
 class ParsedTurns:
     """Record of the turns that the loop has parsed, so that `verify` need not parse them again.
 
-    One record may serve many rollouts of different ids. It holds a digest of each message instead
-    of the message, which tools and reward functions may change later.
+    A turn is skipped only if its ids, its message and the role of the message before it (`after`,
+    on which parsing depends) are the recorded ones. One record may serve many rollouts of different
+    ids. It holds a digest of each message instead of the message, which tools and reward functions
+    may change later.
     """
 
     _turns: dict[TurnKey, ParsedTurn] = field(default_factory=dict)
@@ -58,9 +62,13 @@ class ParsedTurns:
         turn: int,
         after: str,
     ) -> None:
-        """Record that `token_ids`, sampled in `turn` after a message of role `after`, parse to
-        `message`."""
+        """Record that a turn's ids parse to `message`, so that `verify` need not parse them again.
+
+        `after` is the role of the message before the turn, on which parsing depends: a template may
+        open the model's reasoning after a user's message and not after a tool's.
+        """
         key = TurnKey(trajectory.rollout_id, trajectory.index, turn)
+        # A hash, not the message itself: tools and reward functions may change the message later.
         self._turns[key] = ParsedTurn(token_ids, after, _hash_message(message))
 
     def matches(
@@ -72,12 +80,13 @@ class ParsedTurns:
         turn: int,
         after: str,
     ) -> bool:
-        """Return True if these ids and this message were recorded for the turn.
+        """Return True if the turn was recorded with these ids, this message and this `after`.
 
-        Otherwise the ids have to be parsed again.
+        The loop has then parsed the ids to the message already. Otherwise `verify` parses them.
+        `after` is the role of the message before the turn, on which parsing depends.
         """
         key = TurnKey(trajectory.rollout_id, trajectory.index, turn)
-        return self._turns.get(key) == (token_ids, after, _hash_message(message))
+        return self._turns.get(key) == ParsedTurn(token_ids, after, _hash_message(message))
 
 
 def _hash_message(message: Message) -> bytes:

@@ -145,22 +145,25 @@ def merge_batches(
     training: dict[str, float],
     seconds: Mapping[str, float],
 ) -> tuple[dict[str, float], list[Rollout]]:
-    """Merge the sampled batches of all processes into a step's metrics and rollouts.
+    """Merge the batches of a step, one per process, into its metrics and rollouts.
 
     `training` are the metrics of the update, `seconds` the wall seconds of each phase.
     """
     collected = merge_shares([batch.collected for batch in batches])
     metrics = {**step_metrics(names, collected, seconds), **training}
-    metrics["tools/stuck"] = sum(batch.stuck for batch in batches)
-    first = batches[0]
-    if first.ahead:  # also sampled outside the rollout phase: divide by the whole step's seconds
+    metrics["tools/stuck"] = sum(batch.stuck for batch in batches)  # tool calls that never ended
+    # Asynchronous training samples ahead, also while earlier steps are trained: the tokens are then
+    # divided by the seconds of all phases, not only of `rollout`.
+    if batches[0].ahead:
         tokens = sum(rollout.sampled_length for rollout in collected.rollouts)
         metrics["tokens_per_s"] = tokens / sum(seconds.values())
-    idle = [batch.idle_s for batch in batches if batch.idle_s is not None]
-    if idle:
-        metrics["idle/rollout"] = min(fmean(idle) / seconds["rollout"], 1.0)
-    # `first.metrics` are of the groups of all processes already.
-    return {**metrics, **first.metrics}, collected.rollouts
+    # Seconds in which an engine had no request; None where they were not measured.
+    engine_idle_s = [batch.idle_s for batch in batches if batch.idle_s is not None]
+    if engine_idle_s:
+        metrics["idle/rollout"] = min(fmean(engine_idle_s) / seconds["rollout"], 1.0)
+    # Every process has the same metrics of the step's groups, those of all processes.
+    group_metrics = batches[0].metrics
+    return {**metrics, **group_metrics}, collected.rollouts
 
 
 @dataclass(slots=True, kw_only=True)
