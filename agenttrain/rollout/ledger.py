@@ -173,18 +173,23 @@ def _check_turns(
 def _check_images(trajectory: Trajectory, ids: Sequence[int], chat: Chat) -> None:
     """Raise LedgerError unless images, their placeholders and the messages agree.
 
-    The images are those of the messages, in order. Each has as many successive placeholders as the
-    model makes vectors of it. Only sampled spans may hold further placeholders.
+    The model makes vectors of an image, in a grid of rows and columns: a grid of (2, 3) is 6
+    vectors. Each takes the place of one placeholder token among `ids`.
+
+    The images are those of the messages, in order. Only sampled spans may hold placeholders that
+    stand for no image.
     """
     if chat.placeholders is None:
         if trajectory.images:
             raise LedgerError(f"{trajectory.name}: has images, and {chat.no_images}")
         return
     placeholder = chat.placeholders.token_id
-    # Images before the branch belong to the parent's spans.
+    # 1. The trajectory's images are those of its spans. A branch also has the images of its
+    # parent's context (the first `context_length` tokens), which none of its own spans has.
     own_images = [image for span in trajectory.spans for image in _images_of(trajectory, span)]
     if own_images != [i for i in trajectory.images if i.start >= trajectory.context_length]:
         raise LedgerError(f"{trajectory.name}: its images are not those of its spans")
+    # 2. Each image has its grid, and a placeholder for each vector.
     for placed in trajectory.images:
         grid = chat.placeholders.grid(placed.image)
         count = sum(token_id == placeholder for token_id in ids[placed.start : placed.end])
@@ -193,6 +198,7 @@ def _check_images(trajectory: Trajectory, ids: Sequence[int], chat: Chat) -> Non
                 f"{trajectory.name} position {placed.start}: the {placed.image} has {grid} "
                 f"vectors, its span says {placed.grid}, and {count} placeholders stand there"
             )
+    # 3. There are no placeholders without an image, except sampled ones.
     context = [span for span in trajectory.spans if span.origin is not Origin.sampled]
     count = sum(token_id == placeholder for span in context for token_id in span.token_ids)
     expected_count = sum(image.tokens for image in own_images)
@@ -201,6 +207,7 @@ def _check_images(trajectory: Trajectory, ids: Sequence[int], chat: Chat) -> Non
             f"{trajectory.name}: {count} placeholders of images, but its spans know images with "
             f"{expected_count}"
         )
+    # 4. The images are those of the messages.
     in_messages = [image.sha256 for image in images_in(trajectory.messages)]
     in_spans = [placed.image.sha256 for placed in trajectory.images]
     if in_messages != in_spans:
