@@ -11,13 +11,17 @@ from agenttrain.utils.sections import SETTINGS, Flag, Number, Whole
 
 @dataclass(config=SETTINGS)
 class EnvironmentSettings(ToolLimits):
-    """Settings of an environment, beside its `_target_`. The limits are those of its tools."""
+    """Settings of an environment, beside its `_target_`.
+
+    The inherited limits, such as `timeout_s` and `max_calls`, apply to each of its tools.
+    """
 
     retries: Whole = Field(default=0, ge=0)
     """Times a call is made again after a fault of the infrastructure; 0, because a method may have
     changed the state before it failed."""
     hook_timeout_s: Number = Field(default=60.0, gt=0)
-    """Seconds that constructing and resetting together may take; `user`, `reward`, `close` each."""
+    """Seconds that construction and reset may take together; each call of `user`, `reward` or
+    `close` may take as many again."""
     pooled: Flag | None = None
     """Instances are used again after a reset; None: as the class declares (`pooled`), or no."""
 

@@ -444,17 +444,20 @@ class Instance:
     """
 
     def __init__(self, label: str, limit_s: float) -> None:
-        """An abandoned call counts as overdue after `limit_s` seconds."""
+        """`label` names the environment in warnings: ``environment maze``.
+
+        An abandoned call counts as overdue after `limit_s` seconds.
+        """
         self._label, self._limit_s = label, limit_s
         self.obj: Any = None
-        """The object; None until it is made."""
+        """The object of the user's environment class; None until it is made."""
         self.running = 0
-        """Number of calls that run."""
+        """Number of unfinished calls: the one that runs, and those that wait for it to end."""
         self.abandoned = False
         """True once a call was cancelled: it may still run, so no other rollout gets the object."""
         self.threads = DaemonThreads(idle_s=IDLE_S)
         self._busy = threading.Lock()
-        """Held during a call: one runs at a time, also after an abandoned one."""
+        """Held during a blocking call: one runs at a time, also after an abandoned one."""
         self._lock = threading.Lock()
         """Guards `obj` and `_closing`: an object that is made during `close` is closed too."""
         self._closing = False

@@ -39,16 +39,19 @@ class Environments:
         stop_tools: Sequence[str] = (),
         max_stuck: int = 32,
     ) -> None:
-        """`stop_tools` may hold tools of other toolboxes too. `max_stuck` is for `check_stuck`.
+        """Make the toolbox of each environment.
 
-        Raises ValueError for a method of which no schema can be made; it says what to add to it.
+        `stop_tools` may hold tools of other toolboxes too. `max_stuck` is the most calls that may
+        run on after their time limit; `check_stuck` raises above it. Raises ValueError for a method
+        of which no schema can be made; it says what to add to it.
         """
         self.kinds = dict(kinds or {})
         self.toolboxes: dict[str, Toolbox] = {}
         for name, kind in self.kinds.items():
             tools: dict[str, Tool] = {}
             try:
-                # All public methods are tools but the hooks, such as `reset` and `reward`.
+                # All public methods are tools but the hooks, such as `reset` and `reward`. A class
+                # may also list schemas of tools that are no methods: `described_tools`.
                 for method in public_methods(kind.cls, HOOKS):
                     spec = describe_method(kind.cls, method)
                     tools[method] = _MethodTool(
@@ -60,6 +63,7 @@ class Environments:
                         raise ValueError(f"it has two tools with the name {tool!r}; rename one")
                     tools[tool] = _DescribedTool(name=tool, schema=schema, kind=kind)
             except ValueError as error:
+                # `kind.bound` are the constructor's arguments, which the error may be about.
                 key = f"environment.{name}"
                 raise ValueError(about_argument(error, key, kind.bound)) from error
             self.toolboxes[name] = Toolbox(
@@ -68,6 +72,7 @@ class Environments:
                 stop_tools=[stop for stop in stop_tools if stop in tools],
             )
         self._empty = Toolbox({})
+        """The toolbox of rollouts without an environment."""
         self._max_stuck = max_stuck
         self._warned = False
         """True once `warn_uneven_prompts` has warned."""
@@ -159,7 +164,10 @@ class _MethodTool:
     async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> object:
         extra = {"context": context} if self.spec.takes_context else {}
         episode = self.kind.episodes[context.rollout_id]
+        # `instance.call` runs any function in the thread of the rollout's environment object.
+        # `episode.call` runs a method of the object there, and reads `done` after it.
         if self.spec.builders:  # arguments that the method takes as instances of a class
+            # Their constructors are the user's code: they may block, or need the object's thread.
             arguments = await episode.instance.call(build_instances, self.spec.builders, arguments)
         return await episode.call(self.name, **arguments, **extra)
 

@@ -56,8 +56,8 @@ class SimulatedUser:
     ) -> str | None:
         """Return the user's next message, or None to end the conversation.
 
-        `replies` is the number of replies that the user has given. Raises ToolUnavailable if the
-        function fails or takes too long.
+        `replies` is the number of replies that the user has given, of which `user.max_turns` is the
+        limit. Raises ToolUnavailable if the function fails or takes too long.
         """
         if replies >= self.settings.max_turns:
             return None
@@ -83,43 +83,51 @@ class SimulatedUser:
         if not blocks(self.function):
             return await self.function(task, messages, seed)
         outcome = await self._threads.run(lambda: self.function(task, messages, seed), label="user")
-        if outcome.alarm:  # the function tried to set one
+        if outcome.alarm:  # it called signal.alarm, which only works in the main thread
             warn_of_alarm("user", NO_ALARM)
         reply = unwrap(outcome)
+        # A function that is not declared async may still return a coroutine, as a lambda does.
         return await reply if inspect.isawaitable(reply) else reply
 
 
 class Dialogue:
-    """Messages that the user of one rollout has sent and received since the prompt."""
+    """Messages that the user of one rollout has sent and received since the prompt.
+
+    The rollout loop records them: `hear` for an answer of the model, `say` for each message in the
+    user's name. `reply` asks the simulated user and records nothing, so its text goes to `say` too.
+    """
 
     def __init__(self, user: SimulatedUser | None, seed: int) -> None:
         """`seed` is the rollout's; the seed of each reply is derived from it."""
         self._user, self._seed = user, seed
-        self._spoken: list[Message] = []
+        self._messages: list[Message] = []
+        """What was heard and said, in order."""
         self._replies = 0
-        """Number of replies of the simulated user."""
+        """Times that the simulated user was asked: it has a limit."""
         self.said = 0
-        """Number of the user's messages: those replies, and texts of the environment or a tool."""
+        """Number of messages passed to `say`: the simulated user's, and texts of the environment or
+        a tool. Seeds are derived from it."""
 
     def hear(self, answer: str) -> None:
         """Record an answer of the model."""
-        self._spoken.append({"role": "assistant", "content": answer})
+        self._messages.append({"role": "assistant", "content": answer})
 
     def say(self, text: str) -> None:
         """Record a message of the user, also one that the environment or a tool wrote."""
-        self._spoken.append({"role": "user", "content": text})
+        self._messages.append({"role": "user", "content": text})
         self.said += 1
 
     async def reply(self, task: Task) -> str | None:
         """Return the simulated user's reply to the last answer, or None if there is none.
 
-        Raises ToolUnavailable if the user fails.
+        The caller records the reply with `say`. Raises ToolUnavailable if the user fails.
         """
         if self._user is None:
             return None
         prompt = [m for m in task.messages if m["role"] in ("user", "assistant")]
+        # `say` raises `said` before the next reply, which so gets another seed.
         seed = derive_seed(self._seed, "user", self.said)
-        spoken = [*prompt, *self._spoken]
+        spoken = [*prompt, *self._messages]
         text = await self._user.reply(task, spoken, replies=self._replies, seed=seed)
         self._replies += 1
         return text
@@ -134,13 +142,15 @@ class LlmUser:
     The model sees the agent's answers, but neither its calls nor their results. A reply with the
     text `stop` ends the conversation.
 
-    If `seeded`, every request has a seed of its own. The other settings are those of
+    If `seeded`, every request has the parameter `seed`, another one for each reply, so that a
+    server that supports it repeats its replies. The other settings are those of
     `agenttrain.utils.chat_api.ChatApi`.
     """
 
     def __init__(
         self,
         *,
+        # Data only as `role:<name>`, a server of the run's own: any other url is connected to.
         url: Annotated[str | ChatBackend, DataWhere(is_role)],
         model: Data[str | None] = None,
         prompt: Data[str],
@@ -155,6 +165,10 @@ class LlmUser:
         max_tokens: Data[int] = 512,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
+        """`Data[…]` marks settings that are only data: nothing is imported or reached by them.
+
+        `seeded`: each request has a seed. Raises ValueError that begins with the argument.
+        """
         self._prompt = TextTemplate(prompt, "prompt")
         if not isinstance(stop, str) or not stop.strip():
             raise ValueError(f"stop={stop}: must be a text that ends the conversation")

@@ -95,6 +95,9 @@ class Collector(RolloutContext):
     """Everything that makes and scores a run's rollouts: the argument of `collect`.
 
     `Components.collector` makes it. Between two calls of `collect` nothing is in flight.
+
+    A kit is a toolbox, environments and a rubric (rewards). In a mixture every task belongs to one
+    of the `sources` and uses its kit. Without sources all tasks use the collector's own.
     """
 
     rubric: Rubric
@@ -106,8 +109,8 @@ class Collector(RolloutContext):
     in_flight: InFlight = field(default_factory=InFlight)
     """The rollouts in flight, which the watchdog reads."""
     attempt: Callable[[RolloutRequest, RolloutContext], Awaitable[Rollout]] | None = None
-    """Makes a rollout in place of the loop: an outside agent does. It raises what `run_rollout`
-    raises."""
+    """Makes a rollout with an outside agent, one that has a loop of its own and calls our engine.
+    It raises what `run_rollout` raises. None: `run_rollout`, our own loop, makes it."""
     progress: Callable[[int, int], None] | None = None
     """Called as ``progress(finished, total)`` after every rollout of a call of `collect`."""
     gate: asyncio.Semaphore | None = None
@@ -122,7 +125,7 @@ class Collector(RolloutContext):
     def of(self, task: Task) -> Self:
         """Return the collector with the tools, environments and rewards of the task's data source.
 
-        A source without any of its own uses those of the run.
+        In a run without sources this is the collector itself.
         """
         kit = self.sources.get(task.source)
         if kit is None:
@@ -144,7 +147,7 @@ class Collector(RolloutContext):
 
     @property
     def _kits(self) -> Sequence[SourceTools | Self]:
-        """The kit of each source; without sources the collector itself, which is one."""
+        """The kits that tasks use: one per source; without sources the collector's own."""
         return list(self.sources.values()) or [self]
 
     def toolboxes(self) -> list[Toolbox]:
@@ -185,6 +188,7 @@ class Collector(RolloutContext):
     def tools_of(self, task: Task) -> tuple[str, ...]:
         """Return the names of all tools that rollouts of this task may have."""
         source = self.of(task)
+        # The methods of the task's environment are tools too, in a toolbox of their own.
         methods = source.environments.toolbox_of(source.environments.kind_of(task))
         return (*source.toolbox.names, *methods.names)
 
@@ -197,9 +201,10 @@ class Collector(RolloutContext):
 def metric_names(
     kits: Iterable[HasTools], sources: Iterable[str], *, outside_agents: bool
 ) -> MetricNames:
-    """Return the names of tools, reward functions and sources, of which metrics have their names.
+    """Return the names that metrics contain: of tools (``tools/search/calls``), rewards, sources.
 
-    `kits` are the run's tools, environments and rewards, and those of each data source.
+    A kit is the tools, environments and rewards of a run, or of one of its data `sources`.
+    `outside_agents`: agents with loops of their own make the rollouts, and add metrics.
     """
     kits = list(kits)
     tools = (n for kit in kits for n in (*kit.toolbox.names, *kit.environments.tool_names))
@@ -291,25 +296,28 @@ async def collect(collector: Collector, request: BatchRequest) -> Collected:
     up.
     """
     collected = Collected()
-    requests = _rollout_requests(collector, request, collected)
+    requests = _rollout_requests(collector, request, collected)  # counts tasks that it leaves out
     collector = replace(
         collector, parsed_turns=ParsedTurns(), throttle=collector.throttle or Throttle()
     )
     schemas: Schemas = {}  # filled by `_run_all`: the tool schemas of each rollout, by its id
+    # A full garbage collection would block the event loop for a third of a second.
     with light_gc():
-        if collector.monitor is not None:
+        if collector.monitor is not None:  # the caller watches the event loop over many calls
             results = await _run_all(collector, requests, schemas)
         else:
             limit_s = collector.limits.max_loop_lag_s
             async with LoopMonitor(limit_s, collector.blocking) as monitor:
                 results = await _run_all(collector, requests, schemas)
             collected.loop_lag_s = monitor.max_lag_s
-    attempts = _group_results(requests, results, collected)
-    if collector.attempt is None:  # an outside agent may begin every rollout with another prompt
+    attempts = _group_results(requests, results, collected)  # adds the groups to `collected`
+    # `attempt` runs an outside agent, which may begin every rollout with another prompt.
+    has_outside_agent = collector.attempt is not None
+    if not has_outside_agent:
         collector.environments.warn_uneven_prompts(collected.uneven_prompts, len(collected.groups))
 
     usable = [rollout for rollout in collected.rollouts if may_be_scored(rollout)]
-    collected.dropped = attempts - len(usable)
+    collected.dropped = attempts - len(usable)  # so far: scoring may drop more
     if request.tasks and not request.may_be_empty:
         check_usable(collected, len(request.tasks), attempts, collector.engine.max_context)
     started = time.perf_counter()
@@ -356,24 +364,28 @@ def _rollout_requests(
     """Return the requests for single rollouts, task by task.
 
     A task with an overlong prompt or a bad row gets none and is counted in `collected`. Raises
-    ChatError with the row's place, unless bad rows are skipped.
+    RowError for a row with tools or an environment that the run lacks, and ChatError for a prompt
+    that the chat template refuses, unless bad rows are skipped.
     """
     requests: list[RolloutRequest] = []
+    has_outside_agent = collector.attempt is not None
     for place, task in request.placed_tasks():
         prompt_ids: list[int] | None = None
         source = collector.of(task)
-        if collector.attempt is not None:  # an outside agent sends a prompt of its own
+        if has_outside_agent:  # it sends a prompt of its own
             requests += request.rollouts(place, task, None)
             continue
         try:
             kind = source.environments.kind_of(task)
             tools = RowTools(task, source.toolbox, source.environments)
-        except ValueError as error:  # rows of a source without end are checked only here
+        except ValueError as error:
+            # The rows were checked when the run began, except later ones of an endless or very
+            # long source.
             message = f"{collector.place_of(task)}: {error}"
             raise RowError(at_source(task.source, own_keys=(), text=message)) from error
         if kind is None or not kind.has_reset:
-            # All rollouts of the group begin with this prompt. A reset adds to it, so that each
-            # rollout has to render its own.
+            # All rollouts of the group begin with this prompt. An environment's reset adds to it:
+            # then each rollout renders its own, and is counted if that is too long (`_run_all`).
             try:
                 prompt_ids = collector.chat.prompt_ids(task.messages, tools.schemas)
                 check_room(task, len(prompt_ids), collector.engine.max_context)

@@ -153,15 +153,18 @@ def check_compaction(limits: RolloutConfig, chat: Chat, max_context: int | None)
             f"{key}: the chat template cannot ask for a summary after a tool's reply ({error}); "
             "set rollout.compaction=drop_tool_results"
         ) from error
-    # A kept turn then follows a user's message, though it was sampled after a tool's.
+    # A turn that was sampled after a tool's reply is kept behind a user's message ("Go on …"). Its
+    # ids stay, but some templates begin an answer to a user otherwise: with an opened <think>.
     role_matters = chat.opens_reasoning("tool") != chat.opens_reasoning("user")
-    if compaction.request is not None and limits.keep_turns and role_matters:
+    has_summary = compaction.request is not None
+    if has_summary and limits.keep_turns and role_matters:
         raise ConfigError(
             f"{key}: the chat template opens reasoning after a message of one role only, so that a "
             "turn kept behind the summary would begin otherwise than it was sampled; set "
             "rollout.keep_turns=0"
         )
-    compact_at = limits.compact_at or 0
+    compact_at = limits.compact_at
+    assert compact_at is not None, "RolloutConfig demands it of every compaction"
     needed = compact_at + limits.max_turn_tokens + reserved
     if max_context is not None and needed > max_context:
         summary = f", the request and the summary ({reserved})" if reserved else ""

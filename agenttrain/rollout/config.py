@@ -60,10 +60,11 @@ class RolloutPlace(StrEnum):
     """Process in which rollouts are made: tools, environments, rewards and their event loop."""
 
     auto = "auto"
-    """own where the engine is apart from the trainer anyway (vllm_server), or rollouts are made
-    ahead of the update; else same."""
+    """own with engine=vllm_server, whose GPUs are not the trainer's, and with asynchronous
+    training, which samples while the trainer updates; else same."""
     own = "own"
-    """One process of its own for the whole run, which has the engine too."""
+    """One process of its own for the whole run, beside the trainer's. The engine, or the client of
+    its servers, is in it too."""
     same = "same"
     """Each training process makes its share."""
 

@@ -35,8 +35,9 @@ class Conversation:
         The limit `timeout_s` holds for each message: people think between two of them.
         """
         self.rollout: Rollout | None = None
-        """The rollout so far; None before its first turn."""
+        """The rollout so far; `_record` sets it with each message. None before its first turn."""
         self._limit_s = context.limits.timeout_s
+        """Seconds for the agent's answer to one message, its tool calls included."""
         self._forward_messages = context.on_messages
         self._context = replace(
             context,
@@ -47,7 +48,7 @@ class Conversation:
         self._request = request
         self._texts: asyncio.Queue[str | None] = asyncio.Queue()
         """Messages of the user on their way from `send` to the loop."""
-        self._waiting = asyncio.Event()
+        self._loop_waits = asyncio.Event()
         """Set while the loop waits for the user's next message."""
         self._task: asyncio.Task[Rollout] | None = None
         """Runs the rollout; None before the first `send`."""
@@ -61,26 +62,27 @@ class Conversation:
         """Send the user's message; return once the agent waits for the next or has ended.
 
         The first call takes no text: the task holds the first messages. Cancelling a call ends the
-        conversation. Raises what `run_rollout` raises.
+        conversation, and so does an answer that takes longer than the time limit, which holds for
+        each message by itself. Raises what `run_rollout` raises.
         """
-        self._waiting.clear()
+        self._loop_waits.clear()  # `_next_message` sets it
         if self._task is None:
             self._task = asyncio.create_task(run_rollout(self._request, self._context))
         else:
             self._texts.put_nowait(text)
-        waiting = asyncio.create_task(self._waiting.wait())
+        answered = asyncio.create_task(self._loop_waits.wait())
         try:
             done, _ = await asyncio.wait(
-                (self._task, waiting), return_when="FIRST_COMPLETED", timeout=self._limit_s
+                (self._task, answered), return_when="FIRST_COMPLETED", timeout=self._limit_s
             )
         except asyncio.CancelledError:
             await self.aclose()
             raise
         finally:
-            waiting.cancel()
+            answered.cancel()
         if not done:  # the time limit passed
             await self.aclose()
-            if self.rollout is None:
+            if self.rollout is None:  # not one message came, with which `_record` sets it
                 self.rollout = self._request.new_rollout()
             self.rollout.stop_reason = StopReason.timeout
         elif self._task in done:
@@ -94,7 +96,7 @@ class Conversation:
 
     async def _next_message(self, _: Message) -> str | None:
         """Wait for the user's next message; the loop calls this after each answer."""
-        self._waiting.set()
+        self._loop_waits.set()
         return await self._texts.get()
 
     def _record(self, rollout: Rollout, messages: Sequence[Message]) -> None:

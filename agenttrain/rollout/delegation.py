@@ -112,9 +112,11 @@ class CallOrder:
 
     def __init__(self, call_ids: Sequence[str]) -> None:
         self._answered = {call_id: asyncio.Event() for call_id in call_ids}
+        """An event for each call, in call order; `answered` sets it."""
         self._lock = asyncio.Lock()
-        self.delegating: str | None = None
-        """The call that has a sub-agent now."""
+        """Held while a sub-agent runs: one call may ask for several at once."""
+        self.delegating_call: str | None = None
+        """Id of the call whose sub-agent runs; None between two sub-agents."""
 
     def answered(self, call_id: str) -> None:
         """Record that a call has its result."""
@@ -122,25 +124,27 @@ class CallOrder:
 
     @asynccontextmanager
     async def turn(self, call_id: str) -> AsyncIterator[None]:
-        """Wait until this call may delegate, and let no other call delegate in the block.
+        """Wait until this call may delegate; only one sub-agent runs in the block.
 
         Raises ToolUnavailable if the call was answered meanwhile.
         """
-        for earlier, answered in self._answered.items():  # in call order
+        # All earlier calls first. A sub-agent's trajectory has the next free index, and its seeds
+        # derive from that: in the order of the clock they would differ from run to run.
+        for earlier, answered in self._answered.items():
             if earlier == call_id:
                 break
             await answered.wait()
-        async with self._lock:
+        async with self._lock:  # this call itself may delegate several times at once
             if self._answered[call_id].is_set():
                 raise ToolUnavailable(
                     f"call {call_id} was answered before it delegated; await context.delegate(…) "
                     "before the tool returns"
                 )
-            self.delegating = call_id
+            self.delegating_call = call_id
             try:
                 yield
             finally:
-                self.delegating = None
+                self.delegating_call = None
 
 
 class SubAgents:
@@ -149,11 +153,15 @@ class SubAgents:
     For each call of `ToolContext.delegate` the loop calls `check_loop` and `run`. The sub-agent
     that is run calls `check_depth` and `begin`. The loop calls `check` when the calls of the turn
     have their results, and `aclose` at the end.
+
+    A tool may catch the errors that it gets. So what has to end the rollout is kept too: `stop`, a
+    limit, and `failure`, an error.
     """
 
     def __init__(self, rollout: Rollout, limits: RolloutConfig) -> None:
         self._rollout, self._limits = rollout, limits
         self._loop = asyncio.get_running_loop()
+        """The rollout's event loop, in which tools have to delegate."""
         self._running: set[asyncio.Task[Delegated]] = set()
         self.used = False
         """True once a tool has asked for a sub-agent: the loop then calls `check` after each turn's
@@ -182,9 +190,10 @@ class SubAgents:
             )
 
     def stop_rollout(self, reason: StopReason, text: str = "") -> ToolFailure:
-        """Stop the rollout after this turn's calls; return the error that the tool gets.
+        """Stop the rollout after this turn's calls; return the error for the caller to raise.
 
-        `text` names the limit that is used up; empty: `rollout.max_delegated_tokens`.
+        The tool gets the error. It may catch it, and the rollout stops all the same. `text` names
+        the limit that is used up; empty: `rollout.max_delegated_tokens`.
         """
         self.stop = reason
         if reason is StopReason.aborted:
@@ -248,13 +257,14 @@ class SubAgents:
         A sub-agent that still runs is ended. That is the tool's fault (ToolUnavailable) if it
         returned without waiting, but not if the call failed, by a timeout for example.
         """
-        delegating = order.delegating
-        if self.failure is None and delegating is not None:
+        # All calls are answered: a call that still delegates has left its sub-agent behind.
+        call_id = order.delegating_call
+        if self.failure is None and call_id is not None:
             await self.aclose()
-            failed = any(result.call.id == delegating and result.error for result in results)
+            failed = any(result.call.id == call_id and result.error for result in results)
             if not failed:
                 self.failure = ToolUnavailable(
-                    f"call {delegating}: the tool returned while its sub-agent was running; await "
+                    f"call {call_id}: the tool returned while its sub-agent was running; await "
                     "context.delegate(…) before it returns"
                 )
         if self.failure is not None:

@@ -150,6 +150,7 @@ class _Conversation:
         self.chat, self.limits = owner.chat, owner.limits
         self.tools = RowTools(task, owner.toolbox, owner.environments, executed=False)
         self.schemas = self.tools.schemas
+        # `append_turn` takes a turn and its replies off: then it has the messages after them.
         self.pending = list(task.messages[first:])
         # The task that a sampled rollout of this conversation would have.
         questions = tuple(text_of(parts(m["content"])) for m in self.pending if m["role"] == "user")
@@ -248,20 +249,17 @@ class _Conversation:
         """
         if other_roles := {reply["role"] for reply in replies} - {"tool"}:
             raise BadDemonstration(f"a message of the role {other_roles.pop()} follows its calls")
-        # Put the replies in the order of the calls, by id if all ids are there and differ.
-        ids = [call.get("id") for call in message["tool_calls"]]
-        by_id = {reply.get("tool_call_id"): reply for reply in replies}
-        if len(by_id) == len(replies) == len(ids) and set(by_id) == set(ids):
-            replies = [by_id[call_id] for call_id in ids]
+        replies = _in_call_order(replies, message["tool_calls"])
         texts = [reply.get("content") or "" for reply in replies]
 
+        is_last_turn = not self.pending  # the row has no message after these replies
         stops = any(call.name in self.tools.stop_tools for call in turn.calls)
-        if stops and self.pending:
+        if stops and not is_last_turn:
             raise BadDemonstration("it calls a stop tool, and the conversation goes on")
-        if not self.pending:  # the conversation ends with this turn and its replies, if any
+        if is_last_turn:
             # An agent that still calls other tools at its end has run out of turns.
             self.rollout.stop_reason = StopReason.stop_tool if stops else StopReason.max_turns
-            if not texts:
+            if not texts:  # the row ends with the calls
                 return
         if len(texts) != len(turn.calls):
             raise BadDemonstration(f"{len(turn.calls)} calls have {len(texts)} replies")
@@ -279,7 +277,7 @@ class _Conversation:
                 self.tools.limits(call.name).max_result_tokens or self.limits.max_result_tokens
                 for call in turn.calls
             ],
-            generation_prompt=bool(self.pending),
+            generation_prompt=not is_last_turn,
         )
         append_suffix(self.trajectory, suffix, clipped, self.chat)
         self.trajectory.messages.extend(clipped)
@@ -291,20 +289,33 @@ class _Conversation:
     def _append_question(
         self, turn: AssistantTurn, completion: Completion, replies: Sequence[Message]
     ) -> None:
-        """Append the user's message after an answer. The last answer of the row has none."""
+        """Append the user's message after an answer. The last answer of the row has none.
+
+        `replies` are the messages of the row between this answer and the next one.
+        """
+        is_last_turn = not self.pending  # the row has no message after `replies`
         roles = [message["role"] for message in replies]
-        expected_roles = ["user"] if self.pending else []
+        expected_roles = [] if is_last_turn else ["user"]
         if roles != expected_roles:
             raise BadDemonstration(
                 "one user message must follow an answer, unless it is the last message of the row; "
                 f"the roles that follow are: {', '.join(roles) or 'none'}"
             )
-        if not self.pending:
+        if is_last_turn:
             self.rollout.stop_reason = StopReason.completed
             return
         suffix = suffix_after(self.chat, turn, completion, replies)
         append_suffix(self.trajectory, suffix, replies, self.chat)
         self.trajectory.messages.extend(dict(message) for message in replies)
+
+
+def _in_call_order(replies: Sequence[Message], calls: Sequence[Message]) -> Sequence[Message]:
+    """Return the replies in the order of their calls, by id if all ids are there and differ."""
+    ids = [call.get("id") for call in calls]
+    by_id = {reply.get("tool_call_id"): reply for reply in replies}
+    if len(by_id) == len(replies) == len(ids) and set(by_id) == set(ids):
+        return [by_id[call_id] for call_id in ids]
+    return replies
 
 
 def assistant_turn(message: Message, number: int) -> AssistantTurn:

@@ -78,7 +78,9 @@ def fit_parts(
             i, j = images[-1]
             image = reply_parts[i][j]
             assert isinstance(image, Image)
-            reply_parts[i][j] = _marker(chat, image, "there is no room for its")
+            assert chat.placeholders is not None
+            tokens = chat.placeholders.tokens(image)
+            reply_parts[i][j] = _marker(image, f"there is no room for its {tokens} tokens")
         else:
             break
     return messages()
@@ -96,7 +98,9 @@ def _fit_reply(chat: Chat, reply_parts: Parts, max_tokens: int) -> Parts:
         if isinstance(part, Image):
             tokens = chat.placeholders.tokens(part)
             if tokens > remaining:
-                part = _marker(chat, part, f"max_result_tokens={max_tokens} is less than its")
+                # The model reads the limit of the whole reply, also if earlier parts used some.
+                why = f"max_result_tokens={max_tokens} is less than its {tokens} tokens"
+                part = _marker(part, why)
         if isinstance(part, str):  # a text, or the marker
             part = chat.clip(part, max(remaining, 0))
             tokens = len(chat.encode_plain(part))
@@ -105,8 +109,6 @@ def _fit_reply(chat: Chat, reply_parts: Parts, max_tokens: int) -> Parts:
     return fitted
 
 
-def _marker(chat: Chat, image: Image, why: str) -> str:
+def _marker(image: Image, why: str) -> str:
     """Return the text in the place of an image that is left out."""
-    assert chat.placeholders is not None
-    size = f"{image.width}x{image.height}"
-    return f"[image of {size} pixels left out: {why} {chat.placeholders.tokens(image)} tokens]"
+    return f"[image of {image.width}x{image.height} pixels left out: {why}]"

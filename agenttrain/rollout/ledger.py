@@ -36,6 +36,8 @@ class ParsedTurn(NamedTuple):
 
     token_ids: tuple[int, ...]
     after: str
+    """Role of the message before: a chat template may open an answer to a user with a think tag,
+    and an answer to a tool without one, so the same ids parse differently."""
     message_digest: bytes
 
 
@@ -43,8 +45,10 @@ class ParsedTurn(NamedTuple):
 class ParsedTurns:
     """Record of the turns that the loop has parsed, so that `verify` need not parse them again.
 
-    One record may serve many rollouts of different ids. It holds a digest of each message instead
-    of the message, which tools and reward functions may change later.
+    A turn is skipped only if its ids, its message and the role of the message before it (`after`,
+    on which parsing depends) are the recorded ones. One record may serve many rollouts of different
+    ids. It holds a digest of each message instead of the message, which tools and reward functions
+    may change later.
     """
 
     _turns: dict[TurnKey, ParsedTurn] = field(default_factory=dict)
@@ -58,9 +62,13 @@ class ParsedTurns:
         turn: int,
         after: str,
     ) -> None:
-        """Record that `token_ids`, sampled in `turn` after a message of role `after`, parse to
-        `message`."""
+        """Record that a turn's ids parse to `message`, so that `verify` need not parse them again.
+
+        `after` is the role of the message before the turn, on which parsing depends: a template may
+        open the model's reasoning after a user's message and not after a tool's.
+        """
         key = TurnKey(trajectory.rollout_id, trajectory.index, turn)
+        # A hash, not the message itself: tools and reward functions may change the message later.
         self._turns[key] = ParsedTurn(token_ids, after, _hash_message(message))
 
     def matches(
@@ -72,12 +80,13 @@ class ParsedTurns:
         turn: int,
         after: str,
     ) -> bool:
-        """Return True if these ids and this message were recorded for the turn.
+        """Return True if the turn was recorded with these ids, this message and this `after`.
 
-        Otherwise the ids have to be parsed again.
+        The loop has then parsed the ids to the message already. Otherwise `verify` parses them.
+        `after` is the role of the message before the turn, on which parsing depends.
         """
         key = TurnKey(trajectory.rollout_id, trajectory.index, turn)
-        return self._turns.get(key) == (token_ids, after, _hash_message(message))
+        return self._turns.get(key) == ParsedTurn(token_ids, after, _hash_message(message))
 
 
 def _hash_message(message: Message) -> bytes:
@@ -164,18 +173,23 @@ def _check_turns(
 def _check_images(trajectory: Trajectory, ids: Sequence[int], chat: Chat) -> None:
     """Raise LedgerError unless images, their placeholders and the messages agree.
 
-    The images are those of the messages, in order. Each has as many successive placeholders as the
-    model makes vectors of it. Only sampled spans may hold further placeholders.
+    The model makes vectors of an image, in a grid of rows and columns: a grid of (2, 3) is 6
+    vectors. Each takes the place of one placeholder token among `ids`.
+
+    The images are those of the messages, in order. Only sampled spans may hold placeholders that
+    stand for no image.
     """
     if chat.placeholders is None:
         if trajectory.images:
             raise LedgerError(f"{trajectory.name}: has images, and {chat.no_images}")
         return
     placeholder = chat.placeholders.token_id
-    # Images before the branch belong to the parent's spans.
+    # 1. The trajectory's images are those of its spans. A branch also has the images of its
+    # parent's context (the first `context_length` tokens), which none of its own spans has.
     own_images = [image for span in trajectory.spans for image in _images_of(trajectory, span)]
     if own_images != [i for i in trajectory.images if i.start >= trajectory.context_length]:
         raise LedgerError(f"{trajectory.name}: its images are not those of its spans")
+    # 2. Each image has its grid, and a placeholder for each vector.
     for placed in trajectory.images:
         grid = chat.placeholders.grid(placed.image)
         count = sum(token_id == placeholder for token_id in ids[placed.start : placed.end])
@@ -184,6 +198,7 @@ def _check_images(trajectory: Trajectory, ids: Sequence[int], chat: Chat) -> Non
                 f"{trajectory.name} position {placed.start}: the {placed.image} has {grid} "
                 f"vectors, its span says {placed.grid}, and {count} placeholders stand there"
             )
+    # 3. There are no placeholders without an image, except sampled ones.
     context = [span for span in trajectory.spans if span.origin is not Origin.sampled]
     count = sum(token_id == placeholder for span in context for token_id in span.token_ids)
     expected_count = sum(image.tokens for image in own_images)
@@ -192,6 +207,7 @@ def _check_images(trajectory: Trajectory, ids: Sequence[int], chat: Chat) -> Non
             f"{trajectory.name}: {count} placeholders of images, but its spans know images with "
             f"{expected_count}"
         )
+    # 4. The images are those of the messages.
     in_messages = [image.sha256 for image in images_in(trajectory.messages)]
     in_spans = [placed.image.sha256 for placed in trajectory.images]
     if in_messages != in_spans:

@@ -69,6 +69,7 @@ from agenttrain.types import (
     ToolError,
     ToolResult,
     ToolUnavailable,
+    Trajectory,
     TurnReward,
 )
 from agenttrain.utils.arrays import common_prefix
@@ -174,6 +175,9 @@ class _Loop:
     `run` does it all: `_sample` a turn, then `_reply_to` it, until there is a reason to stop. When
     the context has grown too long, `_compact` begins another trajectory. A sub-agent has a loop of
     its own, made in `_run_sub_agent` while the calls of a turn are executed.
+
+    `max_completion_tokens` counts an agent's sampled and tool tokens over all of its trajectories,
+    each once: `_counted_before` plus the current trajectory's, all but `_uncounted`.
     """
 
     def __init__(
@@ -194,15 +198,17 @@ class _Loop:
         self.throttle = context.throttle or Throttle()
         self.parsed_turns = context.parsed_turns
         self.user, self.on_messages = context.user, context.on_messages
-        # The agent's first trajectory, and the current one: a compaction begins another.
-        self.first = self.trajectory = rollout.trajectories[-1]
+        self.trajectory = rollout.trajectories[-1]
+        """The current trajectory: a compaction begins another."""
+        self.first_trajectory = self.trajectory
+        """The agent's first, with the task's prompt, which every compacted context repeats."""
         # Counts that the limits are compared with.
         self._turns = 0
         """Completions of this agent."""
         self._uncounted = self.trajectory.prompt_length
         """Tokens of the current trajectory that `max_completion_tokens` does not count: the prompt,
         and what a compaction repeats."""
-        self._tokens_before = 0
+        self._counted_before = 0
         """Tokens of this agent's earlier trajectories that `max_completion_tokens` counts."""
         self._calls_made: list[ToolCall] = []
         """Calls of all turns, for `max_repeated_calls`."""
@@ -289,12 +295,11 @@ class _Loop:
         compaction, limit = self._compaction, self.limits.compact_at
         old = self.trajectory  # its context is replaced by a shorter one
         assert compaction is not None and limit is not None, "a compaction needs compact_at"
-        first = self.first
+        first = self.first_trajectory
         # The new context, which begins with the task's prompt.
         ids = [*first.token_ids[: first.prompt_length]]
         messages = [*first.messages[: first.prompt_messages]]
-        # For `max_completion_tokens`, which counts this agent's sampled and tool tokens once.
-        self._tokens_before += old.length - self._uncounted
+        self._add_to_count(old)
         if compaction.request is not None:
             if len(ids) >= limit:  # no summary can make it short enough
                 return StopReason.context_full
@@ -302,23 +307,34 @@ class _Loop:
             if isinstance(sampled, StopReason):
                 return sampled
             summary, completion = sampled
-            resume: Message = {"role": "user", "content": compaction.resume}
+            self._add_to_count(self.trajectory)  # the summary's, which is the current one here
+            message_after: Message = {"role": "user", "content": compaction.resume}
             last_message = self._past_turns[-1].replies[-1]
             if last_message["role"] == "user":  # not answered yet
-                self._past_turns, resume = [], last_message
+                self._past_turns, message_after = [], last_message
+            suffix = suffix_after(self.chat, summary, completion, [message_after])
             ids += completion.token_ids
-            suffix = suffix_after(self.chat, summary, completion, [resume])
-            ids += [token_id for _, span_ids in suffix for token_id in span_ids]
-            messages += [summary.message(), resume]
-            # `_sample_summary` has made the summary's trajectory the current one.
-            self._tokens_before += self.trajectory.length - self._uncounted
+            for _origin, span_ids in suffix:
+                ids += span_ids
+            messages += [summary.message(), message_after]
         self._past_turns = [*compaction.keep(self._past_turns, limit - len(ids), self.chat)]
         for past in self._past_turns:
             ids += past.ids(self.chat)
             messages += [past.turn.message(), *past.replies]
         if len(ids) > limit:
             return StopReason.context_full
-        # The new trajectory branches where its ids begin to differ: shared ids count once.
+        self._begin_compacted(old, ids, messages)
+        return None
+
+    def _add_to_count(self, trajectory: Trajectory) -> None:
+        """Count the current trajectory's tokens as those of an earlier one: another one begins."""
+        self._counted_before += trajectory.length - self._uncounted
+
+    def _begin_compacted(self, old: Trajectory, ids: list[int], messages: list[Message]) -> None:
+        """Begin the trajectory of a compacted context, a branch of `old`; make it the current one.
+
+        It branches where its ids begin to differ from those of `old`: shared ids count once.
+        """
         shared = common_prefix(np.array(old.token_ids), np.array(ids))
         self.trajectory = self.rollout.branch(
             old.index, shared, role=self.agent.role, delegation=self.agent.delegation
@@ -327,14 +343,14 @@ class _Loop:
         self.trajectory.messages += messages
         self.trajectory.prompt_messages = len(messages)
         self._uncounted = len(ids)  # all of them are the prompt, or were counted before
-        return None
 
     async def _sample_summary(
         self, compaction: Compaction
     ) -> tuple[AssistantTurn, Completion] | StopReason:
-        """Sample a summary of the current trajectory in a branch; or return the reason to stop.
+        """Sample a summary of the current trajectory in a branch, which becomes the current one.
 
-        A user's message that is not answered yet is left out: it follows the summary.
+        Returns the reason to stop if there is no summary. A user's message that is not answered yet
+        is left out: it follows the summary.
         """
         old, last_turn = self.trajectory, self._past_turns[-1]
         request = request_message(compaction)
@@ -342,13 +358,15 @@ class _Loop:
         replies = [] if unanswered else [*last_turn.replies]
         suffix = suffix_after(self.chat, last_turn.turn, last_turn.completion, [*replies, request])
         # Branch after the last completion: the request is rendered together with its replies.
-        position = old.length - sum(len(span_ids) for _, span_ids in last_turn.suffix or ())
+        # `old` ends with the ids of these replies, which the loop has just appended.
+        replies_length = sum(len(span_ids) for _, span_ids in last_turn.suffix or ())
         self.trajectory = self.rollout.branch(
-            old.index, position, role=SUMMARY, delegation=self.agent.delegation
+            old.index, old.length - replies_length, role=SUMMARY, delegation=self.agent.delegation
         )
         before_replies = len(old.messages) - len(last_turn.replies)
-        self.trajectory.messages += [*old.messages[:before_replies], *replies]
-        self.trajectory.prompt_messages = before_replies + len(replies) + 1  # 1: the request
+        prompt = [*old.messages[:before_replies], *replies]
+        self.trajectory.messages += prompt
+        self.trajectory.prompt_messages = len(prompt) + 1  # 1: the request, which `_add` appends
         for origin, span_ids in suffix:
             self.trajectory.append_context(span_ids, origin)
         self._add(request)
@@ -397,7 +415,7 @@ class _Loop:
 
     def _remaining_tokens(self) -> int:
         """Return the number of tokens, sampled or not, that all token limits still allow."""
-        spent = self._tokens_before + self.trajectory.length - self._uncounted
+        spent = self._counted_before + self.trajectory.length - self._uncounted
         remaining = min(self.limits.max_completion_tokens - spent, self._remaining_context())
         if self.agent.depth:
             return int(min(remaining, self.sub_agents.tokens_left()))
@@ -496,30 +514,40 @@ class _Loop:
             return StopReason.completed
         self._dialogue.hear(turn.content)
         out_of_turns = self._turns >= self.limits.max_turns
-        # Ask no person for a message that cannot be answered. All others are asked: whether they
-        # say something decides between `max_turns` and `completed`.
+        # `self.user` asks a person, who is not asked for a message that cannot be answered. Other
+        # users are asked: whether they say something decides between `max_turns` and `completed`.
         if self.user is not None and out_of_turns:
             return StopReason.max_turns
-        text = await self._user_text()
-        # An environment that has ended may still say something, which no turn will answer.
+        text = await self._user_text()  # may ask the environment, which may end its episode
         episode_end = None if self.episode is None else self.episode.stop_reason
         if text is None:
             return episode_end or StopReason.completed
-        if episode_end is None and out_of_turns:
+        if episode_end is not None:  # its last words, which no turn will answer
+            self._append_question(turn, completion, text, generation_prompt=False)
+            return episode_end
+        if out_of_turns:
             return StopReason.max_turns
+        fitted = self._append_question(turn, completion, text, generation_prompt=True)
+        return None if fitted else self._limit_reached()
+
+    def _append_question(
+        self, turn: AssistantTurn, completion: Completion, text: str, *, generation_prompt: bool
+    ) -> bool:
+        """Append the user's message `text` if it fits; return True if it did.
+
+        A tool's text may be clipped to fit, a question may not: it would be another question. If a
+        turn follows, after a generation prompt, one token of it has to fit too.
+        """
         question: Message = {"role": "user", "content": text}
         suffix = suffix_after(
-            self.chat, turn, completion, [question], generation_prompt=episode_end is None
+            self.chat, turn, completion, [question], generation_prompt=generation_prompt
         )
-        # A tool's text may be clipped to fit, a question may not: it would be another question.
-        # If a turn follows, one token of it has to fit too.
-        needed_tokens = sum(len(ids) for _, ids in suffix) + int(episode_end is None)
-        if needed_tokens <= self._remaining_tokens():
+        needed_tokens = sum(len(ids) for _, ids in suffix) + int(generation_prompt)
+        fits = needed_tokens <= self._remaining_tokens()
+        if fits:
             self._append(turn, completion, [question], suffix)
             self._dialogue.say(text)
-        elif episode_end is None:
-            return self._limit_reached()
-        return episode_end
+        return fits
 
     async def _user_text(self) -> str | None:
         """Return the text of the user's next message; None if the user says nothing more.
@@ -650,38 +678,44 @@ class _Loop:
         self.sub_agents.check_loop(caller.tool)
         async with order.turn(caller.call_id):
             copies: list[Message] = copy_value([*messages])  # the tool may change its own later
-            request = SubAgentRequest(caller=caller, messages=copies, **options)
-            return await self.sub_agents.run(self._run_sub_agent(request))
+            sub_request = SubAgentRequest(caller=caller, messages=copies, **options)
+            return await self.sub_agents.run(self._run_sub_agent(sub_request))
 
-    async def _run_sub_agent(self, request: SubAgentRequest) -> Delegated:
-        """Run the policy on the request's messages, in a trajectory of its own."""
+    async def _run_sub_agent(self, sub_request: SubAgentRequest) -> Delegated:
+        """Run the policy on a sub-agent's messages, in a trajectory of its own.
+
+        `sub_request` is what the tool asks for. `self.request` is the rollout's: its seed and its
+        sampling hold for the sub-agent too.
+        """
         depth = self.agent.depth + 1
         self.sub_agents.check_depth(depth)
-        context = replace(self.context, limits=request.tighten(self.context.limits))
-        tools = request.row_tools(context, self.episode)
-        prompt = self.chat.prompt_ids(request.messages, tools.schemas)
+        context = replace(self.context, limits=sub_request.tighten(self.context.limits))
+        tools = sub_request.row_tools(context, self.episode)
+        prompt = self.chat.prompt_ids(sub_request.messages, tools.schemas)
         if len(prompt) >= self.engine.max_context:
             return Delegated(
                 content="",
                 stop_reason=StopReason.context_full,
-                messages=tuple(request.messages),
+                messages=tuple(sub_request.messages),
             )
+        calling_turn = self.trajectory.turns - 1  # the last one, whose calls are run
         delegation = Delegation(
-            caller=(self.trajectory.index, self.trajectory.turns - 1),
-            call_id=request.caller.call_id,
+            caller=(self.trajectory.index, calling_turn),
+            call_id=sub_request.caller.call_id,
             schemas=tuple(tools.schemas),
             max_turns=context.limits.max_turns,
             max_tokens=context.limits.max_completion_tokens,
         )
-        images = self.chat.place(prompt, request.messages)
-        trajectory = self.sub_agents.begin(request, prompt, delegation, images)
+        images = self.chat.place(prompt, sub_request.messages)  # with their positions in `prompt`
+        trajectory = self.sub_agents.begin(sub_request, prompt, delegation, images)
         agent = Agent(
             session=f"{self.rollout.rollout_id}/{trajectory.index}",
             parent=self.agent.session,
-            role=request.role,
+            role=sub_request.role,
             depth=depth,
             delegation=delegation,
         )
+        # It continues the rollout's last trajectory, which `begin` has just added.
         loop = _Loop(
             self.rollout, self.request, context, tools, self.episode, self.sub_agents, agent
         )

@@ -293,19 +293,19 @@ class LoopMonitor:
             return
 
 
-AT_ONCE = 64
+PER_PASS = 64
 """Rollouts resumed in one pass of the event loop: about 20 ms of work."""
 
 
 @dataclass(slots=True, eq=False)
 class Throttle:
-    """Resumes at most `at_once` rollouts per pass of the event loop, first come first served.
+    """Resumes at most `per_pass` rollouts per pass of the event loop, first come first served.
 
     An engine or a tool may answer thousands of rollouts together. If all of them resumed in one
     pass, it would take so long that time limits expired although the work was done in time.
     """
 
-    at_once: int = AT_ONCE
+    per_pass: int = PER_PASS
     _left: int = 0
     """Rollouts that may still resume in this pass."""
     _waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
@@ -313,17 +313,18 @@ class Throttle:
     """True if the next pass is scheduled."""
 
     async def wait(self) -> None:
-        """Return at once, or in a later pass of the event loop.
+        """Return in this pass of the event loop if it has room, else in a later one.
 
-        In a pass at most `at_once` rollouts resume, so that timers fire in time when thousands are
-        ready together. The first caller of a pass schedules `_resume_next`, which runs in the next
-        one and lets as many of the waiting rollouts go on.
+        In a pass at most `per_pass` rollouts resume, so that timers fire in time when thousands are
+        ready together. The first caller of a pass schedules `_resume_next`. In the next pass it
+        resumes as many of the waiting rollouts and sets `_left`, the room for callers after them.
+        Passes go on until one has resumed nobody.
         """
         loop = asyncio.get_running_loop()
         if not self._scheduled:
-            self._scheduled, self._left = True, self.at_once
+            self._scheduled, self._left = True, self.per_pass
             loop.call_soon(self._resume_next, loop)
-        if self._left > 0 and not self._waiting:
+        if self._left > 0 and not self._waiting:  # not before those that wait
             self._left -= 1
             return
         future = loop.create_future()
@@ -332,14 +333,14 @@ class Throttle:
 
     def _resume_next(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start a new pass: resume the rollouts that have waited longest."""
-        self._left = self.at_once
+        self._left = self.per_pass
         while self._waiting and self._left > 0:
             future = self._waiting.popleft()
             if not future.done():  # a rollout may have been cancelled meanwhile
                 future.set_result(None)
                 self._left -= 1
         # After a pass that resumed nobody there is nothing left to limit.
-        self._scheduled = self._left < self.at_once
+        self._scheduled = self._left < self.per_pass
         if self._scheduled:
             loop.call_soon(self._resume_next, loop)
 

@@ -43,8 +43,9 @@ class RolloutRows:
     """The rollouts of a run as rows: their messages, the columns of their tasks, and `rollout`.
 
     The column `rollout` is the recorded object, for `data.where` and for the ids. Rollouts that
-    ended by an error, an abort or a token limit are left out, and with `min_reward` those without a
-    reward too. Example: ``RolloutRows("outputs/shop/rollouts/*.jsonl", min_reward=1)``
+    ended by an error, an abort or a token limit are left out. With `min_reward` those with a lower
+    reward are left out too, and those without a reward.
+    Example: ``RolloutRows("outputs/shop/rollouts/*.jsonl", min_reward=1)``
     """
 
     def __init__(
@@ -57,38 +58,36 @@ class RolloutRows:
         check_rollout_files(path, min_reward, limit)
         self._file = FileRows(path)
         self._arrays = ArrayReader()
+        self._checked_arrays: set[tuple[Path, str]] = set()
+        """(folder, name) of the files of arrays that were checked."""
         self._selected: list[int] = []
-        reasons: Counter[str] = Counter()
+        """Indices of the selected lines."""
+        left_out_by_reason: Counter[str] = Counter()
         rewarded = 0
-        checked: set[tuple[Path, str]] = set()
-        """Files of arrays, by folder and name."""
         for index in range(len(self._file)):
             record = self._record(index)
             if record["reward"] is not None:
                 rewarded += 1
             reason = _why_left_out(record, min_reward)
-            if reason is not None:
-                reasons[reason] += 1
-                continue
-            self._selected.append(index)
-            file = (self._file.folder(index), str(record.get(ARRAYS)))
-            if file not in checked:
-                checked.add(file)
+            if reason is None:
+                self._selected.append(index)
                 self._check_arrays(record, index)
-        left_out = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+            else:
+                left_out_by_reason[reason] += 1
+        left_out = ", ".join(
+            f"{count} {reason}" for reason, count in left_out_by_reason.most_common()
+        )
         if min_reward is not None and not rewarded:
             raise ValueError(
                 f"min_reward={min_reward}: none of the {len(self._file)} rollouts has a reward; "
                 "leave it out, or choose by data.where"
             )
         if not self._selected:
-            argument, lower = f"path={path}", ""
-            if min_reward is not None:
-                argument, lower = f"min_reward={min_reward}", "lower it, or "
-            raise ValueError(
-                f"{argument}: leaves none of {len(self._file)} rollouts: {left_out}; {lower}take "
-                "the files of more steps"
-            )
+            leaves_none = f"leaves none of {len(self._file)} rollouts: {left_out}"
+            remedy = "take the files of more steps"
+            if min_reward is None:
+                raise ValueError(f"path={path}: {leaves_none}; {remedy}")
+            raise ValueError(f"min_reward={min_reward}: {leaves_none}; lower it, or {remedy}")
         self.note = f"{len(self._selected)} of {len(self._file)} rollouts"
         """How many rollouts are selected, before `limit`, and how many left out for each reason."""
         if left_out:
@@ -124,7 +123,16 @@ class RolloutRows:
             return ()
 
     def _check_arrays(self, record: RecordedRollout, index: int) -> None:
-        """Raise ValueError unless the file of arrays of line `index`, if it has one, is there."""
+        """Raise ValueError unless the file of arrays of line `index`, if it has one, is there.
+
+        Checks each file once: all lines of a step share one.
+        """
+        if ARRAYS not in record:
+            return
+        file = (self._file.folder(index), str(record[ARRAYS]))
+        if file in self._checked_arrays:
+            return
+        self._checked_arrays.add(file)
         try:
             self._arrays.check(record, self._file.folder(index))
         except ArraysMissing as error:

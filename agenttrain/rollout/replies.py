@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from agenttrain.chat.chat import Chat
@@ -71,21 +71,17 @@ def fit_replies(
 ) -> tuple[list[Message], Suffix]:
     """Return clipped replies and their suffix, which has at most `max_suffix_tokens`.
 
-    `max_result_tokens` has one limit per reply. If not even empty replies fit, which can happen
-    only without a generation prompt (the reply of a stop tool), the suffix itself is cut.
+    `max_result_tokens` has one limit per reply. With a `generation_prompt`, after which the model
+    takes another turn, the caller has made sure that the suffix of empty replies fits. Without one,
+    as after a stop tool, not even that may fit: then the ids of the suffix itself are cut.
     """
 
     def render(clipped: list[Message]) -> RenderedReplies:
         suffix = suffix_after(chat, turn, completion, clipped, generation_prompt=generation_prompt)
         return RenderedReplies(clipped, suffix, sum(len(ids) for _, ids in suffix))
 
-    def render_texts(texts: Sequence[str]) -> RenderedReplies:
-        return render(
-            [{**reply, "content": text} for reply, text in zip(replies, texts, strict=True)]
-        )
-
     if any(isinstance(reply["content"], list) for reply in replies):  # texts and images
-        fitted = fit_parts(
+        fitted = fit_parts(  # renders as often as it takes
             chat,
             replies,
             length=lambda clipped: render([*clipped]).length,
@@ -93,18 +89,14 @@ def fit_replies(
             max_result_tokens=max_result_tokens,
         )
         rendered = render(fitted)
-    else:  # clip each text to its own limit, then all of them until they fit
-        full_texts = [str(reply["content"]) for reply in replies]
-        limits = list(max_result_tokens)
-        texts = [chat.clip(text, limit) for text, limit in zip(full_texts, limits, strict=True)]
-        rendered = render_texts(texts)
-        while rendered.length > max_suffix_tokens and any(texts):
-            # A template may lengthen a text (JSON escapes), so one cut may not be enough.
-            lengths = [len(chat.encode_plain(text)) for text in texts]
-            excess = rendered.length - max_suffix_tokens
-            limits = split_tokens(lengths, max(sum(lengths) - excess, 0))
-            texts = [chat.clip(text, limit) for text, limit in zip(full_texts, limits, strict=True)]
-            rendered = render_texts(texts)
+    else:
+        rendered = _fit_texts(
+            chat,
+            replies,
+            render=render,
+            max_suffix_tokens=max_suffix_tokens,
+            max_result_tokens=max_result_tokens,
+        )
     if generation_prompt and rendered.length > max_suffix_tokens:
         raise LedgerError(
             f"the suffix of {rendered.length} tokens exceeds the {max_suffix_tokens} left, though "
@@ -116,6 +108,36 @@ def fit_replies(
         cut_suffix.append((origin, token_ids[: max(remaining_tokens, 0)]))
         remaining_tokens -= len(token_ids)
     return rendered.replies, cut_suffix
+
+
+def _fit_texts(
+    chat: Chat,
+    replies: Sequence[Message],
+    *,
+    render: Callable[[list[Message]], RenderedReplies],
+    max_suffix_tokens: int,
+    max_result_tokens: Sequence[int],
+) -> RenderedReplies:
+    """Clip each text to its own limit, then all of them until they fit or are empty."""
+    full_texts = [str(reply["content"]) for reply in replies]
+
+    def clip_to(limits: Sequence[int]) -> list[str]:
+        return [chat.clip(text, limit) for text, limit in zip(full_texts, limits, strict=True)]
+
+    def render_texts(texts: Sequence[str]) -> RenderedReplies:
+        return render(
+            [{**reply, "content": text} for reply, text in zip(replies, texts, strict=True)]
+        )
+
+    texts = clip_to(max_result_tokens)
+    rendered = render_texts(texts)
+    while rendered.length > max_suffix_tokens and any(texts):
+        # A template may lengthen a text (JSON escapes), so one cut may not be enough.
+        lengths = [len(chat.encode_plain(text)) for text in texts]
+        excess = rendered.length - max_suffix_tokens
+        texts = clip_to(split_tokens(lengths, max(sum(lengths) - excess, 0)))
+        rendered = render_texts(texts)
+    return rendered
 
 
 def append_suffix(

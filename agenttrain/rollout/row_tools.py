@@ -43,10 +43,13 @@ ContextOf = Callable[[ToolCall], ToolContext]
 class RowTools:
     """The tools that the rollouts of one row may call; any other name is an unknown tool.
 
-    A tool that the row brings is run by its executor, a tool of the run or the environment. An
-    executor with the parameters ``name: str, arguments: dict`` gets both; any other gets the
-    arguments as its own. Calls to the environment run one after the other, in call order; all other
-    calls run concurrently.
+    Declared tools are those of the run and the methods of the row's environment. The row lists some
+    of them, and may bring tools of its own (`RowTool`): the model sees the listed ones.
+
+    A tool that the row brings has only a schema. Its executor, a declared tool, runs its calls. A
+    dispatcher is an executor of any tool: it takes ``name: str, arguments: dict``. Any other
+    executor gets the arguments as its own. Calls to the environment run one after the other, in
+    call order; all other calls run concurrently.
     """
 
     def __init__(
@@ -101,8 +104,11 @@ class RowTools:
             for name in self.names
         ]
         """Schemas as the model sees them, in the row's order."""
-        stop_tools = toolbox.stop_tools | self._methods.stop_tools
-        self.stop_tools = frozenset(n for n in self.names if self._executor(n) in stop_tools)
+        declared_stop_tools = toolbox.stop_tools | self._methods.stop_tools
+        self.stop_tools = frozenset(
+            name for name in self.names if self._executor(name) in declared_stop_tools
+        )
+        """Names of the tools that end the rollout: a tool of the row does if its executor does."""
 
     async def execute(
         self,
@@ -133,17 +139,18 @@ class RowTools:
                     results.append(ToolResult(call=step.call, content=text, error=ToolError.limit))
                     on_answered(step.call.id)
                 else:
-                    results += await _run(self._methods, [step], context_of, on_answered)
+                    results += await _run_steps(self._methods, [step], context_of, on_answered)
             return results
 
         method_results: list[ToolResult] = []
         if method_steps:
             method_results, other_results = await asyncio.gather(
-                run_methods(), _run(self._toolbox, other_steps, context_of, on_answered)
+                run_methods(), _run_steps(self._toolbox, other_steps, context_of, on_answered)
             )
         else:  # most turns: spared the cost of two asyncio tasks
-            other_results = await _run(self._toolbox, other_steps, context_of, on_answered)
-        # Back to the order of the calls: each step takes the next result of its kind.
+            other_results = await _run_steps(self._toolbox, other_steps, context_of, on_answered)
+        # Back to the order of the calls. Both lists of results are in that order: each step takes
+        # the next result of its kind, and calls that did not run have their results already.
         from_methods, from_others = iter(method_results), iter(other_results)
         results = []
         for item in prepared:
@@ -242,27 +249,33 @@ class _Step:
     """True if the declared tool is a method of the environment."""
 
 
-async def _run(
+async def _run_steps(
     toolbox: Toolbox,
     steps: Sequence[_Step],
     context_of: ContextOf,
     on_answered: Callable[[str], None],
 ) -> list[ToolResult]:
-    """Run steps concurrently; return their results, each under the model's own call."""
+    """Run steps concurrently; return their results in order.
 
-    async def run(step: _Step) -> ToolResult:
-        """Run one step; its result is that of the model's call, with the executor's name."""
+    A step is a call of the model's, `call`, and the call of a declared tool that answers it,
+    `executed_call`: another one if a tool of the row has an executor. The result names the model's
+    call. `on_answered` gets the id of each call that has ended: later calls may wait for it.
+    """
+
+    async def run_step(step: _Step) -> ToolResult:
+        """Run the step's `executed_call` in `toolbox`; return the result of its `call`."""
         try:
             (result,) = await toolbox.execute([step.executed_call], lambda _: context_of(step.call))
-        finally:
+        finally:  # also after an error: a call that waits for this one would wait for ever
             on_answered(step.call.id)
         if step.executed_call is step.call:
             return result
+        # The model reads the answer to its own call; the executor's name is for the record.
         return replace(result, call=step.call, executor=step.executed_call.name)
 
     if len(steps) == 1:  # most turns: spared the cost of a task
-        return [await run(steps[0])]
-    return await asyncio.gather(*map(run, steps))
+        return [await run_step(steps[0])]
+    return await asyncio.gather(*map(run_step, steps))
 
 
 def _is_dispatcher(schema: dict[str, Any]) -> bool:

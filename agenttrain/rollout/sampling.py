@@ -32,20 +32,22 @@ async def sample_groups(
 ) -> StepBatch:
     """Sample this process's share of a step's groups; choose the `count` groups to train on.
 
-    `request` is the first round, with `oversample` tasks per wanted group. Up to `dynamic_sampling`
-    more rounds follow, of `draw_tasks(start, n)`. Raises as `collect_share` does, but NoRollouts in
-    the first round only.
+    A group is the rollouts of one task. It is informative if the policy can learn from it: its
+    rewards differ (`is_informative`). `request` is the first round, with `oversample` tasks per
+    wanted group. While informative groups are missing, up to `dynamic_sampling` more rounds follow,
+    of `draw_tasks(start, n)`: `n` tasks from the `start`-th of the step on. Raises as
+    `collect_share` does, but NoRollouts in the first round only.
     """
     peers, costs = peers or SingleProcess(), costs or Costs()
     weights = collector.reward_weights
-    seed_path, missing = request.seed_path, count
+    seed_path, missing_groups = request.seed_path, count
     batch = StepBatch(collected=Collected(), costs=costs)
     groups: list[GroupInfo] = []
     for round_number in range(config.dynamic_sampling + 1):
         if round_number > 0:  # the first round is the request as it came
             request = replace(
                 request,
-                tasks=draw_tasks(batch.tasks, tasks_of_round(missing, config.oversample)),
+                tasks=draw_tasks(batch.tasks, tasks_of_round(missing_groups, config.oversample)),
                 seed_path=(*seed_path, f"r{round_number}"),
                 may_be_empty=True,
             )
@@ -61,23 +63,26 @@ async def sample_groups(
         except RewardError as error:  # the crash bundle has the earlier rounds too
             error.rollouts = (*batch.rollouts, *error.rollouts)
             raise
-        # Places within a round begin at 0, as its seeds do. Those of the step go on.
-        collected.places = [batch.tasks + place for place in collected.places]
-        groups += [replace(info, place=batch.tasks + info.place) for info in infos]
+        # Places within a round begin at 0, as its seeds do. In the step they go on after those of
+        # the earlier rounds.
+        first_place = batch.tasks
+        collected.places = [first_place + place for place in collected.places]
+        groups += [replace(info, place=first_place + info.place) for info in infos]
         batch.collected.extend(collected)
         batch.tasks += len(request.tasks)
-        missing = count - sum(info.informative for info in groups)
-        if missing <= 0:
+        missing_groups = count - sum(info.informative for info in groups)
+        if missing_groups <= 0:
             break
 
     selected = select([info.informative for info in groups], count)
-    left_out = [info.informative for i, info in enumerate(groups) if i not in set(selected)]
+    left_out = [info for i, info in enumerate(groups) if i not in set(selected)]
+    surplus = sum(info.informative for info in left_out)
     batch.trained = tuple(groups[i].place for i in selected)
     batch.metrics = {
         "data/tasks": float(batch.tasks),
         "resample/rounds": float(round_number),  # after the first
-        "resample/uninformative": float(left_out.count(False)),
-        "resample/surplus": float(left_out.count(True)),
+        "resample/uninformative": float(len(left_out) - surplus),
+        "resample/surplus": float(surplus),
     }
     return batch
 

@@ -103,8 +103,10 @@ async def collect_share(
     """Collect this process's share of a request; also return the summaries of all groups, in order.
 
     All processes pass the same request, for tasks at the places 0, 1, …. Every minibatch's tasks
-    are spread evenly over the processes. Raises NoRollouts when no process has a rollout, unless
-    the request `may_be_empty`, and Preempted. Any other error of one process is raised in all: the
+    are spread evenly over the processes. `costs` learns the tokens of the groups.
+
+    Raises Preempted when the run is to stop, in all processes, and NoRollouts when no process has a
+    rollout, unless the request `may_be_empty`. Any other error of one process is raised in all: the
     others raise PeerFailed, which names it.
     """
     tasks = request.tasks
@@ -132,13 +134,15 @@ async def collect_share(
         for place, group in zip(collected.places, collected.groups, strict=True)
     ]
     why_empty = None if no_rollouts is None else str(no_rollouts)
-    summary = _ShareSummary(groups=tuple(groups), tasks=len(share.tasks), why_empty=why_empty)
+    own_summary = _ShareSummary(groups=tuple(groups), tasks=len(share.tasks), why_empty=why_empty)
     # Patient: the slowest process may need minutes more than the others.
-    summaries = peers.exchange([summary], "the end of the rollouts", failure, patient=True)
+    summaries = peers.exchange([own_summary], "the end of the rollouts", failure, patient=True)
     # A process without tasks has no rollouts either, and says nothing about the others'.
     reasons = [summary.why_empty for summary in summaries if summary.tasks]
     if reasons and all(reasons):
-        raise no_rollouts or NoRollouts(str(reasons[0]), collected)
+        if no_rollouts is not None:
+            raise no_rollouts
+        raise NoRollouts(str(reasons[0]), collected)  # this process had no tasks
     infos = [info for summary in summaries for info in summary.groups]
     infos.sort(key=lambda info: info.place)
     costs.learn([(info.kind, info.tokens) for info in infos])
@@ -226,9 +230,10 @@ class Costs:
 def assign_tasks(costs: Sequence[float], processes: int, minibatches: int = 1) -> list[int]:
     """Return the process of each task: costly tasks first, each to the least loaded process.
 
-    Tasks are cut into `minibatches` successive runs, each of which is spread evenly. Ties go to the
-    first task and the lowest process. Example: ``assign_tasks([5, 1, 1, 3], 2)`` is ``[0, 1, 1,
-    1]``.
+    The tasks of one minibatch, `minibatches` successive runs of them, are assigned before those of
+    the next, so that each is spread over the processes. Loads add up over all of them: processes
+    have to finish all rollouts, not each minibatch, at about the same time. Ties go to the first
+    task and the lowest process. Example: ``assign_tasks([5, 1, 1, 3], 2)`` is ``[0, 1, 1, 1]``.
     """
     loads = [0.0] * processes
     owners = [0] * len(costs)

@@ -41,7 +41,8 @@ class RolloutSource:
     """Samples a step's groups, each process its share. `cursor` counts finished tasks.
 
     For each step `batch` samples, `finish` moves on to the next step once this one was trained, and
-    `summarise` makes the metrics from the batches of all processes.
+    `summarise` makes the metrics from the batches of all processes. All processes have the same
+    tasks, cursor, curriculum and costs, so each finds its share without asking the others.
     """
 
     phase = "rollout"
@@ -57,7 +58,8 @@ class RolloutSource:
     in order."""
     peers: Peers = field(default_factory=SingleProcess)
     costs: Costs = field(default_factory=Costs)
-    """Costs of finished rollouts. Saved, so that a resumed run assigns tasks alike."""
+    """Measured costs of rollouts, in tokens, by which a step's tasks are spread evenly over the
+    processes. Saved, so that a resumed run assigns tasks to the same processes."""
     cursor: int = 0
 
     async def batch(self, step: int) -> StepBatch:
@@ -67,21 +69,22 @@ class RolloutSource:
         batch = await sample_groups(
             self.collector,
             self.request(step, self._draw_tasks(0, first_round)),
-            self._draw_tasks,
+            self._draw_tasks,  # for further rounds, if too few groups can be learned from
             count=self.tasks_per_step,
             config=self.algorithm,
             peers=self.peers,
-            costs=self.costs.copy(),
+            costs=self.costs.copy(),  # it learns this step's costs, which `finish` takes over
         )
-        # A reason per process: None if a rollout has a reward, "" if there is none to score.
+        # Each process sends why none of its rollouts has a reward. None: one has; "": there was
+        # none to score. One process with a reward is enough for all.
         reasons = self.peers.exchange([why_unrewarded(batch.rollouts)], "the rewards of a step")
         if None not in reasons:
             first_reason = next((reason for reason in reasons if reason), "")
             raise nothing_to_learn(step, first_reason, batch.collected)
-        batch.stuck = len(self.collector.stuck)
+        batch.stuck = len(self.collector.stuck)  # abandoned tool calls that still run
         # After the exchange: the engine waits for the slowest process too.
         batch.idle_s = self.collector.in_flight.take_idle_s()
-        if not self.algorithm.resamples:  # there is one round: nothing to report
+        if not self.algorithm.resamples:  # its metrics are of rounds, and there is only one
             batch.metrics = {}
         return batch
 
@@ -145,22 +148,25 @@ def merge_batches(
     training: dict[str, float],
     seconds: Mapping[str, float],
 ) -> tuple[dict[str, float], list[Rollout]]:
-    """Merge the sampled batches of all processes into a step's metrics and rollouts.
+    """Merge the batches of a step, one per process, into its metrics and rollouts.
 
     `training` are the metrics of the update, `seconds` the wall seconds of each phase.
     """
     collected = merge_shares([batch.collected for batch in batches])
     metrics = {**step_metrics(names, collected, seconds), **training}
-    metrics["tools/stuck"] = sum(batch.stuck for batch in batches)
-    first = batches[0]
-    if first.ahead:  # also sampled outside the rollout phase: divide by the whole step's seconds
+    metrics["tools/stuck"] = sum(batch.stuck for batch in batches)  # tool calls that never ended
+    # Asynchronous training samples ahead, also while earlier steps are trained: the tokens are then
+    # divided by the seconds of all phases, not only of `rollout`.
+    if batches[0].ahead:
         tokens = sum(rollout.sampled_length for rollout in collected.rollouts)
         metrics["tokens_per_s"] = tokens / sum(seconds.values())
-    idle = [batch.idle_s for batch in batches if batch.idle_s is not None]
-    if idle:
-        metrics["idle/rollout"] = min(fmean(idle) / seconds["rollout"], 1.0)
-    # `first.metrics` are of the groups of all processes already.
-    return {**metrics, **first.metrics}, collected.rollouts
+    # Seconds in which an engine had no request; None where they were not measured.
+    engine_idle_s = [batch.idle_s for batch in batches if batch.idle_s is not None]
+    if engine_idle_s:
+        metrics["idle/rollout"] = min(fmean(engine_idle_s) / seconds["rollout"], 1.0)
+    # Every process has the same metrics of the step's groups, those of all processes.
+    group_metrics = batches[0].metrics
+    return {**metrics, **group_metrics}, collected.rollouts
 
 
 @dataclass(slots=True, kw_only=True)
@@ -193,6 +199,9 @@ class Demonstrations:
         The process of rank r takes every n-th row from the r-th on, for n processes. Each row is a
         group of one rollout. A bad row counts as dropped, or with `on_bad_row` `error` raises
         BadDemonstration in all processes.
+
+        The batch's `trained` names all rows of the step, in every process alike. Rows of other
+        processes, and rows that were left out, are empty groups in it.
         """
         collected = Collected()
         rows = list(source.tasks(start, count))
@@ -206,7 +215,7 @@ class Demonstrations:
             except BadDemonstration as error:
                 if self.on_bad_row is OnBadRow.error:
                     failure = BadDemonstration(f"{error}. {REMEDY}")
-                    break
+                    break  # to the exchange below, which raises it
                 collected.dropped += 1
                 continue
             if max(trajectory.length for trajectory in rollout.trajectories) > self.max_tokens:
@@ -215,7 +224,7 @@ class Demonstrations:
             rollout.reward = 1.0  # with it, REINFORCE maximizes the likelihood of its tokens
             collected.groups.append([rollout])
             collected.places.append(place)
-        # Raises the failure of one process in all of them.
+        # Nothing is exchanged but a failure, which is raised in all processes.
         self.peers.exchange((), "the demonstrations of a step", failure)
         return StepBatch(collected=collected, trained=tuple(range(start, start + len(rows))))
 

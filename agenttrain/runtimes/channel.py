@@ -83,6 +83,12 @@ class _Command:
 class ExecChannel:
     """The connection to a container's shell. All of its methods run in one event loop.
 
+    `exec` makes a FIFO for a command's output and sends the command to the shell as text. The shell
+    starts it in the background, reports its process, and reports its end (`_handle_report`). A
+    command whose time is up, or whose caller was cancelled, is killed by the shell's function `k`.
+    If the shell does not answer in time, or its reports end, the channel is broken: `problem` says
+    why, and every command raises MachineLost.
+
     Example::
 
         channel = ExecChannel(folder)             # before the container starts
@@ -92,37 +98,46 @@ class ExecChannel:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Make the FIFOs in an empty folder, which the container gets as INSIDE, read-only."""
+        """Make the FIFOs in an empty folder, which the container gets as INSIDE, read-only.
+
+        A FIFO can be written to on a read-only mount: only files cannot be made or changed there.
+        """
         self.folder = folder
         folder.chmod(0o755)
         for name in ("in", "status"):
             _make_fifo(folder / name)
         # For reading too: a FIFO that is opened for writing alone needs a reader already.
-        self._in = os.open(folder / "in", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-        self._status = os.open(folder / "status", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._in_fd = os.open(folder / "in", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._status_fd = os.open(folder / "status", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._status, self._read_status)
-        self._is_ready: asyncio.Future[None] = self._loop.create_future()
+        self._loop.add_reader(self._status_fd, self._read_status)
+        self._shell_ready: asyncio.Future[None] = self._loop.create_future()
+        """Done when the container's shell reports ``ready``, after its start or `end_processes`."""
         self._received = b""
+        """The beginning of a report whose line has not ended yet."""
         self._commands: dict[str, _Command] = {}
         """Number of a command, as a text -> the command, until its output is read."""
-        self._count = 0
+        self._last_number = 0
         self._unreaped: list[str] = []
-        """Processes that have ended, for which the shell has not waited."""
+        """Processes that have ended and are zombies until the container's shell waits for them,
+        which it does with the next command."""
         self.problem: str | None = None
         """Why no command can run any more; None while they can."""
         self._endings: set[asyncio.Task[None]] = set()
         """Tasks that end commands whose callers were cancelled."""
-        os.write(self._in, INIT.encode())
+        # Read by the shell when it starts: its report descriptor 9, the function `k`, "ready".
+        os.write(self._in_fd, INIT.encode())
 
     async def ready(self, *, timeout_s: float) -> None:
         """Wait until the shell answers. Raises MachineLost."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._is_ready
+                await self._shell_ready
         except TimeoutError as error:
             raise MachineLost(f"its shell did not answer within {timeout_s:g} s") from error
-        for name in ("in", "status"):  # what runs in the container finds them no more
+        # Both ends of the FIFOs are open, and stay so. Without their names no program of the
+        # container can open them, to send commands to the shell or false reports to us.
+        for name in ("in", "status"):
             (self.folder / name).unlink(missing_ok=True)
 
     async def exec(
@@ -139,8 +154,8 @@ class ExecChannel:
         """Run a command; see `RolloutMachine.exec`. Raises MachineLost."""
         if self.problem is not None:
             raise MachineLost(self.problem)
-        self._count += 1
-        name = str(self._count)
+        self._last_number += 1
+        name = str(self._last_number)
         try:
             running = self._start(name, command, stdin, env or {}, cwd, max_bytes, on_output)
         except OSError as error:
@@ -177,7 +192,7 @@ class ExecChannel:
         """End all processes of the shell's user but the shell itself. Raises MachineLost."""
         if self.problem is not None:
             raise MachineLost(self.problem)
-        self._is_ready, self._unreaped = self._loop.create_future(), []
+        self._shell_ready, self._unreaped = self._loop.create_future(), []
         # Only the first process, which this signal spares, can send it and go on.
         self._write("kill -9 -1 2>/dev/null; wait; echo ready >&9\n")
         await self.ready(timeout_s=KILL_S)
@@ -185,10 +200,10 @@ class ExecChannel:
     def close(self) -> None:
         """Close the connection, which ends the container."""
         self.fail("the container was stopped")
-        if self._in >= 0:
-            os.close(self._in)
-            os.close(self._status)
-            self._in = self._status = -1
+        if self._in_fd >= 0:
+            os.close(self._in_fd)
+            os.close(self._status_fd)
+            self._in_fd = self._status_fd = -1
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start(
@@ -201,14 +216,15 @@ class ExecChannel:
         max_bytes: int,
         on_output: Callable[[bytes], object] | None,
     ) -> _Command:
-        """Send a command to the shell."""
+        """Send a command to the shell, which starts it in the background."""
         words = [f"export {key}={shlex.quote(value)};" for key, value in env.items()]
         words += [f"cd {shlex.quote(cwd)} || exit 126;"] if cwd is not None else []
         text = " ".join([*words, "exec", *map(shlex.quote, command)])
-        files = [self.folder / name]
+        output_fifo = self.folder / name
+        files = [output_fifo]  # those to remove with the command
         source = "/dev/null"
         try:
-            _make_fifo(files[0])
+            _make_fifo(output_fifo)
             if len(text) > LONGEST_TEXT:
                 files.append(self.folder / f"{name}.sh")
                 _write_file(files[-1], text.encode("utf-8", "replace"))
@@ -217,7 +233,8 @@ class ExecChannel:
                 files.append(self.folder / f"{name}.in")
                 _write_file(files[-1], stdin)
                 source = f"{INSIDE}/{name}.in"
-            reader = os.open(files[0], os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            # Before the command is sent: it could not open the FIFO for writing without a reader.
+            reader = os.open(output_fifo, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:
             for path in files:
                 path.unlink(missing_ok=True)
@@ -226,20 +243,19 @@ class ExecChannel:
         pids, self._unreaped = " ".join(self._unreaped), []
         wait = f"wait {pids} 2>/dev/null; " if pids else ""
         running = _Command(
-            reader,
-            Clipped(max_bytes, on_output),
-            self._loop.create_future(),
-            self._loop.create_future(),
+            reader=reader,
+            output=Clipped(max_bytes, on_output),
+            ended=self._loop.create_future(),
+            killed=self._loop.create_future(),
             files=files,
         )
         self._commands[name] = running
-        # The shell reports `7 p 12`, command 7 is process 12, and `7 0`, its exit code. The command
-        # itself does not get the descriptor of the reports, 9.
+        # Reports go to the shell's descriptor 9, which the command itself does not get.
+        run = f"( exec 9>&-; {text} ) <{source} >{INSIDE}/{name} 2>&1"
+        report_end = f'echo "{name} $?" >&9'  # `7 0`: command 7 has ended with exit code 0
+        report_process = f'echo "{name} p $!" >&9'  # `7 p 12`: command 7 is process 12
         try:
-            self._write(
-                f"{wait}{{ ( exec 9>&-; {text} ) <{source} >{INSIDE}/{name} 2>&1; "
-                f'echo "{name} $?" >&9; }} & echo "{name} p $!" >&9\n'
-            )
+            self._write(f"{wait}{{ {run}; {report_end}; }} & {report_process}\n")
         except MachineLost:
             self._forget(name, running)
             raise
@@ -249,7 +265,7 @@ class ExecChannel:
         """Write to the shell. Raises MachineLost if it has stopped to read."""
         data = text.encode("utf-8", "replace")
         try:
-            if self._in < 0 or os.write(self._in, data) != len(data):
+            if self._in_fd < 0 or os.write(self._in_fd, data) != len(data):
                 raise BlockingIOError
         except OSError as error:
             self.fail("its shell reads no commands any more")
@@ -259,15 +275,19 @@ class ExecChannel:
         """End a command with its descendants, `waited_s` after it was sent. Raises MachineLost.
 
         A shell that cannot do it within KILL_S hangs, and so does one that has not even started the
-        command by then: the channel is broken.
+        command in KILL_S since it was sent: the channel is broken.
         """
         running.is_ending = True
         if running.pid:
             self._write_kill(name, running)
-        limit = KILL_S if running.pid else max(KILL_S - waited_s, 0.0)
+            limit_s = KILL_S
+        else:  # not started yet: when the shell reports its process, `_handle_report` kills it
+            limit_s = max(KILL_S - waited_s, 0.0)
         try:
-            async with asyncio.timeout(limit):
-                await asyncio.shield(running.killed)  # a later attempt waits for it too
+            async with asyncio.timeout(limit_s):
+                # `_handle_report` sets it, when the shell reports `7 k`. Shielded: a later attempt
+                # waits for it too.
+                await asyncio.shield(running.killed)
         except TimeoutError as error:
             self.fail(HANGS)
             raise MachineLost(HANGS) from error
@@ -294,11 +314,11 @@ class ExecChannel:
 
     def fail(self, problem: str) -> None:
         """Let all commands fail from now on, also those in progress."""
-        if self.problem is None:
+        if self.problem is None:  # the first failure: no report is read any more
             self.problem = problem
-            if self._status >= 0:
-                self._loop.remove_reader(self._status)
-        futures: list[asyncio.Future[Any]] = [self._is_ready]
+            if self._status_fd >= 0:
+                self._loop.remove_reader(self._status_fd)
+        futures: list[asyncio.Future[Any]] = [self._shell_ready]
         for running in self._commands.values():
             futures += [running.ended, running.killed]
         for future in futures:
@@ -309,7 +329,7 @@ class ExecChannel:
     def _read_status(self) -> None:
         """Read the shell's reports."""
         try:
-            data = os.read(self._status, CHUNK)
+            data = os.read(self._status_fd, CHUNK)
         except BlockingIOError:
             return
         self._received += data
@@ -323,16 +343,19 @@ class ExecChannel:
         """Handle a report of the shell, split into words.
 
         ``ready``: it runs. ``7 p 12``: command 7 is process 12 in the container. ``7 k``: command 7
-        was killed. ``7 0``: command 7 has ended with exit code 0.
+        was killed. ``7 0``: command 7 has ended with exit code 0. Processes that have ended are
+        `_unreaped`: the shell waits for them with the next command, or they would stay as zombies.
         """
-        if words == ["ready"] and not self._is_ready.done():
-            self._is_ready.set_result(None)
+        if words == ["ready"] and not self._shell_ready.done():
+            self._shell_ready.set_result(None)
         running = self._commands.get(words[0]) if words else None
         if running is None:
             return
         if words[1:] == ["k"]:
             if not running.killed.done():
                 running.killed.set_result(None)
+            # The kill ends the subshell that would have reported the exit code: only this report
+            # comes. If the command ended just before, a second wait for it does no harm.
             self._unreaped.append(running.pid)
         elif len(words) == 3 and words[1] == "p" and words[2].isdigit():
             running.pid = words[2]
@@ -340,7 +363,9 @@ class ExecChannel:
                 with suppress(MachineLost):
                     self._write_kill(words[0], running)
         elif len(words) == 2 and words[1].isdigit() and not running.ended.done():
-            running.ended.set_result(int(words[1][:3]))  # an exit code is 255 at most
+            # An exit code is 255 at most. A program of the container may forge a report, with a
+            # number that is too long for `int`.
+            running.ended.set_result(int(words[1][:3]))
             if running.pid:
                 self._unreaped.append(running.pid)
 

@@ -59,7 +59,13 @@ _numbers = itertools.count()
 
 
 class Container:
-    """A running container; see `RolloutMachine`."""
+    """A running container; see `RolloutMachine`.
+
+    Commands run over its `channel`, in the shell that is its first process: that costs a fork, and
+    podman's or docker's own `exec` costs a client. But the shell has one user, so commands of
+    another user go by the client. The host's folder of the channel is INSIDE in the container,
+    read-only; `copy_in` stages files there.
+    """
 
     def __init__(
         self,
@@ -95,27 +101,47 @@ class Container:
         max_bytes: int = 1 << 20,
         on_output: Callable[[bytes], object] | None = None,
     ) -> CommandResult:
-        """Run a command over the channel; for another user by the client's `exec`."""
+        """Run a command: over the channel, whose shell runs as `spec.user`, or by the client.
+
+        The shell cannot become another user. For one, the client's `exec` runs the command.
+        """
+        folder = cwd if cwd is not None else self.spec.workdir
         if user is None or user == self.spec.user or (user in ROOT and self.is_root):
             return await self.channel.exec(
                 command,
                 timeout_s=timeout_s,
                 stdin=stdin,
                 env=env,
-                cwd=cwd if cwd is not None else self.spec.workdir,
+                cwd=folder,
                 max_bytes=max_bytes,
                 on_output=on_output,
             )
         if self.channel.problem is not None:
             raise MachineLost(self.channel.problem)
         output = _AfterMark(Clipped(max_bytes, on_output))
-        folder = cwd if cwd is not None else self.spec.workdir
+        return await self._exec_by_client(
+            user, command, output, timeout_s=timeout_s, stdin=stdin, env=env or {}, folder=folder
+        )
+
+    async def _exec_by_client(
+        self,
+        user: str,
+        command: Sequence[str],
+        output: _AfterMark,
+        *,
+        timeout_s: float,
+        stdin: bytes,
+        env: Mapping[str, str],
+        folder: str | None,
+    ) -> CommandResult:
+        """Run a command as `user` by the client's `exec`; its output goes to `output`."""
         options = ["--interactive"] if stdin else []
         options += [] if folder is None else ["-w", folder]
-        # The mark divides what the client prints from what the command prints.
+        # The client's errors and exit codes look like the command's. So the container prints a mark
+        # just before it starts the command: without it the client has failed.
         print_mark = ("sh", "-c", f'echo {output.mark}; exec "$@"', "sh")
         try:
-            with env_options(env or {}) as variables:
+            with env_options(env) as variables:
                 result = await call_client(
                     [
                         self.client,
@@ -133,7 +159,8 @@ class Container:
                     on_output=output.add,
                 )
         except ClientTimeout:
-            # The client was killed; what it started goes on in the container.
+            # The client was killed; the command goes on in the container, and no client can end it
+            # with all that it has started. So the container ends.
             await self.stop()
             return output.result(KILLED, timed_out=True)
         except OSError as error:
@@ -179,12 +206,16 @@ class Container:
                 ["sh", "-c", script, "sh", folder or "/", name or "."],
                 timeout_s=COPY_S,
                 cwd="/",
-                on_output=archive.write,  # gets all output
-                max_bytes=1 << 12,  # of the result, whose copy of the output is not read
+                # The whole archive goes into the file. The result has a copy, which nobody reads:
+                # a few bytes of it are enough.
+                on_output=archive.write,
+                max_bytes=1 << 12,
             )
             if result.code == ABSENT:
                 return False
-            if result.code > TAR_CHANGED:  # also 127, for an image without tar
+            # 0, and TAR_CHANGED (1): a file changed while it was read, and the archive is whole.
+            # Errors of tar are 2 and more; an image without tar gives 127.
+            if result.code > TAR_CHANGED:
                 raise MachineLost(f"{source}: cannot be copied out: tar: exit code {result.code}")
             archive.seek(0)
             await asyncio.to_thread(_unpack, archive, name, target)
@@ -253,14 +284,17 @@ class _AfterMark:
 def env_options(env: Mapping[str, str]) -> Iterator[list[str]]:
     """Yield the client's options that set a container's variables.
 
-    Values stay off the command line, which other users of the host can read. A file holds them,
-    because in the client's own environment they could change what the client does.
+    Values are passed in a file, not on the command line, which other users of the host can read,
+    and not in the client's own environment, where they could change what the client does. Values of
+    several lines are an exception: they stand on the command line.
     """
     options, lines = [], []
     for key, value in env.items():
         if os.environ.get(key) == value:
             options += ["--env", key]  # the client passes its own value on
-        elif "\n" in value or "\r" in value:  # the file's format has one line per variable
+        elif "\n" in value or "\r" in value:
+            # The file has one line per variable and cannot hold this value. So other users of the
+            # host can read it.
             options += ["--env", f"{key}={value}"]
         else:
             lines.append(f"{key}={value}\n")
@@ -274,6 +308,9 @@ class Containers:
     """Starts containers, and ends those that are left.
 
     A run has one, in one event loop. `Container.stop` removes a container, `aclose` all others.
+    Containers that outlive this process are removed by a reaper, a process beside it, or at the
+    start of the next run (`remove_leftovers`). A task of the event loop ends containers that write
+    more to their disk than `MachineSpec.disk_mb`.
     """
 
     def __init__(self, client: str, *, start_timeout_s: float = 60.0, pull: bool = False) -> None:
@@ -285,8 +322,10 @@ class Containers:
         """Beginning of the containers' names, by which leftovers of this process are found."""
         self._is_podman = os.path.basename(client) == "podman"
         self._maps_ids = self._is_podman and os.geteuid() == 0
-        """True: a container's root is the user FIRST_ID on the host, and not the host's root."""
+        """True: a container's users 0, 1, … are FIRST_ID, FIRST_ID + 1, … on the host, IDS of them,
+        so that its root is not the host's."""
         self._folder: TemporaryFolder | None = None
+        """Folder of the containers' channels, from the first start on."""
         self._has_reaper = False
         self._warned_of_disk = False
         self._watching: asyncio.Task[None] | None = None
@@ -304,9 +343,9 @@ class Containers:
         if self._folder is None:
             self._folder = TemporaryFolder()
         if not self._has_reaper:
-            start_reaper(self.client)
+            start_reaper(self.client)  # removes this process's containers if it is killed
             self._has_reaper = True
-            await asyncio.to_thread(remove_leftovers, self.client)
+            await asyncio.to_thread(remove_leftovers, self.client)  # of earlier processes
         number = next(_numbers)
         name, folder = f"{self._prefix}{number}", self._folder.path / str(number)
         folder.mkdir()
@@ -316,6 +355,7 @@ class Containers:
             proxy = allowlist.environment() if spec.hosts else {}
             with env_options({**proxy, **spec.env}) as variables:
                 options = [*self._run_options(name, folder, spec), *variables]
+                # The first process is a shell: by START it reads commands from the channel.
                 result = await call_client(
                     [self.client, *options, spec.image, "-c", START],
                     timeout_s=self._start_timeout_s,
@@ -327,12 +367,15 @@ class Containers:
             await container.channel.ready(timeout_s=self._start_timeout_s)
             container.pid = await self._pid_of(name)
             container.is_root = runs_as_root(container.pid)
-            if self._is_podman:  # whose containers have a user namespace of their own
+            if self._is_podman:
+                # A program could make itself a user namespace, and be root with all capabilities in
+                # it. The limit against that belongs to a user namespace. podman's containers have
+                # their own; docker's share the host's, whose limit is not ours to change.
                 await self._forbid_namespaces(container.pid)
-            if spec.hosts:
+            if spec.hosts:  # the only ones that its programs reach, through a proxy
                 listener = container.listener(allowlist.PORT)
                 container.proxy = await allowlist.serve(listener, spec.hosts)
-            container.upper = upper_folder(container.pid)
+            container.upper = upper_folder(container.pid)  # which `_watch_disks` measures
         except BaseException:
             await asyncio.shield(_try_to_stop(container))
             raise
@@ -367,6 +410,8 @@ class Containers:
             *("--log-driver", "none", "--hostname", "sandbox", "--stop-timeout", "0"),
             *("--network", "bridge" if spec.is_open else "none"),
             *("--cpus", f"{spec.cpus:g}", "--memory", memory, "--memory-swap", memory),
+            # The first limits the container by its cgroup, the second each of its users: it holds
+            # also where the client has no cgroup to set.
             *("--pids-limit", str(spec.processes), "--ulimit", f"nproc={processes}:{processes}"),
             *("--ulimit", f"nofile={files}:{files}", "--ulimit", "core=0:0"),
             *("--ulimit", f"fsize={spec.disk_mb * MB}:{spec.disk_mb * MB}"),
@@ -413,6 +458,7 @@ class Containers:
         """End containers that have written more than they may."""
         while self._live:
             await asyncio.sleep(DISK_CHECK_S)
+            # A channel with a problem is that of a container that has ended or is being ended.
             watched = [c for c in self._live.values() if c.upper and c.channel.problem is None]
             sizes = await asyncio.to_thread(_sizes, [container.upper for container in watched])
             full = [
@@ -503,7 +549,12 @@ def size_of(folder: str | int, depth: int = DEEPEST) -> float:
 
 
 def _size_inside(folder: str | int, name: str, depth: int) -> float:
-    """Return the size of a subfolder, whatever the length of its path."""
+    """Return the size of the subfolder `name`, measured by `size_of` to `depth` levels below it.
+
+    `folder` is the path of the top folder, or the open descriptor of a folder below it. Names are
+    opened relative to a descriptor, because a container can nest folders so deep that their path
+    is longer than the system opens.
+    """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     if isinstance(folder, str):
         descriptor = os.open(os.path.join(folder, name), flags)
@@ -537,7 +588,12 @@ def _stage(source: Path, target: Path) -> None:
 
 
 def _unpack(archive: object, name: str, target: Path) -> None:
-    """Unpack an archive of a container into `target`, without leaving it. Raises MachineLost."""
+    """Copy the file or folder `name` of a container's archive to `target`. Raises MachineLost.
+
+    An empty `name` stands for the archive's whole content: the container's root folder.
+    """
+    # First into a temporary folder, which the filter "data" never leaves: the archive is the
+    # container's, and may name paths such as ../../etc or links to them.
     with tempfile.TemporaryDirectory() as folder:
         try:
             with tarfile.open(fileobj=archive) as tar:  # type: ignore[call-overload]
@@ -550,3 +606,4 @@ def _unpack(archive: object, name: str, target: Path) -> None:
             shutil.copytree(path, target, symlinks=True, dirs_exist_ok=True)
         elif path.is_file():
             shutil.copyfile(path, target)
+        # Else it is a link whose target is not in the archive: there is nothing to copy.

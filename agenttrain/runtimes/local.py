@@ -67,10 +67,13 @@ class LocalMachine:
         except TimeoutError:
             timed_out, code = True, KILLED
         finally:
+            # The command, if its time was up or this was cancelled, and in any case what it has
+            # left running in the background.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
-        code = 128 - code if code < 0 else code  # ended by a signal: 128 + its number, as in shells
+        if code < 0:  # ended by the signal -code: 128 + its number, as in shells and in KILLED
+            code = 128 - code
         return CommandResult(
             code=code, output=output.bytes(), size=output.size, timed_out=timed_out
         )

@@ -27,7 +27,7 @@ from agenttrain.runtimes.harbor.task import (
     TASK_FILE,
     HarborTask,
     Healthcheck,
-    TaskPlace,
+    TaskContainer,
     read_task,
     resolve_variables,
 )
@@ -68,17 +68,24 @@ class Machines:
         self.settings = settings
         self._runtime = runtime or make_runtime(settings)
         self._is_custom = settings._target_ is not None or runtime is not None
-        """True: a runtime of the user's, which gets the image's setting as it is."""
+        """True: the runtime is a class of the user's. It gets the name of an image as the settings
+        or the row have it: nothing is built or pulled for it."""
         self._machines: dict[str, RolloutMachine] = {}
+        """Machines of the rollouts in flight, by rollout id."""
         self._progress: dict[str, Progress] = {}
-        """Of rollouts whose task has several steps."""
+        """Steps of those rollouts whose task has several, by rollout id."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        # `max_running` and `max_starting` of the settings; `_bind_to_loop` makes both.
-        self._running = self._starting = asyncio.Semaphore()
+        """Event loop of the two semaphores. `_bind_to_loop` makes them for the loop of `start`; the
+        ones made here are never acquired."""
+        self._running = asyncio.Semaphore()
+        """Bounds the machines that run together: `max_running` of the settings."""
+        self._starting = asyncio.Semaphore()
+        """Bounds the machines that start together: `max_starting`."""
         self._env = {name: os.environ[name] for name in settings.env if name in os.environ}
         """Variables of this process that machines get, and that Harbor tasks may read."""
         self._images: dict[tuple[str, bool], str] = {}
-        """Name or folder of an image, and True for a rollout's -> name of the image to start."""
+        """(name or folder of an image, True for a rollout's machine and False for one of tests) ->
+        name of the image to start: one that was built, or in which `install` was run."""
         self._install = None if install is None else Path(install).expanduser()
         if self._install is not None and not self._install.is_file():
             raise ConfigError(f"agent.install={install}: there is no such file")
@@ -134,11 +141,11 @@ class Machines:
 
     async def _prepare_step(self, task: HarborTask, machine: RolloutMachine) -> None:
         """Copy a step's files, run its setup, and wait until its health check succeeds."""
-        assert task.step is not None
+        assert task.step_details is not None
         self._check_trust(_setup_files(task))
-        await grading.begin_step(machine, task.step)
-        if task.step.healthcheck is not None:
-            await wait_until_healthy(machine, task.step.healthcheck)
+        await grading.begin_step(machine, task.step_details)
+        if task.step_details.healthcheck is not None:
+            await wait_until_healthy(machine, task.step_details.healthcheck)
 
     async def grade(self, rollout: Rollout) -> None:
         """Set the `grades` of a rollout whose task has tests of its own. Raises MachineLost.
@@ -165,12 +172,12 @@ class Machines:
         except ValueError as error:
             raise MachineLost(f"{task.name}: verifier.env: {error}") from error
         await grading.collect(machine, task)
-        place = task.verifier_place
-        if self.settings.grade is Grade.fresh and place is None:
-            place = task.place
-        if place is None or self.settings.grade is Grade.shared:
+        container = task.verifier_container
+        if self.settings.grade is Grade.fresh and container is None:
+            container = task.container
+        if container is None or self.settings.grade is Grade.shared:
             return await self._grade_shared(task, machine, env)
-        return await self._grade_fresh(task, machine, place, env)
+        return await self._grade_fresh(task, machine, container, env)
 
     async def _grade_shared(
         self, task: HarborTask, machine: RolloutMachine, env: dict[str, str]
@@ -178,21 +185,26 @@ class Machines:
         """Run a task's tests in the rollout's own container."""
         if isinstance(machine, EndsProcesses) and not self.settings.keep_processes:
             await machine.end_processes()
-        # The container runs as this user. `grade` then runs the tests as root, unless the task
-        # names a verifier's user.
+        # The container runs as this user, if there is one. A task with an `agent_user` has its
+        # tests run as root by `grade`: as the agent's user they could be tampered with.
         user = task.agent_user or self.settings.user
-        # Only the image of `verifier_place` can hold the tests: copy them into this container.
+        # With bundled tests `grade` copies none. But only the image of the verifier's container is
+        # made with them, and this is the agent's: here they have to be copied.
         task_in_shared = replace(task, agent_user=user, bundled_tests=False)
         grades = await grading.grade(machine, task_in_shared, env)
-        if task.step is not None:  # the agent must not see the tests in the next step
+        if task.step_details is not None:  # the agent must not see the tests in the next step
             await grading.remove_tests(machine)
         return grades
 
     async def _grade_fresh(
-        self, task: HarborTask, machine: RolloutMachine, place: TaskPlace, env: dict[str, str]
+        self,
+        task: HarborTask,
+        machine: RolloutMachine,
+        container: TaskContainer,
+        env: dict[str, str],
     ) -> dict[str, float]:
         """Run a task's tests in a new container, with the artifacts of the rollout's."""
-        fresh = await self._start_place(task, place, user=task.verifier_user)
+        fresh = await self._start_container(task, container, user=task.verifier_user)
         try:
             # Commands in this container run as the verifier's user, with which it was started.
             task_in_fresh = replace(task, agent_user=None, verifier_user=None)
@@ -239,11 +251,13 @@ class Machines:
         """Build or look for the images of tasks before anything is sampled; raises MachineLost."""
         harbor_tasks = [task for task in map(harbor_task, tasks) if task is not None]
         tasks_and_steps = [part for task in harbor_tasks for part in (task, *task.steps)]
-        # Rollouts start in the image of the task's `place`, tests in that of `verifier_place`.
+        # Rollouts start in the image of `container`, tests in that of `verifier_container`.
         only_for_tests = {
-            part.verifier_place.image for part in tasks_and_steps if part.verifier_place is not None
+            part.verifier_container.image
+            for part in tasks_and_steps
+            if part.verifier_container is not None
         }
-        only_for_tests -= {task.place.image for task in harbor_tasks}
+        only_for_tests -= {task.container.image for task in harbor_tasks}
         for image, timeout_s in self.images_of(tasks).items():
             await self._make_image(image, timeout_s, for_rollout=image not in only_for_tests)
 
@@ -261,17 +275,17 @@ class Machines:
                 continue
             for step_or_task in (harbor, *harbor.steps):
                 # The container of the agent, and that of the tests if they have one of their own.
-                for place in (step_or_task.place, step_or_task.verifier_place):
-                    if place is not None:
+                for container in (step_or_task.container, step_or_task.verifier_container):
+                    if container is not None:
                         # Tasks may share an image: it may take as long as the slowest one says.
-                        earlier_s = timeouts.get(place.image, 0)
-                        timeouts[place.image] = max(self._build_timeout(place), earlier_s)
+                        earlier_s = timeouts.get(container.image, 0)
+                        timeouts[container.image] = max(self._build_timeout(container), earlier_s)
         self._check_trust(_files_to_trust(tasks, timeouts))
         return timeouts
 
-    def _build_timeout(self, place: TaskPlace) -> float:
+    def _build_timeout(self, container: TaskContainer) -> float:
         """Return the seconds that an image may take to build: the task's, at most the run's."""
-        return min(place.build_timeout_s, self.settings.build_timeout_s)
+        return min(container.build_timeout_s, self.settings.build_timeout_s)
 
     def _check_trust(self, files: Iterable[Path]) -> None:
         """Raise ConfigError if files of task folders would run, and are not trusted."""
@@ -314,15 +328,17 @@ class Machines:
         """
         harbor = harbor_task(task)
         labels = {"agenttrain.rollout": rollout_id}
+        # `_starting` bounds the starts of the runtime, not the builds of images before them. With a
+        # Harbor task `_start_container` takes it, else this function does.
         if harbor is not None:
             user = harbor.agent_user or self.settings.user
-            machine = await self._start_place(
-                harbor, harbor.place, user=user, labels=labels, for_rollout=True
+            machine = await self._start_container(
+                harbor, harbor.container, user=user, labels=labels, for_rollout=True
             )
             try:
                 await grading.make_folders(machine)
-                if harbor.place.healthcheck is not None:
-                    await wait_until_healthy(machine, harbor.place.healthcheck)
+                if harbor.container.healthcheck is not None:
+                    await wait_until_healthy(machine, harbor.container.healthcheck)
                 if harbor.steps:
                     await self._prepare_step(harbor.steps[0], machine)
             except BaseException:
@@ -334,10 +350,10 @@ class Machines:
         async with self._starting:
             return await self._runtime.start(self._make_spec(image, labels))
 
-    async def _start_place(
+    async def _start_container(
         self,
         task: HarborTask,
-        place: TaskPlace,
+        container: TaskContainer,
         *,
         user: str | None,
         labels: Mapping[str, str] | None = None,
@@ -346,35 +362,35 @@ class Machines:
         """Start a container that a Harbor task describes, within the run's own limits."""
         self._check_trust([task.folder / TASK_FILE])
         try:
-            env = resolve_variables(place.env, self._env)
+            env = resolve_variables(container.env, self._env)
         except ValueError as error:
             raise MachineLost(f"{task.name}: environment.env: {error}") from error
-        timeout_s = self._build_timeout(place)
-        image = await self._make_image(place.image, timeout_s, for_rollout=for_rollout)
+        timeout_s = self._build_timeout(container)
+        image = await self._make_image(container.image, timeout_s, for_rollout=for_rollout)
         spec = self._make_spec(image, labels or {})
-        is_open, hosts = self._network_of(place)
+        is_open, hosts = self._network_of(container)
         spec = replace(
             spec,
-            cpus=min(place.cpus or spec.cpus, spec.cpus),
-            memory_mb=min(place.memory_mb or spec.memory_mb, spec.memory_mb),
-            disk_mb=min(place.disk_mb or spec.disk_mb, spec.disk_mb),
+            cpus=min(container.cpus or spec.cpus, spec.cpus),
+            memory_mb=min(container.memory_mb or spec.memory_mb, spec.memory_mb),
+            disk_mb=min(container.disk_mb or spec.disk_mb, spec.disk_mb),
             is_open=is_open,
             hosts=hosts,
             user=user,
-            workdir=place.workdir or spec.workdir,
+            workdir=container.workdir or spec.workdir,
             env={**spec.env, **env},
         )
         async with self._starting:
             return await self._runtime.start(spec)
 
-    def _network_of(self, place: TaskPlace) -> tuple[bool, tuple[str, ...]]:
+    def _network_of(self, container: TaskContainer) -> tuple[bool, tuple[str, ...]]:
         """Return True for an open network, else the hosts of a proxy, as task and run allow."""
         is_open, hosts = self.settings.network is Network.open, tuple(self.settings.hosts)
-        if not place.wants_network:
+        if not container.wants_network:
             return False, ()
-        if place.hosts is None:  # the task limits nothing
+        if container.hosts is None:  # the task limits nothing
             return is_open, hosts
-        return False, place.hosts if is_open else common_hosts(place.hosts, hosts)
+        return False, container.hosts if is_open else common_hosts(container.hosts, hosts)
 
     def _make_spec(self, image: str, labels: Mapping[str, str]) -> MachineSpec:
         """Return a container's description by the settings; Harbor tasks change parts of it."""
@@ -575,7 +591,7 @@ def _files_to_trust(tasks: Sequence[Task], needed: Iterable[str]) -> Iterator[Pa
 
 def _setup_files(task: HarborTask) -> list[Path]:
     """Return the script that prepares a step, if there is one."""
-    if task.step is None:
+    if task.step_details is None:
         return []
-    script = task.step.workdir / grading.SETUP
+    script = task.step_details.workdir / grading.SETUP
     return [script] if script.is_file() else []

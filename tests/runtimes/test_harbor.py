@@ -59,10 +59,10 @@ def test_the_example_tasks_are_rows() -> None:
     assert rows[0]["prompt"].startswith("Pack the folder /app/docs")
     task = read_task(TASKS / "archive")
     assert task.artifacts == ("/app/docs.tar.gz",)
-    assert task.verifier_place == task.place
+    assert task.verifier_container == task.container
     assert not task.bundled_tests
     assert (task.agent_timeout_s, task.verifier_timeout_s) == (120.0, 60.0)
-    assert (task.place.memory_mb, task.place.wants_network) == (512, False)
+    assert (task.container.memory_mb, task.container.wants_network) == (512, False)
 
 
 HEALTH = "[environment]\ndocker_image='x'\n[environment.healthcheck]\ncommand = 'true'\n"
@@ -240,7 +240,7 @@ def test_older_keys_are_read(tmp_path: Path) -> None:
         "version = '1.0'\n[environment]\ndocker_image='x'\nmemory = '2G'\nstorage = '512M'\n"
         "allow_internet = false"
     )
-    place = read_task(make_task(tmp_path / "task", toml)).place
+    place = read_task(make_task(tmp_path / "task", toml)).container
     assert (place.memory_mb, place.disk_mb, place.wants_network) == (2048, 512, False)
 
 
@@ -251,7 +251,7 @@ def test_a_task_reaches_what_both_it_and_the_run_allow(tmp_path: Path) -> None:
         "some": f"{place}'allowlist'\nallowed_hosts=['example.org', '*.a.com']",
         "none": f"{place}'no-network'",
     }
-    places = {name: read_task(make_task(tmp_path / name, toml[name])).place for name in toml}
+    places = {name: read_task(make_task(tmp_path / name, toml[name])).container for name in toml}
     runs = {
         "open": Machines(RuntimeConfig(name="podman", network="open")),
         "list": Machines(

@@ -44,8 +44,15 @@ class ReasoningGym:
         prompt: Data[str] = PROMPT,
         reply_timeout_s: Data[float] = 60.0,
     ) -> None:
+        """Prepare an episode, without starting a process; `check` has checked the arguments.
+
+        `python` is the path of an interpreter that has reasoning_gym; its process replies to each
+        request within `reply_timeout_s`. `Data[…]` marks values that are only data: nothing is
+        imported or started by them.
+        """
         self._python = python
-        self._task: dict[str, Any] = {"dataset": dataset, "config": dict(config or {})}
+        self._request: dict[str, Any] = {"dataset": dataset, "config": dict(config or {})}
+        """What every request names: the dataset, its config and, after `reset`, the seed."""
         self._prompt = TextTemplate(prompt, "prompt")
         self._reply_timeout_s = reply_timeout_s
 
@@ -88,7 +95,7 @@ class ReasoningGym:
         """Make the row's task, and return its prompt."""
         if "seed" not in row:
             raise ValueError("the row has no column 'seed'; use data=seeds")
-        self._task["seed"] = row["seed"]
+        self._request["seed"] = row["seed"]
         return self._prompt.fill({"question": self._ask()["question"]})
 
     def call_tool(self, name: str, arguments: Mapping[str, Any]) -> str:
@@ -113,7 +120,7 @@ class ReasoningGym:
         Raises ValueError, which names the argument, if the process cannot be started or the request
         fails, and ToolUnavailable if no reply comes.
         """
-        request = {**self._task, **answer}
+        request = {**self._request, **answer}
         try:
             reply: Mapping[str, Any] = task_process(self._python).ask(
                 request, limit_s=self._reply_timeout_s

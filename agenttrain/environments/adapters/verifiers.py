@@ -196,6 +196,7 @@ class EnvironmentProcess:
         # -P: the bridge's folder holds our verifiers.py, which is not the library.
         command = [str(Path(python).expanduser()), "-P", str(BRIDGE)]
         try:
+            # With pipes: requests go to its standard input, replies come from its standard output.
             self._child = ChildProcess(command, requests=True, replies=True)
         except OSError as error:
             raise ValueError(f"python={python}: cannot be started: {error}") from error
@@ -204,7 +205,8 @@ class EnvironmentProcess:
         self._sending = threading.Lock()
         self._number = 0
         """Number of the last request."""
-        # The child ends with this object, to which the thread therefore has no reference.
+        # When no `Verifiers` uses this object any more, it is collected and `_end` ends the child.
+        # The thread gets the child and the replies, not `self`: it would keep the object alive.
         weakref.finalize(self, _end, self._child)
         threading.Thread(target=_deliver, args=(self._child, self._replies), daemon=True).start()
         try:
@@ -218,9 +220,11 @@ class EnvironmentProcess:
                 raise ValueError(
                     f"python={python}: has no package verifiers 0.4; {INSTALL}"
                 ) from error
-            # `its process ended with status 1`: the fault is the interpreter's, not the taskset's.
-            key = f"python={python}" if text.startswith("its process") else f"id={id}"
-            raise ValueError(f"{key}: {text}") from error
+            # `_send` and `_deliver` begin with these words if the child itself has ended: then the
+            # interpreter is at fault. Any other error is a reply of the child, about the taskset.
+            process_ended = text.startswith("its process")
+            argument = f"python={python}" if process_ended else f"id={id}"
+            raise ValueError(f"{argument}: {text}") from error
         except UnsupportedEnvironment as error:
             self._child.kill()
             raise ValueError(str(error)) from error

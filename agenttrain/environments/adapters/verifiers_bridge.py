@@ -60,23 +60,42 @@ class PolicyHarness(vf.Harness[vf.HarnessConfig]):
 
 
 class PolicySession(vf.HarnessSession):
-    """The only session of an episode: passes what verifiers calls on to the `PolicyEpisode`."""
+    """The only session of an episode, through which verifiers asks for the agent's turns.
+
+    verifiers runs in this child process and plays the environment. The parent process, agenttrain,
+    samples the agent's turns. `PolicyEpisode` connects the two, and gets both calls.
+    """
 
     async def turn(self, messages: Any = None) -> None:
-        """Let the parent answer the messages, and return once it has."""
+        """Send the messages to the parent; return once it has sampled the agent's answer."""
         await EPISODE.get().ask_parent(messages)
 
     async def close(self) -> None:
-        """Wait until the parent has sent the whole conversation; verifiers scores it next."""
+        """Wait until the parent has sent the finished conversation; verifiers scores it next."""
         await EPISODE.get().end_conversation()
 
 
 class PolicyEpisode:
     """One rollout: the environment's side of the conversation, and the trace that is scored.
 
-    verifiers plays the episode in a task of its own, and calls `attach`, `ask_parent` for each turn
-    and `end_conversation`. The parent calls `begin`, then `call` or `answer` for each turn, and at
-    last `finish` or `abandon`. Each side waits for the other between its calls.
+    verifiers plays the episode in an asyncio task of its own. The parent process samples the turns.
+    Each side waits for the other::
+
+        verifiers                        parent
+                                         begin: starts verifiers' task, waits for an event
+        attach
+        ask_parent: puts the messages
+          in `_events`, waits for
+          `_answered`                    gets them as its reply, and samples
+                                         call: runs a tool, once for each call of a turn
+                                         answer: sets `_answered`, waits for the next event
+        ask_parent: again, with the
+          user's next messages           …
+        end_conversation: puts `over`,
+          waits for `_complete`          finish: sets `_complete`, waits for the score
+        scores the trace                 gets the reward
+
+    The parent may also call `finish` or `abandon` while verifiers waits in `ask_parent`.
     """
 
     def __init__(self, environment: vf.Env, seat: str, task: Any) -> None:
@@ -111,9 +130,15 @@ class PolicyEpisode:
     # Methods that verifiers calls.
 
     async def attach(self, session: PolicySession) -> None:
-        """Use this session for the episode, and connect to its tools."""
+        """Use this session for the episode, and connect to its tools.
+
+        Raises vf.EnvError for an environment that cannot be trained. Its message is read after the
+        environment's name, so that "it" is the environment.
+        """
         if self._session is not None:
             raise vf.EnvError("it runs its agent more than once in an episode")
+        # Stop conditions are read from `self._task`. An environment may give its agent a task of
+        # another class, to which they would not apply.
         if session.trace.task.type != type(self._task).__name__:
             raise vf.EnvError(f"it plays a task of its own ({session.trace.task.type})")
         self._session = session
@@ -124,13 +149,18 @@ class PolicyEpisode:
         self._tools = [vf.Tool(**schema["function"]) for schema in schemas]
 
     async def ask_parent(self, messages: Any) -> None:
-        """Send the prompt, or the user's next messages, to the parent; wait for the answer."""
+        """Send the prompt, or the user's next messages, to the parent; wait for the answer.
+
+        If a stop condition is met, nothing is sent: verifiers then calls `end_conversation`, whose
+        ``{"over": True}`` the parent gets instead.
+        """
         new_messages = list(messages or ())
         if not self._conversation:
             new_messages = [*opening_messages(self._session.data), *new_messages]
         plain_messages = [from_verifiers(message) for message in new_messages]
         self._conversation += new_messages
-        self._prompt_length = self._prompt_length or len(new_messages)
+        if self._prompt_length == 0:  # the first turn: these messages are the prompt
+            self._prompt_length = len(new_messages)
         if await self._stop_condition():
             return
         self._answered = asyncio.get_running_loop().create_future()
@@ -184,15 +214,21 @@ class PolicyEpisode:
         return await self._next()
 
     async def finish(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
-        """Score the whole conversation, `messages`, and return its reward."""
+        """Score the finished conversation, `messages`, and return its reward.
+
+        verifiers waits for this, in `ask_parent` or in `end_conversation`. Once released it scores
+        its trace, so the trace is complete before.
+        """
         self._conversation = [to_verifiers(message) for message in messages]
         trace = self._session.trace
-        self._record()
+        self._record()  # into the trace
         if self._answered is not None and not self._answered.done():
-            trace.stop("max_turns")  # a limit of the rollout ended it, before the answer
-        self._complete.set()
-        self._release()
-        episode = await self._work
+            # verifiers still waits for an answer in `ask_parent`, but a limit of the rollout, such
+            # as its number of turns, has ended the conversation. An earlier stop condition stays.
+            trace.stop("max_turns")
+        self._complete.set()  # `end_conversation` returns
+        self._release()  # `ask_parent` returns, if it waits
+        episode = await self._work  # verifiers scores the trace
         raise_for(episode)
         scores = {
             name: None if reward is None else reward.value for name, reward in trace.rewards.items()
@@ -245,7 +281,7 @@ class PolicyEpisode:
         """Replace the content of verifiers' trace by the conversation, each answer a turn of it."""
         trace, messages = self._session.trace, self._conversation
         trace.nodes.clear()
-        trace._head_index.clear()
+        trace._head_index.clear()  # its index of the nodes, for which verifiers has no public reset
         for index in range(self._prompt_length, len(messages)):
             message = messages[index]
             if message.role == "assistant":
@@ -313,6 +349,10 @@ class BridgeServer:
 
     `serve` calls `reply` for each request of the parent, several at once in one event loop, and
     `aclose` at the end. The first request is `load`.
+
+    Terms of verifiers: a taskset is a set of tasks with their tools and rewards. An environment
+    plays them with one or more agents, and has a seat for each: a field of its configuration. A
+    harness is the program that plays an agent. Here `PolicyHarness` plays the only one.
     """
 
     def __init__(self) -> None:
@@ -329,39 +369,13 @@ class BridgeServer:
         """Ends the environment's servers."""
 
     async def load(self, id: str, args: dict[str, Any], limit: int) -> dict[str, Any]:
-        """Load the environment and its first `limit` tasks, and describe the tools."""
-        try:
-            vf.task_type(id)
-            cls = vf.env_config_type(id, args.get("id", ""))
-        except Exception as error:  # of the environment's own code, and of packages it needs
-            raise Unsupported(
-                f"id={id}: {type(error).__name__}: {error} Install it into this Python, or add its "
-                "folder to PYTHONPATH"
-            ) from error
-        # The agents of an environment are fields of its configuration.
-        seats = [
-            name
-            for name, field in cls.model_fields.items()
-            if isinstance(field.default, vf.AgentConfig)
-        ]
-        if len(seats) != 1:
-            raise Unsupported(
-                f"id={id}: its environment has the agents {', '.join(seats)}, and the policy takes "
-                "one seat; pair the taskset with another: args={id: single-agent}"
-            )
-        self._seat = seat = seats[0]
-        agent = dict(args.get(seat) or {})
-        # `bash` is verifiers' default, for tasksets that bring no harness of their own.
-        if "harness" in agent or vf.default_harness_id(id) != "bash":
-            setting = (
-                f"args.{seat}.harness={agent['harness']}" if "harness" in agent else f"id={id}"
-            )
-            raise Unsupported(
-                f"{setting}: is a program that calls the model "
-                "itself, and the policy is sampled here; leave it out, or run the program with "
-                "agent=endpoint"
-            )
-        agent = {"runtime": {"type": "subprocess"}, **agent, "harness": {"id": HARNESS}}
+        """Load the environment and its first `limit` tasks, and describe the tools.
+
+        `id` names the taskset. `args` is the environment's configuration, whose own ``id`` plays
+        the taskset in another environment than its default: ``{"id": "single-agent"}``.
+        """
+        self._seat = seat = find_seat(id, args)
+        agent = agent_settings(id, seat, dict(args.get(seat) or {}))
         taskset = {**(args.get("taskset") or {}), "id": id}
         try:
             config = vf.resolve_env_config({**args, "taskset": taskset, seat: agent})
@@ -378,7 +392,11 @@ class BridgeServer:
         return {"tools": tools, "tasks": len(self._tasks)}
 
     def _check(self, id: str, environment: vf.Env, agent: vf.AgentConfig) -> None:
-        """Raise Unsupported for tasks that the policy cannot play."""
+        """Raise Unsupported for tasks that the policy cannot play.
+
+        There is no model call of verifiers' own: no judge can ask one, and there are no requests
+        or responses that a task's hooks could rewrite or read.
+        """
         kind = type(environment.taskset).task_type()
         if not self._tasks:
             raise Unsupported(f"id={id}: has no tasks")
@@ -410,20 +428,24 @@ class BridgeServer:
     async def reply(self, request: dict[str, Any]) -> Any:
         """Run a request, and return the value of its reply.
 
-        Example: ``{"do": "begin", "episode": "s1-t0-0", "task": 3}`` begins an episode with task 3.
+        `do` is ``load``, ``begin``, ``call``, ``answer``, ``finish`` or ``abandon``; the other keys
+        are its arguments. Example: ``{"do": "begin", "episode": "s1-t0-0", "task": 3}`` begins an
+        episode with task 3.
         """
         do, episode = request.pop("do"), request.pop("episode", "")
         if do == "load":
             value = await self.load(**request)
+            # Starts the servers of the environment's tools, which run until `aclose`.
             await self._serving.enter_async_context(self._environment.serving())
             return value
         if do == "abandon":
             return await self._abandon(episode)
-        if do == "begin":
+        if do == "begin":  # make the episode, whose method `begin` is then called below
             task = self._tasks[request.pop("task")]
             self._episodes[episode] = PolicyEpisode(self._environment, self._seat, task)
-        # `begin`, `call`, `answer` and `finish` are methods of the episode.
-        work = asyncio.ensure_future(getattr(self._episodes[episode], do)(**request))
+        method = getattr(self._episodes[episode], do)  # `begin`, `call`, `answer` or `finish`
+        work = asyncio.ensure_future(method(**request))
+        # An `abandon` cancels the requests of its episode; those that are done ignore it.
         self._requests.setdefault(episode, set()).add(work)
         value = await work
         if do == "finish":
@@ -442,6 +464,50 @@ class BridgeServer:
         """End all episodes, and the servers of the environment."""
         await asyncio.gather(*(self._abandon(episode) for episode in list(self._episodes)))
         await self._serving.aclose()
+
+
+def find_seat(id: str, args: dict[str, Any]) -> str:
+    """Return the name of the agent that the policy plays, a field of the environment's settings.
+
+    Raises Unsupported if the environment cannot be imported or has several agents.
+    """
+    environment_id = args.get("id", "")  # "": the taskset's default environment
+    try:
+        vf.task_type(id)  # only to import the taskset: its error says what is missing
+        cls = vf.env_config_type(id, environment_id)
+    except Exception as error:  # of the environment's own code, and of packages it needs
+        raise Unsupported(
+            f"id={id}: {type(error).__name__}: {error} Install it into this Python, or add its "
+            "folder to PYTHONPATH"
+        ) from error
+    seats = [
+        name
+        for name, field in cls.model_fields.items()
+        if isinstance(field.default, vf.AgentConfig)
+    ]
+    if len(seats) != 1:
+        raise Unsupported(
+            f"id={id}: its environment has the agents {', '.join(seats)}, and the policy takes "
+            "one seat; pair the taskset with another: args={id: single-agent}"
+        )
+    return seats[0]
+
+
+def agent_settings(id: str, seat: str, agent: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of the agent in `seat`, with `PolicyHarness` as its harness.
+
+    A harness is the program that plays an agent. Raises Unsupported if the settings or the taskset
+    `id` bring one of their own: it would call a model itself, and not the policy.
+    """
+    has_harness = "harness" in agent
+    # `bash` is verifiers' default, for tasksets that bring no harness of their own.
+    if has_harness or vf.default_harness_id(id) != "bash":
+        setting = f"args.{seat}.harness={agent['harness']}" if has_harness else f"id={id}"
+        raise Unsupported(
+            f"{setting}: is a program that calls the model itself, and the policy is sampled here; "
+            "leave it out, or run the program with agent=endpoint"
+        )
+    return {"runtime": {"type": "subprocess"}, **agent, "harness": {"id": HARNESS}}
 
 
 async def describe(environment: vf.Env) -> list[dict[str, Any]]:
@@ -499,14 +565,18 @@ async def serve(replies: Any) -> None:
 
 def main() -> None:
     """Serve, with standard output kept for replies."""
-    # Prints of the environment go to stderr: on stdout they would break a reply.
+    # Prints of the environment go to stderr: on stdout they would break a reply. Replies get a copy
+    # of the old standard output first, before descriptor 1 becomes stderr.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    # Imports from the current folder, as with `python -m`, also in servers that verifiers starts.
+    # Imports from the current folder, as with `python -m`: here, and by PYTHONPATH in the processes
+    # of tool servers that verifiers starts.
     cwd = os.getcwd()
     sys.path.insert(0, cwd)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (cwd, os.environ.get("PYTHONPATH"))))
-    sys.modules[HARNESS] = sys.modules[__name__]  # where verifiers imports the harness from
+    # verifiers imports a harness (what plays an agent) from the module of its id. Ours,
+    # `PolicyHarness`, is in this file, which has no importable name: it runs as a script.
+    sys.modules[HARNESS] = sys.modules[__name__]
     asyncio.run(serve(replies))
     os._exit(0)  # a thread of the environment's must not keep the process
 

@@ -117,17 +117,19 @@ class ServiceDesk:
 
 
 def customer(task: Task, spoken: Sequence[Message], seed: int) -> str | None:
-    """Reply as the row's customer, by rules: the same reply to the same conversation.
+    """Reply as the row's customer, by rules, to the agent's message at the end of `spoken`.
 
-    A question is answered with all of the row's `facts` that have a word of it and were not said
-    yet. Any other question is agreed to. To a message without a question the customer says a fact
-    that was not asked for yet, or, when all are said, nothing more: the conversation is over.
+    The row's `facts` are what the customer can say, with words that ask for it: ``{"words":
+    ["order", "number"], "text": "It is order A101."}``. A question gets all facts that have a word
+    of it and were not said yet. Any other question is agreed to. To a message without a question
+    the customer says a fact that was not asked for yet, or, when all are said, nothing more: the
+    conversation is over. `seed` is not used: rules draw nothing at random.
     """
-    answer = spoken[-1]["content"].casefold()
+    agent_message = spoken[-1]["content"].casefold()
     customer_text = " ".join(m["content"] for m in spoken if m["role"] == "user")
     unsaid = [fact for fact in task.columns["facts"] if fact["text"] not in customer_text]
-    words = set(re.findall(r"[\w-]+", answer))
+    words = set(re.findall(r"[\w-]+", agent_message))
     matching_texts = [fact["text"] for fact in unsaid if words & set(fact["words"])]
-    if "?" in answer:
+    if "?" in agent_message:
         return " ".join(matching_texts) or "Yes, please."
     return unsaid[0]["text"] if unsaid else None

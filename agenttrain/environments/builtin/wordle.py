@@ -32,7 +32,7 @@ class Wordle:
     def __init__(self, *, guesses: Data[int] = 6) -> None:
         """Raises ValueError for an impossible number of guesses."""
         self.check(guesses=guesses)
-        self._guesses = guesses
+        self._max_guesses = guesses
         self._word = ""
         self._past_guesses: list[str] = []
         """Guesses so far."""
@@ -48,12 +48,12 @@ class Wordle:
         if row.get("word") not in FIVE_LETTERS:
             raise ValueError(f"the row's word is {row.get('word')!r}; use data=wordle")
         self._word, self._past_guesses = row["word"], []
-        return RULES.format(guesses=self._guesses)
+        return RULES.format(guesses=self._max_guesses)
 
     @property
     def done(self) -> bool:
         """True once the word was found or all guesses are made."""
-        return self._word in self._past_guesses or len(self._past_guesses) == self._guesses
+        return self._word in self._past_guesses or len(self._past_guesses) == self._max_guesses
 
     def guess(self, word: str) -> str:
         """Guess the secret word.
@@ -65,7 +65,7 @@ class Wordle:
         if word not in FIVE_LETTERS:
             raise ToolFailure(f"{word!r} is not in the word list; guess another word")
         self._past_guesses.append(word)
-        remaining = self._guesses - len(self._past_guesses)
+        remaining = self._max_guesses - len(self._past_guesses)
         return f"{' '.join(word)}\n{' '.join(marks(word, self._word))}\n{remaining} guesses left"
 
     def state(self) -> list[str]:
@@ -73,9 +73,15 @@ class Wordle:
         return self._past_guesses
 
     def reward(self, rollout: Rollout) -> float:
-        """Return the game's reward."""
+        """Return the game's reward.
+
+        A word that was found with the first guess earns 1, with each later one 0.1 less. If so many
+        guesses are allowed that the last one would earn less than LAST_GUESS, the steps are smaller
+        and it earns LAST_GUESS. A word that was not found earns LETTER_IN_PLACE for each place
+        whose letter was guessed there.
+        """
         if self._word in self._past_guesses:
-            later_guesses = max(self._guesses - 1, 1)
+            later_guesses = max(self._max_guesses - 1, 1)
             step = min(0.1, (1.0 - LAST_GUESS) / later_guesses)
             return 1.0 - step * (len(self._past_guesses) - 1)
         places = {

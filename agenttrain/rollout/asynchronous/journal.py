@@ -62,7 +62,8 @@ class Journal:
     """Sampled groups on disk: a run that was stopped resumes with those it may still train on.
 
     `resume` is called once at the start, and `read` for each file that it returned. Then `add` is
-    called for each sampled group, `prune` after steps, and `close` at the end.
+    called for each sampled group, `prune` after steps, and `close` at the end. A group has the
+    serial of its task: the task's number in the run, from 0.
 
     Files have names of this process's own: a rollout process whose trainer was killed may write a
     last group while the resumed run has begun.
@@ -86,12 +87,13 @@ class Journal:
     def resume(self, *, step: int, version: int, max_staleness: int) -> tuple[dict[int, Path], int]:
         """Begin at `step` with the weights of `version`, and open the journal for `add`.
 
-        Returns the files of the groups that may be trained on, by serial, and the number of groups
-        that may not. These were sampled with other settings, by weights that are too old or newer
-        than `version` (and lost), or their line or file is broken.
+        Returns the files of the usable groups, by serial (the number of the task in the run), and
+        the number of dropped groups. Groups of `step` and later are usable, unless they were
+        sampled with other settings, by weights that are too old for their step, or by weights newer
+        than `version`, which the stop has lost, or unless their line or file is broken.
 
-        The lines of earlier steps stay as the run's record, without their files, and those of
-        usable groups with them.
+        Only usable groups keep their files. The journal is written anew: their lines, and those of
+        steps before `step`, which stay as the run's record.
         """
         path = self._folder / FILE
         (self._folder / GROUPS).mkdir(parents=True, exist_ok=True)
@@ -103,6 +105,7 @@ class Journal:
             weights_fit = _weights_fit(entry, version, max_staleness)
             if weights_fit and entry.settings == self._settings and self._is_intact(entry):
                 usable[entry.serial] = entry
+        # By path, which each line has for itself: a serial may have a usable and a dropped line.
         usable_paths = {entry.path for entry in usable.values()}
         dropped = [entry for entry in later if entry.path not in usable_paths]
         for file in (self._folder / GROUPS).iterdir():
@@ -164,8 +167,10 @@ class Journal:
         """
         for serial, entry in list(self._entries.items()):
             trained_in_every_checkpoint = entry.step <= oldest
-            # Trained, and sampled by weights after the newest checkpoint: a resume has lost them.
-            by_lost_weights = entry.step <= step and max(entry.versions, default=0) > newest
+            # Weights after the newest checkpoint are lost to a resume from it, and so are their
+            # groups. A checkpoint that is saved later has trained this group.
+            is_trained = entry.step <= step
+            by_lost_weights = is_trained and max(entry.versions, default=0) > newest
             if trained_in_every_checkpoint or by_lost_weights:
                 del self._entries[serial]
                 with suppress(FileNotFoundError):

@@ -96,7 +96,8 @@ class GroupQueue:
     async def begin(self, step: int) -> None:
         """Begin at `step`: take this and later steps' groups from the journal, start the others.
 
-        The engine has the weights that the step trains, the source its state before the step.
+        The engine has the weights that the step trains, the source its state before the step. The
+        journal has groups of a run that was stopped, by serial: the number of the task in the run.
         """
         version = step - 1  # weights have the number of the step that made them
         files, self._dropped = await asyncio.to_thread(
@@ -108,8 +109,9 @@ class GroupQueue:
         for serial, file in files.items():
             self._journalled[serial] = await asyncio.to_thread(self._journal.read, file)
         self._step = step
-        self._admitted = step - 1
-        self._source.collector.in_flight.take_idle_s()  # the first step's idle time begins here
+        self._admitted = step - 1  # so that `admit` starts the groups of `step` first
+        # Discards the idle time so far: that of the first step begins here.
+        self._source.collector.in_flight.take_idle_s()
         self.admit(version)
 
     def admit(self, version: int) -> None:

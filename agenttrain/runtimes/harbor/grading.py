@@ -94,23 +94,25 @@ async def move_artifacts(source: RolloutMachine, target: RolloutMachine, task: H
 async def grade(machine: RolloutMachine, task: HarborTask, env: dict[str, str]) -> dict[str, float]:
     """Run the tests; return the rewards that they wrote, by name.
 
-    Whatever keeps them from writing one is trouble of the infrastructure: MachineLost, never 0.
+    `task.bundled_tests`: they are in the machine's image, so none are copied. Whatever keeps the
+    tests from writing a reward is trouble of the infrastructure: MachineLost, never a reward of 0.
     """
     await remove_tests(machine)  # the agent may have prepared anything there
-    for tests in [] if task.bundled_tests else task.tests:
-        await machine.copy_in(tests, TESTS)
+    if not task.bundled_tests:
+        for tests in task.tests:
+            await machine.copy_in(tests, TESTS)
     script = f"({TESTS}/test.sh) > {VERIFIER_LOGS}/test-stdout.txt 2>&1"
     await _run(machine, f"chmod +x {TESTS}/test.sh")
     user = task.verifier_user
-    if user is None and task.agent_user is not None:  # else the tests would run as the agent's user
-        user = ROOT
+    if user is None and task.agent_user is not None:
+        user = ROOT  # the machine runs as the agent's user, and the tests would too
     result = await machine.exec(
         ["sh", "-c", script], timeout_s=task.verifier_timeout_s, env=env, user=user
     )
     if result.timed_out:
         limit = f"verifier.timeout_sec={task.verifier_timeout_s:g}"
         raise MachineLost(f"{limit}: the tests of {task.name} took longer")
-    for path in (REWARD_JSON, REWARD_TEXT):
+    for path in (REWARD_JSON, REWARD_TEXT):  # of tests that write both, the named rewards count
         text = await _read(machine, path)
         if text is not None:
             return _read_rewards(path, text)
@@ -122,14 +124,19 @@ async def grade(machine: RolloutMachine, task: HarborTask, env: dict[str, str]) 
 
 
 def _read_rewards(path: str, text: str) -> dict[str, float]:
-    """Return the rewards in a reward file. Raises MachineLost."""
+    """Return the rewards in a reward file, by name; a single number has the name `reward`.
+
+    Raises MachineLost for a file without rewards. The fault is the tests', so the rollout must not
+    be scored, and MachineLost is the error for that: it ends as `error`, not with a reward of 0.
+    """
     if not text.strip():
         raise MachineLost(f"{path}: the tests left it empty")
     try:
         value = json.loads(text) if path == REWARD_JSON else float(text)
         rewards = value if isinstance(value, dict) else {"reward": value}
         numbers = {name: _finite_number(number) for name, number in rewards.items()}
-        "".join(numbers).encode()  # JSON can name half of a surrogate pair, which no file can hold
+        for name in numbers:
+            name.encode()  # fails for half of a surrogate pair, which JSON can hold and no file
     except (ValueError, OverflowError, RecursionError) as error:
         reason = f"{text[:200]!r} is no reward: a reward is a finite number"
         raise MachineLost(f"{path}: {reason}") from error

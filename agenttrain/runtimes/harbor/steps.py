@@ -10,11 +10,15 @@ from agenttrain.runtimes.harbor.task import HarborTask
 
 @dataclass(slots=True, kw_only=True)
 class Progress:
-    """A rollout's way through the steps of its task."""
+    """A rollout's way through the steps of its task.
+
+    `Machines` prepares a step and counts it in `begun`. When the step ends, its tests are run and
+    its rewards appended to `grades`. So `begun` equals the ended steps while the next is prepared.
+    """
 
     task: HarborTask
     begun: int = 0
-    """Steps whose files, setup and health check are done."""
+    """Steps that are prepared: files copied, setup run, health check passed."""
     grades: list[dict[str, float]] = field(default_factory=list)
     """Rewards of the steps that have ended."""
 
@@ -25,14 +29,15 @@ class Progress:
 
     @property
     def is_over(self) -> bool:
-        """True if no step follows: the last has ended, or one had less than its `min_reward`."""
+        """True if no step follows: the last has ended, or one earned less than `min_rewards`."""
         ended = len(self.grades)
         if ended == 0:
             return False
         if ended == len(self.task.steps):
             return True
-        step = self.task.steps[ended - 1].step
-        return step is not None and is_below(self.grades[-1], step.min_rewards)
+        last_ended = self.task.steps[ended - 1].step_details
+        assert last_ended is not None, "only a whole task has no details of a step"
+        return is_below(self.grades[-1], last_ended.min_rewards)
 
     def rewards(self) -> dict[str, float]:
         """Return the task's rewards, as Harbor derives them: means over the steps, or the last.

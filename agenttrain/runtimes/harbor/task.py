@@ -64,8 +64,8 @@ class Healthcheck:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskPlace:
-    """A container that the task describes."""
+class TaskContainer:
+    """A container as the task describes it: image, limits, network. `Machines` starts it."""
 
     docker_image: str | None = None
     folder: Path
@@ -118,29 +118,34 @@ class Step:
 class HarborTask:
     """A task in Harbor's format, or one step of it: an instruction, a container and tests.
 
+    A task of several steps has one of these for each step, in `steps`; its own fields are those of
+    the first. Of a step, `folder` is the whole task's, and `step_details` has its own folder, whose
+    `tests` and `solution` go before the task's.
+
     Harbor calls the run of the tests, which write the rewards, the verifier.
     """
 
     folder: Path
     name: str
     instruction: str
-    place: TaskPlace
+    container: TaskContainer
+    """Container of the agent."""
     agent_timeout_s: float | None = None
     agent_user: str | None = None
     verifier_timeout_s: float = 600.0
     verifier_user: str | None = None
     verifier_env: Mapping[str, str] = field(default_factory=dict)
-    verifier_place: TaskPlace | None = None
+    verifier_container: TaskContainer | None = None
     """Container of the tests; None: the agent's own."""
     bundled_tests: bool = False
-    """The image of `verifier_place` holds the tests already."""
+    """The image of `verifier_container` holds the tests already: it was made with them."""
     collect: tuple[Collect, ...] = ()
     """Commands that run between the agent's end and the tests."""
     solution_env: Mapping[str, str] = field(default_factory=dict)
     artifacts: tuple[str, ...] = ()
-    """Paths in the container that a fresh one gets for the tests."""
-    step: Step | None = None
-    """The step that this describes; None for a whole task."""
+    """Paths in the agent's container. If the tests run in another one, they are copied to it."""
+    step_details: Step | None = None
+    """Folder, required rewards and health check of the step that this is; None: a whole task."""
     steps: tuple[HarborTask, ...] = ()
     """The steps of a whole task, in order; empty for a task of a single instruction."""
     takes_last_step: bool = False
@@ -149,7 +154,7 @@ class HarborTask:
     @property
     def tests(self) -> list[Path]:
         """Folders of the tests, each laid over the one before it: the task's, then the step's."""
-        folders = [self.folder, *([] if self.step is None else [self.step.folder])]
+        folders = [self.folder, *([] if self.step_details is None else [self.step_details.folder])]
         return [folder / "tests" for folder in folders if (folder / "tests").is_dir()]
 
     @property
@@ -161,8 +166,8 @@ class HarborTask:
     def solution(self) -> Path | None:
         """Folder of the solution, the step's before the task's; None if there is none."""
         folder = self.folder / "solution"
-        if self.step is not None and (self.step.folder / "solution").is_dir():
-            folder = self.step.folder / "solution"
+        if self.step_details is not None and (self.step_details.folder / "solution").is_dir():
+            folder = self.step_details.folder / "solution"
         return folder if (folder / "solve.sh").is_file() else None
 
 
@@ -265,8 +270,11 @@ def _make_whole_task(folder: Path, settings: Mapping[str, Any]) -> HarborTask:
     if not tables:
         return _make_task(folder, settings, settings.get("agent", {}), settings.get("verifier", {}))
     steps = tuple(_make_step(folder, settings, table) for table in tables)
-    # Compared without case: on some file systems such names are one folder.
-    names = [step.step.folder.name.casefold() for step in steps if step.step is not None]
+    # Each is a `HarborTask` with the details of its step, unlike the whole task that is made below.
+    # Names are compared without case: on some file systems such names are one folder.
+    names = [
+        step.step_details.folder.name.casefold() for step in steps if step.step_details is not None
+    ]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"steps.name={repeated[0]}: names two steps")
     strategy = settings.get("multi_step_reward_strategy") or "mean"
@@ -274,9 +282,11 @@ def _make_whole_task(folder: Path, settings: Mapping[str, Any]) -> HarborTask:
         raise ValueError(f"multi_step_reward_strategy={strategy}: expected mean or final")
     limits = [step.agent_timeout_s for step in steps]
     seconds = [limit for limit in limits if limit is not None]
+    # The whole task has the container and the instruction of its first step, in which a rollout
+    # begins, and the time of all.
     return replace(
-        steps[0],  # a rollout begins in its container, with its instruction
-        step=None,
+        steps[0],
+        step_details=None,
         steps=steps,
         takes_last_step=strategy == "final",
         # A step without a limit makes a task without one.
@@ -312,12 +322,17 @@ def _make_step(folder: Path, settings: Mapping[str, Any], table: Mapping[str, An
 
 
 def _verifier_of_step(task: Mapping[str, Any], step: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section [verifier] of a step: its own keys before the task's."""
+    """Return the section [verifier] of a step: its own keys before the task's.
+
+    `task` and `step` are the sections of task.toml. In them `environment` describes a container for
+    the tests, `environment_mode` says whether the tests use it (`separate`) or the agent's
+    (`shared`), and `collect` are commands that run before the tests.
+    """
     merged = {**task, **step}
-    # An environment without a mode is a separate one, also where the task's mode is shared.
+    # A step that describes a container wants it, also where the task's mode is shared.
     if "environment" in step and "environment_mode" not in step:
         merged["environment_mode"] = "separate"
-    # A step that shares the agent's container ignores the task's separate test environment.
+    # A step that shares the agent's container does not want the one that the task describes.
     if step.get("environment_mode") == "shared" and "environment" not in step:
         merged.pop("environment", None)
     merged["env"] = {  # the first arguments are the keys that errors name
@@ -338,26 +353,27 @@ def _make_task(
     """Return a task of one instruction, or one step of a task.
 
     `settings` is the content of task.toml. `agent` and `verifier` are its sections of these names,
-    for a step merged with the step's own.
+    for a step merged with the step's own. Where they name no time limit, Harbor's default holds.
     """
-    place = _make_place(settings.get("environment", {}), folder / "environment")
+    container = _make_container(settings.get("environment", {}), folder / "environment")
     files = folder if step is None else step.folder  # the instruction and tests are in it
     instruction = files / INSTRUCTION
     if not instruction.is_file():
         where = "the folder" if step is None else f"steps/{files.name}"
         raise ValueError(f"{INSTRUCTION}: is missing in {where}")
-    verifier_place, bundled = _find_verifier_place(folder, files, verifier, place)
+    # The container of the tests, None for the agent's, and whether its image holds the tests.
+    verifier_container, bundled = _find_verifier_container(folder, files, verifier, container)
     task = HarborTask(
         folder=folder,
         name=str(settings.get("task", {}).get("name", folder.name)),
         instruction=instruction.read_text(encoding="utf-8").strip(),
-        place=place,
+        container=container,
         agent_timeout_s=_as_number("agent.timeout_sec", agent.get("timeout_sec")),
         agent_user=_as_text(agent.get("user")),
         verifier_timeout_s=_as_number("verifier.timeout_sec", verifier.get("timeout_sec")) or 600.0,
         verifier_user=_as_text(verifier.get("user")),
         verifier_env=_as_texts("verifier.env", verifier.get("env")),
-        verifier_place=verifier_place,
+        verifier_container=verifier_container,
         bundled_tests=bundled,
         collect=tuple(
             Collect(
@@ -370,20 +386,21 @@ def _make_task(
         ),
         solution_env=_as_texts("solution.env", settings.get("solution", {}).get("env")),
         artifacts=tuple(_artifact_path(item) for item in settings.get("artifacts", [])),
-        step=step,
+        step_details=step,
     )
+    # `task.tests` are folders that are copied over each other: the task's tests, then the step's.
     if not bundled and not any((tests / "test.sh").is_file() for tests in task.tests):
         raise ValueError("tests/test.sh: is missing in the folder")
     return task
 
 
-def _find_verifier_place(
-    folder: Path, files: Path, verifier: Mapping[str, Any], place: TaskPlace
-) -> tuple[TaskPlace | None, bool]:
+def _find_verifier_container(
+    folder: Path, files: Path, verifier: Mapping[str, Any], container: TaskContainer
+) -> tuple[TaskContainer | None, bool]:
     """Return (the container of the tests, True if its image already holds the tests).
 
     The container is None if the tests run in the agent's own. `files` is the step's folder, or
-    `folder` for a whole task. `place` is the agent's container.
+    `folder` for a whole task. `container` is the agent's container.
     """
     mode = verifier.get("environment_mode")
     if mode not in (None, "shared", "separate"):
@@ -394,13 +411,18 @@ def _find_verifier_place(
         return None, False
     # An image or Dockerfile of the tests holds them: the step's before the task's.
     for tests in dict.fromkeys((files / "tests", folder / "tests")):
-        test_place = _make_place(verifier.get("environment", {}), tests, required=False)
-        if test_place.docker_image is not None or (test_place.folder / "Dockerfile").is_file():
-            return test_place, True
-    return place, False
+        test_container = _make_container(verifier.get("environment", {}), tests, required=False)
+        if (
+            test_container.docker_image is not None
+            or (test_container.folder / "Dockerfile").is_file()
+        ):
+            return test_container, True
+    return container, False
 
 
-def _make_place(section: Mapping[str, Any], folder: Path, *, required: bool = True) -> TaskPlace:
+def _make_container(
+    section: Mapping[str, Any], folder: Path, *, required: bool = True
+) -> TaskContainer:
     """Return the container that a section `environment` describes, with the Dockerfile in `folder`.
 
     Raises ValueError if it cannot be made; without an image only if one is `required`.
@@ -431,7 +453,7 @@ def _make_place(section: Mapping[str, Any], folder: Path, *, required: bool = Tr
         raise ValueError(
             f"environment.allowed_hosts={bad[0]}: expected a name like example.org or *.example.org"
         )
-    return TaskPlace(
+    return TaskContainer(
         docker_image=image,
         folder=folder,
         build_timeout_s=_as_number("build_timeout_sec", section.get("build_timeout_sec")) or 600.0,
