@@ -412,6 +412,18 @@ def test_no_reward_file_is_more_than_trouble_of_its_rollout(text: str) -> None:
         grading._read_rewards(grading.REWARD_JSON, text)
 
 
+@needs_containers
+def test_tests_of_an_image_of_their_own_run_there(tmp_path: Path) -> None:
+    """The image holds the tests, so none are copied, and those that it has are not removed."""
+    toml = '[verifier]\nenvironment_mode = "separate"'
+    give = "test -f /tests/answer && echo 1 > /logs/verifier/reward.txt"
+    folder = make_task(tmp_path / "separate", toml, give, BASE)
+    (folder / "tests" / "answer").write_text("42")
+    (folder / "tests" / "Dockerfile").write_text(f"FROM {BASE}\nCOPY . /tests/\n")
+    task = Task(task_id="t", messages=(), columns={"harbor": str(folder)})
+    assert outcome([task], solved=False) == {"t": {"reward": 1.0}}
+
+
 BAD_TESTS = {
     "true": "wrote neither",
     "echo x > /logs/verifier/reward.txt": "is no reward",

@@ -97,8 +97,8 @@ async def grade(machine: RolloutMachine, task: HarborTask, env: dict[str, str]) 
     `task.bundled_tests`: they are in the machine's image, so none are copied. Whatever keeps the
     tests from writing a reward is trouble of the infrastructure: MachineLost, never a reward of 0.
     """
-    await remove_tests(machine)  # the agent may have prepared anything there
     if not task.bundled_tests:
+        await remove_tests(machine)  # the agent may have prepared anything there
         for tests in task.tests:
             await machine.copy_in(tests, TESTS)
     script = f"({TESTS}/test.sh) > {VERIFIER_LOGS}/test-stdout.txt 2>&1"
