@@ -63,7 +63,8 @@ class ToolLimits:
     retries: Whole = Field(default=2, ge=0)
     """Times a call is made again after a fault of the infrastructure; then the rollout fails."""
     retry_on: Annotated[list[str], DataWhere(_are_builtins)] = field(default_factory=list)
-    """Errors that are such faults besides ToolUnavailable, e.g. [builtins.ConnectionError]."""
+    """Errors that are such faults besides ToolUnavailable, e.g. [builtins.ConnectionError]. Only
+    built-in ones are data, which a stranger's run may set: for others a module is imported."""
     retry_backoff_s: Number = Field(default=0.5, ge=0)
     """Seconds before a call is made again, doubled each time."""
     isolation: Data[Isolation] = Isolation.thread
@@ -87,7 +88,8 @@ class ToolLimits:
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.retries == 0 and self.retry_backoff_s != ToolLimits.retry_backoff_s:
+        default_backoff_s = ToolLimits.retry_backoff_s  # pydantic keeps defaults on the class
+        if self.retries == 0 and self.retry_backoff_s != default_backoff_s:
             raise ValueError(
                 f"retry_backoff_s={self.retry_backoff_s:g}: has no effect with retries=0; "
                 "leave one of them out"
