@@ -171,9 +171,9 @@ def _for_pydantic(hint: Any, within: tuple[Any, ...]) -> Any:
         return annotated[(_for_pydantic(parts[0], within), *_metadata(parts[1:]))]
     if origin in (Union, types.UnionType):  # int | None
         return _union(parts, within)
-    if not parts:  # int; typing.List, whose origin is list
+    if not parts:  # int or an enum; typing.List, whose origin is list
         return _leaf(origin or hint)
-    if origin is Literal:
+    if origin is Literal:  # its parts are values, not annotations
         return hint
     # The parts of a generic dataclass (Box[int]) are no items, and those of Callable[[int], str]
     # begin with a list: pydantic reads the first, and `_leaf` refuses the second.

@@ -62,9 +62,9 @@ class ToolLimits:
     """Tokens of one of its results; None: rollout.max_result_tokens."""
     retries: Whole = Field(default=2, ge=0)
     """Times a call is made again after a fault of the infrastructure; then the rollout fails."""
+    # Only built-in errors are data, which a stranger's run may set: others import a module.
     retry_on: Annotated[list[str], DataWhere(_are_builtins)] = field(default_factory=list)
-    """Errors that are such faults besides ToolUnavailable, e.g. [builtins.ConnectionError]. Only
-    built-in ones are data, which a stranger's run may set: for others a module is imported."""
+    """Errors that are such faults besides ToolUnavailable, e.g. [builtins.ConnectionError]."""
     retry_backoff_s: Number = Field(default=0.5, ge=0)
     """Seconds before a call is made again, doubled each time."""
     isolation: Data[Isolation] = Isolation.thread

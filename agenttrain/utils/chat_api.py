@@ -84,6 +84,7 @@ class ChatApi:
         """The servers of a role; None for an address, and outside a run."""
         url = url if isinstance(url, str) else url.name
         self._role = role_named(url)
+        """The name in a url ``role:<name>``; None for an address."""
         if self._role is not None:
             for name, value in (("model", model), ("api_key_env", api_key_env)):
                 if value is None:

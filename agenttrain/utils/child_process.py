@@ -146,13 +146,15 @@ class ChildProcess:
     ) -> None:
         """Start the command; raises OSError.
 
-        `requests`: `send` writes to its standard input, which is otherwise empty. `replies`:
-        `receive` reads its standard output. `show`: it writes to this process's standard output,
-        and its standard error is copied to this process's.
+        `requests`: `send` writes to its standard input, which is otherwise empty. Its output::
 
-        Both streams count as printed; with `replies` or `show` the standard error alone does. A
-        thread keeps the last `tail_bytes` of the printed output and calls `print_line` with each
-        line. With a readable file `output`, everything printed goes there instead.
+                        standard output       standard error
+            by default  printed               printed
+            `replies`   read by `receive`     printed
+            `show`      this process's own    printed, and copied to this process's own
+
+        A thread keeps the last `tail_bytes` of what is printed and calls `print_line` with each
+        line. With a readable file `output`, what is printed goes there and no thread is started.
 
         The `keeper` kills the child with all that it has started, `grace_s` after the end of this
         process. A `deaf` child ignores the signals that ask this process to stop.

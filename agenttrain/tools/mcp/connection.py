@@ -75,7 +75,11 @@ class _Link:
 
 
 class Connection:
-    """Sends calls to one server from any event loop. It is closed by `close`, or at exit."""
+    """Sends calls to one server from any event loop. It is closed by `close`, or at exit.
+
+    A `_Link` is one session: its `client` sends calls while it is `alive`, and `stop` ends it. If
+    the server ends the session, the next call opens another.
+    """
 
     def __init__(
         self, open_client: OpenClient, *, start_timeout_s: float, reconnect_s: float

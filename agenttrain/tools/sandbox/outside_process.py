@@ -66,11 +66,12 @@ class Jail:
         """True once `start` was called, also if it failed."""
         self.interrupt: Callable[[], None] | None = None
         """Set during a call: `kill` calls it before it closes the files that the call reads."""
-        # The connection to the sandbox's first process: `init.py` lists the messages. That process
-        # inherits the inner end from `_launch`, which closes it here.
+        # The connection to the sandbox's first process: `init.py` lists the messages. The first
+        # process inherits the inner end from `_launch`, which then closes it in this process.
         self.control, self._inner_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control.setblocking(False)
         self._process: ChildProcess | None = None
+        """The first process, or bubblewrap around it."""
         self._workers: dict[str, SandboxProcess] = {}
         """`python` or `bash` -> its interpreter."""
         self._folder: TemporaryFolder | None = None
@@ -164,7 +165,7 @@ class Jail:
                 self.settings, self.backend, control=control_fd, work=work, user=user
             )
             wrapper = [*bubblewrap(user), "--"] if self.backend == "bwrap" else []
-            code = START.format(root=PACKAGE_ROOT)
+            code = START.format(root=PACKAGE_ROOT)  # calls `inside_setup.main`
             # Messages of a failed start, which `ChildProcess.printed` reads from its own descriptor
             # of the file. Not a pipe, whose reading would take a thread for each rollout.
             with tempfile.TemporaryFile() as output:
