@@ -60,11 +60,11 @@ JSON_NAMES: dict[type, str] = {
     bool: "boolean",
     type(None): "null",
 }
-JSON_TYPES = (*JSON_NAMES, Any, object, list, dict)
+PLAIN_TYPES = (*JSON_NAMES, Any, object, list, dict)
 """Types whose values the function gets as they are in the JSON."""
-BARE = {list: "array", tuple: "array", dict: "object"}
+UNTYPED_CONTAINERS = {list: "array", tuple: "array", dict: "object"}
 """JSON types of containers that are annotated without the types of their items."""
-CONCRETE: dict[Any, Any] = {
+CONCRETE_TYPES: dict[Any, Any] = {
     collections.abc.Sequence: list,
     collections.abc.MutableSequence: list,
     collections.abc.Collection: list,
@@ -73,7 +73,7 @@ CONCRETE: dict[Any, Any] = {
     collections.abc.MutableMapping: dict,
 }
 """Abstract types, by the type of the values that a function gets for them."""
-UNREADABLE = (PydanticUserError, PydanticUndefinedAnnotation)
+SCHEMA_ERRORS = (PydanticUserError, PydanticUndefinedAnnotation)
 """Errors of pydantic for a type that it cannot read, or not write as a schema."""
 NO_JSON = "has no JSON; use one of str, int, float, bool, list, dict"
 DESCRIBED = re.compile(r"^ +(\w+) *(?:\([^)]*\))?: *(\S.*)$", re.MULTILINE)
@@ -102,7 +102,7 @@ def describe_type(hint: Any, *, shown: bool = True) -> ParameterType:
     try:
         adapter = TypeAdapter(pydantic_hint)
         schema = _json_schema(adapter, dialect) if shown else {}
-    except UNREADABLE as error:
+    except SCHEMA_ERRORS as error:
         raise ValueError(f"{hint!r} {NO_JSON}") from error
     return ParameterType(schema=schema, build=None if _is_json(hint) else _make_builder(adapter))
 
@@ -124,7 +124,7 @@ def _is_json(hint: Any) -> bool:
         return all(map(_is_json, parts))
     if origin is dict:
         return not parts or (parts[0] is str and _is_json(parts[1]))
-    return origin is Literal or (origin is None and any(hint is plain for plain in JSON_TYPES))
+    return origin is Literal or (origin is None and any(hint is plain for plain in PLAIN_TYPES))
 
 
 def _has_fields(hint: Any) -> bool:
@@ -150,10 +150,10 @@ def _is_plain(hint: Any) -> bool:
 def _for_pydantic(hint: Any, within: tuple[Any, ...]) -> Any:
     """Return the annotation that pydantic gets in place of `hint`.
 
-    A class with fields becomes a TypedDict whose validator calls the class. An abstract container
-    becomes a concrete one: ``Sequence[int]`` -> ``list[int]``. `within` are the classes around
-    `hint`, to find one that contains itself. Raises ValueError for a type that cannot be written as
-    JSON.
+    A class with fields becomes a TypedDict: pydantic checks the fields as a dict, from which a
+    validator then makes the class's instance. An abstract container becomes a concrete one:
+    ``Sequence[int]`` -> ``list[int]``. `within` are the classes around `hint`, to find one that
+    contains itself. Raises ValueError for a type that cannot be written as JSON.
     """
     if any(hint is outer for outer in within):
         raise ValueError(f"{hint.__name__} contains itself, so its schema would have no end")
@@ -162,24 +162,26 @@ def _for_pydantic(hint: Any, within: tuple[Any, ...]) -> Any:
         return Annotated[hint, WithJsonSchema(schema)]
     if _has_fields(hint):
         fields = _typed_dict(hint, (*within, hint))
-        return (
-            fields if typing.is_typeddict(hint) else Annotated[fields, _constructor_validator(hint)]
-        )
+        if typing.is_typeddict(hint):  # the function gets the dict itself
+            return fields
+        return Annotated[fields, _constructor_validator(hint)]
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:  # Annotated[int, "How many."]
-        form: Any = Annotated  # as Any, for a subscript that is made at run time
-        return form[(_for_pydantic(parts[0], within), *_metadata(parts[1:]))]
+        annotated: Any = Annotated  # Any: type checkers refuse a subscript that is no literal
+        return annotated[(_for_pydantic(parts[0], within), *_metadata(parts[1:]))]
     if origin in (Union, types.UnionType):  # int | None
         return _union(parts, within)
-    if not parts:  # int; typing.List, whose origin is list
+    if not parts:  # int or an enum; typing.List, whose origin is list
         return _leaf(origin or hint)
-    if origin is Literal:
+    if origin is Literal:  # its parts are values, not annotations
         return hint
-    if _has_fields(origin) or any(isinstance(part, list) for part in parts):  # Box[int], Callable
+    # The parts of a generic dataclass (Box[int]) are no items, and those of Callable[[int], str]
+    # begin with a list: pydantic reads the first, and `_leaf` refuses the second.
+    if _has_fields(origin) or any(isinstance(part, list) for part in parts):
         return _leaf(hint)
     # list[int], dict[str, Point], tuple[int, ...]
     inner = tuple(part if part is ... else _for_pydantic(part, within) for part in parts)
-    return CONCRETE.get(origin, origin)[inner]
+    return CONCRETE_TYPES.get(origin, origin)[inner]
 
 
 def _leaf(hint: Any) -> Any:
@@ -190,13 +192,15 @@ def _leaf(hint: Any) -> Any:
     if _is_enum(hint):  # without the docstring that pydantic would add
         values = [member.value for member in hint]
         return Annotated[hint, WithJsonSchema(_enum_schema(values, hint.__name__))]
-    concrete = CONCRETE.get(hint, hint)
-    if concrete in BARE:  # pydantic would write {} for the type of the items
-        return Annotated[concrete, WithJsonSchema({"type": BARE[concrete]})]
-    if hint not in JSON_TYPES:  # a date, say, if pydantic can write its schema
+    concrete = CONCRETE_TYPES.get(hint, hint)
+    if concrete in UNTYPED_CONTAINERS:  # pydantic would write {} for the type of the items
+        return Annotated[concrete, WithJsonSchema({"type": UNTYPED_CONTAINERS[concrete]})]
+    if hint not in PLAIN_TYPES:
+        # pydantic knows a date, say, and writes its schema later. This only checks that it can, in
+        # our dialect, which refuses complex numbers: pydantic would show them as text.
         try:
             _json_schema(TypeAdapter(hint), ToolDialect)
-        except UNREADABLE as error:
+        except SCHEMA_ERRORS as error:
             raise ValueError(f"{hint!r} {NO_JSON}") from error
     return hint
 
@@ -229,7 +233,7 @@ def _union(options: tuple[Any, ...], within: tuple[Any, ...]) -> Any:
             # The type below the annotation, e.g. int of Annotated[int, "How many."].
             base = get_args(kind)[0] if get_origin(kind) is Annotated else kind
             readable.append(Annotated[kind, Strict()] if base in SCALARS else kind)
-    form: Any = Union  # as Any, for a subscript that is made at run time
+    form: Any = Union  # Any: type checkers refuse a subscript that is no literal
     union = form[tuple(readable)]
     if len(readable) > 1:
         union = Annotated[union, Field(union_mode="left_to_right")]
@@ -245,7 +249,7 @@ class _Fields:
     optional: set[str]
     """Names that may be left out."""
     defaults: dict[str, Any]
-    """Name -> default, or a marker of dataclasses for none."""
+    """Name -> default value, for the names that have one."""
     descriptions: dict[str, str]
     """Name -> meaning, from the docstring or a dataclass's metadata."""
 
@@ -261,26 +265,27 @@ def _read_fields(cls: Any) -> _Fields:
         fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
         missing = dataclasses.MISSING
         names = list(fields)
-        defaults = {name: field.default for name, field in fields.items()}
-        optional = {
-            name
-            for name, field in fields.items()
-            if field.default is not missing or field.default_factory is not missing
+        defaults = {
+            name: field.default for name, field in fields.items() if field.default is not missing
         }
+        has_factory = {
+            name for name, field in fields.items() if field.default_factory is not missing
+        }
+        optional = {*defaults, *has_factory}
         for name, field in fields.items():
             if "description" in field.metadata:
                 descriptions[name] = field.metadata["description"]
     elif typing.is_typeddict(cls):
         names = list(hints)
-        # With postponed annotations __required_keys__ ignores Required and NotRequired.
-        optional_by_marker = {Required: False, NotRequired: True}
-        optional = {
-            name
-            for name, hint in hints.items()
-            if optional_by_marker.get(get_origin(hint), name in cls.__optional_keys__)
-        }
+        optional = set(cls.__optional_keys__)
+        # `__optional_keys__` ignores these markers where annotations are postponed (texts).
         for name, hint in hints.items():
-            if get_origin(hint) in optional_by_marker:
+            marker = get_origin(hint)
+            if marker is NotRequired:
+                optional.add(name)
+            elif marker is Required:
+                optional.discard(name)
+            if marker in (Required, NotRequired):
                 hints[name] = get_args(hint)[0]
     else:  # a named tuple
         names, defaults = list(cls._fields), dict(cls._field_defaults)

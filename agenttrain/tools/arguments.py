@@ -53,12 +53,17 @@ class ArgumentSchema:
         if problem:
             raise ValueError(f"not a JSON schema: {problem}")
         self._resolver = SchemaResolver(schema)
+        """Follows the schema's references, for coercion."""
         self._validator = make_validator(schema)
-        self._schema = self._resolver.expand(schema)
+        """Checks every rule of the schema."""
+        self._expanded = self._resolver.expand(schema)
+        """The schema with the `$ref` and `allOf` at its top merged, which may hold `required`."""
         self.names = self._resolver.property_names(schema)
-        """Names of the arguments that the schema describes."""
-        self.required: list[str] = list(self._schema.get("required", []))
+        """Names of the arguments that the schema describes, also in options such as `anyOf`."""
+        self.required: list[str] = list(self._expanded.get("required", []))
+        """Arguments of every call; the validator checks those that an option requires."""
         self._has_types_only = _has_types_only(schema)
+        """True if nothing but types is to check, which takes no validator."""
 
     def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return a deep copy of the arguments, coerced to the schema.
@@ -74,7 +79,7 @@ class ArgumentSchema:
                 # Coercion does not copy nested values that no schema describes.
                 values = _deep_copy(coerced)
                 problems = self._problems(values)
-        except (RecursionError, ValueError):
+        except (RecursionError, ValueError):  # Python converts no integer of over 4300 digits
             problems = ["nested too deeply, or a number of too many digits"]
         if problems:
             raise InvalidArguments("; ".join(problems[:MAX_PROBLEMS]))
@@ -82,7 +87,7 @@ class ArgumentSchema:
 
     def _problems(self, arguments: Mapping[str, Any]) -> list[str]:
         """Return the unknown and missing arguments; if there are none, those with wrong values."""
-        schema = self._schema
+        schema = self._expanded
         absent = [name for name in self.names if name not in arguments]
         problems: list[str] = []
         # Stricter than JSON schema: unknown names are allowed only if the schema says so.
@@ -100,9 +105,11 @@ class ArgumentSchema:
         problems += [
             f"missing argument {_quote(name)}" for name in self.required if name not in arguments
         ]
-        # The validator below checks types too, but takes longer.
-        if problems or (self._has_types_only and self._types_fit(arguments)):
+        if problems:
             return problems
+        # A short cut: the validator below checks types too, but takes longer.
+        if self._has_types_only and self._types_fit(arguments):
+            return []
         errors = sorted(self._validator.iter_errors(arguments), key=lambda error: error.json_path)
         for error in errors:
             # "$.a[0]" of the value with the error; "$" for the arguments as a whole.
@@ -120,7 +127,7 @@ class ArgumentSchema:
 
     def _types_fit(self, arguments: Mapping[str, Any]) -> bool:
         """Return True if each argument has one of the types of its property."""
-        properties = self._schema.get("properties", {})
+        properties = self._expanded.get("properties", {})
         for name, value in arguments.items():
             types = schema_types(properties.get(name, {}))
             if types and not any(_is_type(value, expected) for expected in types):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, get_origin, get_type_hints
 
@@ -68,14 +69,19 @@ def build_toolbox(
 
 
 def _rebuild(name: str, section: Mapping[str, Any]) -> Tool:
-    """Build the one tool of a section, in a worker or in the main process."""
+    """Build the one tool of a section with isolation=process.
+
+    Each worker does so to run the tool's calls, and the main process for the tool's schema.
+    """
     key = f"tools.{name}"
     located = locate_section(section, key=key)
-    # Without the limits and `stop`, which are no arguments of the target.
-    _, located.bound = split_section(ToolSettings, located.bound, key)
-    tools = _build(located, name)
-    # A method's tool has the method's name, not the section's.
-    if len(tools) != 1 or (isinstance(tools[0], FunctionTool) and tools[0].name != name):
+    # The arguments alone: the limits and `stop` beside them are not the target's.
+    _, arguments = split_section(ToolSettings, located.bound, key)
+    tools = _build(replace(located, bound=arguments), name)
+    # A class without `__call__` makes tools named like its methods. Even a single one has no place
+    # in a worker, whose one tool is named like the section.
+    are_methods = any(isinstance(tool, FunctionTool) and tool.name != name for tool in tools)
+    if len(tools) != 1 or are_methods:
         names = ", ".join(tool.name for tool in tools)
         raise ValueError(
             f"{key}.isolation=process: it makes the tools {names}, which cannot be moved to "

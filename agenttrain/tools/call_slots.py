@@ -12,7 +12,10 @@ from typing import Any
 class CallSlots:
     """Holds a slot of each semaphore for a call, except while the call waits for a sub-agent.
 
-    Otherwise a sub-agent that calls the same tool would wait for the call that waits for it.
+    Otherwise a sub-agent that calls the same tool would wait for the call that waits for it. A call
+    may run several sub-agents at once: the first to begin gives the slots back, and after the last
+    one has ended they are taken again.
+
     Example::
 
         async with CallSlots([semaphore]) as held:
@@ -22,16 +25,17 @@ class CallSlots:
     def __init__(self, slots: Sequence[asyncio.Semaphore]) -> None:
         self._slots = slots
         self._held = False
-        """True while this has the slots."""
+        """True while the call has its slots."""
         self._ended = False
         """True once the call is over."""
-        self._waits = 0
-        """Number of sub-agents that the call waits for."""
+        self._sub_agents = 0
+        """Number of sub-agents that run for the call."""
         self._retake_lock = asyncio.Lock()
         """Held while the slots are taken again, so that only one of several sub-agents does it."""
-        self._started = time.monotonic()
-        self._waiting_since: float | None = None
-        """When the call gave its slots to sub-agents; None while it has them."""
+        self._started = 0.0
+        """The time.monotonic at which the slots were first acquired."""
+        self._lent_since: float | None = None
+        """The time.monotonic at which the call gave its slots back; None while it has them."""
         self._waited_s = 0.0
         """Seconds that sub-agents took, until the last one ended and the slots were taken again."""
 
@@ -47,7 +51,7 @@ class CallSlots:
     def seconds(self) -> float:
         """Return the seconds since the slots were acquired, without those spent on sub-agents."""
         now = time.monotonic()
-        waiting_s = 0.0 if self._waiting_since is None else now - self._waiting_since
+        waiting_s = 0.0 if self._lent_since is None else now - self._lent_since
         return now - self._started - self._waited_s - waiting_s
 
     def lent_while(self, run: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
@@ -58,31 +62,30 @@ class CallSlots:
 
         @wraps(run)
         async def run_without_slots(*args: Any, **kwargs: Any) -> Any:
-            # A call may run several sub-agents at once: the first gives the slots back, the last
-            # takes them again.
-            if self._waiting_since is None:
-                self._waiting_since = time.monotonic()
+            if self._lent_since is None:  # the first of several at once
+                self._lent_since = time.monotonic()
                 self._release()
-            self._waits += 1
+            self._sub_agents += 1
             try:
                 return await run(*args, **kwargs)
             finally:
-                self._waits -= 1
-                await self._take_again()
+                self._sub_agents -= 1
+                await self._retake()
 
         return run_without_slots
 
-    async def _take_again(self) -> None:
-        """Take the slots after the last sub-agent. One that begins meanwhile keeps them free."""
+    async def _retake(self) -> None:
+        """Take the slots again that were given back, once no sub-agent of the call runs."""
         async with self._retake_lock:
-            if self._waits or self._ended or self._held:
+            if self._sub_agents or self._ended or self._held:
                 return
-            await self._acquire()  # may wait for other calls
-            if self._waits or self._ended:
+            await self._acquire()  # may wait for other calls, so the state is checked again
+            if self._sub_agents or self._ended:
                 self._release()
-            elif self._waiting_since is not None:
-                self._waited_s += time.monotonic() - self._waiting_since
-                self._waiting_since = None
+                return
+            assert self._lent_since is not None  # the slots were given back at that time
+            self._waited_s += time.monotonic() - self._lent_since
+            self._lent_since = None
 
     async def _acquire(self) -> None:
         """Take a slot of every semaphore, or of none if that is cancelled."""

@@ -62,6 +62,7 @@ class ToolLimits:
     """Tokens of one of its results; None: rollout.max_result_tokens."""
     retries: Whole = Field(default=2, ge=0)
     """Times a call is made again after a fault of the infrastructure; then the rollout fails."""
+    # Only built-in errors are data, which a stranger's run may set: others import a module.
     retry_on: Annotated[list[str], DataWhere(_are_builtins)] = field(default_factory=list)
     """Errors that are such faults besides ToolUnavailable, e.g. [builtins.ConnectionError]."""
     retry_backoff_s: Number = Field(default=0.5, ge=0)
@@ -87,7 +88,8 @@ class ToolLimits:
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.retries == 0 and self.retry_backoff_s != ToolLimits.retry_backoff_s:
+        default_backoff_s = ToolLimits.retry_backoff_s  # pydantic keeps defaults on the class
+        if self.retries == 0 and self.retry_backoff_s != default_backoff_s:
             raise ValueError(
                 f"retry_backoff_s={self.retry_backoff_s:g}: has no effect with retries=0; "
                 "leave one of them out"

@@ -44,8 +44,8 @@ CHECK_S = 0.2
 class ToolWorker:
     """One worker process of a `ProcessTool`, which runs one call at a time.
 
-    `ProcessTool` calls `start`, then `request` for each call, at the end `kill`, and `has_ended`
-    until that is true. `request` blocks the calling thread. Any thread may call `kill`.
+    `ProcessTool` calls `start`, then `request` for each call, at the end `kill`, and `reap`
+    until that returns True. `request` blocks the calling thread. Any thread may call `kill`.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -54,8 +54,9 @@ class ToolWorker:
         """True from a request to its reply. A worker that is given back busy is killed."""
         self.served: set[str] = set()
         """Rollouts that are not over and whose calls this worker has run."""
-        self.released: list[str] = []
-        """Rollouts that have ended since; the next request tells the worker."""
+        self.unreported_ends: list[str] = []
+        """Rollouts that have ended since; the next request tells the worker, which releases them.
+        """
         self._recipe = recipe
         # JSON writes a character in at most 12 bytes, as two escapes. The rest is for other fields.
         self._max_answer_bytes = 16 * MAX_RESULT_CHARS
@@ -88,10 +89,10 @@ class ToolWorker:
                     env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
                 )
                 self._socket = parent_end  # for `kill`, to wake a thread that reads
-                # Of a copy: the connection and the socket each close their own file.
+                # A copy of the descriptor: the connection and the socket each close theirs.
                 self._connection = Connection(os.dup(parent_end.fileno()))
         except BaseException:
-            if self.process is None:  # else `has_ended` closes it
+            if self.process is None:  # else the worker is killed, and `reap` closes the socket
                 parent_end.close()
             raise
         finally:
@@ -111,6 +112,11 @@ class ToolWorker:
             self.kill()
             raise ToolUnavailable(f"tool {self.name}: its worker answered {answer}") from wrong
 
+    def take_unreported_ends(self) -> tuple[str, ...]:
+        """Return the ended rollouts that the next request reports, and count them as reported."""
+        rollout_ids, self.unreported_ends = tuple(self.unreported_ends), []
+        return rollout_ids
+
     def kill(self) -> None:
         """Kill the process with all that it started, without waiting; harmless if it is dead."""
         with self._lock:
@@ -122,8 +128,11 @@ class ToolWorker:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for an answer
 
-    def has_ended(self, timeout_s: float = 0.0) -> bool:
-        """Wait for at most `timeout_s` for a killed worker; return True once it has ended."""
+    def reap(self, timeout_s: float = 0.0) -> bool:
+        """Wait for at most `timeout_s` for a killed worker; return True once it has ended.
+
+        Its files are closed then.
+        """
         if self.process is None:
             return True
         if not self.process.wait_for_end(timeout_s):
@@ -169,7 +178,8 @@ class ProcessTool:
     """A function or callable class whose calls run in worker processes.
 
     The toolbox takes a worker with `worker()` and calls that. Each worker has an object of its own:
-    the state that one call leaves in it, the next call may not find.
+    the state that one call leaves in it, the next call may not find. A worker is idle, busy with a
+    request, or dying: killed, but it or a process that it started has not ended yet.
 
     Example: ``ProcessTool("lookup", functools.partial(FunctionTool, my_pkg.lookup), ToolLimits())``
     """
@@ -181,7 +191,8 @@ class ProcessTool:
         """
         if os.name != "posix":
             raise ValueError(f"tools.{name}.isolation=process: needs Linux or macOS")
-        if not ADOPTS:  # no subreapers, which adopt the orphans of a worker
+        # On Linux a worker's keeper adopts, and so can kill, what the worker's processes leave.
+        if not ADOPTS:
             warnings.warn(
                 f"tools.{name}.isolation=process: this system ends the process group of a worker; "
                 "what leaves the group (setsid, start_new_session=True) outlives its call, except "
@@ -189,19 +200,20 @@ class ProcessTool:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        # The tool: as workers build it, and as this process has it, for its schema.
         self.name = name
         self._recipe = Recipe(name=name, make=make, faults=tuple(limits.retry_on))
+        """All that a worker needs to build the tool."""
         self._local = build(self._recipe)
+        """The tool as this process has it, for its schema; it runs no calls."""
         self.schema = self._local.schema
         self.releases = hasattr(self._local.function, "release")
         """True if workers free something at the end of a rollout."""
         self.sends_context = self._local.takes_context
         """True if the function has a parameter for the call's context."""
-        # The workers: `_all` holds busy and idle ones, `_dying` those that were killed.
         self._threads = DaemonThreads()
         self._idle: list[ToolWorker] = []
         self._all: set[ToolWorker] = set()
+        """The idle workers and the busy ones."""
         self._dying: list[ToolWorker] = []
 
     @property
@@ -212,7 +224,7 @@ class ProcessTool:
     @asynccontextmanager
     async def worker(self) -> AsyncIterator[BoundWorker]:
         """Lend a worker for one call; kill the worker afterwards if the call is not over."""
-        self._dying = [worker for worker in self._dying if not worker.has_ended()]
+        self._dying = [worker for worker in self._dying if not worker.reap()]
         while self._idle:
             worker = self._idle.pop()
             if worker.alive:
@@ -244,7 +256,7 @@ class ProcessTool:
         served = [worker for worker in self._all if rollout_id in worker.served]
         for worker in served:
             worker.served.discard(rollout_id)
-            worker.released.append(rollout_id)
+            worker.unreported_ends.append(rollout_id)
         # A busy worker is told by its next request.
         idle = [worker for worker in served if worker in self._idle]
         await self._notify(idle)
@@ -254,14 +266,19 @@ class ProcessTool:
         # A busy worker answers no request: its objects end with it.
         await self._notify(list(self._idle), close=True)
         for worker in list(self._all):
-            self._kill(worker)
+            self._kill(worker)  # moves it to `_dying`
         dying, self._dying = self._dying, []
         deadline = time.monotonic() + END_S
-        await self._threads.run(
-            lambda: [worker.has_ended(max(deadline - time.monotonic(), 0.0)) for worker in dying]
-        )
+
+        def reap_all() -> None:
+            """Wait until all have ended, but not beyond the deadline: a thread's body."""
+            for worker in dying:
+                worker.reap(max(deadline - time.monotonic(), 0.0))
+
+        await self._threads.run(reap_all)
         self._threads.close()
-        running = [str(w.process.pid) for w in dying if w.process is not None and not w.has_ended()]
+        # A worker's keeper runs on while a process that the worker started cannot be killed.
+        running = [str(w.process.pid) for w in dying if w.process is not None and not w.reap()]
         if running:
             warnings.warn(
                 f"tool {self.name}: what its calls started has not ended, below the processes "
@@ -278,7 +295,7 @@ class ProcessTool:
             self._idle.append(worker)
 
     def _kill(self, worker: ToolWorker) -> None:
-        """Kill a worker; `_dying` keeps it until it has ended."""
+        """Kill a worker, if it lives, and move it to `_dying` until it has ended."""
         worker.kill()
         if worker in self._all:
             self._all.remove(worker)
@@ -286,11 +303,12 @@ class ProcessTool:
 
     async def ask(self, worker: ToolWorker, request: WorkerRequest) -> Reply:
         """Send a request and return the reply; cancelling this kills the worker."""
-        worker.busy = True  # a cancellation leaves it so: `_put_back` must not lend it again
+        # Any error here, and a cancellation, leave it busy: `_put_back` must not lend it again.
+        worker.busy = True
         try:
             outcome = await self._threads.run(lambda: worker.request(request), label=self.name)
         except asyncio.CancelledError:
-            self._kill(worker)
+            self._kill(worker)  # at once: its call must not run on
             raise
         worker.busy = False
         if isinstance(outcome.value, Reply):
@@ -302,13 +320,12 @@ class ProcessTool:
     async def _notify(self, workers: Iterable[ToolWorker], *, close: bool = False) -> None:
         """Send idle workers a request without a call, and wait CLOSE_S at most for the answers.
 
-        It has the rollouts that have ended and, with `close`, asks them to close their tools.
+        The request names the rollouts that have ended and, with `close`, has the tools closed.
         """
         tasks: dict[ToolWorker, asyncio.Task[Reply]] = {}
         for worker in workers:
             self._idle.remove(worker)
-            released, worker.released = tuple(worker.released), []
-            message = WorkerRequest(released=released, close=close)
+            message = WorkerRequest(released=worker.take_unreported_ends(), close=close)
             tasks[worker] = asyncio.create_task(self.ask(worker, message))
         if tasks:
             _, late = await asyncio.wait(tasks.values(), timeout=CLOSE_S)
@@ -321,7 +338,10 @@ class ProcessTool:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class BoundWorker:
-    """A worker that is lent for one call. The tool's time limit begins with the call."""
+    """A worker that is lent for one call.
+
+    The toolbox counts the tool's time limit from `__call__` on: a worker's start takes longer.
+    """
 
     name: str
     schema: dict[str, Any]
@@ -332,10 +352,11 @@ class BoundWorker:
     async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> object:
         """Run one call; cancelling it kills the worker."""
         tool, worker = self.tool, self.worker
-        if tool.releases:  # `ProcessTool.release` then finds this worker
+        if tool.releases:  # so that `ProcessTool.release` finds this worker
             worker.served.add(context.rollout_id)
-        released, worker.released = tuple(worker.released), []
         request = WorkerRequest(
-            released=released, arguments=arguments, context=context if tool.sends_context else None
+            released=worker.take_unreported_ends(),
+            arguments=arguments,
+            context=context if tool.sends_context else None,
         )
         return await tool.ask(worker, request)

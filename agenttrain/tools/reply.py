@@ -148,15 +148,24 @@ def result_to_text(value: object, *, max_chars: int = MAX_RESULT_CHARS) -> str:
 
 
 def _json_text(value: Any, max_chars: int) -> str:
-    """Return a value as JSON text, cut at `max_chars`. Raises ToolFailure and TypeError."""
+    """Return a value as JSON text, cut at `max_chars`.
+
+    Raises ToolFailure for a part without a plain form, for two keys with the same text and for too
+    deep a value; TypeError for a key that JSON lacks, such as a tuple.
+    """
+
+    def default(part: Any) -> Any:
+        """Return the plain form of a part that JSON lacks; the encoder calls this."""
+        form = plain_form(part)
+        _check_keys(form, max_chars)
+        return form
+
     chunks: list[str] = []
     size = 0
     try:
-        _check_keys(value, max_chars)
+        _check_keys(value, max_chars)  # the encoder would write both of two keys of the same text
         # In chunks, so that a text that is far too long is never built.
-        encoder = json.JSONEncoder(
-            ensure_ascii=False, default=lambda part: _check_keys(plain_form(part), max_chars)
-        )
+        encoder = json.JSONEncoder(ensure_ascii=False, default=default)
         for chunk in encoder.iterencode(value):
             chunks.append(chunk)
             size += len(chunk)
@@ -168,11 +177,14 @@ def _json_text(value: Any, max_chars: int) -> str:
 
 
 def plain_form(value: Any) -> Any:
-    """Replace a value that JSON does not have by a simpler one.
+    """Replace a value that JSON does not have by a simpler one, which may again need a plain form.
 
-    Dates, paths, decimals and other values whose type has a `__str__` become text. A container
-    whose type says that it is finite becomes a list or dict of its parts. Raises ToolFailure that
-    names the type of any other value, and for an image, whose text says nothing.
+    Its parts stay as they are: the JSON encoder calls this for each of them later. Dates, paths,
+    decimals and other values whose type has a `__str__` become text. Sequences, sets and mappings,
+    which are finite, become lists and dicts of their parts; an iterator may have no end. Raises
+    ToolFailure that names the type of any other value, and for an image, whose text says nothing.
+
+    Examples: ``date(2024, 5, 1)`` -> ``"2024-05-01"``, ``deque([Path("a")])`` -> ``[Path("a")]``.
     """
     kind, value_type = type(value).__name__, type(value)
     if is_image(value):
@@ -186,8 +198,8 @@ def plain_form(value: Any) -> Any:
         return bytes(value).decode("utf-8", "replace")
     if isinstance(value, set | frozenset):
         return sorted(value, key=repr)
-    if not isinstance(value, type):
-        # Ask the type: a proxy or a mock has every attribute, and no end of plain forms.
+    if not isinstance(value, type):  # a class has the attributes of its instances, but no values
+        # Ask the type: a mock has every attribute, and each would return yet another mock.
         if hasattr(value_type, "model_dump"):  # of pydantic
             return value.model_dump(mode="json")
         if dataclasses.is_dataclass(value):
@@ -201,9 +213,11 @@ def plain_form(value: Any) -> Any:
     # The type has a `__str__` of its own: the default one shows only an address.
     # A complex number has one only in its `__repr__`.
     has_text = value_type.__str__ is not object.__str__ or isinstance(value, complex)
-    if not (has_text or isinstance(value, type)) and hasattr(value_type, "keys"):
-        return {key: value[key] for key in value.keys()}  # noqa: SIM118 - a database's row, a table
-    is_finite = isinstance(value, Iterable) and isinstance(value, Sequence | Set | MappingView)
+    # A database's row or a table. Before the sequences: as one of those a row would lose its keys.
+    if hasattr(value_type, "keys") and not has_text and not isinstance(value, type):
+        return {key: value[key] for key in value.keys()}  # noqa: SIM118 - it is no mapping
+    # Not every MappingView can be iterated.
+    is_finite = isinstance(value, Sequence | Set | MappingView) and isinstance(value, Iterable)
     # A UserString is a Sequence of characters, but a text.
     if is_finite and not isinstance(value, UserString):
         return list(islice(value, MAX_RESULT_CHARS))  # range(10**12) fits no memory
@@ -264,8 +278,8 @@ def _with_plain_keys(value: Any) -> Any:
 SAME_KEYS = "the tool returned a mapping of which two keys have the same text"
 
 
-def _check_keys(value: Any, limit: int) -> Any:
-    """Return `value`; raise ToolFailure if two keys of a mapping in it become the same text.
+def _check_keys(value: Any, limit: int) -> None:
+    """Raise ToolFailure if two keys of a mapping in `value` become the same text.
 
     Example: ``{1: "a", "1": "b"}``. Only the first `limit` parts are checked: each takes at least
     a character of the text, which is cut there.
@@ -282,7 +296,6 @@ def _check_keys(value: Any, limit: int) -> Any:
             to_check += islice(part.values(), limit)
         elif isinstance(part, list | tuple):
             to_check += islice(part, limit)
-    return value
 
 
 def _key_text(key: Any) -> Any:

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol, get_args, get_type_hints, runtime_checkable
 
-from agenttrain.tools.annotations import Build, build_instances, describe_type
+from agenttrain.tools.annotations import Build, ParameterType, build_instances, describe_type
 from agenttrain.tools.config import LIFE_CYCLE
 from agenttrain.tools.docstring import Docstring, read_docstring
 from agenttrain.types import ToolContext
@@ -201,9 +201,10 @@ def describe_function(function: Function, *, name: str, hidden: Collection[str] 
     """Describe a function with an OpenAI-style schema, in the form of `get_json_schema`.
 
     Parameters in `hidden` and a ``context: ToolContext`` are left out. So is the return type, which
-    the tool schemas of served models lack too. The description of a parameter stands in the
-    docstring or in its annotation. Raises ValueError, with the text to add, if an annotation, the
-    docstring or a description is missing, and for a type that cannot be written as JSON.
+    the tool schemas of served models lack too. In a worker process the schema has only the name.
+    The description of a parameter stands in the docstring or in its annotation. Raises ValueError,
+    with the text to add, if an annotation, the docstring or a description is missing, and for a
+    type that cannot be written as JSON.
 
     Example: for ``def add(a: int, b: int)``, documented: ``{"type": "function", "function":
     {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {"a":
@@ -223,20 +224,21 @@ def describe_function(function: Function, *, name: str, hidden: Collection[str] 
     needs_schema = not UNSEEN.get()  # a worker process calls the tool and shows it to no model
     if needs_schema:
         _check_annotated(shown, where)
-    properties: dict[str, Any] = {}
-    builders: dict[str, Build] = {}
+    types: dict[str, ParameterType] = {}
     for parameter in shown:
         try:
-            kind = describe_type(hints.get(parameter.name, Any), shown=needs_schema)
+            hint = hints.get(parameter.name, Any)
+            types[parameter.name] = describe_type(hint, shown=needs_schema)
         except (ValueError, NameError) as error:
             raise ValueError(
                 f"{where}: no JSON schema can be made of it: parameter {parameter.name!r}: {error}"
             ) from error
-        properties[parameter.name] = {**kind.schema, **doc.parameters.get(parameter.name, {})}
-        if kind.build is not None:
-            builders[parameter.name] = kind.build
     schema: dict[str, Any] = {"type": "function", "function": {"name": name}}
     if needs_schema:
+        properties = {
+            parameter: {**kind.schema, **doc.parameters.get(parameter, {})}
+            for parameter, kind in types.items()
+        }
         _check_described(properties, doc, where)
         required = [p.name for p in shown if p.default is inspect.Parameter.empty]
         schema["function"]["description"] = doc.description
@@ -245,6 +247,8 @@ def describe_function(function: Function, *, name: str, hidden: Collection[str] 
             "properties": properties,
             **({"required": required} if required else {}),
         }
+    # They make a tuple, say, of the JSON list that the model sends, before the function is called.
+    builders = {parameter: kind.build for parameter, kind in types.items() if kind.build}
     return ToolSpec(schema=schema, takes_context=takes_context, builders=builders)
 
 

@@ -73,6 +73,9 @@ class _Request:
 class Toolbox:
     """Runs calls of tools. Each call gets one result that a model can read, whatever the tool does.
 
+    The path of a call: `_answer` reads its arguments and retries it, `_attempt` waits for a free
+    slot, `_run` limits its time, `_reply` makes its text, `_call` calls the tool.
+
     Blocking functions run in daemon threads. A call that exceeds its tool's time limit is
     abandoned: the model reads an error, a late result is discarded, and `stuck` lists the call
     until it ends. A tool with isolation=process runs in workers, which are killed instead. Faults
@@ -190,7 +193,7 @@ class Toolbox:
         if tasks:
             await asyncio.wait(tasks, timeout=CANCEL_S)
         for task in tasks:
-            # asyncio.run would wait for ever for a task that ignores its cancellation.
+            # asyncio.run would wait for ever for a registered task that ignores its cancellation.
             asyncio._unregister_task(task)
         self._threads.close()
 
@@ -305,24 +308,29 @@ class Toolbox:
         return semaphore
 
     async def _run(self, request: _Request, call_slots: CallSlots) -> Reply:
-        """Run one call for at most its time limit; then abandon it."""
+        """Run one call for at most its time limit; then abandon it.
+
+        `call_slots` measures the call's time, which does not count while its sub-agents run.
+        """
         timeout_s = request.entry.limits.timeout_s
-        # A little early, so that `_check_stuck`, below, finds the call overdue.
+        # A thread that still runs the call at its deadline counts as stuck. This is a little before
+        # the time limit: timers are inexact, and `_check_stuck` below must find the call overdue.
         deadline = time.monotonic() + timeout_s - CANCEL_S / 5
         task = asyncio.create_task(self._reply(request, deadline))
         try:
             # Not asyncio.timeout, which would wait for a tool that ignores its cancellation.
             remaining_s = timeout_s
             while not task.done() and remaining_s > 0:
-                # `call_slots.seconds()` stands still while a sub-agent of the call runs, so the
-                # loop may wait several times. 0.05 s at least, so that it never spins.
+                # `call_slots.seconds()` stands still while a sub-agent runs, so the loop may wait
+                # several times. 0.05 s at least, so that it never spins.
                 await asyncio.wait({task}, timeout=max(remaining_s, 0.05))
                 remaining_s = timeout_s - call_slots.seconds()
         finally:
             # The end of the rollout cancels this coroutine, but not the task: abandon it then too.
             is_abandoned = not task.done()
             if is_abandoned:
-                # A cancelled task has a moment to end before it is overdue, and at least its limit.
+                # A task counts as stuck only after its time limit, also if the rollout ends before,
+                # and after half of the wait below, in which it can end by its cancellation.
                 overdue_from = max(deadline, time.monotonic() + CANCEL_S / 2)
                 self._abandoned[task] = request.tool.name, overdue_from
                 task.add_done_callback(self._discard)
@@ -343,21 +351,27 @@ class Toolbox:
             task.exception()  # asyncio warns of an exception that is never read
 
     async def _reply(self, request: _Request, deadline: float) -> Reply:
-        """Run the call and make its reply."""
+        """Run the call and make its reply; it says `unavailable` for an error in `faults`."""
+        faults = request.entry.faults
         try:
-            outcome = await self._call(request, deadline)
-            value = outcome.value
-            if outcome.error is None and not _has_ready_text(value):
-                # The text may be large, and made by the value's own code: not on the event loop.
-                outcome = await self._threads.run(
-                    lambda: make_reply(value), label=request.tool.name, deadline=deadline
-                )
-        except RuntimeError as error:  # "can't start new thread"; the tool's own are in `outcome`
-            outcome = Outcome(error=ToolUnavailable(f"tool {request.tool.name}: {error}"))
-        if outcome.error is not None:
-            return error_reply(outcome.error, faults=request.entry.faults)
-        result = outcome.value
-        return result if isinstance(result, Reply) else make_reply(result)
+            call = await self._call(request, deadline)
+            if call.error is not None:
+                return error_reply(call.error, faults=faults)
+            if isinstance(call.value, Reply):  # the call's thread has made it
+                return call.value
+            if _has_ready_text(call.value):
+                return make_reply(call.value)
+            # The text may be large, and made by the value's own code: not on the event loop.
+            making = await self._threads.run(
+                lambda: make_reply(call.value), label=request.tool.name, deadline=deadline
+            )
+        except RuntimeError as error:  # "can't start new thread"; the tool's own are in `call`
+            unavailable = ToolUnavailable(f"tool {request.tool.name}: {error}")
+            return error_reply(unavailable, faults=faults)
+        if making.error is not None:
+            return error_reply(making.error, faults=faults)
+        assert isinstance(making.value, Reply)
+        return making.value
 
     async def _call(self, request: _Request, deadline: float) -> Outcome:
         """Call a tool; the outcome has its reply, its value, or its error.
@@ -365,34 +379,41 @@ class Toolbox:
         A blocking function runs in a thread, which also makes the reply. Another tool runs on the
         event loop, and so does an awaitable that a function returns.
         """
-        function, tool = request.entry.function, request.tool
+        tool = request.tool
         awaitable: Any
-        if function is None:
+        if request.entry.function is None:
             # A coroutine, so that an error that the tool raises at once counts as its error.
             async def call_tool() -> object:
                 return await tool(request.arguments, request.context)
 
             awaitable = call_tool()
         else:
-
-            def call_in_thread() -> object:
-                value = function.call(request.arguments, request.context)
-                is_async = inspect.isawaitable(value)
-                return value if is_async else make_reply(value)
-
-            outcome = await self._threads.run(call_in_thread, label=tool.name, deadline=deadline)
-            if outcome.alarm:
-                remedy = f"tools.{tool.name}.isolation=process gives it a main thread"
-                warn_of_alarm(f"tool {tool.name}", remedy)
+            outcome = await self._call_in_thread(request.entry.function, request, deadline)
             if not inspect.isawaitable(outcome.value):
                 return outcome
             awaitable = outcome.value
         return await attempt_async(
-            self._steps.run(tool.name, awaitable),
+            self._steps.run(tool.name, awaitable),  # shows a tool that blocks the event loop
             threads=self._threads,
             label=tool.name,
             deadline=deadline,
         )
+
+    async def _call_in_thread(
+        self, function: FunctionTool, request: _Request, deadline: float
+    ) -> Outcome:
+        """Call a function in a thread; the outcome has its reply, its awaitable, or its error."""
+
+        def call_and_reply() -> object:
+            value = function.call(request.arguments, request.context)
+            return value if inspect.isawaitable(value) else make_reply(value)
+
+        name = request.tool.name
+        outcome = await self._threads.run(call_and_reply, label=name, deadline=deadline)
+        if outcome.alarm:  # it tried to limit its time by SIGALRM, which takes a main thread
+            remedy = f"tools.{name}.isolation=process gives it a main thread"
+            warn_of_alarm(f"tool {name}", remedy)
+        return outcome
 
 
 def _has_ready_text(value: object) -> bool:
@@ -463,7 +484,8 @@ class StepTracker:
     async def run(self, name: str, awaitable: Awaitable[object]) -> object:
         """Await `awaitable`, recording the tool's name during each uninterrupted step."""
 
-        async def as_coroutine() -> object:  # other awaitables have no steps
+        # `_drive` calls `send` and `throw`, which the iterators of other awaitables may lack.
+        async def as_coroutine() -> object:
             return await awaitable
 
         return await self._drive(name, as_coroutine().__await__())
@@ -475,22 +497,24 @@ class StepTracker:
         The same as `await`, but `now` is (tool, start time) while a step runs, which shows a tool
         that blocks the event loop.
         """
-        value: Any = None
+        result: Any = None
         error: BaseException | None = None
         while True:
             self.now = (name, time.monotonic())
             try:
-                awaited = steps.send(value) if error is None else steps.throw(error)
-            except StopIteration as stop:
+                # Runs the coroutine until it waits for `awaited`, a future of the event loop.
+                awaited = steps.send(result) if error is None else steps.throw(error)
+            except StopIteration as stop:  # it has returned
                 return stop.value
             finally:
                 self.now = None
             try:
-                value, error = (yield awaited), None  # the event loop sends what was waited for
+                result = yield awaited  # the event loop goes on here once `awaited` is done
+                error = None
             except GeneratorExit:  # nobody waits for this call any more
                 steps.close()
                 raise
-            except BaseException as raised:  # for the next step: a cancellation, say
+            except BaseException as raised:  # a cancellation, say: the coroutine gets it
                 error = raised
 
 
@@ -498,11 +522,13 @@ class Cleanup:
     """Calls `release` and `close` of tools within a time limit; a failure is only a warning."""
 
     def __init__(self) -> None:
-        self._threads = DaemonThreads()  # not the calls': a cleanup that hangs is no stuck call
+        # Not the toolbox's threads: there a hook that hangs would count as a stuck call.
+        self._threads = DaemonThreads()
         self._warned: set[tuple[str, str]] = set()
 
     async def run(self, tool: Tool, method: str, limit_s: float, *arguments: object) -> None:
         """Call the method of a tool, if it has one, for at most `limit_s` seconds."""
+        # The hooks of a function's tool are its object's: FunctionTool would run them in no thread.
         owner = tool.owner if isinstance(tool, FunctionTool) else tool
         hook = getattr(owner, method, None)
         if hook is None:
@@ -513,7 +539,7 @@ class Cleanup:
         if not task.done():
             task.cancel()
             problem = f"did not end within {limit_s:g} s"
-        elif task.cancelled():
+        elif task.cancelled():  # by the hook itself
             problem = "was cancelled"
         elif (error := task.result().error) is not None:
             problem = hide_secrets(f"{type(error).__name__}: {error}")

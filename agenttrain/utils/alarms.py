@@ -67,12 +67,13 @@ def _check_before(module: ModuleType, name: str) -> None:
 
     @functools.wraps(original)
     def checked(*arguments: Any) -> Any:
+        """Call the original function, or raise ValueError if the call would set an alarm."""
         # The list of the innermost `alarms_refused` of this thread; None where alarms are allowed.
         refused: list[str] | None = getattr(_thread, "refused", None)
-        # `signal.signal` is refused only for the signals of timers.
-        is_alarm = name != "signal" or arguments[:1] in [(timer,) for timer in TIMERS]
+        # `signal.signal(number, handler)` is refused only for the signals of timers.
+        is_alarm = name != "signal" or (len(arguments) > 0 and arguments[0] in TIMERS)
         if refused is not None and is_alarm:
-            refused.append(name)
+            refused.append(name)  # the caller may swallow the error, and the owner is warned anyway
             raise ValueError(f"signal.{name}: alarms work in the main thread only")
         return original(*arguments)
 
@@ -135,17 +136,18 @@ def may_set_alarms(function: Callable[..., Any]) -> str | None:
 
 
 def _called_function(value: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the function that runs when `value` is called, and the methods it may call on itself.
+    """Return the function that runs when `value` is called, and the methods of its object by name.
 
-    In place of the function, a builtin or None where there is no Python code to read. Only an
-    object with a `__call__` has methods here: those of its class, by name.
+    `may_set_alarms` reads the code of both. The methods are those of a callable instance's class,
+    which its `__call__` may call; none for a function. Instead of a function, a builtin or None is
+    returned if no Python code runs.
     """
     if isinstance(value, functools.partial):
         value = value.func
     methods: dict[str, Any] = {}
     if not inspect.isroutine(value):
-        classes = reversed(type(value).__mro__)  # a subclass's methods replace those of its bases
-        methods = {name: member for cls in classes for name, member in vars(cls).items()}
+        for cls in reversed(type(value).__mro__):  # base classes first: subclasses override
+            methods.update(vars(cls))
         value = methods.get("__call__")
     return getattr(value, "__func__", value), methods  # the function of a bound method
 

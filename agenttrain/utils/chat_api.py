@@ -43,7 +43,7 @@ class ChatBackend(Protocol):
     """Servers that answer chat completions, but have no address that stays the same."""
 
     name: str
-    """In messages: ``role:judge``."""
+    """The url in settings and messages for which it stands: ``role:judge``."""
 
     def complete(self, body: Mapping[str, Any], *, timeout_s: float) -> Any:
         """Return the JSON of the answer; any thread may call it.
@@ -53,7 +53,7 @@ class ChatBackend(Protocol):
 
 
 class ChatApi:
-    """One model of one server.
+    """One model of one server, reached by its address or through a ChatBackend.
 
     Example: ``ChatApi(url="http://localhost:8000/v1", model="m").ask(messages, str)`` ->
     ``"Hello!"``
@@ -76,13 +76,15 @@ class ChatApi:
     ) -> None:
         """Check the settings; `extra` is sent along, e.g. {response_format: {…}}.
 
-        A `url` of ``role:<name>`` is checked too, and answers nothing: a run gives the servers of
-        that role in its place. Raises ValueError that begins with the setting and its value.
+        The `url` is an address, or ``role:<name>`` for the servers of a role of the run. Such a url
+        can be checked, but not asked: a run passes the role's ChatBackend in its place, whose name
+        is that url. Raises ValueError that begins with the setting and its value.
         """
-        self._server: ChatBackend | None = None
-        if not isinstance(url, str):
-            self._server, url = url, url.name
+        self._server = None if isinstance(url, str) else url
+        """The servers of a role; None for an address, and outside a run."""
+        url = url if isinstance(url, str) else url.name
         self._role = role_named(url)
+        """The name in a url ``role:<name>``; None for an address."""
         if self._role is not None:
             for name, value in (("model", model), ("api_key_env", api_key_env)):
                 if value is None:

@@ -58,31 +58,39 @@ def how_ended(code: int) -> str:
 
 
 class _Lifeline:
-    """This process's socket to a keeper, which kills its processes if this process ends.
+    """This process's socket to a keeper: the process between this one and a program.
 
-    `theirs` is the file descriptor of the keeper's end, which `ChildProcess` closes in this process
-    once the keeper has inherited it.
+    The keeper starts the program. It kills the program and all that this has started if the socket
+    closes, because this process has ended. A process that is forked from this one inherits the
+    socket and may outlive it. So the keeper also watches this process's pid, and `close` sends
+    SIGKILL first.
 
-    Processes forked from this one inherit this end, and keep the socket open after its end. So the
-    keeper also watches this process's pid, and `close` sends SIGKILL before it closes.
+    `keeper_fd` is the descriptor for the keeper to inherit; the caller then closes it here.
     """
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        self._ours, self.theirs = ours.detach(), theirs.detach()
+        own_end, keeper_end = socket.socketpair()
+        self._own_fd, self.keeper_fd = own_end.detach(), keeper_end.detach()
         self._is_open = True
 
     def keeper_command(
-        self, command: Sequence[str], files: Sequence[int], grace_s: float, *, deaf: bool
+        self,
+        command: Sequence[str],
+        *,
+        files: Sequence[int] = (),
+        grace_s: float = 0.0,
+        deaf: bool = False,
     ) -> list[str]:
-        """Return the command line of a keeper that runs `command`; see `keeper.py`.
+        """Return the command line of a keeper that runs `command`.
 
-        `files` are descriptors that only the command uses. `grace_s` and `deaf` are those of
-        `ChildProcess`.
+        `files` are descriptors that only the command uses; the keeper closes its own. If this
+        process ends, the command has `grace_s` to end by itself. A `deaf` one ignores SIGTERM and
+        the other signals that ask to stop.
         """
+        # `keeper.py` reads its arguments by their places: "5,7," for two files, "" for none.
         program_files = "".join(f"{file}," for file in files)
         # -I -S: the keeper needs no installed packages, and starts faster without looking for them.
-        words = [self.theirs, os.getpid(), grace_s, "deaf" if deaf else "", program_files]
+        words = [self.keeper_fd, os.getpid(), grace_s, "deaf" if deaf else "", program_files]
         return [sys.executable, "-I", "-S", KEEPER, *map(str, words), *command]
 
     def read_program_pid(self) -> int | None:
@@ -91,7 +99,7 @@ class _Lifeline:
         while not line.endswith(b"\n"):  # a short line, and the only one
             byte = b""
             with suppress(OSError):
-                byte = os.read(self._ours, 1)
+                byte = os.read(self._own_fd, 1)
             if not byte:
                 return None
             line += byte
@@ -101,20 +109,22 @@ class _Lifeline:
         """Have the keeper send the program a signal; SIGKILL ends all of the keeper's processes."""
         if self._is_open:
             with suppress(OSError):
-                os.write(self._ours, bytes([number]))
+                os.write(self._own_fd, bytes([number]))
 
     def close(self) -> None:
         """Have the keeper end all of its processes, and close the socket."""
         self.signal(signal.SIGKILL)  # a forked process may still hold the socket open
         if self._is_open:
             self._is_open = False
-            os.close(self._ours)
+            os.close(self._own_fd)
 
 
 class ChildProcess:
     """A child process of this one, in a session of its own: only the parent gets a Ctrl-C.
 
     Its output is read all the time, so that it never waits for a reader, and the end of it is kept.
+    Unless it runs without a keeper, the process that this one starts is the keeper, which starts
+    the command and exits as that does. Requests to the keeper go over the lifeline.
     """
 
     def __init__(
@@ -136,12 +146,15 @@ class ChildProcess:
     ) -> None:
         """Start the command; raises OSError.
 
-        `requests`: `send` writes to its standard input, which is otherwise empty. `replies`:
-        `receive` reads its standard output, and only its standard error counts as printed. A thread
-        keeps the last `tail_bytes` of the printed output and calls `print_line` with each line.
-        With a readable file `output`, everything printed goes there, and no thread is started.
-        `show`: the child writes to this process's standard output. Its standard error, which alone
-        counts as printed, is copied to this process's.
+        `requests`: `send` writes to its standard input, which is otherwise empty. Its output::
+
+                        standard output       standard error
+            by default  printed               printed
+            `replies`   read by `receive`     printed
+            `show`      this process's own    printed, and copied to this process's own
+
+        A thread keeps the last `tail_bytes` of what is printed and calls `print_line` with each
+        line. With a readable file `output`, what is printed goes there and no thread is started.
 
         The `keeper` kills the child with all that it has started, `grace_s` after the end of this
         process. A `deaf` child ignores the signals that ask this process to stop.
@@ -152,18 +165,18 @@ class ChildProcess:
         lifeline = _Lifeline() if keeper else None
         arguments = list(command)
         if lifeline is not None:
-            arguments = lifeline.keeper_command(command, pass_fds, grace_s, deaf=deaf)
-            pass_fds = [*pass_fds, lifeline.theirs]
-        # Both streams count as printed, unless standard output has another use.
+            arguments = lifeline.keeper_command(command, files=pass_fds, grace_s=grace_s, deaf=deaf)
+            pass_fds = [*pass_fds, lifeline.keeper_fd]
         printed_to = subprocess.PIPE if output is None else output
         stdout: int | IO[bytes] | None = printed_to
-        stderr: int | IO[bytes] = subprocess.STDOUT
         if replies:
-            stdout, stderr = subprocess.PIPE, printed_to
+            stdout = subprocess.PIPE
         elif show:
-            stdout, stderr = None, printed_to  # None: this process's own
+            stdout = None  # this process's own
+        only_stderr = replies or show
+        stderr = printed_to if only_stderr else subprocess.STDOUT
         try:
-            # The keeper inherits the mask: a signal cannot end it before it blocks them itself.
+            # The keeper inherits the blocked signals: none can end it before it blocks them itself.
             with _signals_blocked(HEARD if keeper else ()):
                 self._process = subprocess.Popen(
                     arguments,
@@ -181,8 +194,9 @@ class ChildProcess:
             raise
         finally:
             if lifeline is not None:
-                os.close(lifeline.theirs)
+                os.close(lifeline.keeper_fd)  # the keeper has a copy of its own
         self._lifeline = lifeline
+        """To the keeper; None without one: then `_process` is the command itself."""
         self._replies = replies
         self._tail = b""
         self._tail_bytes = tail_bytes
@@ -192,7 +206,7 @@ class ChildProcess:
         self._show = show
         self._reader: Thread | None = None
         if output is None:
-            printed = self._process.stderr if replies or show else self._process.stdout
+            printed = self._process.stderr if only_stderr else self._process.stdout
             self._reader = Thread(target=self._read_output, args=(printed,), daemon=True)
             self._reader.start()
 
@@ -272,9 +286,10 @@ class ChildProcess:
             # A request to the keeper is one byte: the signal's number, with TO_GROUP as a flag bit.
             self._lifeline.signal(number | TO_GROUP if to_group else number)
             if number == signal.SIGKILL:
-                self._process.send_signal(signal.SIGCONT)  # the program may have stopped its keeper
+                # Wakes the keeper to read it: the program may have sent its parent a SIGSTOP.
+                self._process.send_signal(signal.SIGCONT)
         elif not to_group:
-            self._process.send_signal(number)
+            self._process.send_signal(number)  # not after the end: Popen checks that
         elif self.alive:
             os.killpg(self._process.pid, number)
 
@@ -283,9 +298,10 @@ class ChildProcess:
 
         May be called after the child's end, and twice. Without a keeper, only the child's process
         group is killed, and only if the child has not been reaped (by `code`, `alive` or
-        `wait_for_end`): after that, its process group id may belong to another process.
+        `wait_for_end`): after that, its process group id may belong to another process. The files
+        of this process that lead to the child are closed.
         """
-        if self._lifeline is not None:
+        if self._lifeline is not None:  # with a keeper, which kills the others and then exits
             self.signal(signal.SIGKILL)
             if not self.wait_for_end(KILL_S):
                 self._process.kill()
@@ -378,19 +394,20 @@ class AsyncChildProcess:
     async def start(
         cls, command: Sequence[str], *, env: Mapping[str, str], line_limit: int = 2**16
     ) -> Self:
-        """Start a command; raises OSError and ValueError. A missing program exits with code 127.
+        """Start a command by way of a keeper; raises OSError and ValueError.
 
+        A missing program is no error here: only the keeper looks for it, and exits with code 127.
         `line_limit` is the maximum of bytes that `stdout.readline` returns.
         """
         lifeline = _Lifeline()
         try:
             process = await asyncio.create_subprocess_exec(
-                *lifeline.keeper_command(command, (), 0.0, deaf=False),
+                *lifeline.keeper_command(command),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 env=env,
-                pass_fds=(lifeline.theirs,),
+                pass_fds=(lifeline.keeper_fd,),
                 start_new_session=True,
                 limit=line_limit,
             )
@@ -398,7 +415,7 @@ class AsyncChildProcess:
             lifeline.close()
             raise
         finally:
-            os.close(lifeline.theirs)
+            os.close(lifeline.keeper_fd)  # the keeper, if it was started, has a copy of its own
         return cls(process, lifeline)
 
     async def send(self, line: str) -> None:
@@ -443,7 +460,8 @@ def end_with_parent(
 ) -> None:
     """Kill this process's group `after_s` seconds after its parent has ended in any way.
 
-    `at_end` is called just before. Pass the pid `parent` if the parent may have ended already.
+    `at_end` is called just before. Pass the pid `parent` if the parent may have ended already: its
+    children then have another one.
 
     A child that was started without a keeper calls this first. The kernel's PR_SET_PDEATHSIG is no
     substitute: it would kill the child at the end of the thread that started it.
@@ -456,7 +474,8 @@ def end_with_parent(
             poller = select.poll()
             poller.register(os.pidfd_open(parent_pid), select.POLLIN)
             poller.poll()
-        while os.getppid() == parent_pid:  # without a pidfd
+        # Without a pidfd, ask. After the parent's end, above or earlier, this is false at once.
+        while os.getppid() == parent_pid:
             time.sleep(WATCH_S)
         time.sleep(after_s)
         if message:

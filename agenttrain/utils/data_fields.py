@@ -34,13 +34,16 @@ Data = Annotated[T, DATA]
 def is_data(hint: Any, value: Any) -> bool:
     """Return True if a field annotated with `hint` declares this value as data.
 
-    Example: ``is_data(Data[str], "a")``; not ``is_data(str, "a")``.
+    Data is set without the user's trust; any other value may name code, a command or an address.
+    Examples: True for ``Data[str]`` and "a", False for ``str`` and "a", and False for
+    ``Annotated[str, DataWhere(names_no_module)]`` and "my_module:MyEnv-v0".
     """
-    if hint is type(None):  # a part of a union such as ``Data[int] | None``
+    if hint is type(None):  # in ``Data[int] | None``, where the other part decides
         return True
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        # The last mark counts, which is the outermost; without one, the annotated type decides.
+        # Nested annotations are flattened: the last mark is the outermost, and may restrict those
+        # inside of it. Without a mark, the annotated type decides: list[Data[int]], say.
         marks = [part for part in parts if isinstance(part, DataWhere)]
         return marks[-1].accepts(value) if marks else is_data(parts[0], value)
     if origin in (Union, types.UnionType, list, tuple):

@@ -46,13 +46,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepoKind:
-    """One kind of repository, as messages name it."""
+    """A kind of repository on the hub, and the words for it in messages."""
 
     noun: str
+    """``model``: a message says "the model is gated"."""
     page: str
-    """What stands before the name in its address."""
+    """Path before a repository's name in the address of its page: ``datasets/``."""
     offline: str
-    """Remedy where the hub does not serve; `{command}` downloads it, `{cache}` holds it."""
+    """Remedy if the hub cannot be reached, a template: `{command}` is the command that downloads
+    the repository, `{cache}` the folder with the downloaded files."""
 
 
 MODEL = RepoKind(

@@ -18,14 +18,15 @@ OF_NAMES = (
 OF_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 """Keywords that list schemas."""
 IN_PLACE = ("if", "then", "else")
-"""Keywords whose schemas describe the same value as the schema around them."""
+"""Keywords whose schemas describe the same value as the schema around them, on a condition."""
 OF_SCHEMAS = (
     *("items", "additionalProperties", "contains", "propertyNames", "not", *IN_PLACE),
     *("unevaluatedItems", "unevaluatedProperties", "additionalItems", "contentSchema"),
 )
 """Keywords whose value is a schema; `items` lists schemas in older drafts."""
 COMBINED = {"$ref", "allOf", "const"}
-"""Keywords that `SchemaResolver.expand` replaces."""
+"""Keywords that `SchemaResolver.expand` replaces: the first two by the keywords of other schemas,
+`const` by an `enum` of one value."""
 MAX_DEPTH = 8
 """Schemas inside of each other that are searched for types and names."""
 JSON_TYPES: dict[type, str] = {
@@ -102,6 +103,9 @@ def without_nullable(schema: Any) -> Any:
 class SchemaResolver:
     """Reads the parts of one schema: follows `$ref` into it, and merges `allOf`.
 
+    `expand` reads one schema at its top. `merged` returns the whole for a reader that knows `$ref`
+    but no `allOf`, `inlined` for one that knows no `$ref`.
+
     The schema is in standard keywords (`without_nullable`). Other documents are never fetched:
     references to them count as schemas that allow any value.
     """
@@ -126,7 +130,10 @@ class SchemaResolver:
                             waiting.append(target)
 
     def problem(self) -> str | None:
-        """Return the reference that leads nowhere, and why; None: all lead to a schema."""
+        """Return the reference that leads nowhere, and why; None: all lead to a schema.
+
+        Only the validator follows a `$dynamicRef`, but it would fail at one that leads nowhere.
+        """
         for schema in self.schemas():
             for key in ("$ref", "$dynamicRef"):
                 reference = schema.get(key)
@@ -252,10 +259,12 @@ class SchemaResolver:
         return {**target, **inlined}
 
     def merged(self, schema: Any = None, within: tuple[str, ...] = ()) -> Any:
-        """Return a schema, by default the whole, with every `allOf` merged.
+        """Return a schema, by default the whole, with every `allOf` merged, as `expand` does.
 
-        Where a schema contains itself through an `allOf`, a plain `$ref` ends the repetition: there
-        the result may allow more. `within` lists the references that the merging has followed.
+        A schema that contains itself through an `allOf` would be merged into itself without end.
+        There the `allOf` becomes a plain `$ref` to that schema, without its other parts, so the
+        result may allow more values. `within` lists the references of the `allOf`s that have been
+        merged around this schema.
 
         Example: ``{"allOf": [{"$ref": "#/$defs/Node"}], "title": "Next"}`` inside of the merged
         ``#/$defs/Node`` is ``{"$ref": "#/$defs/Node"}``.
@@ -264,12 +273,13 @@ class SchemaResolver:
         if not isinstance(schema, Mapping):
             return schema
         if "allOf" in schema:
-            # A `$ref` without an `allOf` stays as it is: only those followed here can repeat.
-            followed = list(_references_in_place(schema))
-            repeated = next((reference for reference in followed if reference in within), None)
+            # `expand` replaces these references by their schemas. A `$ref` without an `allOf` stays
+            # as it is, and so never repeats its schema.
+            expanded = list(_references_in_place(schema))
+            repeated = next((reference for reference in expanded if reference in within), None)
             if repeated is not None:
                 return {"$ref": repeated}
-            schema, within = self.expand(schema), (*within, *followed)
+            schema, within = self.expand(schema), (*within, *expanded)
         return map_subschemas(schema, lambda part: self.merged(part, within))
 
 
@@ -283,7 +293,11 @@ def _references_in_place(schema: Any) -> Iterator[str]:
 
 
 def _merge(merged: dict[str, Any], part: Schema) -> None:
-    """Merge into `merged` the keywords of `part`: values have to fit both schemas."""
+    """Merge the keywords of `part` into `merged`, so that values have to fit both schemas.
+
+    A keyword that stands in both and is none of those below (`minimum`, say) keeps its value in
+    `merged`: the result then allows more.
+    """
     for key, value in part.items():
         if key not in merged:
             merged[key] = value
@@ -299,11 +313,9 @@ def _merge(merged: dict[str, Any], part: Schema) -> None:
         elif key == "enum":
             merged[key] = [member for member in merged[key] if member in value]
         elif key == "type":
-            types, allowed = schema_types(merged), schema_types(part)
-            # "integer" is within "number".
-            narrower = [
-                t for t in types if t in allowed or (t == "integer" and "number" in allowed)
-            ]
-            narrower += [t for t in allowed if t == "integer" and "number" in types]
+            types, others = schema_types(merged), schema_types(part)
+            # Every integer is a number: in common with "number", "integer" is "integer".
+            common = [t for t in types if t in others or (t == "integer" and "number" in others)]
+            common += [t for t in others if t == "integer" and "number" in types]
             # Without a type in common no value would fit: keep the first schema's.
-            merged[key] = list(dict.fromkeys(narrower)) or types
+            merged[key] = list(dict.fromkeys(common)) or types

@@ -29,7 +29,10 @@ _CHECKED = ContextVar("_CHECKED", default=None)
 """(id of a value, id of a schema with `$ref`) -> (value, schema, whether the value is valid). Both
 objects are kept alive here, so that no other object gets their ids."""
 _TOKEN = re.compile(r"\\.|\[\^?\]?|.", re.DOTALL)
-_TOKEN_INSIDE = re.compile(r"\\.|.", re.DOTALL)
+"""Of a pattern outside of a set: an escape, the beginning of a set or a character. A ``]`` right at
+the beginning, ``[]`` or ``[^]``, is a member of the set and not its end."""
+_TOKEN_IN_SET = re.compile(r"\\.|.", re.DOTALL)
+"""Of a pattern in a set: an escape or a character."""
 
 
 def schema_problem(schema: Any) -> str | None:
@@ -114,20 +117,22 @@ def _compiled(pattern: str) -> Callable[[str], bool]:
 
 
 def _escaped(pattern: str) -> str:
-    r"""Escape what only Rust's regular expressions read as operators of sets.
+    r"""Escape the characters in sets that only Rust's regular expressions read as operators.
 
-    Example: ``[a&&b]`` -> ``[a\&\&b]``, both the set of ``a``, ``&`` and ``b`` in a JSON schema.
+    Rust reads ``&&``, ``--`` and ``~~`` as operators on sets, and ``[`` as a set in a set. A JSON
+    schema means the characters. Example: ``[a&&b]``, the set of ``a``, ``&`` and ``b``, becomes
+    ``[a\&\&b]``.
     """
     tokens: list[str] = []
     in_set, position = False, 0
     while position < len(pattern):
-        # An escape or a character; outside a set also its beginning: "[", "[^", "[]", "[^]".
-        token = (_TOKEN_INSIDE if in_set else _TOKEN).match(pattern, position)[0]  # type: ignore[index]
+        token = (_TOKEN_IN_SET if in_set else _TOKEN).match(pattern, position)[0]  # type: ignore[index]
         position += len(token)
         if not in_set:
             in_set = token.startswith("[")
         elif token == "]":
             in_set = False
+        # An escape is harmless, but would make a range (a-z) of a single hyphen three characters.
         elif token in ("[", "&", "~") or (token == "-" and tokens[-1] == "-"):
             token = f"\\{token}"
         tokens.append(token)

@@ -52,17 +52,16 @@ def adopt_orphans() -> None:
 
 
 def main() -> NoReturn:
-    """Start the program, wait for its end or a reason to end it, and exit as it did."""
+    """Start the program, wait for its end or a reason to end it, and exit as it did.
+
+    The arguments are described at the top of this file.
+    """
     lifeline_fd, parent, grace_s, deaf, files, *command = sys.argv[1:]
     lifeline = int(lifeline_fd)
+    # The parent gets these signals too, and passes on by the lifeline what the program is to get.
     signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
     adopt_orphans()  # so that `end_children` finds them below this process
-    wakeup_reader, wakeup_writer = os.pipe()
-    for end in (wakeup_reader, wakeup_writer):
-        os.set_blocking(end, False)
-    signal.set_wakeup_fd(wakeup_writer, warn_on_full_buffer=False)
-    # Without a handler Python writes no SIGCHLD into the pipe, and `_watch` would not wake up.
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    wakeup_reader = _wake_at_child_ends()
     keeper = os.getpid()
     program = os.fork()
     if not program:
@@ -70,12 +69,27 @@ def main() -> NoReturn:
     null = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):  # or the pipes to the parent would stay open after the program's end
         os.dup2(null, stream)
-    for file in files.split(",")[:-1]:  # "5,7,": descriptors that only the program needs
+    for file in filter(None, files.split(",")):  # "5,7,": descriptors that only the program needs
         os.close(int(file))
     status = _watch(program, lifeline, wakeup_reader, int(parent), float(grace_s))
     end_children(program)
     # Without a status the program did not end by itself: `end_children` has killed it.
-    code = -signal.SIGKILL if status is None else os.waitstatus_to_exitcode(status)
+    _exit_with(-signal.SIGKILL if status is None else os.waitstatus_to_exitcode(status))
+
+
+def _wake_at_child_ends() -> int:
+    """Return the descriptor of a pipe that can be read whenever a child has ended (SIGCHLD)."""
+    reader, writer = os.pipe()
+    for end in (reader, writer):
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    # Without a handler Python writes no SIGCHLD into the pipe.
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    return reader
+
+
+def _exit_with(code: int) -> NoReturn:
+    """End this process with the program's exit code, or by its signal: -9 for SIGKILL."""
     if code < 0:  # a signal ended the program: die by the same one, without a core dump
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
@@ -114,6 +128,8 @@ def _watch(
     """Wait until all processes have to end; return the program's wait status, None if it runs.
 
     The reasons: the program ended, SIGKILL was requested, or `grace_s` passed after the parent.
+    Other requests are passed on to the program. A request is a byte on the `lifeline`: a signal's
+    number, plus the bit TO_GROUP if it is for the program's group.
     """
     poller = select.poll()
     poller.register(wakeup_reader, select.POLLIN)
@@ -129,19 +145,20 @@ def _watch(
         if status is not None or wait_s <= 0:
             return status
         for file, _ in poller.poll(None if wait_s == inf else 1000 * wait_s):
-            if file == wakeup_reader:
+            if file == wakeup_reader:  # a child has ended, which `_reap` sees above
                 os.read(wakeup_reader, 4096)
                 continue
             requests = b""
-            with suppress(OSError):  # connection reset: the parent has ended
-                requests = os.read(lifeline, 64) if file == lifeline else b""
+            if file == lifeline:
+                with suppress(OSError):  # connection reset: the parent has ended
+                    requests = os.read(lifeline, 64)
             for request in requests:
                 if request == signal.SIGKILL:
                     return _reap(program)
                 send = os.killpg if request & TO_GROUP else os.kill
                 with suppress(ProcessLookupError, PermissionError):
                     send(program, request & ~TO_GROUP)
-            if not requests:  # end of file, or the parent's pidfd
+            if not requests:  # end of the lifeline, or the parent's pidfd: the parent has ended
                 poller.unregister(file)
                 deadline = min(deadline, time.monotonic() + grace_s)
 
@@ -162,10 +179,12 @@ def _reap(program: int) -> int | None:
 def end_children(group: int = 0, *, spared: Collection[int] = (), limit_s: float = inf) -> None:
     """Kill this process's children and their groups until only the pids `spared` are left.
 
-    When a child ends, the processes that it started become children of this one. Processes of
-    another user (sudo) and, after `limit_s`, those that do not end are left. No stranger can be
-    hit: a pid is not reused before it is reaped here, and the group of a child is in a session that
-    a descendant made. Without subreapers only the process group `group` is killed.
+    This process has called `adopt_orphans`: when a child ends, the processes that it started become
+    children of this one. Processes of another user (sudo) and, after `limit_s`, those that do not
+    end are left. No stranger can be hit: a pid is not reused before it is reaped here, and the
+    group of a child is in a session that a descendant made.
+
+    Where orphans cannot be adopted (not ADOPTS), only the process group `group` is killed.
     """
     if not ADOPTS:
         with suppress(ProcessLookupError, PermissionError):
@@ -173,27 +192,33 @@ def end_children(group: int = 0, *, spared: Collection[int] = (), limit_s: float
         return
     pause, deadline = 0.0, time.monotonic() + limit_s
     while time.monotonic() < deadline:
-        children, refusals = [child for child in _children() if child not in spared], 0
-        for child in children:
-            try:
-                child_group = os.getpgid(child)
-                # A child that has not yet left this process's group is killed alone.
-                if child_group == os.getpgid(0):
-                    os.kill(child, signal.SIGKILL)
-                else:
-                    os.killpg(child_group, signal.SIGKILL)
-            except PermissionError:
-                refusals += 1
+        children = [child for child in _children() if child not in spared]
+        killed = [child for child in children if _kill_with_group(child)]
         try:
             ended, _ = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
+        except ChildProcessError:  # there is no child
             return
-        # Only processes that may not be killed, or are spared, are left. If there is neither kind,
-        # /proc has not listed a child yet: try again.
-        if not ended and (children or spared) and refusals == len(children):
+        # Those that are left may not be killed, or are spared. If none is listed at all, /proc does
+        # not show the child yet of which `waitpid` knows: try again.
+        is_any_listed = bool(children or spared)
+        if not ended and not killed and is_any_listed:
             return
         pause = 0.0 if ended else min(2 * pause + 0.0005, MAX_PAUSE_S)
         time.sleep(pause)
+
+
+def _kill_with_group(child: int) -> bool:
+    """Send SIGKILL to a child and its process group; return False if that is not permitted."""
+    try:
+        group = os.getpgid(child)
+        # A child that has not yet left this process's group is killed alone.
+        if group == os.getpgid(0):
+            os.kill(child, signal.SIGKILL)
+        else:
+            os.killpg(group, signal.SIGKILL)
+    except PermissionError:
+        return False
+    return True
 
 
 def _children() -> Iterator[int]:

@@ -42,13 +42,16 @@ def parameter_names(target: Any) -> tuple[str, ...] | None:
 def call_parameters(target: Any) -> int | None:
     """Return how many parameters a function has, or the `__call__` of a class, without `self`.
 
-    None: unknown, because the class has no `__call__` or the signature cannot be read.
+    With 0 it cannot be called with the rollout, say. None: unknown, because the class defines no
+    `__call__` itself or the signature cannot be read.
     """
     is_class = inspect.isclass(target)
     called = vars(target).get("__call__") if is_class else target
+    if called is None:
+        return None
     try:
         count = len(inspect.signature(called).parameters)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError):  # compiled code may have no signature
         return None
     return count - 1 if is_class else count  # without `self`
 

@@ -163,7 +163,8 @@ def packed_experts(folder: Path) -> str | None:
     config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     if value := config.get("target_parameters"):
         return f"target_parameters={shown(value)}"
-    # peft converts adapters of single experts, as older files have them.
+    # Older files have adapters of single experts, `….experts.3.w1…`. peft packs them when it loads
+    # them.
     return next((name for name in _adapter_names(folder) if ".experts." in name), None)
 
 

@@ -63,6 +63,9 @@ def moved_key(setting: str) -> str | None:
 def in_this_layout(settings: Any) -> Any:
     """Return the settings of a saved run with every old name replaced by today's.
 
+    Keys of `algorithm` and `training` move into their sections of today. A text that is exactly a
+    name of RENAMED, such as ``"algorithm.beta"`` or a `_target_`, is replaced wherever it stands.
+
     Example: ``{"beta": 0.1, "kl": "k3", "entropy_bonus": 0.0}`` of `algorithm` -> ``{"kl":
     {"beta": 0.1, "estimator": "k3"}, "entropy": {"bonus": 0.0}}``.
     """
@@ -135,7 +138,8 @@ def overrides_in_this_layout(overrides: Iterable[str]) -> list[str]:
     """Return the recorded overrides of a sweep with today's keys and paths.
 
     Example: ``["algorithm.beta=0.1", "algorithm.correction=none"]`` -> ``["algorithm.kl.beta=0.1",
-    "algorithm.correction=null"]``.
+    "algorithm.correction=null"]``. With ``algorithm.ref_sync_steps=64`` beside it,
+    ``algorithm.reference=synced`` is left out.
     """
     words = list(overrides)
     has_sync_steps = any("algorithm.ref_sync_steps=" in word for word in words)
@@ -144,9 +148,12 @@ def overrides_in_this_layout(overrides: Iterable[str]) -> list[str]:
         prefix = word[: len(word) - len(word.lstrip("+~"))]  # Hydra's signs to add or delete a key
         key, equals, value = word.removeprefix(prefix).partition("=")
         if has_sync_steps and word == "algorithm.reference=synced":
-            continue  # algorithm.ref_sync_steps implies it
-        today = moved_key(f"{key}={value}") or key
-        if "=" not in today:  # the key alone has moved, or nothing
-            today = f"{today}{equals}{RENAMED.get(value, value)}"
+            continue  # today's key for the steps implies it
+        moved = moved_key(f"{key}={value}")
+        if moved is not None and "=" in moved:  # the value has changed with its key
+            today = moved
+        else:
+            # The value may be the dotted path of a component.
+            today = f"{moved or key}{equals}{RENAMED.get(value, value)}"
         result.append(f"{prefix}{today}")
     return result

@@ -33,14 +33,18 @@ class _Descriptor(io.RawIOBase):
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Write what the descriptor takes; on an error pretend that all was written."""
+        """Write what the descriptor takes; on an error pretend that all was written.
+
+        Otherwise the buffer above would keep the text, and fail with it at the next write and again
+        at exit.
+        """
         try:
             return os.write(self._number, data)
         except BlockingIOError:  # another process made the pipe non-blocking, and it is full
             select.select([], [self._number], [])
             return 0  # nothing was written: the buffer tries again
         except OSError as error:
-            if error.errno not in NO_READER:
+            if error.errno not in NO_READER:  # `… | head` has read what it wants: nothing is lost
                 self.error = self.error or error
             return len(data)
 
@@ -55,10 +59,12 @@ class _Descriptor(io.RawIOBase):
 
 
 def protect() -> None:
-    """Replace `sys.stdout` and `sys.stderr`, unless they are replaced already (a test, a notebook).
+    """Replace `sys.stdout` and `sys.stderr` by streams that never raise (`unfailing`).
 
-    A closed descriptor (``>&-``) is opened on the null device first: otherwise the next file that
-    the process opens would get its number, and all printed text.
+    A stream that is replaced already, by a test or a notebook, stays. The one for errors also hides
+    the secrets of addresses, which tracebacks and logs may quote. A closed descriptor (``>&-``) is
+    opened on the null device first: otherwise the next file that the process opens would get its
+    number, and text that is printed would go into that file.
     """
     for number in (0, 1, 2):
         try:
@@ -96,9 +102,12 @@ def unfailing(number: int, *, like: io.TextIOWrapper | None = None, hides: bool 
 
 
 def lost_output() -> str | None:
-    """Flush standard output; return the error that lost some of it, unless a reader has gone."""
+    """Flush standard output; return the error that lost some of it, or None.
+
+    That the reader has gone is no such error: `_Descriptor.error` leaves it out.
+    """
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
-    if not isinstance(raw, _Descriptor):
+    if not isinstance(raw, _Descriptor):  # `protect` has not replaced the stream
         return None
     sys.stdout.flush()
     if raw.error is None:

@@ -103,14 +103,16 @@ def _hide_in_word(word: str) -> str:
     Example: ``tools.mcp.env.TOKEN=abc`` -> ``tools.mcp.env.TOKEN=***``.
     """
     key, equals, value = word.partition("=")
-    path = key.split(".")[2:]  # behind section and name: an environment may be called env
     if not equals or not _SECTION.search(word):
         return word
-    if "headers" in path[:-1] or "env" in path[:-1]:
+    # Below a section and a name, such as tools.mcp: the name of an environment may be env.
+    path = key.split(".")[2:]
+    if "headers" in path[:-1] or "env" in path[:-1]:  # tools.mcp.env.TOKEN=abc
+        # ``$TOKEN`` names a variable, and the secret is not in the argument.
         return word if _VARIABLE.search(value) else f"{key}={HIDDEN}"
     if path and path[-1] in ("headers", "env") and value.startswith("{"):
-        return f"{key}={_hide_in_mapping(value)}"
-    # A value with such a section in it: tools.mcp={headers: {x-key: s3cret}}.
+        return f"{key}={_hide_in_mapping(value)}"  # tools.mcp.env={TOKEN: abc}
+    # A value with such a section in it, if any: tools.mcp={headers: {x-key: s3cret}}.
     return _SECTION_TEXT.sub(lambda match: match[1] + _hide_in_mapping(match[2]), word)
 
 

@@ -90,6 +90,7 @@ class MayBeNone:
     """Marks the field of a section that is None where none of its keys is set."""
 
     settings: type
+    """The class of the section if it is not None."""
 
 
 INCOMPLETE = "incomplete_section"
@@ -113,13 +114,14 @@ def _optional(settings: type[Any]) -> Any:
         if section is None or isinstance(section, settings):
             return section
         if not isinstance(section, Mapping):
+            # Users read "algorithm.kl=5: is a section; set its keys with algorithm.kl.<key>=…".
             raise PydanticCustomError("section", "is a section")
         names = field_names(settings)
         unknown = [
             InitErrorDetails(
                 type=PydanticCustomError(
                     "unknown_key",
-                    "unknown key{hint}",  # pydantic fills it in
+                    "unknown key{hint}",  # a template: pydantic fills in the context below
                     {"hint": did_you_mean(str(n), names) or f"; its keys are: {', '.join(names)}"},
                 ),
                 loc=(str(n),),
@@ -137,7 +139,9 @@ def _optional(settings: type[Any]) -> Any:
             error = PydanticCustomError(INCOMPLETE, "is incomplete", context)
             detail = InitErrorDetails(type=error, loc=loc, input=value)
             raise ValidationError.from_exception_data(settings.__name__, [detail])
-        return TypeAdapter(settings).validate_python(dict(section)) if section else None
+        if not section:  # none of its keys is set
+            return None
+        return TypeAdapter(settings).validate_python(dict(section))
 
     required = [n for n, field in settings.__pydantic_fields__.items() if field.is_required()]
     validator = PlainValidator(read, json_schema_input_type=settings | None)
@@ -151,8 +155,9 @@ else:
     class OptionalSection:
         """``OptionalSection[KlConfig]``: type of a section that is None unless a key of it is set.
 
-        OmegaConf sees a value of any type: the first key that is set below a typed null is an
-        error to it. pydantic checks the names and types of the keys.
+        Type checkers see ``KlConfig | None``. At run time OmegaConf sees a value of any type: for
+        ``KlConfig | None`` with the value None it would refuse ``algorithm.kl.beta=0.1``, a key
+        below None. pydantic checks the names and types of the keys.
         """
 
         def __class_getitem__(cls, settings: type) -> Any:
@@ -164,11 +169,12 @@ def sections_below(cls: type) -> Mapping[str, type]:
     """Map each section's key in a settings class to its class, also if it may be None."""
     sections: dict[str, type] = {}
     for name, hint in get_type_hints(cls, include_extras=True).items():
-        optional = [part.settings for part in get_args(hint) if isinstance(part, MayBeNone)]
-        # A section's hint is its class, ``Annotated[Class, …]``, ``Class | None`` or has MayBeNone.
-        for part in (hint, *get_args(hint)[:1], *optional):
-            if isinstance(part, type) and is_dataclass(part):
-                sections[name] = part
+        parts = get_args(hint)
+        first_part = parts[:1]  # the class of ``Annotated[Class, …]`` and of ``Class | None``
+        of_optional = [part.settings for part in parts if isinstance(part, MayBeNone)]
+        for candidate in (hint, *first_part, *of_optional):
+            if isinstance(candidate, type) and is_dataclass(candidate):
+                sections[name] = candidate
     return sections
 
 

@@ -69,14 +69,20 @@ class Insistence:
 
 @dataclass(slots=True)
 class StopRequest:
-    """A request to stop this process, if one arrived, and its signal."""
+    """A request to stop this process, if one arrived, and its signal.
+
+    The first signal sets `name`. Within `deferred`, `check` then raises Preempted at the next safe
+    point; elsewhere KeyboardInterrupt is raised at once (`at_once`). A second signal that counts
+    raises it anywhere (`insisted`).
+    """
 
     name: str | None = None
     """Name of the first signal, e.g. ``"SIGTERM"``; None before it."""
     passed_on: Callable[[], str | None] = field(default=lambda: None)
-    """Returns the signal that the sender received, where it forwards another one."""
+    """Returns the name of the signal that the launcher of a worker received, since it forwards
+    another one; None in a process without a launcher."""
     insisted: bool = False
-    """True once there was a second SIGTERM, or a second deferred SIGINT, that counts."""
+    """True once a SIGTERM, or a deferred SIGINT, came GRACE_S or more after the first of them."""
     at_once: bool = False
     """True if the first signal came while there was nothing to save, and interrupted at once."""
     defers_interrupts: bool = False
@@ -88,9 +94,9 @@ class StopRequest:
     _insistence: Insistence = field(default_factory=Insistence, repr=False)
     """Shared by SIGTERM and a deferred SIGINT."""
     _deferred: bool = False
-    """True within `deferred`: there is something to save, so the first signal only requests."""
+    """True within `deferred`: there is something to save, so the first signal is only recorded."""
     _cancel: Callable[[], object] | None = field(default=None, repr=False)
-    """Cancels the work of `until_stopped`; None while there is none."""
+    """Cancels the work of `until_stopped`, from a signal handler; None while there is none."""
 
     def arrive(self, number: int, frame: FrameType | None = None) -> None:
         """Handle a signal: request a stop or, outside of `deferred`, interrupt at once.
@@ -102,6 +108,7 @@ class StopRequest:
         self.name = self.name or self.passed_on() or signal.Signals(number).name
         leave_terminal()
         may_insist = number in (signal.SIGTERM, signal.SIGINT)
+        # The first of them is only recorded, and so is a repetition of it within GRACE_S.
         if may_insist and self._insistence.arrive():
             self.insisted = True
             raise KeyboardInterrupt
@@ -119,9 +126,11 @@ class StopRequest:
             # Bypass sys.stderr, whose lock the interrupted code may hold.
             again = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
             os.write(2, NOTICE.format(self.name, again.name).encode())
-        if self._cancel is not None:
+        if self._cancel is not None:  # work that will be done again anyway is running
             self._cancel()
-        time.sleep(SETTLE_S)  # a repetition of the signal arrives meanwhile, and is handled as such
+        # Python calls this function again for a repetition of the signal that arrives during the
+        # sleep. Handled later, it could seem to come after GRACE_S.
+        time.sleep(SETTLE_S)
 
     @contextmanager
     def deferred(self, save: Callable[[], object]) -> Iterator[None]:
@@ -146,21 +155,26 @@ class StopRequest:
         try:
             results = await self.until_stopped(work)
         except Exception:
-            self.check()  # all processes call it here, however their work ended
+            # Here and below: with several processes `check` waits until all of them have called it.
+            self.check()
             raise
         self.check()
         assert results, "work without a result was cancelled by a signal"
         return results[0]
 
     async def until_stopped(self, work: Coroutine[Any, Any, Result]) -> list[Result]:
-        """Return the result of `work` as a list, which is empty if a signal cancelled it."""
+        """Return the result of `work` as a list, which is empty if a signal cancelled it.
+
+        A list, because a result may be None. Other processes are not asked, unlike in `cut_short`.
+        """
         if self.name is not None:
             work.close()
             return []
-        import asyncio  # a mistake in the settings is answered without it
+        import asyncio  # not at the top: a command that ends before this starts faster without it
 
         task = asyncio.create_task(work)
         loop = asyncio.get_running_loop()
+        # `arrive` runs between any two steps of the loop's own code: only this may be called there.
         self._cancel = partial(loop.call_soon_threadsafe, task.cancel)
         try:
             return [await task]

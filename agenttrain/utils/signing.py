@@ -33,7 +33,11 @@ def verifies(value: Any, signature: object) -> bool:
 
 
 def _key(*, make: bool) -> bytes | None:
-    """Return the user's key, made if need be; None without one that only the user can write."""
+    """Return the user's key; with `make`, a missing one is made first.
+
+    None if its file is missing, not the user's own, or writable for others, who could replace the
+    key by one that they know.
+    """
     key_file = os.environ.get(KEY_FILE)
     home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     path = Path(key_file) if key_file else Path(home) / "agenttrain" / "key"
@@ -42,7 +46,7 @@ def _key(*, make: bool) -> bytes | None:
             path.parent.mkdir(parents=True, exist_ok=True)
             # Written under another name: a file with the name of the key is complete.
             part = path.with_name(f".{path.name}.{os.getpid()}")
-            with suppress(FileExistsError):
+            with suppress(FileExistsError):  # another thread writes the part
                 descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
                 with os.fdopen(descriptor, "wb") as file:
                     file.write(secrets.token_bytes(32))
@@ -50,7 +54,7 @@ def _key(*, make: bool) -> bytes | None:
                 with suppress(FileExistsError):
                     os.link(part, path)
                 part.unlink()
-        # The user's own, and not writable for the group or for others.
+        # The user's own, and not writable for the group or for others. Reading is left to the user.
         status = path.stat()
         if status.st_uid == os.geteuid() and not status.st_mode & 0o022:
             key = path.read_bytes()

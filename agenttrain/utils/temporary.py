@@ -19,14 +19,16 @@ from agenttrain.utils.files import lock_descriptor
 
 PREFIX = "agenttrain-tmp-"
 UNFINISHED = "agenttrain-new-"
-"""Beginning of the name of a folder without its lock."""
+"""Beginning of the name of a folder whose process does not hold its lock yet."""
 UNFINISHED_S = 3600
-"""Seconds after which a folder without its lock is taken for one of a killed process."""
+"""Age in seconds of an unfinished folder from which its process is taken for killed."""
 LOCK = ".lock"
 
 
 class TemporaryFolder:
-    """A new folder that exists until `remove`, the end of the block, or the death of this process.
+    """A new folder that exists until `remove` or the end of the block.
+
+    If this process dies before, the next one that makes such a folder in the same place removes it.
 
     Example::
 
@@ -38,10 +40,12 @@ class TemporaryFolder:
         """Make it in `parent`, by default where temporary files lie."""
         parent = Path(tempfile.gettempdir() if parent is None else parent)
         remove_abandoned(parent)
-        # Only a folder that has its lock gets the name that `remove_abandoned` looks for.
+        # It gets its name when its lock is held: before that, `remove_abandoned` in another process
+        # would take it for abandoned.
         unfinished = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=parent))
         self._lock = os.open(unfinished / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        lock_descriptor(self._lock)  # without locks nothing is removed as abandoned
+        # On a file system without locks nothing is locked, and `remove_abandoned` removes nothing.
+        lock_descriptor(self._lock)
         self.path = unfinished.rename(parent / unfinished.name.replace(UNFINISHED, PREFIX, 1))
 
     def __enter__(self) -> Path:
@@ -59,7 +63,11 @@ class TemporaryFolder:
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove the folders of processes that have ended; others' folders are left alone."""
+    """Remove the folders of processes that have ended; those of other users are left alone.
+
+    An unfinished folder, whose process was killed before it held the lock, is removed when it is
+    UNFINISHED_S old: no lock shows that its process is gone.
+    """
     for folder in parent.glob(f"{PREFIX}*"):
         with suppress(OSError):
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():

@@ -35,13 +35,15 @@ class Outcome:
     value: object = None
     error: BaseException | None = None
     alarm: bool = False
-    """True if the function tried to set an alarm, which only the main thread can."""
+    """True if the function tried to set an alarm (SIGALRM, to limit its time) outside of the main
+    thread, and got a ValueError, which it may have swallowed. The caller may warn of it."""
 
 
 def attempt(function: Callable[[], object]) -> Outcome:
     """Call `function` and return its value or its error, even SystemExit and KeyboardInterrupt.
 
-    The error has a fixed text: see `with_fixed_text`.
+    Alarms are refused except in the main thread. The error has a fixed text (`with_fixed_text`), so
+    that no `__str__` of a user's is called later.
     """
     with alarms_refused() as alarms:
         try:
@@ -74,24 +76,27 @@ async def attempt_async(
     """Await a user's `awaitable`; return its value or its error, as `attempt` does for a function.
 
     A cancellation of this task and a KeyboardInterrupt by a signal are raised again. If user code
-    computes the error's text, it does so in one of `threads`, with `label` and `deadline` as in
-    `DaemonThreads.run`.
+    computes the error's text, it does so in one of `threads`, because it may block the event loop;
+    `label` and `deadline` are as in `DaemonThreads.run`.
     """
+    # In a task that the awaitable creates, SystemExit and KeyboardInterrupt become _Stopped, or
+    # asyncio would let them end the event loop. `_in_user_code` marks such tasks.
     _contain_tasks(asyncio.get_running_loop())
     token = _in_user_code.set(True)
     try:
         return Outcome(value=await awaitable)
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
-        if task is None or task.cancelling():
+        if task is None or task.cancelling():  # this task was cancelled
             raise
-        raised: BaseException = error  # nobody has cancelled this task: the user's code raised it
+        raised: BaseException = error  # the user's code has raised it itself
     except BaseException as error:
         if _raised_by_signal(error):
             raise
         raised = error.stopped if isinstance(error, _Stopped) else error
     finally:
-        with suppress(ValueError):  # closed in another context than it was started in
+        # ValueError: the garbage collector closes an unfinished coroutine in any task's context.
+        with suppress(ValueError):
             _in_user_code.reset(token)
     if _has_plain_text(raised):
         return Outcome(error=raised)
@@ -110,7 +115,8 @@ def with_fixed_text(error: BaseException) -> BaseException:
     """Return `error`, or a copy whose text is a constant if user code computes the text.
 
     A user's `__str__` may hang, or raise SystemExit. So it runs once, here, and never on an event
-    loop or where an error is reported. If it raises, the text is empty.
+    loop or where an error is reported. If it raises, the text is empty. The copy's class has the
+    name of the user's, which messages and tracebacks show, and is a subclass of it if possible.
     """
     if _has_plain_text(error):
         return error
@@ -119,20 +125,24 @@ def with_fixed_text(error: BaseException) -> BaseException:
     except BaseException:
         text = ""
     kind = type(error)
+    # The builtin class that the user's is derived from: KeyError for ``class Mine(KeyError)``.
     native: Any = next(base for base in kind.__mro__ if base.__module__ == "builtins")
-    texts = {
+    members = {
         "__str__": lambda self: text,
         "__repr__": lambda self: f"{kind.__name__}({text!r})",
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
     }
-    # A class that cannot be subclassed (pydantic's ValidationError) is replaced by its builtin base
-    # (ValueError) under its name, and an exception group, which needs its errors, by Exception.
+    bases_and_makers: tuple[tuple[Any, Any], ...] = (
+        (kind, native),
+        (native, native),  # for a class without subclasses: pydantic's ValidationError
+        (Exception, Exception),  # for an exception group, which is not made without its errors
+    )
     fixed: Any
-    # `maker` is the class whose `__new__` makes the instance: no `__init__` of a user's runs.
-    for base, maker in ((kind, native), (native, native), (Exception, Exception)):
+    # Made by the `__new__` of a builtin class, so that no `__new__` or `__init__` of a user's runs.
+    for base, maker in bases_and_makers:
         with suppress(BaseException):
-            fixed = maker.__new__(type(kind.__name__, (base,), texts))
+            fixed = maker.__new__(type(kind.__name__, (base,), members))
             break
     with suppress(BaseException):
         fixed.args = (text,)
@@ -143,16 +153,22 @@ def with_fixed_text(error: BaseException) -> BaseException:
 
 
 def _has_plain_text(error: BaseException) -> bool:
-    """Return True if no user code runs in ``str(error)`` and ``repr(error)``."""
-    # The classes whose `__str__` and `__repr__` the error has.
-    mro, names = type(error).__mro__, ("__str__", "__repr__")
-    text_classes = [next(cls for cls in mro if name in vars(cls)) for name in names]
-    # The text of a group is its message and the number of its errors.
-    parts = [error.message] if isinstance(error, BaseExceptionGroup) else [*error.args]
+    """Return True if no user code runs in ``str(error)`` and ``repr(error)``.
+
+    The errors inside of a group, which its `repr` shows, are not considered.
+    """
+    for name in ("__str__", "__repr__"):
+        defined_by = next(cls for cls in type(error).__mro__ if name in vars(cls))
+        if defined_by.__module__ != "builtins":
+            return False
+    # The builtin methods show these values, and so call the values' own `__str__` or `__repr__`.
+    # ``str(group)`` shows its message and the number of its errors.
+    shown = [error.message] if isinstance(error, BaseExceptionGroup) else [*error.args]
     if isinstance(error, OSError):
-        parts += [p for p in (error.filename, error.filename2) if not isinstance(p, PurePath)]
-    are_builtin = all(cls.__module__ == "builtins" for cls in text_classes)
-    return are_builtin and all(type(part) in PLAIN for part in parts)
+        # The `__repr__` of paths is the standard library's.
+        shown += [p for p in (error.filename, error.filename2) if not isinstance(p, PurePath)]
+    # Of exactly these types: a subclass may define `__str__`.
+    return all(type(value) in PLAIN for value in shown)
 
 
 def _raised_by_signal(error: BaseException) -> bool:

@@ -159,10 +159,11 @@ def split(text: str, max_chars: int) -> Iterator[str]:
     while len(text) > max_chars:
         cut = max_chars
         for mark in BREAKS:
-            # From the middle on only, so that pieces are not tiny.
+            # From the middle on only, so that pieces are not tiny. The mark may end one character
+            # beyond the limit: its last character, a blank or line break, is no part of the piece.
             position = text.rfind(mark, max_chars // 2, max_chars + 1)
             if position > 0:
-                cut = position + (1 if mark == ". " else 0)  # the full stop stays
+                cut = position + 1 if mark == ". " else position  # the full stop stays
                 break
         yield text[:cut].strip()
         text = text[cut:].strip()

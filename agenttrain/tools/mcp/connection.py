@@ -23,8 +23,8 @@ OpenClient = Callable[[], AbstractAsyncContextManager[Any]]
 
 ATTEMPTS = 3
 """Number of times that a call is sent if the connection breaks each time."""
-PAUSES_S = (0.05, 1.0)
-"""First and longest pause between two attempts to connect; each is twice the one before."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
+"""Pauses between attempts to connect, or to send a call: each is twice the one before."""
 CLOSE_S = 10.0
 """Seconds to wait for the end; the SDK takes less to end a server that ignores signals."""
 HTTP_REFUSED = "Server returned an error response"
@@ -36,14 +36,14 @@ class CannotConnect(AgenttrainError):
 
 
 class _Link:
-    """One session of a `Connection` with its server.
+    """One session of a `Connection` with its server. Wait for `ready`, then use `client`.
 
     A task of its own holds the session open: anyio has the same task enter and leave a transport.
     """
 
     def __init__(self, open_client: OpenClient) -> None:
         self.client: Any = None
-        """The SDK's client; None until the session is established."""
+        """The SDK's client; None until the session is established, and if that failed."""
         self.stop = asyncio.Event()
         """Set to end the session's task."""
         self.ready = asyncio.Event()
@@ -75,7 +75,11 @@ class _Link:
 
 
 class Connection:
-    """Sends calls to one server from any event loop. It is closed by `close`, or at exit."""
+    """Sends calls to one server from any event loop. It is closed by `close`, or at exit.
+
+    A `_Link` is one session: its `client` sends calls while it is `alive`, and `stop` ends it. If
+    the server ends the session, the next call opens another.
+    """
 
     def __init__(
         self, open_client: OpenClient, *, start_timeout_s: float, reconnect_s: float
@@ -85,7 +89,7 @@ class Connection:
         logging.getLogger("mcp").addHandler(logging.NullHandler())
         self._open, self._start_s, self._reconnect_s = open_client, start_timeout_s, reconnect_s
         self._link: _Link | None = None
-        """The last session."""
+        """The last session, which may have ended."""
         self._connecting: asyncio.Task[_Link] | None = None
         """The last reconnection, for which all calls wait."""
         self._closed = False
@@ -179,8 +183,10 @@ class Connection:
             except Exception as error:
                 if _session_failed(error) or not link.alive:
                     link.stop.set()  # ends the session, and so the next attempt reconnects
-                elif str(error) == HTTP_REFUSED:  # the session is good: send the call again
-                    await asyncio.sleep(PAUSES_S[0] * 2**attempt)
+                elif str(error) == HTTP_REFUSED:
+                    # A proxy or an overloaded server refused this one request, with 502 or 429,
+                    # say. The session is good: send the call again.
+                    await asyncio.sleep(FIRST_PAUSE_S * 2**attempt)
                 else:  # an answer of the server: the call failed
                     raise
                 reason = _describe_error(error)
@@ -193,13 +199,12 @@ class Connection:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._reconnect_s
-        first_pause, longest_pause = PAUSES_S
-        pause = first_pause
+        pause = FIRST_PAUSE_S
         if self._link is not None:
             await self._link.end()  # never two server processes at a time
         while True:
             try:
-                remaining_s = max(deadline - loop.time(), first_pause)
+                remaining_s = max(deadline - loop.time(), FIRST_PAUSE_S)
                 self._link = await self._connect(min(remaining_s, self._start_s))
                 return self._link
             except CannotConnect as error:
@@ -208,7 +213,7 @@ class Connection:
                         f"the MCP server did not come back within {self._reconnect_s:g} s: {error}"
                     ) from error
             await asyncio.sleep(pause)
-            pause = min(2 * pause, longest_pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
 
     async def _close_session(self) -> None:
         if self._connecting is not None:

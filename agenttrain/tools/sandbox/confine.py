@@ -39,12 +39,16 @@ not."""
 def confine(root: Root, *, user: int | None, processes: int, permitted: Sequence[str] = ()) -> None:
     """Build the sandbox's file system, drop all privileges, and install limits and filter.
 
-    This process has namespaces of its own, in which it is still privileged. It becomes `user`; None
-    if it has a user namespace. `permitted` are the calls of `seccomp.REFUSED` that are allowed.
+    This process has namespaces of its own, in which it is still privileged. `user` is the id that
+    it takes; None: it has a user namespace too, and keeps its id. `permitted` are the calls of
+    `seccomp.REFUSED` that are allowed.
     """
     socket.sethostname("sandbox")
     if user is None:
-        # The filter refuses further user namespaces too; this holds for calls that it cannot know.
+        # No further user namespaces, in which the code would be privileged. The filter refuses the
+        # calls that make them; this limit also stops calls that are newer than the filter. Without
+        # a user namespace it would be the machine's limit. Where /proc is read-only, the filter is
+        # enough.
         with suppress(OSError), open("/proc/sys/user/max_user_namespaces", "wb") as file:
             file.write(b"0")
     build_root(root, user=INNER_ID if user is None else user)

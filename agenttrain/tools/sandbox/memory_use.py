@@ -9,17 +9,20 @@ from contextlib import suppress
 from agenttrain.tools.sandbox.confine import OPEN_FILES
 
 MEMORY_LINES = (b"RssAnon:", b"RssShmem:", b"VmSwap:")
-FREE_FILES, FILE_BYTES = 16, 212_992
-"""Open files of a process that do not count as memory, and the bytes that each further one counts
-for: it may be a socket, whose buffer (net.core.wmem_default) is charged to no process."""
+"""Lines of /proc/<pid>/status with a process's memory in kB, without that of mapped files."""
+FREE_FILES = 16
+"""Open files of each process that do not count as memory."""
+FILE_BYTES = 212_992
+"""Bytes that each further open file counts for: it may be a socket, whose buffer
+(net.core.wmem_default) is charged to no process."""
 
 
 def memory_in_use(disks: Sequence[str], max_files: int = OPEN_FILES) -> int:
     """Return the bytes that the sandbox uses for processes, open files and written files.
 
     `disks` are folders in memory, `max_files` the open files that a process may have. The number
-    is an upper bound: memory that processes share counts for each of them. The first process, and
-    the one that asks, do not count.
+    is an upper bound: memory that processes share counts for each of them. The first process and
+    the calling one do not count: they are ours.
     """
     total = disk_in_use(disks)
     for name in os.listdir("/proc"):
@@ -31,11 +34,11 @@ def memory_in_use(disks: Sequence[str], max_files: int = OPEN_FILES) -> int:
             kilobytes = [int(words[1]) for words in lines if words[0] in MEMORY_LINES]
             if not kilobytes:  # a process that has ended and is not reaped yet
                 continue
-            files = max_files
-            with suppress(PermissionError):  # a process that hides its files counts with all
-                files = len(os.listdir(f"/proc/{name}/fd"))
-            # A file may be a socket, whose buffer counts for no process. FREE_FILES are left out.
-            total += sum(kilobytes) * 1024 + max(files - FREE_FILES, 0) * FILE_BYTES
+            open_files = max_files
+            with suppress(PermissionError):  # a process may hide its files: assume the maximum
+                open_files = len(os.listdir(f"/proc/{name}/fd"))
+            # Each may be a socket, whose buffer is in no line of /proc.
+            total += sum(kilobytes) * 1024 + max(open_files - FREE_FILES, 0) * FILE_BYTES
     return total
 
 

@@ -59,18 +59,21 @@ class Jail:
     def __init__(self, settings: SandboxSettings, backend: str) -> None:
         self.settings, self.backend = settings, backend
         self.lock = asyncio.Lock()
-        """Held during a call: calls run one at a time. Between them all processes are stopped."""
+        """Held during a call: calls run one at a time. Between them SIGSTOP halts all processes."""
         self.alive = False
         """True while calls can run."""
         self.started = False
         """True once `start` was called, also if it failed."""
         self.interrupt: Callable[[], None] | None = None
         """Set during a call: `kill` calls it before it closes the files that the call reads."""
-        # The connection to the sandbox's first process: `init.py` lists the messages.
+        # The connection to the sandbox's first process: `init.py` lists the messages. The first
+        # process inherits the inner end from `_launch`, which then closes it in this process.
         self.control, self._inner_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control.setblocking(False)
         self._process: ChildProcess | None = None
+        """The first process, or bubblewrap around it."""
         self._workers: dict[str, SandboxProcess] = {}
+        """`python` or `bash` -> its interpreter."""
         self._folder: TemporaryFolder | None = None
         """Holds /work if the backend is `none`."""
 
@@ -125,11 +128,11 @@ class Jail:
     def kill(self) -> None:
         """End the sandbox without waiting; it cannot be used again."""
         self.alive = False
-        if self.interrupt is not None:
+        if self.interrupt is not None:  # a call is in progress: it must not read closed files
             self.interrupt()
         # The first process ends when this connection closes, and all others with it.
         self.control.close()
-        self._inner_end.close()
+        self._inner_end.close()  # open if the sandbox was never started
         for kind in list(self._workers):
             self.forget(kind)
 
@@ -144,7 +147,7 @@ class Jail:
             await asyncio.sleep(pause)
             waited, pause = waited + pause, min(pause * 2, 0.1)
         if process is not None:
-            process.kill()  # closes its files
+            process.kill()  # it has ended: this closes our files of it
         if folder is not None:  # also if no process could be started
             folder.remove()
 
@@ -156,37 +159,41 @@ class Jail:
             work = str(self._folder.path / "work")
             os.mkdir(work)
         with self._inner_end as inner_end:
-            number = inner_end.fileno()
+            control_fd = inner_end.fileno()
             user = None if self.backend == "none" else next_user()
             settings = settings_inside(
-                self.settings, self.backend, control=number, work=work, user=user
+                self.settings, self.backend, control=control_fd, work=work, user=user
             )
             wrapper = [*bubblewrap(user), "--"] if self.backend == "bwrap" else []
-            code = START.format(root=PACKAGE_ROOT)
-            # The code sees none of the environment variables of this process.
-            environment = {
-                "PATH": f"{os.path.dirname(base_python())}:/usr/local/bin:/usr/bin:/bin",
-                "HOME": work,
-                "LANG": "C.UTF-8",
-                "TMPDIR": "/tmp" if work == "/work" else work,
-                # One thread per processor would use up the processes that are allowed.
-                "OMP_NUM_THREADS": "1",
-                "OPENBLAS_NUM_THREADS": "1",
-                "PYTHONDONTWRITEBYTECODE": "1",
-            }
-            # A file: reading a pipe would take a thread for each rollout.
+            code = START.format(root=PACKAGE_ROOT)  # calls `inside_setup.main`
+            # Messages of a failed start, which `ChildProcess.printed` reads from its own descriptor
+            # of the file. Not a pipe, whose reading would take a thread for each rollout.
             with tempfile.TemporaryFile() as output:
                 # -I -S: without the user's packages and without those of site-packages.
                 self._process = ChildProcess(
                     [*wrapper, base_python(), "-I", "-S", "-c", code, json.dumps(settings)],
-                    # A keeper ends what the process leaves behind. The kernel ends a namespace
-                    # as a whole with its first process, without a keeper.
+                    # The kernel ends a namespace as a whole with its first process. Without one,
+                    # a keeper has to end what the process leaves behind.
                     keeper=self.backend == "none",
-                    pass_fds=(number,),
-                    env=environment,
+                    pass_fds=(control_fd,),
+                    env=code_environment(work),
                     cwd="/",
                     output=output,
                 )
+
+
+def code_environment(work: str) -> dict[str, str]:
+    """Return the environment variables of the code: none of this process's own."""
+    return {
+        "PATH": f"{os.path.dirname(base_python())}:/usr/local/bin:/usr/bin:/bin",
+        "HOME": work,
+        "LANG": "C.UTF-8",
+        "TMPDIR": "/tmp" if work == "/work" else work,
+        # One thread per processor would use up the processes that are allowed.
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
 
 
 def settings_inside(
@@ -252,10 +259,12 @@ def next_user() -> int | None:
     with open("/proc/self/uid_map", encoding="utf-8") as file:
         # "0 0 4294967295": ids from 0 on in here are those from 0 on outside, and so many exist.
         inner, outer, count = (int(number) for number in file.readline().split())
-    has_ids = count >= 1 << 31  # enough that the ids returned below exist for this process
+    has_ids = count >= 1 << 31  # the ids returned below are less, so this process can take them
     if not has_ids and inner == 0 and outer == 0:
+        # A user namespace would not help: its code would be the machine's root outside.
         raise PermissionError("this process is the machine's root and can become no other user")
-    if not has_ids:  # root of a container
+    if not has_ids:  # root of a container, who is an ordinary user outside
         return None
-    # 16 bits of the process id and 11 of a counter: unused ids, distinct in concurrent runs.
+    # 16 bits of the process id and 11 of a counter: unused ids, distinct in concurrent runs, from
+    # 0x7000_0000 to 0x77FF_FFFF.
     return 0x7000_0000 + ((os.getpid() & 0xFFFF) << 11) + (next(_user_numbers) & 0x7FF)

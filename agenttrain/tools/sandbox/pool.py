@@ -23,6 +23,7 @@ from agenttrain.utils.signals import signal_name
 PROBE = 'import subprocess; print(6 * 7, subprocess.run(["/bin/sh", "-c", "exit 3"]).returncode)'
 PROBE_PRINTS = "42 3"
 LOST = "The session is ended: its variables, files and processes are lost"
+# Ends after which the sandbox is dead.
 END_REASONS = {
     End.timeout: "the code ran longer than {call_s:g} s",
     End.memory: "the code and its files took more than {memory_mb} MB of memory",
@@ -46,7 +47,8 @@ class Pool:
         self._ending: dict[Jail, str] = {}
         """Killed sandbox whose processes may still run -> its rollout."""
         self._lost: dict[str, str] = {}
-        """Rollout -> why its sandbox was lost; removed once the model has read it."""
+        """Rollout -> why its sandbox was lost during a call whose text the model did not get. The
+        text of the next call says so."""
         self._open_tools = 0
         """Tools that use this pool and are not closed."""
 
@@ -87,10 +89,11 @@ class Pool:
                 await jail.start()
             outcome = await run_call(jail, kind, code, settings)
         except SandboxError as error:
-            if was_used:  # the model must learn that its variables are lost
+            if was_used:  # a new sandbox had nothing of the model's to lose
                 self._lost[rollout_id] = "The sandbox broke down"
             raise ToolUnavailable(f"tool {kind}: the sandbox is broken: {error}") from error
         except asyncio.CancelledError:
+            # Also in a new sandbox: the model reads of a timeout, not that its files are lost.
             self._lost[rollout_id] = "The call before took too long"
             raise
         finally:
@@ -130,8 +133,8 @@ class Pool:
     ) -> str:
         """Make the text that the model reads; raises ToolFailure with it for a failed call.
 
-        A bash command with an exit status other than 0 is no failure. If the rollout has lost its
-        earlier sandbox, the text says so once.
+        A bash command with an exit status other than 0 is no failure. If an earlier call lost the
+        rollout's sandbox, the text says so once.
         """
         text, end = outcome.output, outcome.end
         if lost := self._lost.pop(rollout_id, None):
@@ -139,7 +142,7 @@ class Pool:
         if end in END_REASONS:
             why = END_REASONS[end].format(call_s=settings.call_s, memory_mb=settings.memory_mb)
             raise ToolFailure(join_lines(text, f"[{why}. {LOST}]"))
-        if end is End.exited:
+        if end is End.exited:  # only the interpreter ended; the next call starts another
             status = outcome.status
             name = {"python": "the interpreter", "bash": "the shell"}[kind]
             how = f"exited with status {status}"
@@ -149,7 +152,7 @@ class Pool:
             raise ToolFailure(join_lines(text, f"[{why}]"))
         if end is End.failed and kind == "bash":
             return join_lines(text, f"[exit status {outcome.status}]")
-        if end is End.failed:
+        if end is End.failed:  # Python code raised, and printed the traceback
             raise ToolFailure(text)
         return text or "(no output)"
 

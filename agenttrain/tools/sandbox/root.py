@@ -174,19 +174,21 @@ def _show_all(root: Root, submounts: Sequence[str]) -> None:
 
 
 def _show(path: str, layer: str, root: Root) -> None:
-    """Mount a folder of the machine read-only as an overlay, in which its sockets lead nowhere.
+    """Mount a folder of the machine read-only, without the paths of `root.hidden`.
 
-    The `layer` on top holds whiteouts, devices 0:0, for hidden paths. It also holds copies of the
-    folders above visible ones, with permission to enter, for code of another user than their owner.
+    It is mounted as an overlay: its sockets and named pipes are then files of the overlay, to which
+    no server of the machine is connected. The new folder `layer` lies on top of the machine's. A
+    device 0:0 in it is a whiteout, which hides the path below.
     """
     os.mkdir(layer, 0o755)
     for hidden in root.hidden:
         if is_within(hidden, path) and hidden != path:
             copy = _copy_folders(os.path.dirname(hidden), path, layer)
-            with suppress(FileExistsError):
+            with suppress(FileExistsError):  # hidden already
                 os.mknod(f"{copy}/{os.path.basename(hidden)}", stat.S_IFCHR, os.makedev(0, 0))
     for place in (*root.programs, *root.shown):
         if is_within(place, path) and place != path:
+            # The code is another user than the folders' owner, and must be able to enter them.
             _copy_folders(os.path.dirname(place), path, layer, added=0o011)
     _make_folder(path)
     # The machine's folder is below HOST. overlayfs puts the first folder of `lowerdir` on top, and
@@ -199,8 +201,10 @@ def _show(path: str, layer: str, root: Root) -> None:
 def _copy_folders(folder: str, top: str, layer: str, *, added: int = 0) -> str:
     """Copy the folders on the path from `top` down to `folder`, without their files, to `layer`.
 
-    Returns the copy of `folder`: "/layer/a/b" for "/usr/a/b" below the top "/usr". A copy has the
-    owner and permissions of the machine's folder, below HOST, plus the permission bits `added`.
+    In an overlay with `layer` on top, the files of the machine's folders appear in the copies,
+    whose permissions count. A copy has the owner and permissions of the machine's folder, plus the
+    permission bits `added`, also if an earlier call made it. Returns the copy of `folder`:
+    "/layer/a/b" for "/usr/a/b" below the top "/usr".
     """
     source, copy = HOST + top, layer
     for name in filter(None, folder[len(top) :].split("/")):
@@ -209,7 +213,7 @@ def _copy_folders(folder: str, top: str, layer: str, *, added: int = 0) -> str:
         if not os.path.isdir(copy):
             os.mkdir(copy)
             os.chmod(copy, stat.S_IMODE(state.st_mode))
-            with suppress(OSError):  # a user namespace has no numbers for other users
+            with suppress(OSError):  # in a user namespace the owner may have no id: it stays ours
                 os.chown(copy, state.st_uid, state.st_gid)
         os.chmod(copy, stat.S_IMODE(os.stat(copy).st_mode) | added)
     return copy

@@ -102,20 +102,25 @@ class Output:
         del self._tail[: -self._max_bytes]
 
     def text(self) -> str:
-        """Return the text, clipped in the middle with a marker; invalid UTF-8 becomes U+FFFD."""
-        missing_bytes = self.size - len(self._head) - len(self._tail)
-        if missing_bytes == 0:  # joined first: the border may be inside of a character
-            head = tail = (self._head + self._tail).decode("utf-8", "replace").rstrip("\n")
-            length = len(head)
-            if length <= self._max_chars:
-                return head
-        else:
+        """Return the text, clipped in the middle with a marker; invalid UTF-8 becomes U+FFFD.
+
+        The marker's number is too high if bytes were dropped that are parts of longer characters.
+        """
+        dropped_bytes = self.size - len(self._head) - len(self._tail)
+        if dropped_bytes == 0:
+            # Joined before decoding: the border may be inside of a character.
+            text = (self._head + self._tail).decode("utf-8", "replace").rstrip("\n")
+            if len(text) <= self._max_chars:
+                return text
+            head = tail = text
+            length = len(text)
+        else:  # each of the two holds the bytes of `max_chars` characters or more
             head = self._head.decode("utf-8", "replace")
             tail = self._tail.decode("utf-8", "replace").rstrip("\n")
-            length = len(head) + missing_bytes + len(tail)  # at most: a character has 1 to 4 bytes
+            length = len(head) + dropped_bytes + len(tail)  # as if each byte were a character
         head_chars = (self._max_chars + 1) // 2
         tail_chars = self._max_chars - head_chars
-        end = tail[len(tail) - tail_chars :]
+        end = tail[len(tail) - tail_chars :]  # not tail[-tail_chars:], which is all of it for 0
         left_out = length - self._max_chars
         return f"{head[:head_chars]}… [{left_out} characters left out] …{end}"
 
@@ -159,7 +164,7 @@ class _Call:
         self._received = bytearray()
         """Data of the interpreter's channel: the answer, and what the code may have written."""
         self._nonce = secrets.token_hex(16)
-        """First word of the answer, which the code cannot guess."""
+        """First word of the answer. The code cannot guess it, and so cannot fake an answer."""
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[tuple[End, int]] = self._loop.create_future()
         """(how the call ended, status), set by one of the readers."""
@@ -167,11 +172,11 @@ class _Call:
         """File descriptors whose readers the event loop calls."""
 
     async def run(self, code: str) -> CodeOutcome:
-        """Run the code until one of the readers below ends the call, or the time limit does.
+        """Run the code until a reader below ends the call by `_finish`, or the time limit does.
 
         The sandbox's processes run from "go" to "halt"; after a limit or a fault they are killed.
         """
-        self._jail.interrupt = self._on_interrupt
+        self._jail.interrupt = self._on_interrupt  # called if the sandbox is killed meanwhile
         self._jail.control.send(b"go")
         self._send(code)
         self._watch(self._jail.control.fileno(), self._read_control)
@@ -185,11 +190,11 @@ class _Call:
         finally:
             self._jail.interrupt = None
             self._unwatch(*self._watched)
-        if end in (End.done, End.failed, End.exited):
+        if end in (End.done, End.failed, End.exited):  # the sandbox serves further calls
             self._jail.control.send(b"halt")
-            self._drain_output()
+            self._drain_output()  # the answer may arrive before the last output was read
             if end is End.exited:
-                self._jail.forget(self._kind)
+                self._jail.forget(self._kind)  # the next call starts another interpreter
         else:
             self._jail.kill()
         return CodeOutcome(end=end, output=self._output.text(), status=status)
@@ -206,8 +211,9 @@ class _Call:
         except OSError:
             sent_bytes = 0
         if sent_bytes != len(data):
-            # Earlier code closed the channel or left it unread. Or the sandbox is ending: then
-            # `_read_control` learns of it first.
+            # The rest is not sent: an interpreter that waits for code takes all of it at once. So
+            # earlier code closed the channel or left it unread. Or the sandbox is ending: then
+            # `_read_control` ends the call before this does, and with the better reason.
             self._loop.call_later(DEATH_REPORT_S, self._finish, End.broken)
 
     def _drain_output(self) -> None:
@@ -236,6 +242,7 @@ class _Call:
         self._unwatch(*self._watched)
 
     def _finish(self, end: End, status: int = 0) -> None:
+        """End the call, unless it has ended."""
         if not self._ended.done():
             self._ended.set_result((end, status))
 
@@ -252,7 +259,10 @@ class _Call:
             self._loop.call_later(PAUSE_S, self._watch, number, self._read_output)
 
     def _read_answer(self) -> None:
-        """Read the interpreter's channel; end the call at its answer, ``<nonce> <status>``."""
+        """Read the interpreter's channel; end the call at its answer, ``<nonce> <status>``.
+
+        The model's code can write to the channel too, but does not know the nonce.
+        """
         try:
             data = self._worker.channel.recv(CHUNK)
         except OSError:
@@ -263,7 +273,9 @@ class _Call:
         for line in self._received.split(b"\n")[:-1]:  # the complete lines
             words = line.split()
             if len(words) == 2 and words[0] == self._nonce.encode() and words[1].isdigit():
-                status = int(words[1][:3])  # 0 to 255; the code may have sent more digits
+                # 0 to 255. Cut, for code that reads the nonce in its own interpreter may send a
+                # number of any length.
+                status = int(words[1][:3])
                 self._finish(End.failed if status else End.done, status)
         if len(self._received) > MAX_NOISE_BYTES:
             self._finish(End.broken)

@@ -119,6 +119,8 @@ def interpreter_problems(
 ) -> Iterator[str]:
     """Yield problems of an interpreter's settings and arguments, whose names are valid."""
     if settings.isolation is Isolation.process:
+        # Each worker process would have a pool of its own, and the next call of a rollout may go to
+        # another worker: variables and files would be gone.
         yield (
             f"{key}.isolation=process: its code runs in processes of the rollout's own already, "
             "which other workers would not find again; leave isolation out"
