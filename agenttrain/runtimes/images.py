@@ -12,7 +12,8 @@ from pathlib import Path
 from agenttrain.runtimes.base import MachineLost
 from agenttrain.runtimes.client import call_client
 from agenttrain.runtimes.output import Clipped
-from agenttrain.utils.files import cache_folder, lock_descriptor
+from agenttrain.utils.file_locks import lock_descriptor
+from agenttrain.utils.files import cache_folder
 from agenttrain.utils.temporary import TemporaryFolder
 
 DOCKERFILE = "Dockerfile"

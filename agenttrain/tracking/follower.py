@@ -104,7 +104,7 @@ def send_all(
     from agenttrain.tracking.backends.base import TrackedRun
     from agenttrain.tracking.following import Cursor, cursor_path, follow, run_end
     from agenttrain.tracking.machine import MachineLoad
-    from agenttrain.utils.files import file_lock
+    from agenttrain.utils.file_locks import file_lock
     from agenttrain.utils.locate import locate
 
     name = arguments["name"]

@@ -12,7 +12,8 @@ from typing import Any
 from filelock import Timeout
 
 from agenttrain.types import AgenttrainError
-from agenttrain.utils.files import file_lock, write_atomically
+from agenttrain.utils.file_locks import file_lock
+from agenttrain.utils.files import write_atomically
 from agenttrain.utils.json_lines import finite
 from agenttrain.utils.redaction import hide_in_settings
 

@@ -1,23 +1,18 @@
 """YAML files: their folder, parsing, the options of each group. Digests of files, their way to
-disk, locks, and atomic writing."""
+disk, and atomic writing."""
 
 from __future__ import annotations
 
 import ctypes
-import errno
-import fcntl
 import hashlib
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 PACKAGE = Path(__file__).resolve().parent.parent
-NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-"""Errors of a file system that cannot lock."""
 SYNC_FILE_RANGE_WRITE = 2
 """Flag of Linux: start to write the pages that have changed."""
 
@@ -100,40 +95,6 @@ def digest_of_blocks(file: Path, block_bytes: int) -> str:
             opened.seek(number * max(size - block_bytes, 0) // 64)
             digest.update(opened.read(block_bytes))
     return digest.hexdigest()
-
-
-@contextmanager
-def file_lock(path: Path, *, blocking: bool = True) -> Iterator[None]:
-    """Hold a lock file for the block; the lock ends with the process.
-
-    Without `blocking`, raises filelock's Timeout if another process holds it. On a file system
-    without locks nothing is locked.
-    """
-    from filelock import FileLock  # the import takes a fifth of a second
-
-    lock = FileLock(path, blocking=blocking)
-    try:
-        lock.acquire()
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def lock_descriptor(descriptor: int) -> None:
-    """Wait for the exclusive lock of an open file; nothing is locked where `file_lock` locks none.
-
-    For a lock that another thread releases, or that goes with its file to another name; `file_lock`
-    is for the others.
-    """
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
 
 
 def write_atomically(path: Path, content: str | bytes, *, mode: int = 0o666) -> None:

@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from agenttrain.utils.files import lock_descriptor
+from agenttrain.utils.file_locks import lock_descriptor
 
 PREFIX = "agenttrain-tmp-"
 UNFINISHED = "agenttrain-new-"

@@ -26,7 +26,8 @@ from filelock import Timeout
 
 from agenttrain.tracking.run_folder import read_summary
 from agenttrain.types import ConfigError
-from agenttrain.utils.files import file_lock, write_atomically
+from agenttrain.utils.file_locks import file_lock
+from agenttrain.utils.files import write_atomically
 from agenttrain.utils.moved import overrides_in_this_layout
 from agenttrain.utils.redaction import hide_secrets, shell_command
 from agenttrain.utils.signing import sign, verifies
