@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
@@ -61,7 +62,7 @@ Record = Mapping[str, Any]
 
 
 def rollout_record(rollout: Rollout) -> dict[str, Any]:
-    """Return a rollout as a JSON object.
+    """Return a rollout as a JSON object, with the keys that the module's docstring lists.
 
     O are a trajectory's own tokens, S the sampled ones of these. The `spans` of a trajectory cover
     its `token_ids` [O] exactly, one after the other. A trajectory with a `parent` (index, position)
@@ -77,11 +78,7 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
     Trajectories of a sub-agent have a `delegation`, e.g. ``{"caller": [0, 1], "call_id":
     "call_1_0", "schemas": [], "max_turns": 4, "max_tokens": 512}``.
 
-    `columns` are the task's, with values that JSON does not have as text.
-
-    A tool call has the text of its reply as `content` only if no message holds it unchanged,
-    because it was clipped or the rollout ended before it. `done` means that it ended the episode,
-    `stop` that it called a stop tool.
+    `columns` are the task's. A value of a type that JSON does not have becomes a text.
     """
     exchanges = exchanges_of([trajectory.added_messages for trajectory in rollout.trajectories])
     record: dict[str, Any] = {
@@ -105,7 +102,7 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
             "spans": _span_records(trajectory),
             "logprobs": trajectory.rollout_logprobs,
         }
-        if trajectory.number is not None:
+        if trajectory.number is not None:  # its index before other trajectories were removed
             written["number"] = trajectory.number
         if trajectory.delegation is not None:
             written["delegation"] = asdict(trajectory.delegation)
@@ -125,15 +122,15 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
         record["tools"] = [
             tool if isinstance(tool, str) else _plain(asdict(tool)) for tool in rollout.task.tools
         ]
-    if rollout.turn_scores:
+    if rollout.turn_scores:  # reward function -> its values by turn
         record["turn_scores"] = rollout.turn_scores
-    if rollout.grades:
+    if rollout.grades:  # results of the task's own tests
         record["grades"] = rollout.grades
     if rollout.environment_reward is not None:
         record["environment_reward"] = rollout.environment_reward
-    if rollout.counts:
+    if rollout.counts:  # events in an outside agent
         record["counts"] = rollout.counts
-    if rollout.untrained:
+    if rollout.untrained:  # an outside agent's conversations that are no part of the rollout
         record["untrained"] = [
             {**asdict(conversation), "messages": recorded_messages(conversation.messages)}
             for conversation in rollout.untrained
@@ -167,20 +164,24 @@ class Exchange:
 
 
 def exchanges_of(conversations: Iterable[Sequence[Message]]) -> dict[str, list[Exchange]]:
-    """Map each call id to its exchanges, a call with its reply. Several calls may have one id."""
-    exchanges: dict[str, list[Exchange]] = {}
+    """Map each call id to its exchanges, a call with its reply. Several calls may have one id.
+
+    A call whose reply is in a later conversation (its context was rewritten in between) has two
+    exchanges: one without a reply, and one without the call's function.
+    """
+    exchanges: dict[str, list[Exchange]] = defaultdict(list)
     for messages in conversations:
         last: dict[str, Exchange] = {}  # call id -> its last exchange in this conversation
         for message in messages:
             for call in message.get("tool_calls", ()):
                 last[call["id"]] = Exchange(function=call["function"])
-                exchanges.setdefault(call["id"], []).append(last[call["id"]])
+                exchanges[call["id"]].append(last[call["id"]])
             if "tool_call_id" not in message:
                 continue
             call_id, content = message["tool_call_id"], message["content"]
-            if call_id not in last:  # the call is in the trajectory before this one
+            if call_id not in last:  # the call is in an earlier conversation
                 last[call_id] = Exchange()
-                exchanges.setdefault(call_id, []).append(last[call_id])
+                exchanges[call_id].append(last[call_id])
             last[call_id].text = content if isinstance(content, str) else shown_text(content)
             if any(images_in([message])):
                 last[call_id].parts = tuple(parts(content))
@@ -246,6 +247,10 @@ def _span_records(trajectory: Trajectory) -> list[dict[str, Any]]:
 
 def _tool_call(result: ToolResult, exchanges: Mapping[str, list[Exchange]]) -> dict[str, Any]:
     """Return the record of a tool call.
+
+    `content`, the text of its reply, is left out if a message holds it unchanged. A message may
+    lack it, because it was clipped or the rollout ended before it. `done` means that the call ended
+    the episode, `stop` that it called a stop tool.
 
     `exchanges` maps call ids to the calls and replies in the recorded messages. The one of this
     call is removed, so that the next call with the same id gets the next exchange.
@@ -313,7 +318,9 @@ def write_step(
 ) -> None:
     """Write the first `most` rollouts (None: all) of a step atomically; no file for none.
 
-    Those of more than `arrays_above` tokens have their lists in a file of arrays; None: none have.
+    They are in the order of their groups, and of the samples in a group. The lists per token of
+    rollouts of more than `arrays_above` tokens go to a file of arrays, which is smaller and faster
+    than JSON (`record_arrays.py`). None: no rollout has such a file.
     """
     chosen = in_order(rollouts)[:most]
     if chosen:
@@ -328,14 +335,17 @@ def write_records(path: Path, records: Iterable[dict[str, Any]], arrays_above: i
     """Write the records of a step atomically, each a line; `arrays_above` as in `write_step`.
 
     Changes long records: their lists become references to arrays (`take_arrays`). A process that is
-    killed at any moment leaves the former lines with their arrays, or the new ones with theirs.
+    killed at any moment leaves the former lines with their arrays, or the new ones with theirs: the
+    new arrays get a file of a new name, and the former one is removed last.
     """
     arrays: dict[str, np.ndarray] = {}
-    lines: list[str | dict[str, Any]] = []  # records whose arrays are not yet in a file are objects
+    # Texts of lines, and records that are to name the file of arrays, which is written after all.
+    lines: list[str | dict[str, Any]] = []
     for number, record in enumerate(records):
         tokens = sum(len(trajectory["token_ids"]) for trajectory in record["trajectories"])
-        is_long = arrays_above is not None and arrays_above < tokens <= MOST_TOKENS
-        taken = take_arrays(record, number) if is_long else {}
+        # Readers refuse arrays of more than MOST_TOKENS tokens.
+        takes_arrays = arrays_above is not None and arrays_above < tokens <= MOST_TOKENS
+        taken = take_arrays(record, number) if takes_arrays else {}
         arrays |= taken
         lines.append(record if taken else dumps(record))
     file = write_arrays(path, arrays) if arrays else None
@@ -448,7 +458,12 @@ def _conversations(record: Record) -> list[list[Message]]:
 
 
 def tool_results(record: Record) -> list[ToolResult]:
-    """Return the results of a record's calls, in their order."""
+    """Return the results of a record's calls, in their order.
+
+    `tool_calls` of a record has what messages do not hold. The rest is in the recorded messages:
+    a malformed call's fault and text, and the reply's text and images. `_take` finds the call and
+    the reply there, among several with one id by the content, if it is recorded.
+    """
     exchanges = exchanges_of(_conversations(record))
     results = []
     for call_record in record["tool_calls"]:
