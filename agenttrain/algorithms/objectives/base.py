@@ -140,8 +140,11 @@ def importance_ratio(
     other (GSPO-token, section 4.3 of GSPO's paper). If all tokens of a sequence have one advantage,
     both gradients are equal.
 
-    `rollout_tokens_B` counts the sampled tokens of the rollout that each sequence belongs to. It
-    scales the gradient of sums (`_log_ratio_sums`). None: each sequence is all of its rollout.
+    `rollout_tokens_B` counts the sampled tokens of the rollout that each sequence belongs to; None:
+    each sequence is all of its rollout. With sequence_sum it scales the gradient, so that a rollout
+    in one sequence and the same rollout split into several train a token equally. Example: at a
+    ratio of 1 a token's gradient in the sum of its sequence's ratios is 6 in a rollout of 6 tokens,
+    also if its sequence has only 2 of them.
 
     A ratio too large for its type is infinite and has no gradient. Otherwise a clip that removes
     its gradient would multiply 0 by the infinite derivative of exp, which is NaN.
@@ -175,9 +178,9 @@ def _log_ratio_sums(
     """Return for each token the sum of its sequence's log ratios, [S], with a scaled gradient.
 
     The sum stands at each of the sequence's n tokens. So the gradient of all these sums reaches a
-    token n times. It is scaled to the number of the rollout's tokens in place of n: a rollout in
-    one sequence and one split into several train a token equally. Example: a token of a sequence
-    of 2 has the gradient 2, and 6 if its rollout has 6 tokens.
+    token n times. With `rollout_tokens_B` it is scaled to the number of the rollout's tokens in
+    place of n (`importance_ratio` says why). Example: the gradient is 2 for a token of a sequence
+    of 2, and 6 if its rollout has 6 tokens.
     """
     sums_S = sequence_sums(log_ratio_S, sequence_S, sequences)[sequence_S]
     tokens_B = sequence_S.bincount(minlength=sequences)
