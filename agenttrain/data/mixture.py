@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from fractions import Fraction
-from math import lcm
 from typing import Any
 
 from agenttrain.data.config import AtEnd, SourceConfig
@@ -52,15 +51,12 @@ class Turns:
     source that has come to its limit drops out. The counts of the others then begin anew, so that
     the shares hold among them from there on.
 
-    Example: the shares 2/3 and 1/3 of a and b draw a, b, a, a, b, a, …
+    Example: the shares 2/3 and 1/3 of a and b draw a, a, b, a, a, b, …
     """
 
     def __init__(self, shares: Mapping[str, Fraction], limits: Mapping[str, int]) -> None:
         """`limits` are the most draws of a source; sources without a limit are missing."""
-        common = lcm(*(share.denominator for share in shares.values()))
-        self._weights = {name: int(share * common) for name, share in shares.items()}
-        """The shares as whole numbers: 2 and 1 for 2/3 and 1/3."""
-        self._limits = limits
+        self._shares, self._limits = shares, limits
         self.drawn = dict.fromkeys(shares, 0)
         """Draws of each source in the whole run. They decide when it comes to its limit."""
         self.counted = dict.fromkeys(shares, 0)
@@ -73,19 +69,19 @@ class Turns:
         the one whose share reaches its next number of draws first is drawn: with a share of 2/3 the
         share comes to 1, 2, … draws after 1.5, 3, … draws of all. Ties go to the first in `shares`.
         """
-        live = {
-            name: weight
-            for name, weight in self._weights.items()
+        shares = {  # of the sources that have not dropped out
+            name: share
+            for name, share in self._shares.items()
             if self.drawn[name] < self._limits.get(name, sys.maxsize)
         }
-        total_weight = sum(live.values())
-        draws = sum(self.counted[name] for name in live) + 1  # with this one
+        total_share = sum(shares.values())
+        draws = sum(self.counted[name] for name in shares) + 1  # with this one
         eligible = [
             name
-            for name, weight in live.items()
-            if self.counted[name] < Fraction(weight, total_weight) * draws
+            for name, share in shares.items()
+            if self.counted[name] < share / total_share * draws
         ]
-        name = min(eligible, key=lambda name: Fraction(self.counted[name] + 1, live[name]))
+        name = min(eligible, key=lambda name: (self.counted[name] + 1) / shares[name])
         self.drawn[name] += 1
         self.counted[name] += 1
         if self.drawn[name] == self._limits.get(name):  # it drops out: the others begin anew

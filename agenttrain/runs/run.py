@@ -354,7 +354,7 @@ class Run:
             self.record(steps=0, eval=scores)  # the other scores count all the same
             cause = reason or "all of them failed"
             message = f"not one of {len(rollouts)} rollouts has a reward: {cause}"
-            raise NoRewards(message, Collected())
+            raise NoRewards(message, Collected())  # empty: an evaluation collects for no step
 
     def _print_scores(
         self,
