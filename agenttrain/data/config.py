@@ -320,7 +320,7 @@ class DataConfig:
         """Yield keys such as data.path that have no effect on these rows.
 
         Such a key is only the source of a value: the sections train and test of data=file have
-        ``path: ${data.path}``. It has no effect if the chosen rows have no such argument, or if the
+        ``path: ${..path}``. It has no effect if the chosen rows have no such argument, or if the
         user has set another value in both sections.
         """
         sections = {f"data.{split}": getattr(self, split) for split in SPLITS}

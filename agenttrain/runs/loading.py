@@ -173,7 +173,7 @@ def make_policy(
     sharding = sharding_of(config)
     # A sharded model starts on the meta device, and its weights are read once it is sharded. If
     # they can only be loaded whole, `load_empty` returns None. WrongWeights: files that do not fit
-    # the model. Patient: large files take one process minutes longer than another.
+    # the model. Patient: one process may wait minutes longer for its files.
     with world.together("the files of model.path", WrongWeights, patient=True):
         empty_model = None if sharding is None else load_empty(config, world.rank)
     # `weights` are those that a sharded model reads later; None: the model has its weights.

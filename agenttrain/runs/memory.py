@@ -253,19 +253,20 @@ def _estimate_at(
     copy_shares_memory = not on_gpu or machine.shared
     if not supervised and has_policy_copy(config) and copy_shares_memory:
         parts += _policy_copy(config, sizes, engine_load)
-    if on_gpu:
-        parts.append(
-            MemoryItem(name="reserve", bytes=RESERVE, why="context and workspaces: assumed")
-        )
-        why = "Python and its libraries: assumed"
-        parts.append(MemoryItem(name="process", bytes=PYTHON_ON_GPU, why=why, on_host=True))
-    else:
-        parts.append(
-            MemoryItem(name="reserve", bytes=PYTHON_ON_CPU, why="Python and its libraries")
-        )
+    parts += _process_parts(on_gpu=on_gpu)
     return MemoryEstimate(
         parts=tuple(parts), load=load, machine=machine, engine=engine, level=level
     )
+
+
+def _process_parts(*, on_gpu: bool) -> Iterator[MemoryItem]:
+    """Yield what a training process takes before it has a model: Python, and a GPU's context."""
+    if on_gpu:
+        yield MemoryItem(name="reserve", bytes=RESERVE, why="context and workspaces: assumed")
+        why = "Python and its libraries: assumed"
+        yield MemoryItem(name="process", bytes=PYTHON_ON_GPU, why=why, on_host=True)
+    else:
+        yield MemoryItem(name="reserve", bytes=PYTHON_ON_CPU, why="Python and its libraries")
 
 
 def _engine_memory(config: RunConfig, load: EngineLoad, sizes: Sizes) -> EngineMemory:

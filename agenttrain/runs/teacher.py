@@ -170,7 +170,7 @@ def make_teacher(
     weights: SlicedWeights | None
     if sharding is not None and why_not_sliced(folder) is None:
         # Without weights yet: once the model is sharded, each process reads its part of them.
-        # Patient: large files take one process minutes longer than another.
+        # Patient: one process may wait minutes longer for its files.
         model = empty_model(folder, dtype)
         with world.together(f"the files of {KEY}", WrongWeights, patient=True):
             weights = SlicedWeights(model, folder, world.rank)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from http import HTTPStatus
@@ -120,24 +120,16 @@ def follow(
         _move_cursor(cursor, tracker_step)
     metrics, evaluations = Lines(run.folder / "metrics.jsonl"), Lines(evaluations_path(run.folder))
     waiting: list[dict[str, Any]] = []  # evaluations that are not sent yet
-    rows: list[dict[str, Any]] = []  # metrics of steps that are not sent yet
     sampled_at = -math.inf  # time of the last sample of the machine's load
     while True:
         if load is not None and time.monotonic() - sampled_at >= SAMPLE_S:
             load.sample()
             sampled_at = time.monotonic()
         is_last = ended.is_set()  # asked before the files are read, so that nothing is missed
-        rows += (row for row in metrics.added() if row["step"] > cursor.step)
+        # A resumed run repeats steps that were sent: they are left out.
+        rows = [row for row in metrics.added() if row["step"] > cursor.step]
         waiting += evaluations.added()
-        while rows:
-            part, rows = rows[:MOST_ROWS], rows[MOST_ROWS:]
-            for row in part:
-                # The mean load since the last rows is sent once, with the last row.
-                system = {} if load is None or row is not part[-1] else load.take()
-                tracker.log(row["step"], {**points(row), **system})
-            tracker.flush()
-            cursor.step = part[-1]["step"]
-            cursor.write(path)
+        _send_metrics(rows, tracker, cursor, path, load)
         # Includes tables that a killed process had not sent yet.
         for step in range(cursor.table + 1, cursor.step + 1):
             _send_table(run.folder, step, tracker, cursor, path)
@@ -179,6 +171,25 @@ def run_end(folder: Path, message: str) -> RunEnd:
     if word in list(RunEnd):
         return RunEnd(word)
     return RunEnd.stalled if read_summary(folder).get("stalled_phase") else RunEnd.killed
+
+
+def _send_metrics(
+    rows: Sequence[Mapping[str, Any]],
+    tracker: ExperimentTracker,
+    cursor: Cursor,
+    path: Path,
+    load: MachineLoad | None,
+) -> None:
+    """Send rows of metrics.jsonl; MOST_ROWS of them are acknowledged together."""
+    for start in range(0, len(rows), MOST_ROWS):
+        part = rows[start : start + MOST_ROWS]
+        for row in part:
+            # The mean load since the last rows is sent once, with the last row.
+            system = {} if load is None or row is not part[-1] else load.take()
+            tracker.log(row["step"], {**points(row), **system})
+        tracker.flush()
+        cursor.step = part[-1]["step"]
+        cursor.write(path)
 
 
 def _send_evaluation(

@@ -64,20 +64,6 @@ Record = Mapping[str, Any]
 def rollout_record(rollout: Rollout) -> dict[str, Any]:
     """Return a rollout as a JSON object, with the keys that the module's docstring lists.
 
-    O are a trajectory's own tokens, S the sampled ones of these. The `spans` of a trajectory cover
-    its `token_ids` [O] exactly, one after the other. A trajectory with a `parent` (index, position)
-    begins with the first `position` tokens of that trajectory, which are not repeated. `logprobs`
-    [O] is 0.0 at tokens that were not sampled; `trainer_logprobs` [S] and `entropies` [S] are those
-    of the sampled tokens, to 6 decimals.
-
-    Example of a span: ``{"origin": "sampled", "start": 3, "end": 5, "turn": 0, "policy_version": 7,
-    "advantage": 0.5, "finish": "stop"}``. `advantage` is null for other origins or without a
-    reward, and a list where the tokens of a span differ (`algorithm.teacher`). Only the last
-    sampled span of a turn has `finish`.
-
-    Trajectories of a sub-agent have a `delegation`, e.g. ``{"caller": [0, 1], "call_id":
-    "call_1_0", "schemas": [], "max_turns": 4, "max_tokens": 512}``.
-
     `columns` are the task's. A value of a type that JSON does not have becomes a text.
     """
     exchanges = exchanges_of([trajectory.added_messages for trajectory in rollout.trajectories])
@@ -91,33 +77,8 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
         "rewards": rollout.rewards,
         "reward": rollout.reward,
         "columns": _plain(rollout.task.columns),
-        "trajectories": [],
+        "trajectories": [_trajectory_record(trajectory) for trajectory in rollout.trajectories],
     }
-    for trajectory in rollout.trajectories:
-        written: dict[str, Any] = {
-            "role": trajectory.role,
-            "parent": trajectory.parent,
-            "messages": recorded_messages(trajectory.messages),
-            "token_ids": list(trajectory.own_ids),
-            "spans": _span_records(trajectory),
-            "logprobs": trajectory.rollout_logprobs,
-        }
-        if trajectory.number is not None:  # its index before other trajectories were removed
-            written["number"] = trajectory.number
-        if trajectory.delegation is not None:
-            written["delegation"] = asdict(trajectory.delegation)
-        if trajectory.schemas is not None:
-            written["schemas"] = trajectory.schemas
-        if trajectory.turn_rewards:
-            written["turn_rewards"] = {str(t): v for t, v in trajectory.turn_rewards.items()}
-        if trajectory.states:
-            written["states"] = trajectory.states
-        if trajectory.trainer_logprobs is not None and trajectory.entropies is not None:
-            for name in ("trainer_logprobs", "entropies"):
-                # Drop the digits that single precision does not have.
-                scores = np.asarray(getattr(trajectory, name), dtype=np.float64)
-                written[name] = scores.round(6).tolist()
-        record["trajectories"].append(written)
     if rollout.task.tools is not None:
         record["tools"] = [
             tool if isinstance(tool, str) else _plain(asdict(tool)) for tool in rollout.task.tools
@@ -138,6 +99,44 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
     if rollout.error is not None:
         record["error"] = rollout.error
     return record
+
+
+def _trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
+    """Return a trajectory as a JSON object.
+
+    O are its own tokens, S the sampled ones of these. Its `spans` cover its `token_ids` [O]
+    exactly, one after the other. A trajectory with a `parent` (index, position) begins with the
+    first `position` tokens of that trajectory, which are not repeated. `logprobs` [O] is 0.0 at
+    tokens that were not sampled; `trainer_logprobs` [S] and `entropies` [S] are those of the
+    sampled tokens, to 6 decimals.
+
+    Trajectories of a sub-agent have a `delegation`, e.g. ``{"caller": [0, 1], "call_id":
+    "call_1_0", "schemas": [], "max_turns": 4, "max_tokens": 512}``.
+    """
+    written: dict[str, Any] = {
+        "role": trajectory.role,
+        "parent": trajectory.parent,
+        "messages": recorded_messages(trajectory.messages),
+        "token_ids": list(trajectory.own_ids),
+        "spans": _span_records(trajectory),
+        "logprobs": trajectory.rollout_logprobs,
+    }
+    if trajectory.number is not None:  # its index before other trajectories were removed
+        written["number"] = trajectory.number
+    if trajectory.delegation is not None:
+        written["delegation"] = asdict(trajectory.delegation)
+    if trajectory.schemas is not None:
+        written["schemas"] = trajectory.schemas
+    if trajectory.turn_rewards:
+        written["turn_rewards"] = {str(t): v for t, v in trajectory.turn_rewards.items()}
+    if trajectory.states:  # digests of the environment's state before each turn
+        written["states"] = trajectory.states
+    if trajectory.trainer_logprobs is not None and trajectory.entropies is not None:
+        for name in ("trainer_logprobs", "entropies"):
+            # Drop the digits that single precision does not have.
+            scores = np.asarray(getattr(trajectory, name), dtype=np.float64)
+            written[name] = scores.round(6).tolist()
+    return written
 
 
 def _plain(value: Any) -> Any:
@@ -213,7 +212,13 @@ def _take(
 
 
 def _span_records(trajectory: Trajectory) -> list[dict[str, Any]]:
-    """Return the spans of a trajectory as `rollout_record` describes them."""
+    """Return the spans of a trajectory as JSON objects.
+
+    Example: ``{"origin": "sampled", "start": 3, "end": 5, "turn": 0, "policy_version": 7,
+    "advantage": 0.5, "finish": "stop"}``. `advantage` is null for other origins or without a
+    reward, and a list where the tokens of a span differ (`algorithm.teacher`). Only the last
+    sampled span of a turn has `finish`.
+    """
     records: list[dict[str, Any]] = []
     start = sampled = 0  # tokens, and sampled tokens, of the spans before
     for span in trajectory.spans:
