@@ -21,7 +21,8 @@ def advantages(rewards_PG: Tensor, *, baseline: Advantage, scale: Scale) -> Tens
     """Return the advantage of every rollout, [P tasks, G rollouts]. NaN where the reward is NaN.
 
     A NaN reward is in no mean and in no deviation. Where all compared rewards are exactly equal the
-    advantage is exactly 0, whatever the rounding of their mean.
+    advantage is exactly 0, whatever the rounding of their mean. With baseline=none `scale` has no
+    effect: without a baseline there is no deviation from it.
 
     GRPO (https://arxiv.org/abs/2402.03300): the group's mean is the baseline; RLOO
     (https://arxiv.org/abs/2402.14740): the mean of the group's others; REINFORCE++
@@ -46,27 +47,31 @@ def advantages(rewards_PG: Tensor, *, baseline: Advantage, scale: Scale) -> Tens
     equal_PG = (highest_P1 == lowest_P1) & valid_PG
     centred_PG = (rewards_PG - mean_P1).masked_fill(equal_PG, 0.0)
     result_PG = centred_PG
+    others_P1 = (count_P1 - 1).clamp(min=1)  # rollouts of the group besides one
     if baseline is Advantage.leave_one_out:
-        # r - (sum - r) / (n - 1) = (r - mean) n / (n - 1)
-        # In this order: the quotient of two integer tensors would be float32.
-        result_PG = centred_PG * count_P1 / (count_P1 - 1).clamp(min=1)
+        # With n rewards: r - (sum - r) / (n - 1) = (r - mean) n / (n - 1). The product comes first,
+        # because count / others, of two integer tensors, would be rounded to float32.
+        result_PG = centred_PG * count_P1 / others_P1
     if scale is Scale.group:
-        square_P1 = centred_PG.square().nansum(1, keepdim=True)
-        result_PG = result_PG / ((square_P1 / (count_P1 - 1).clamp(min=1)).sqrt() + EPSILON)
+        std_P1 = (centred_PG.square().nansum(1, keepdim=True) / others_P1).sqrt()
+        result_PG = result_PG / (std_P1 + EPSILON)
     elif scale is Scale.batch:
         # GRPO divides by the deviation of the rewards, RLOO by that of the advantages (as TRL).
-        scale_by_PG = result_PG if baseline is Advantage.leave_one_out else rewards_PG
-        result_PG = result_PG / (_std(scale_by_PG) + EPSILON)
+        scaling_PG = result_PG if baseline is Advantage.leave_one_out else rewards_PG
+        result_PG = result_PG / (_std(scaling_PG) + EPSILON)
     return result_PG
 
 
 def normalized_advantages(rewards_FPG: Tensor, weights: Sequence[float], *, scale: Scale) -> Tensor:
     """Return the weighted sum of the advantages by each of F reward functions, [P, G].
 
-    GDPO, https://arxiv.org/abs/2601.05242: each function's advantages are normalised within the
-    group first, so that one whose rewards spread little counts as much as one whose rewards spread
-    widely. With scale=batch the sum is divided by its deviation over the batch (its mean is 0
-    already), as in the paper. With scale=none it is not divided. NaN where no function applies.
+    Shapes: F reward functions, P tasks, G rollouts of a task.
+
+    GDPO, https://arxiv.org/abs/2601.05242: each function's advantages are always normalised within
+    the group first, so that one whose rewards spread little counts as much as one whose rewards
+    spread widely. `scale` is about their sum: with scale=batch it is divided by its deviation over
+    the batch (its mean is 0 already), as in the paper. With scale=none it is not divided; settings
+    refuse scale=group. NaN where no function applies.
 
     Example: functions [1, 0] and [0, 10] of one group of two, of weights 1 and 0.5, are worth
     .707 - .354 to the first rollout, whatever the factor of ten.

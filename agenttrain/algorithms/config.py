@@ -404,12 +404,15 @@ class AlgorithmConfig:
         if self.kl is not None and self.kl.beta == 0:
             self.kl = None  # a sweep over beta may begin at 0
         problems = [*_advantage_problems(self), *_credit_problems(self), *_teacher_problems(self)]
+        # `behaviour` names the logprobs from before the update. The correction divides the
+        # trainer's by the engine's, and behaviour=engine has none of the trainer's.
         if self.correction is not None and self.behaviour is Behaviour.engine:
             problems.append(
                 f"algorithm.correction.level={self.correction.level}: compares the trainer's "
                 "probabilities with the engine's; set algorithm.behaviour=recomputed"
             )
-        if not self.objective.is_own:  # `load_objective` checks these once they are imported
+        # A function of the user's is not imported yet. `load_objective` checks it once it is.
+        if not self.objective.is_own:
             problems += _objective_problems(self)
         raise_problems(problems)
         return self
@@ -474,15 +477,20 @@ def load_objective(algorithm: AlgorithmConfig) -> None:
 
 
 def _without_effect(
-    needed: str, is_set: bool, section: Any, *keys: str, prefix: str = "algorithm"
+    section: Any,
+    *keys: str,
+    has_effect: bool,
+    needed: str,
+    prefix: str = "algorithm",
 ) -> Iterator[str]:
-    """Yield a problem for each of the keys that differs from its default, unless `is_set`.
+    """Yield a problem for each of the section's keys that differs from its default without effect.
 
-    `needed` names the setting that gives the keys an effect; `is_set` is True if the run has it.
+    `has_effect` is True if the run has the setting that gives the keys an effect. `needed` names
+    this setting for the message.
     """
     for key in keys:
         value, default = getattr(section, key), type(section).__pydantic_fields__[key].default
-        if not is_set and value != default:
+        if not has_effect and value != default:
             yield (
                 f"{prefix}.{key}={shown(value)}: has no effect here; it needs {needed}. "
                 f"Set that, or {prefix}.{key}={shown(default)}, the default"
@@ -496,10 +504,18 @@ def _teacher_problems(a: AlgorithmConfig) -> Iterator[str]:
         return
     is_loaded, is_gated = teacher.role is None, teacher.gate is not Gate.all
     yield from _without_effect(
-        f"a model in {key}.path", is_loaded, teacher, "revision", "dtype", prefix=key
+        teacher,
+        *("revision", "dtype"),
+        has_effect=is_loaded,
+        needed=f"a model in {key}.path",
+        prefix=key,
     )
     yield from _without_effect(
-        f"{key}.gate=failed or succeeded", is_gated, teacher, "success", prefix=key
+        teacher,
+        "success",
+        has_effect=is_gated,
+        needed=f"{key}.gate=failed or succeeded",
+        prefix=key,
     )
     if a.resamples:
         resampling = "dynamic_sampling" if a.dynamic_sampling else "oversample"
@@ -519,11 +535,11 @@ def _advantage_problems(a: AlgorithmConfig) -> Iterator[str]:
     """Yield the settings of baseline, scale, rewards and resampling that do not go together."""
     compares_within_group = a.advantage not in UNGROUPED
     yield from _without_effect(
-        "algorithm.advantage=group or leave_one_out: compared with the whole batch, or with "
-        "nothing, a group of equal rewards teaches as much as any",
-        compares_within_group,
         a,
         *("dynamic_sampling", "oversample"),
+        has_effect=compares_within_group,
+        needed="algorithm.advantage=group or leave_one_out: compared with the whole batch, or with "
+        "nothing, a group of equal rewards teaches as much as any",
     )
     min_size = 2 if compares_within_group else 1
     if a.group_size < min_size:
@@ -563,6 +579,8 @@ def _advantage_problems(a: AlgorithmConfig) -> Iterator[str]:
                 "reward to take the penalty off; set algorithm.kl.place=loss"
             )
     if a.resamples and a.kl_in_reward:
+        # Resampling drops a group as soon as its rewards are equal. A penalty that is subtracted
+        # later would make them differ, so that the group would have had advantages.
         key = "dynamic_sampling" if a.dynamic_sampling else "oversample"
         yield (
             f"algorithm.{key}={getattr(a, key)}: groups are replaced by their rewards before the "
@@ -602,10 +620,7 @@ def _credit_problems(a: AlgorithmConfig) -> Iterator[str]:
 def _objective_problems(a: AlgorithmConfig) -> Iterator[str]:
     """Yield the settings that do not go with the objective, by the properties that it declares."""
     objective, name = a.objective.registered, a.objective.name
-    ratio = getattr(a.objective.settings, "ratio", Ratio.token)
     bias_corrected = a.kl is not None and a.kl.bias_correction
-    # Compared by value: in a settings class of the user's, `ratio` may be a plain text.
-    is_sequence_ratio = ratio in (Ratio.sequence_mean, Ratio.sequence_sum)
     reads_behaviour = (
         not objective.single_update  # it has a ratio to the behaviour policy
         or a.correction is not None
@@ -614,11 +629,11 @@ def _objective_problems(a: AlgorithmConfig) -> Iterator[str]:
         or bias_corrected
     )
     yield from _without_effect(
-        "another algorithm.objective, one with a ratio, algorithm.correction, algorithm.teacher or "
-        "algorithm.kl.bias_correction",
-        reads_behaviour,
         a,
         "behaviour",
+        has_effect=reads_behaviour,
+        needed="another algorithm.objective, one with a ratio, algorithm.correction, "
+        "algorithm.teacher or algorithm.kl.bias_correction",
     )
     if objective.single_update and a.updates > 1:
         key = "num_epochs" if a.num_epochs > 1 else "minibatches"
@@ -627,12 +642,8 @@ def _objective_problems(a: AlgorithmConfig) -> Iterator[str]:
             "only the first update of a step would be right; set it to 1, or "
             "algorithm/objective=clip or cispo"
         )
-    if bias_corrected and is_sequence_ratio:
-        yield (
-            "algorithm.kl.bias_correction=true: the KL is of tokens, and the ratio of "
-            f"algorithm.objective.ratio={ratio} is not; set algorithm.objective.ratio=token, or "
-            "leave it false"
-        )
+    # This objective multiplies the ratio of a trajectory's probabilities by the correction. So the
+    # correction has to be a ratio of the same kind; a geometric mean over tokens is none.
     geometric = a.correction is not None and a.correction.level is CorrectionLevel.geometric
     if objective.applies_correction and geometric:
         yield (
@@ -652,7 +663,23 @@ def _objective_problems(a: AlgorithmConfig) -> Iterator[str]:
             "advantage for all tokens of a rollout, and a teacher gives each its own; set "
             "algorithm/objective=clip, cispo or reinforce"
         )
-    # With a stopped ratio a token's gradient stays at the token, so that any can be left out.
+    yield from _sequence_ratio_problems(a)
+
+
+def _sequence_ratio_problems(a: AlgorithmConfig) -> Iterator[str]:
+    """Yield the settings per token that do not go with a ratio or a loss of whole trajectories."""
+    objective, name = a.objective.registered, a.objective.name
+    ratio = getattr(a.objective.settings, "ratio", Ratio.token)
+    # Compared by value: in a settings class of the user's, `ratio` may be a plain text.
+    is_sequence_ratio = ratio in (Ratio.sequence_mean, Ratio.sequence_sum)
+    if a.kl is not None and a.kl.bias_correction and is_sequence_ratio:
+        yield (
+            "algorithm.kl.bias_correction=true: the KL is of tokens, and the ratio of "
+            f"algorithm.objective.ratio={ratio} is not; set algorithm.objective.ratio=token, or "
+            "leave it false"
+        )
+    # Leaving tokens out needs a loss whose gradient reaches its own token only. An objective whose
+    # ratio carries no gradient always has such a loss.
     if a.top_entropy == 1 or objective.stopped_ratio:
         return
     if objective.whole_sequence:

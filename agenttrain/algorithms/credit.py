@@ -105,15 +105,17 @@ def set_advantages(rollout: Rollout, by_turn: float | Sequence[float] | None) ->
     a rollout without advantages. A sub-agent's turns come after the turn that called it, and before
     the caller's next one.
     """
-    turn_values = [0.0] * rollout.turns  # trajectory by trajectory
+    turn_values = [0.0] * rollout.turns  # all turns of the first trajectory, then of the next, …
     if isinstance(by_turn, Sequence):
         if len(by_turn) != rollout.turns:
             raise ValueError(
                 f"rollout {rollout.rollout_id}: {len(by_turn)} advantages for {rollout.turns} turns"
             )
-        for value, turn in zip(by_turn, _sampling_order(rollout), strict=True):
-            turn_values[turn] = value
-    first_turn = 0
+        # Its n-th number is the index, in `turn_values`, of the n-th turn that was sampled.
+        order = _sampling_order(rollout)
+        for value, turn_index in zip(by_turn, order, strict=True):
+            turn_values[turn_index] = value
+    first_turn = 0  # index of the trajectory's first turn; `span.turn` counts within a trajectory
     for trajectory in rollout.trajectories:
         if by_turn is None:
             trajectory.advantages = None
@@ -129,25 +131,27 @@ def set_advantages(rollout: Rollout, by_turn: float | Sequence[float] | None) ->
 def turn_advantages(
     groups: Sequence[Sequence[TurnRewards]], config: AlgorithmConfig
 ) -> TurnAdvantages:
-    """Return an advantage for each turn. Baseline and scale are those of rewards (`advantages`).
+    """Return an advantage for each turn, and the turns that gigpo compared.
 
     Shapes: P groups, G rollouts of a group, K turns of the longest rollout.
 
     R_t is the return: the sum of the rewards from turn t on, discounted by
-    `algorithm.credit.gamma`.
+    `algorithm.credit.gamma`. `algorithm.advantage` and `algorithm.scale` choose baseline and scale
+    of returns as they do for the rewards of whole rollouts (`advantages`).
 
     - `turn_reward` compares R_t with the returns of all turns of the group, where each rollout
       weighs 1 (turn-level credit, https://arxiv.org/abs/2505.11821). Departures: (1) that paper
       adds normalised rewards of two turns, and this takes returns of any number of turns. (2) Turns
       are not normalised by index, which `turn_baseline` does.
-    - `turn_baseline` compares R_t with the returns of the same turn. A rollout that ended
-      before it is compared by its last turn, so that the baseline depends on nothing that this
-      rollout did.
-    - `gigpo` adds to the rollout's advantage `algorithm.credit.step_weight` times that of its turn
-      among the turns of the group that began in an equal state (https://arxiv.org/abs/2505.10978).
-      Departures: (1) deviations have one degree of freedom taken, as everywhere here. (2) A rollout
-      that was in a state several times counts once in its mean. (3) A state that only one rollout
-      was in gives no advantage, however often it was there.
+    - `turn_baseline` compares R_t with the returns of turn t of all rollouts. Those that ended
+      before it take part with their last turn: the same rollouts are compared whichever of them
+      is long.
+    - `gigpo` adds two advantages: that of the rollout, and `algorithm.credit.step_weight` times
+      that of the turn among the turns of the group that began in an equal state
+      (https://arxiv.org/abs/2505.10978). Departures: (1) standard deviations are those of a sample
+      (ddof=1), as everywhere here. (2) A rollout that was in a state several times counts once in
+      its mean. (3) A state that only one rollout was in gives no advantage, however often it was
+      there.
 
     With a reward at the end alone, gamma=1 and no equal states, all three equal credit=rollout.
 
@@ -159,7 +163,7 @@ def turn_advantages(
     returns_PGK = _pad_turns(
         [[returns(turns.rewards or (), credit.gamma) for turns in group] for group in groups]
     )
-    # True for turns that GiGPO compared with others from an equal state.
+    # True for turns that gigpo compared with others from an equal state; for a metric.
     compared_PGK = torch.zeros_like(returns_PGK, dtype=torch.bool)
     if credit.name is Credit.turn_baseline:
         result_PGK = _advantages_by_turn(returns_PGK, config)
@@ -236,9 +240,10 @@ def _advantages_by_turn(returns_PGK: Tensor, config: AlgorithmConfig) -> Tensor:
 
 
 def _advantages_by_group(returns_PGK: Tensor, config: AlgorithmConfig) -> Tensor:
-    """Return the advantage of each turn among all turns of its group, or of the batch, [P, G, K].
+    """Return the advantage of each turn among all turns of its group, or of the batch.
 
-    In the mean and the deviation each rollout weighs 1, however many turns it has.
+    The returns and the result are [P groups, G rollouts, K turns], NaN where a rollout has no such
+    turn. In the mean and the deviation each rollout weighs 1, however many turns it has.
     """
     if config.advantage is Advantage.none:
         return returns_PGK
@@ -254,9 +259,9 @@ def _advantages_by_group(returns_PGK: Tensor, config: AlgorithmConfig) -> Tensor
     if config.scale is Scale.group:
         result_PGK = result_PGK / (std_P11 + EPSILON)
     elif config.scale is Scale.batch:
-        # As `advantages` does: the deviation of the returns, or of leave-one-out advantages.
-        scale_by_PGK = result_PGK if leave_one_out else returns_PGK
-        result_PGK = result_PGK / (_std(scale_by_PGK.flatten(0, 1)) + EPSILON)
+        # GRPO divides by the deviation of the returns, RLOO by that of the advantages (as TRL).
+        scaling_PGK = result_PGK if leave_one_out else returns_PGK
+        result_PGK = result_PGK / (_std(scaling_PGK.flatten(0, 1)) + EPSILON)
     return result_PGK.reshape(shape)
 
 
@@ -296,10 +301,12 @@ def _advantages_by_state(
 
 
 def _subtract_mean(values_RK: Tensor, *, leave_one_out: bool) -> Tensor:
-    """Subtract the mean of the rollouts' means, or of the other rollouts' means, from all values.
+    """Subtract a baseline from the values of all turns, [R rollouts, K turns].
 
-    The values are [R rollouts, K turns]. The result is exactly 0 if all of them are equal, and for
-    a single rollout.
+    The baseline is the mean of the rollouts' means, so that a rollout of many turns weighs no more
+    than one of few. With `leave_one_out` each rollout's baseline is the mean of the others' means.
+    NaN, which stays NaN, stands for a turn that is not there or a rollout without a reward. The
+    result is exactly 0 if all values are equal, and for a single rollout.
     """
     means_R = values_RK.nanmean(1)
     has_reward_R = ~means_R.isnan()

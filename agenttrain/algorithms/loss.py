@@ -223,6 +223,8 @@ class Averages:
 
     def __init__(self) -> None:
         self._parts: dict[str, Tensor] = {}
+        """Name -> the part of all that was added, [2]: (sum, count), or twice the extreme if the
+        name ends in ``max`` or ``min``."""
 
     def add(self, parts: MetricParts, *, counted: bool = True) -> None:
         """Add parts, or, if not `counted`, only their names with values that change nothing.
@@ -232,8 +234,7 @@ class Averages:
         """
         for name, part in parts.items():
             if not counted:
-                neutral = {"max": -torch.inf, "min": torch.inf}.get(name[-3:], 0.0)
-                part = torch.full_like(part, neutral)
+                part = torch.full_like(part, _neutral_value(name))
             total = self._parts.get(name)
             self._parts[name] = (
                 part if total is None else _combine(name, torch.stack((total, part)))
@@ -244,16 +245,26 @@ class Averages:
         if not self._parts:
             return {}
         names = sorted(self._parts)
-        parts_of_rank = torch.stack([self._parts[name] for name in names])
-        parts = accelerator.gather(parts_of_rank[None])
+        local_parts = torch.stack([self._parts[name] for name in names])  # [names, 2]
+        parts = accelerator.gather(local_parts[None])  # [processes, names, 2]
         values = {}
         for index, name in enumerate(names):
+            # As everywhere here, the name says how parts combine and what they hold.
             part = _combine(name, parts[:, index])
-            if not name.endswith(("max", "min")):
-                values[name] = (part[0] / part[1]).item()
+            if name.endswith(("max", "min")):
+                extreme = part[0]  # infinite if no process had a value
+                values[name] = extreme.item() if extreme.isfinite() else torch.nan
             else:
-                values[name] = part[0].item() if part[0].isfinite() else torch.nan
+                total, count = part
+                values[name] = (total / count).item()
         return values
+
+
+def _neutral_value(name: str) -> float:
+    """Return the number whose part changes no other part of this name when they are combined."""
+    if name.endswith("max"):
+        return -torch.inf
+    return torch.inf if name.endswith("min") else 0.0
 
 
 def _combine(name: str, parts: Tensor) -> Tensor:

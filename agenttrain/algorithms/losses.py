@@ -74,22 +74,27 @@ with the other sequences of its microbatch."""
 
 
 def top_entropy_mask(entropy_N: Tensor, place_N: Tensor, share: float) -> Tensor:
-    """Return True for the tokens among the top `share` by entropy, [N].
+    """Return True for the tokens among the top `share` by entropy, [N tokens].
 
-    https://arxiv.org/abs/2506.01939. The count is that of the tokens that reach TRL's quantile if
-    no two entropies are equal. Of entropies that differ by at most `TIED` from the lowest chosen
-    one, those of the lowest `place_N` are chosen. TRL leaves that to rounding, but the rollouts of
-    a group have equal entropies until their texts differ, and rounding changes with the microbatch.
+    https://arxiv.org/abs/2506.01939. As many tokens are chosen as reach TRL's quantile if no two
+    entropies are equal.
+
+    `place_N` decides between tokens whose entropies are as good as equal (within `TIED`, 1e-4
+    nats): those with the lowest places are chosen. A place is a number of the token's own, lower
+    for tokens near the start of their sequence. Ties are usual, because the rollouts of a group
+    have equal entropies until their texts differ. TRL leaves them to rounding, which changes with
+    the microbatch.
 
     Example: of [0, 1, 2, 3, 4] the top half, .5, is [2, 3, 4]; of [1, 1, 1, 2, 0] with places 0 …
     4 it is the first two and the 2.
     """
     tokens = entropy_N.numel()
-    # TRL keeps what reaches the quantile (1 - share), whose rank is (1 - share) (tokens - 1). 1e-9:
-    # a rank that is whole but for rounding is not rounded up.
-    count = tokens - math.ceil((1 - share) * (tokens - 1) - 1e-9)
     if tokens == 0:
         return torch.zeros(0, dtype=torch.bool)
+    # With the tokens ranked 0 … tokens - 1 by rising entropy, TRL keeps those from rank
+    # (1 - share) (tokens - 1) on. 1e-9: a rank that is whole but for rounding is not rounded up.
+    first_kept = math.ceil((1 - share) * (tokens - 1) - 1e-9)
+    count = tokens - first_kept
     cutoff = entropy_N.float().sort(descending=True).values[count - 1]
     mask_N = entropy_N > cutoff + TIED
     (ties,) = ((entropy_N >= cutoff - TIED) & ~mask_N).nonzero(as_tuple=True)

@@ -66,9 +66,14 @@ def mismatch(
 ) -> MetricParts:
     """Return the metrics of `MISMATCH_NAMES`, as parts that combine over processes.
 
-    The gap is |trainer - engine|. ``kl`` is the k3 estimate of KL(engine || trainer). `means` are
-    the mean logprobs of engine and trainer over the tokens of all processes. Covariances around
-    these means add up over the processes, so that the slope is that of all tokens.
+    The gap of a token is |trainer's logprob - engine's|. Its mean is over all tokens and over those
+    of the first turn, of later turns, of each third of their trajectory (early, middle, late),
+    fresh (sampled under the weights that are trained) and stale (under older ones). ``kl`` is the
+    k3 estimate of KL(engine || trainer). ``logprob_slope`` is that of the least-squares line
+    through the points (trainer, engine).
+
+    `means` are the mean logprobs of engine and trainer over the tokens of all processes. Sums
+    around these means add up over the processes, so that the slope is that of all tokens.
 
     Example: engine [-1, -2], trainer [-1, -1.5], the second token of turn 1: mean 0.25, max 0.5,
     first_turn 0, later_turns 0.5, kl (0 + exp(0.5) - 1 - 0.5) / 2 = 0.0744.
@@ -82,15 +87,17 @@ def mismatch(
         "fresh": ~origins.stale_S,
         "stale": origins.stale_S,
     }
-    # The slope of the least-squares line through (trainer, engine) is covariance / variance. Its
-    # part is (covariance, variance), each times the tokens. Zeros if all tokens are equally likely.
+    # The slope is covariance / variance. A mean's part is (sum, count), and its value their
+    # quotient; so the slope's part is (sum of products, sum of squares).
     engine_mean, trainer_mean = means
     centred_S = (trainer_S - trainer_mean).float()
-    variance = centred_S.square().sum()
-    if variance <= max(trainer_S.numel(), 1) * LEAST_SPREAD**2:
+    squares = centred_S.square().sum()
+    least_squares = max(trainer_S.numel(), 1) * LEAST_SPREAD**2
+    if squares <= least_squares:  # all tokens are about equally likely: a slope means nothing
         slope = trainer_S.new_zeros(2).float()
     else:
-        slope = torch.stack(((centred_S * (engine_S - engine_mean)).sum(), variance))
+        products = (centred_S * (engine_S - engine_mean)).sum()
+        slope = torch.stack((products, squares))
     return {
         GAP: mean_parts(gap_S),
         f"{GAP}_max": _largest(gap_S),
@@ -105,13 +112,16 @@ def mismatch(
 def route_mismatch(
     engine_S: Tensor, replayed_S: Tensor, own_S: Tensor, equal: Tensor
 ) -> MetricParts:
-    """Return the metrics of `ROUTE_NAMES`: what replayed experts change.
+    """Return the metrics of `ROUTE_NAMES`, as parts (sum, count): what replayed experts change.
 
-    `replayed_S` are the trainer's logprobs with the engine's experts, `own_S` those with its own.
-    `equal` counts pairs (position, layer), [2]: those for which both chose the same set, and all.
+    ``routing/equal`` is the share of pairs (position, layer) for which engine and trainer chose the
+    same set of experts; `equal` is its part: these pairs, and all pairs. ``logprob_gap_replayed``
+    and ``_own`` are the mean distances to the engine's logprobs of `replayed_S`, the trainer's
+    with the engine's experts, and of `own_S`, the trainer's with its own.
     """
-    gaps = (mean_parts((logprobs_S - engine_S).abs()) for logprobs_S in (replayed_S, own_S))
-    return dict(zip(ROUTE_NAMES, (equal.float(), *gaps), strict=True))
+    replayed_gap = mean_parts((replayed_S - engine_S).abs())
+    own_gap = mean_parts((own_S - engine_S).abs())
+    return dict(zip(ROUTE_NAMES, (equal.float(), replayed_gap, own_gap), strict=True))
 
 
 def _largest(gap_S: Tensor) -> Tensor:
@@ -123,8 +133,11 @@ def _largest(gap_S: Tensor) -> Tensor:
 def likely_cause(metrics: Mapping[str, float]) -> str | None:
     """Return the likely cause of a step's gap, in words, or None if the gap was not measured.
 
-    The order of the cases matters: a wrong cache or stale weights bend the slope too. Example:
-    slope 1.43 and nothing else: "another sampling transform …".
+    `metrics` are those of `mismatch`: the gap is the mean |trainer's logprob - engine's| in nats,
+    the slope that of the engine's logprobs over the trainer's, 1 if both sample alike. The order
+    of the cases matters: a wrong cache or stale weights bend the slope too.
+
+    Example: slope 1.43 and nothing else: "another sampling transform …".
     """
 
     def metric(name: str) -> float:
@@ -134,11 +147,12 @@ def likely_cause(metrics: Mapping[str, float]) -> str | None:
     fresh, stale = metric(f"{GAP}_fresh"), metric(f"{GAP}_stale")
     if math.isnan(metric(GAP)):
         return None
-    if metric("rollout/ledger_breaks") > 0:
+    if metric("rollout/ledger_breaks") > 0:  # attempts to train on tokens that were not sampled
         return "other tokens than were sampled (rollout/ledger_breaks)"
     # Not `stale >= …`: without a fresh token `fresh` is NaN, and all tokens are stale.
     if metric("sampling/stale_tokens") > 0 and not stale < FAR * fresh:
         return f"tokens sampled under older weights ({GAP}_stale is {stale:.3g})"
+    # The first turn computes its prompt anew; later ones read the cache of the turns before.
     if metric(f"{GAP}_later_turns") > FAR * metric(f"{GAP}_first_turn"):
         return f"a wrong cache ({GAP}_later_turns is far above _first_turn)"
     if abs(slope - 1) > SLOPE_OFF:

@@ -44,10 +44,14 @@ class Splits:
 
     @property
     def by_key(self) -> dict[str, TaskSource]:
-        """Sources by their configuration key. `data.test` is among them only if it has rows."""
+        """Sources by their configuration key. `data.test` is among them only if it has rows.
+
+        Example: ``data.train`` and ``data.test``, or of a mixture ``data.sources.shop.train``, ….
+        """
         if self.sources:
-            return {  # data.train of the source shop is data.sources.shop.train
-                at_source(name, (), key): tasks
+            return {
+                # A source's own `by_key` has data.train; in the run it is data.sources.shop.train.
+                at_source(name, own_keys=(), text=key): tasks
                 for name, splits in self.sources.items()
                 for key, tasks in splits.by_key.items()
             }
@@ -77,7 +81,7 @@ def build_tasks(
                 "is no share of them; leave it out"
             )
         rows = TransformedRows(train_rows, transform)
-        usable = _check_finite(rows, config, "data.train", notes, needs_prompt)
+        usable = _check_all_rows(rows, config, "data.train", notes, needs_prompt)
         train_indices, test_indices = hold_out(usable, config.test_fraction, config.test_seed)
         train, test = RowSubset(rows, train_indices), RowSubset(rows, test_indices)
         notes.append(
@@ -191,7 +195,7 @@ def _usable_rows(
     """
     transformed = TransformedRows(rows, transform)
     if not isinstance(rows, GeneratedRows):
-        usable = _check_finite(transformed, config, key, notes, needs_prompt)
+        usable = _check_all_rows(transformed, config, key, notes, needs_prompt)
         return RowSubset(transformed, usable.good)
     if config.where is not None:
         raise ValueError(
@@ -201,11 +205,15 @@ def _usable_rows(
     return transformed
 
 
-def _check_finite(
+def _check_all_rows(
     rows: TransformedRows, config: DataConfig, key: str, notes: list[str], needs_prompt: bool
 ) -> RowCheck:
-    """Check all rows of the dataset at `key`, and append notes on those that are left out."""
-    if note := getattr(rows.rows, "note", None):  # of data=rollouts: how many it takes
+    """Check all rows of the dataset at `key`, and append notes on those that are left out.
+
+    The rows must have an end.
+    """
+    # Recorded rollouts (data=rollouts) say in `note` how many of a file's rollouts are rows.
+    if note := getattr(rows.rows, "note", None):
         notes.append(f"{key}: {note}")
     limits = image_limits(config)
     # Applies `data.where` too: `usable.kept` counts the rows of which it is true, also bad ones.

@@ -41,8 +41,9 @@ class OnBadRow(StrEnum):
     """Consequence of a row that cannot become a task, or that the chat template refuses."""
 
     error = "error"
-    """Stop the run before it begins, naming the first such rows; rows without end, and texts that
-    the template changes, stop it where they are drawn."""
+    """Stop the run before it begins, naming the first such rows. Two kinds are noticed only when a
+    step uses them, and stop the run there: generated rows, which have no end, and texts that the
+    template alters (strips, say)."""
     skip = "skip"
     """Leave it out, and print how many rows were left out; those that are drawn count in
     `data/bad_rows`."""
@@ -180,26 +181,33 @@ def _read_source(name: str, section: object) -> SourceConfig:
 
 
 def at_source(name: str, own_keys: Collection[str], text: str) -> str:
-    """Return a message about a source's rows, and its `own_keys`, with the keys that the run has.
+    """Return a message about one source with its keys as they are in the run.
 
-    Example: ``data.where=a: …`` of the source shop becomes ``data.sources.shop.where=a: …``. An
-    empty name stands for a run without sources, whose keys stay.
+    The parts of a source are checked like those of a whole run, so that messages name ``data.…``,
+    and for what the source sets itself (`own_keys`) ``tools.…``, ``stop_tools=…`` and the like.
+    Examples for the source shop: ``data.where=a: …`` becomes ``data.sources.shop.where=a: …``, and
+    with the own key eval.questions ``eval.questions=0`` becomes
+    ``data.sources.shop.eval.questions=0``. An empty name stands for a run without sources, whose
+    keys stay.
     """
     if not name:
         return text
-    # Keys with a value of their own. The others are sections, with keys below them.
-    with_value = ("stop_tools", "eval.group_by", "eval.questions")
-    sections = "|".join(("data", *(key for key in own_keys if key not in with_value)))
-    settings = "|".join(re.escape(key) for key in own_keys if key in with_value)
-    settings = settings or "(?!)"  # matches nothing
-    keys = rf"(?:{sections})(?=\.[A-Za-z_])|(?:{settings})(?=[=:])"
+    # Settings have a value: "stop_tools=…". The other keys are sections: "tools.find.…".
+    settings = {"stop_tools", "eval.group_by", "eval.questions"} & set(own_keys)
+    sections = {"data", *own_keys} - settings
+    patterns = [
+        *(rf"{re.escape(key)}(?=\.[A-Za-z_])" for key in sections),
+        *(rf"{re.escape(key)}(?=[=:])" for key in settings),
+    ]
+    not_within_a_key = r"(?<![\w./-])"
+    not_at_source_yet = rf"(?!{re.escape(SOURCES)}\b)"
 
     def key_in_run(match: re.Match[str]) -> str:
         key = match[0]
         return f"{SOURCES}.{name}" if key == "data" else f"{SOURCES}.{name}.{key}"
 
-    # A whole key, and none that names the source already.
-    return re.sub(rf"(?<![\w./-])(?!{re.escape(SOURCES)}\b)(?:{keys})", key_in_run, text)
+    pattern = f"{not_within_a_key}{not_at_source_yet}(?:{'|'.join(patterns)})"
+    return re.sub(pattern, key_in_run, text)
 
 
 Sources = Annotated[
@@ -263,61 +271,69 @@ class DataConfig:
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
         """Check keys without an effect on these rows, and keys that exclude each other."""
-        # A mixture itself, not a source of one. Without sources data=mix sets `train` to {}.
+        # A mixture has no rows itself: data=mix sets `train` to {}. Its sources, which are
+        # SourceConfig, a subclass, are checked as rows.
         if type(self) is DataConfig and (self.sources or self.train == {}):
             raise_problems(_mixture_problems(self))
-            return self
-        problems = []
+        else:
+            raise_problems(self._row_problems())
+        return self
+
+    @property
+    def _is_endless(self) -> bool:
+        """True for the rows of a bundled generator.
+
+        Fails without rows: `train` is then the text "???" (MISSING). So ask only where a key of
+        rows is set.
+        """
+        return self.train.get("_target_") in ENDLESS
+
+    def _row_problems(self) -> Iterator[str]:
+        """Yield the problems of the keys of rows."""
         if self.only is not None:
-            problems.append(f"data.only={self.only}: has no effect without data.sources")
-        problems += self._find_unused_keys()
-
-        def is_endless() -> bool:
-            # Asked only where a key needs it: without a data group `train` is still "???".
-            return self.train.get("_target_") in ENDLESS
-
-        if self.where is not None and is_endless():
-            problems.append(
+            yield f"data.only={self.only}: has no effect without data.sources"
+        yield from self._find_unused_keys()
+        if self.where is not None and self._is_endless:
+            yield (
                 f"data.where={self.where}: has no effect on rows without end, which are made one "
                 "by one; leave it out"
             )
-        if self.shuffle and is_endless():
-            problems.append(
-                "data.shuffle=true: rows without end have no shuffled order; leave it out"
-            )
+        if self.shuffle and self._is_endless:
+            yield "data.shuffle=true: rows without end have no shuffled order; leave it out"
         if self.test_fraction is not None:
             names_other_rows = names_test_rows(self) and self.train != self.test
-            if names_other_rows or is_endless():  # endless rows are made for each split
-                problems.append(
+            if names_other_rows or self._is_endless:  # endless rows are made for each split
+                yield (
                     f"data.test_fraction={self.test_fraction}: data.test has rows of its own; "
                     "leave it out, or let both read the same: data=file data.path=…"
                 )
         if self.test_fraction is None and self.test_seed:
-            problems.append(
-                f"data.test_seed={self.test_seed}: has no effect without data.test_fraction"
-            )
-        mapped_questions = {"messages", "prompt"} & set(self.map)
+            yield f"data.test_seed={self.test_seed}: has no effect without data.test_fraction"
         if self.prompt is not None:
-            problems += [
-                f"data.map.{name}={self.map[name]}: data.prompt makes the question already; drop "
-                "one"
-                for name in mapped_questions
-            ]
-        raise_problems(problems)
-        return self
+            for name in {"messages", "prompt"} & set(self.map):
+                yield (
+                    f"data.map.{name}={self.map[name]}: data.prompt makes the question already; "
+                    "drop one"
+                )
 
     def _find_unused_keys(self) -> Iterator[str]:
-        """Yield keys such as data.path, set without the group (data=file) whose sections use it."""
+        """Yield keys such as data.path that have no effect on these rows.
+
+        Such a key is only the source of a value: the sections train and test of data=file have
+        ``path: ${..path}``. It has no effect if the chosen rows have no such argument, or if the
+        user has set another value in both sections.
+        """
+        sections = {f"data.{split}": getattr(self, split) for split in SPLITS}
         for name, group in GROUPS.items():
             value = getattr(self, name)
             if value is None or any(s.get(name) == value for s in (self.train, self.test)):
-                continue  # not set, or a section has taken it over
-            sections = {f"data.{split}": getattr(self, split) for split in SPLITS}
-            overrides = " ".join(
-                f"{key}.{name}={value}" for key, section in sections.items() if section.get(name)
-            )
+                continue  # not set, or a section reads it
+            hiding_keys = [
+                f"{key}.{name}" for key, section in sections.items() if section.get(name)
+            ]
             remedy = f"add data={group}"
-            if overrides:  # the sections have another value, which hides data.<name>
+            if hiding_keys:  # the sections have another value
+                overrides = " ".join(f"{key}={value}" for key in hiding_keys)
                 remedy = f"set {overrides}, which come before it"
             yield f"data.{name}={value}: is not used by these rows; {remedy}"
 
@@ -395,7 +411,7 @@ class SourceConfig(DataConfig):
                 f"data.weight={self.weight:g}: has no effect beside data.count={self.count}; leave "
                 "one of them out"
             )
-        if self.at_end is AtEnd.drop and self.train.get("_target_") in ENDLESS:
+        if self.at_end is AtEnd.drop and self._is_endless:
             problems.append("data.at_end=drop: these rows have no end; leave it out")
         if self.at_end is AtEnd.drop and self.curriculum.enabled:
             problems.append(

@@ -43,8 +43,11 @@ class Curriculum:
 
     The tasks of a step are a function of (seed, state): processes with the same results choose the
     same tasks, and so does a resumed run. A step repeats a row only if it needs more tasks than
-    there are rows. A step whose tasks are all drawn may be closed before its results are known, so
-    that the next one can draw its own. Example::
+    there are rows.
+
+    One step is open: `tasks` chooses its rows. `close` ends it and opens the next one, which can
+    choose its own before the results of the closed step are known. `learn` takes the results of the
+    oldest closed step. Example::
 
         curriculum = Curriculum(source, config, seed=0)
         tasks = curriculum.tasks(0, 8)
@@ -55,47 +58,50 @@ class Curriculum:
     def __init__(self, source: TaskSource, config: CurriculumConfig, *, seed: int) -> None:
         self._source, self._config, self._seed = source, config, seed
         self._measures: dict[int, Measure] = {}
-        """Row -> the success so far on it."""
-        self._fresh = 0
-        """New rows used so far. They come in the source's own order."""
-        self._steps = 0
+        """Row -> the success so far on it, for the rows of learnt steps."""
+        self._learnt_steps = 0
         """Steps whose results were learnt."""
+        self._closed_rows: list[list[int]] = []
+        """The rows of each closed step that is not learnt yet, the oldest first."""
+        self._used_count = 0
+        """Rows used in any closed step. They were first used in the source's own order, so this is
+        also the number of the next new one."""
         self._start = 0
-        """The data cursor at the beginning of this step."""
-        self._ahead: list[list[int]] = []
-        """The rows of closed steps without results, the oldest first."""
-        self._upcoming = self._rows()
-        """Yields the next rows of this step."""
+        """Tasks of the run before the open step: the number of its first task."""
         self._step_rows: list[int] = []
-        """The rows of this step that were chosen so far."""
+        """The rows of the open step that were chosen so far."""
+        self._upcoming = self._rows()
+        """Yields the further rows of the open step."""
 
     def tasks(self, start: int, count: int) -> list[Task]:
         """Return `count` tasks from task `start` of the run on, counted from 0.
 
-        All must belong to one step: this one, or a closed one without results. Raises ValueError
-        for tasks of earlier steps.
+        All must belong to one step: the open one, or a closed one that is not learnt. Raises
+        ValueError for tasks of learnt steps.
         """
-        ahead_start = self._start - sum(map(len, self._ahead))
-        if ahead_start <= start < self._start:  # of a closed step
-            ahead = [row for rows in self._ahead for row in rows]
-            rows = ahead[start - ahead_start : start - ahead_start + count]
+        closed_rows = [row for rows in self._closed_rows for row in rows]
+        closed_start = self._start - len(closed_rows)  # number of the first task of these
+        if closed_start <= start < self._start:
+            rows = closed_rows[start - closed_start : start - closed_start + count]
         else:
+            # Refuses a negative offset, which is that of a learnt step.
             rows = self._choose(start - self._start, count)
         return [self._source.row(row) for row in rows]
 
     def close(self, cursor: int) -> None:
-        """Close the step of the tasks up to `cursor`, whose results come later.
+        """End the open step, whose tasks are those before `cursor`, and open the next one.
 
-        Does nothing for a step that is closed.
+        Its results come later, by `learn`. Does nothing for a step that is closed.
         """
         if cursor <= self._start:
             return
-        rows = self._choose(0, cursor - self._start)
+        rows = self._choose(0, cursor - self._start)  # all rows of the step
         # Rows of closed steps are used, though they have no measure yet.
-        used_rows = {*self._measures, *(row for step in self._ahead for row in step)}
-        self._fresh += len({*rows} - used_rows)  # rows that this step uses for the first time
-        self._ahead.append(rows)
-        self._start, self._upcoming, self._step_rows = cursor, self._rows(), []
+        used_rows = {*self._measures, *(row for step in self._closed_rows for row in step)}
+        self._used_count += len({*rows} - used_rows)  # rows that this step uses for the first time
+        self._closed_rows.append(rows)
+        self._start, self._step_rows = cursor, []
+        self._upcoming = self._rows()  # reads all of the above
 
     def results(self, groups: Iterable[Sequence[Rollout]]) -> list[Result]:
         """Return the outcome of each of a step's groups that has a reward."""
@@ -119,8 +125,8 @@ class Curriculum:
             success_counts[task_id] += successes
             reward_counts[task_id] += rewards
         self.close(cursor)
-        rows = dict.fromkeys(self._ahead.pop(0))  # each row once
-        self._steps += 1
+        rows = dict.fromkeys(self._closed_rows.pop(0))  # each row once
+        self._learnt_steps += 1
         for row in rows:
             task_id = self._source.row(row).task_id
             rate = self._measures[row].rate if row in self._measures else None
@@ -128,7 +134,7 @@ class Curriculum:
                 new_rate = success_counts[task_id] / reward_counts[task_id]
                 memory = self._config.memory
                 rate = new_rate if rate is None else memory * rate + (1 - memory) * new_rate
-            self._measures[row] = Measure(rate=rate, step=self._steps)
+            self._measures[row] = Measure(rate=rate, step=self._learnt_steps)
         if not self._step_rows:  # the next step has not begun, and can still use these results
             self._upcoming = self._rows()
 
@@ -141,7 +147,7 @@ class Curriculum:
         rates = [m.rate for m in self._measures.values() if m.rate is not None]
         metrics = {}
         if not self._source.endless:
-            metrics["curriculum/new"] = float(len(self._source) - self._fresh)
+            metrics["curriculum/new"] = float(len(self._source) - self._used_count)
         for pool in ("band", "easy", "hard", "unmeasured"):
             metrics[f"curriculum/{pool}"] = float(pools[pool])
         metrics["curriculum/success"] = math.fsum(rates) / len(rates) if rates else math.nan
@@ -150,29 +156,35 @@ class Curriculum:
     def state_dict(self) -> dict[str, Any]:
         """Return the state on which later choices depend, as JSON.
 
-        ``rows`` has the row, its share of successes and the step of this measure; ``ahead`` the
-        rows of each closed step whose results are missing.
+        ``start``: number of the open step's first task. ``steps``: number of learnt steps.
+        ``fresh``: number of rows used so far. ``rows``: the row, its share of successes and the
+        step of this measure. ``ahead``: the rows of each step that was closed, so that its tasks
+        are all drawn, and whose results are not learnt.
         """
         rows = [[row, m.rate, m.step] for row, m in sorted(self._measures.items())]
         state: dict[str, Any] = {
             "start": self._start,
-            "steps": self._steps,
-            "fresh": self._fresh,
+            "steps": self._learnt_steps,
+            "fresh": self._used_count,
             "rows": rows,
         }
-        if self._ahead:
-            state["ahead"] = self._ahead
+        if self._closed_rows:
+            state["ahead"] = self._closed_rows
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of `state_dict()`."""
-        self._steps, self._fresh = state["steps"], state["fresh"]
+        self._learnt_steps, self._used_count = state["steps"], state["fresh"]
         self._measures = {row: Measure(rate=rate, step=step) for row, rate, step in state["rows"]}
-        self._ahead = [list(rows) for rows in state.get("ahead", ())]
-        self._start, self._upcoming, self._step_rows = state["start"], self._rows(), []
+        self._closed_rows = [list(rows) for rows in state.get("ahead", ())]
+        self._start, self._step_rows = state["start"], []
+        self._upcoming = self._rows()  # reads all of the above
 
     def _choose(self, offset: int, count: int) -> list[int]:
-        """Return `count` rows of this step from its `offset`-th on; choose those not chosen yet."""
+        """Return `count` rows of the open step from its `offset`-th on; choose missing ones.
+
+        Raises ValueError for an offset below 0.
+        """
         if offset < 0:
             raise ValueError(f"curriculum: task {self._start + offset} belongs to an earlier step")
         while len(self._step_rows) < offset + count:
@@ -180,32 +192,42 @@ class Curriculum:
         return self._step_rows[offset : offset + count]
 
     def _rows(self) -> Iterator[int]:
-        """Yield the rows of this step, without end."""
+        """Yield the rows of the open step, without end.
+
+        Each is a new row (one that no step has used) with the chance `explore`, else a used one.
+        """
         rng = random.Random(f"{self._seed}-curriculum-{self._start}")
-        # Rows of closed steps have no result yet, and come up again as rarely as hard ones.
-        weights = {row: self._config.floor for rows in self._ahead for row in rows}
-        for row, measure in sorted(self._measures.items()):
-            is_stale = self._steps - measure.step >= self._config.revisit
-            in_band = self._pool(measure) == "band"
-            weights[row] = 1.0 if in_band or is_stale else self._config.floor
-        # Measured rows in random order, weighted: the greater a row's weight, the nearer to the end
-        # it stands and the earlier it is popped (Efraimidis and Spirakis 2006,
+        weights = self._weights()
+        # Used rows in random order, weighted: the greater a row's weight, the nearer to the end it
+        # stands and the earlier it is popped (Efraimidis and Spirakis 2006,
         # https://doi.org/10.1016/j.ipl.2005.11.003: by u^(1/weight), here by its logarithm).
         keys = {row: math.log(1 - rng.random()) / weight for row, weight in weights.items()}
-        measured = sorted(keys, key=lambda row: keys[row])
-        next_new, step_rows = self._fresh, list[int]()  # number of the next row never used
-        while measured or next_new < len(self._source):
+        used_rows = sorted(keys, key=lambda row: keys[row])
+        next_new, step_rows = self._used_count, list[int]()  # number of the next new row
+        while used_rows or next_new < len(self._source):
             wants_new = rng.random() < self._config.explore
-            # The next measured row gives way to a new one as its weight says: outside the band,
-            # with the chance 1 - floor.
-            rejected = bool(measured) and rng.random() >= weights[measured[-1]]
-            if next_new < len(self._source) and (wants_new or rejected or not measured):
+            # The order above only ranks used rows among themselves. Where few of them are in the
+            # band, one of weight `floor` soon comes up. With the chance 1 - floor a new row takes
+            # its turn then; the used one stays, and comes up again for the next task.
+            gives_way = bool(used_rows) and rng.random() >= weights[used_rows[-1]]
+            if next_new < len(self._source) and (wants_new or gives_way or not used_rows):
                 step_rows.append(self._source.index(next_new))
                 next_new += 1
             else:
-                step_rows.append(measured.pop())
+                step_rows.append(used_rows.pop())
             yield step_rows[-1]
         yield from cycle(step_rows)  # the step needs more tasks than there are rows
+
+    def _weights(self) -> dict[int, float]:
+        """Return the weight of each used row: 1 in the band, `floor` outside it."""
+        # Rows of closed steps may have no result yet: they come up as rarely as hard ones.
+        weights = {row: self._config.floor for rows in self._closed_rows for row in rows}
+        for row, measure in sorted(self._measures.items()):
+            in_band = self._pool(measure) == "band"
+            # After `revisit` steps a measure is too old to keep a row out.
+            is_stale = self._learnt_steps - measure.step >= self._config.revisit
+            weights[row] = 1.0 if in_band or is_stale else self._config.floor
+        return weights
 
     def _pool(self, measure: Measure) -> str:
         """Return the pool of a row: ``unmeasured``, ``hard``, ``band`` or ``easy``."""

@@ -58,8 +58,10 @@ class ArrowRows:
             table = table.with_format(None)
         self._table = table if limit is None else table.select(range(min(limit, len(table))))
         self._name = name
-        self._block: tuple[int, dict[str, list[Any]]] = (-1, {})
-        """(number, columns) of the block of rows that was decoded last."""
+        self._block_number = -1
+        """Number of the block of rows that was decoded last: 1 for the rows from BLOCK on."""
+        self._block_columns: dict[str, list[Any]] = {}
+        """The columns of this block."""
 
     def __len__(self) -> int:
         return len(self._table)
@@ -70,12 +72,15 @@ class ArrowRows:
         Rows are decoded in blocks, and the last block is kept, because rows are read in order.
         """
         number, position = divmod(index, BLOCK)
-        if self._block[0] != number:  # a slice of a table is a mapping: column -> values
-            self._block = (number, self._table[number * BLOCK : (number + 1) * BLOCK])
+        if self._block_number != number:
+            # A slice of a table is a mapping: column -> values.
+            self._block_columns = self._table[number * BLOCK : (number + 1) * BLOCK]
+            self._block_number = number
         features = self._table.features
+        # Arrow gives each struct of a column the keys of all rows' structs, with the value None.
         return {
             name: _drop_added_keys(to_json_types(values[position]), features.get(name))
-            for name, values in self._block[1].items()
+            for name, values in self._block_columns.items()
         }
 
     def where(self, index: int) -> str:
@@ -368,14 +373,18 @@ class HubRows(ArrowRows):
         import datasets
 
         describe = partial(_hub_problem, path=path, subset=subset, split=split)
-        # The hub's errors, such as a dataset that needs a token, are explained first.
+        # The inner block sees an error first: `explained` describes those of the hub, such as a
+        # dataset that needs a token, and `describe` all others.
         hub_errors = nullcontext() if is_local else explained(path, revision, "path", DATA)
         with loading_dataset(describe), hub_errors:
             builder = datasets.load_dataset_builder(path, subset, revision=commit or revision)
+            # Cells of CSV stay texts: pandas would guess types, and make the number 7 of 007.
+            cell_arguments = _cells_as_texts(builder)
             table = datasets.load_dataset(
-                path, subset, split=split, revision=commit or revision, **_cells_as_texts(builder)
+                path, subset, split=split, revision=commit or revision, **cell_arguments
             )
         if commit is not None:
+            # Without an answer of the hub, `datasets` loads another commit from its cache.
             _check_cached_commit(table, commit, path)
         name = path if subset is None else f"{path} ({subset})"
         super().__init__(table, name=name, limit=limit)

@@ -127,7 +127,11 @@ def with_absolute_paths(row: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return a row of a file in `folder` whose paths of images are absolute."""
 
     def make_absolute(value: Any) -> Any:
-        """Return an image's value with an absolute path, if it names a file of the folder."""
+        """Return an image's value with an absolute path, if it names a file of the folder.
+
+        A name is a text, or the `path` of a mapping without `bytes`. Any other value is returned
+        as it is.
+        """
         if isinstance(value, Mapping) and not value.get("bytes") and value.get("path"):
             return {**value, "path": make_absolute(value["path"])}
         if not isinstance(value, str) or value.startswith(URLS) or not (folder / value).is_file():
@@ -135,14 +139,21 @@ def with_absolute_paths(row: dict[str, Any], folder: Path) -> dict[str, Any]:
         return str(folder / value)
 
     def convert_part(part: Any) -> Any:
-        """Return a part of a message's content with absolute paths."""
+        """Return a part of a message's content with absolute paths.
+
+        An image is at ``image``, or in OpenAI's form at ``image_url``: a text or ``{"url": text}``.
+        """
         if not isinstance(part, Mapping):
             return part
+        result = dict(part)
+        if part.get("image") is not None:
+            result["image"] = make_absolute(part["image"])
         address = part.get("image_url")
         if isinstance(address, Mapping):
-            address = {**address, "url": make_absolute(address.get("url"))}
-        images = {"image": make_absolute(part.get("image")), "image_url": make_absolute(address)}
-        return {**part, **{key: value for key, value in images.items() if value is not None}}
+            result["image_url"] = {**address, "url": make_absolute(address.get("url"))}
+        elif address is not None:
+            result["image_url"] = make_absolute(address)
+        return result
 
     result = dict(row)
     if COLUMN in row:

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from fractions import Fraction
-from math import lcm
 from typing import Any
 
 from agenttrain.data.config import AtEnd, SourceConfig
@@ -48,41 +47,44 @@ class Turns:
     """Whose turn it is: draws sources one by one, each exactly by its share.
 
     After any number of draws each source has its share of all draws so far, rounded up or down (the
-    quota method of apportionment; Balinski and Young, American Mathematical Monthly 82, 1975).
-    Among the sources that may have one more without being a whole draw ahead, the next is the one
-    whose share reaches that number first. Ties go to the first in `shares`. A source that has come
-    to its limit is left out, and the counts begin anew for the others.
+    quota method of apportionment; Balinski and Young, American Mathematical Monthly 82, 1975). A
+    source that has come to its limit drops out. The counts of the others then begin anew, so that
+    the shares hold among them from there on.
 
-    Example: the shares 2/3 and 1/3 of a and b draw a, b, a, a, b, a, …
+    Example: the shares 2/3 and 1/3 of a and b draw a, a, b, a, a, b, …
     """
 
     def __init__(self, shares: Mapping[str, Fraction], limits: Mapping[str, int]) -> None:
         """`limits` are the most draws of a source; sources without a limit are missing."""
-        common = lcm(*(share.denominator for share in shares.values()))
-        self._weights = {name: int(share * common) for name, share in shares.items()}
-        """The shares as whole numbers: 2 and 1 for 2/3 and 1/3."""
-        common = lcm(*self._weights.values())
-        self._distances = {name: common // weight for name, weight in self._weights.items()}
-        """Distance between two draws of a source, as whole numbers: 1 and 2 for these weights."""
-        self._limits = limits
+        self._shares, self._limits = shares, limits
         self.drawn = dict.fromkeys(shares, 0)
-        """Draws of each source so far."""
+        """Draws of each source in the whole run. They decide when it comes to its limit."""
         self.counted = dict.fromkeys(shares, 0)
-        """Draws of each source since one was last left out."""
+        """Draws of each source since one last dropped out. They decide whose turn it is."""
 
     def draw(self) -> str:
-        """Return the source of the next task, and count it."""
-        limits = self._limits
-        live = [n for n in self._weights if self.drawn[n] < limits.get(n, sys.maxsize)]
-        total = sum(self._weights[name] for name in live)
-        draws = sum(self.counted[name] for name in live) + 1  # with this one
-        # Sources that stay less than one draw ahead of their share: counted < share * draws.
-        eligible = (n for n in live if self.counted[n] * total < self._weights[n] * draws)
-        # The one whose share reaches its next number of draws first.
-        name = min(eligible, key=lambda n: (self.counted[n] + 1) * self._distances[n])
+        """Return the source of the next task, and count it.
+
+        A source may be drawn if it is then less than one draw ahead of its share. Of these sources,
+        the one whose share reaches its next number of draws first is drawn: with a share of 2/3 the
+        share comes to 1, 2, … draws after 1.5, 3, … draws of all. Ties go to the first in `shares`.
+        """
+        shares = {  # of the sources that have not dropped out
+            name: share
+            for name, share in self._shares.items()
+            if self.drawn[name] < self._limits.get(name, sys.maxsize)
+        }
+        total_share = sum(shares.values())
+        draws = sum(self.counted[name] for name in shares) + 1  # with this one
+        eligible = [
+            name
+            for name, share in shares.items()
+            if self.counted[name] < share / total_share * draws
+        ]
+        name = min(eligible, key=lambda name: (self.counted[name] + 1) / shares[name])
         self.drawn[name] += 1
         self.counted[name] += 1
-        if self.drawn[name] == limits.get(name):  # left out from now on: the others begin anew
+        if self.drawn[name] == self._limits.get(name):  # it drops out: the others begin anew
             self.counted = dict.fromkeys(self.counted, 0)
         return name
 
@@ -113,13 +115,13 @@ class Mixture:
     one source and the first of the other.
 
     Each step calls `tasks`, `close` when its tasks are drawn, and `learn` with its results. A
-    step's tasks may be asked for again until `learn`.
+    step's tasks may be asked for again until `learn`. The next steps may draw theirs before it.
     """
 
     endless = True
 
     def __init__(self, sources: Mapping[str, MixedSource], *, seed: int) -> None:
-        """`seed` decides which source comes first where two have the same right to a task."""
+        """`seed` shuffles the sources: where the shares leave a tie, the first of them is drawn."""
         self._sources = dict(sources)
         names = list(sources)
         random.Random(f"{seed}-mixture").shuffle(names)
@@ -127,11 +129,11 @@ class Mixture:
         self._start = 0
         """The first task of the oldest step without results."""
         self._turns = Turns({name: sources[name].share for name in names}, limits)
-        """State of the turns at `_start`."""
-        self._next_turns = self._turns.copy()
-        """State of the turns after `_picks`."""
+        """Draws of the sources before `_start`, which a checkpoint keeps."""
         self._picks: list[tuple[str, int]] = []
         """Source, and number among the source's own tasks, of each task drawn from `_start` on."""
+        self._turns_after_picks = self._turns.copy()
+        """`_turns` with the draws of `_picks`, which the next pick continues."""
 
     def __len__(self) -> int:
         return sys.maxsize
@@ -143,31 +145,32 @@ class Mixture:
         """
         if start < self._start:
             raise ValueError(f"mixture: task {start} belongs to an earlier step")
-        # A source's curriculum chooses among its tasks, if it has one.
-        return [
-            (self._sources[name].curriculum or self._sources[name].tasks).tasks(occurrence, 1)[0]
-            for name, occurrence in self._picked(start + count)[start - self._start :]
-        ]
+        tasks = []
+        for name, number in self._picks_until(start + count)[start - self._start :]:
+            source = self._sources[name]
+            # A source's curriculum, if it has one, decides which is the source's n-th task.
+            tasks += (source.curriculum or source.tasks).tasks(number, 1)
+        return tasks
 
-    def _picked(self, end: int) -> list[tuple[str, int]]:
-        """Return the picks from `_start` to the run's `end`-th task; draw missing ones."""
+    def _picks_until(self, end: int) -> list[tuple[str, int]]:
+        """Return the picks of the run's tasks `_start` … `end` - 1; draw missing ones."""
         while self._start + len(self._picks) < end:
-            name = self._next_turns.draw()
-            self._picks.append((name, self._next_turns.drawn[name] - 1))
+            name = self._turns_after_picks.draw()
+            self._picks.append((name, self._turns_after_picks.drawn[name] - 1))
         return self._picks[: end - self._start]
 
     def _cursors(self, cursor: int) -> dict[str, int]:
         """Return the tasks of each source among the first `cursor` of the run."""
         cursors = dict(self._turns.drawn)
-        for name, occurrence in self._picked(cursor):
-            cursors[name] = occurrence + 1
+        for name, number in self._picks_until(cursor):
+            cursors[name] = number + 1
         return cursors
 
     def close(self, cursor: int) -> None:
         """Close the step of the tasks up to `cursor`, whose results come later."""
         for name, source_cursor in self._cursors(cursor).items():
             curriculum = self._sources[name].curriculum
-            if curriculum is not None:
+            if curriculum is not None:  # does nothing if the source had no task in this step
                 curriculum.close(source_cursor)
 
     def results(self, groups: Iterable[Sequence[Rollout]]) -> list[tuple[str, Result]]:
@@ -190,7 +193,7 @@ class Mixture:
             by_source.setdefault(name, []).append(result)
         for name, source_cursor in self._cursors(cursor).items():
             curriculum = self._sources[name].curriculum
-            # Skip a source that had no task in this step: its curriculum has no such step.
+            # `close` made no step in the curriculum of a source that had no task in this one.
             if curriculum is not None and source_cursor > self._turns.drawn[name]:
                 curriculum.learn(source_cursor, by_source.get(name, []))
         # Repeat the step's draws, which brings `_turns` from the old `_start` to the new one.
@@ -212,7 +215,12 @@ class Mixture:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last step with results, as JSON: each source's cursor."""
+        """Return the state after the last step with results, as JSON.
+
+        Steps that were drawn ahead are not in it: they are drawn again. ``start`` counts the tasks
+        of all sources so far. Of each source, ``cursor`` counts its tasks and ``counted`` those
+        since a source last dropped out (`Turns`).
+        """
         return {
             "start": self._start,
             "sources": {
@@ -229,14 +237,15 @@ class Mixture:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of `state_dict()`."""
-        self._start, self._picks = state["start"], []
+        self._start = state["start"]
         for name, saved in state["sources"].items():
             self._turns.drawn[name] = saved["cursor"]
             self._turns.counted[name] = saved["counted"]
             curriculum = self._sources[name].curriculum
             if curriculum is not None:
                 curriculum.load_state_dict(saved["curriculum"])
-        self._next_turns = self._turns.copy()
+        # Tasks that were drawn ahead are drawn again, from the loaded turns on.
+        self._picks, self._turns_after_picks = [], self._turns.copy()
 
 
 class Questions:

@@ -56,8 +56,12 @@ class GeneratedRows:
 class TaskSource:
     """Tasks by occurrence: the n-th of a run is row n, or the n-th row of a seeded shuffle.
 
-    Three counts of rows: an occurrence goes on over the epochs, an index counts the rows of an
-    epoch, without those that `leave_out` removed, and a number counts all rows of the dataset.
+    Three counts of rows:
+
+    - occurrence: the n-th task of the run; it goes on over the epochs (`tasks`, `index`);
+    - index: the n-th row in the dataset's order, without those that `leave_out` removed (`row`,
+      `where`);
+    - number: the n-th row of the whole dataset. It is a task's default id, and private here.
     """
 
     def __init__(
@@ -134,12 +138,19 @@ class TaskSource:
         return replace(task, source=self.source) if self.source else task
 
     def _row_error(self, index: int, reason: str) -> RowError:
-        """Return the error of a row, with the keys that the run has for those of its source."""
-        message = f"{self._key}: {self.where(index)}: {reason}".removeprefix(": ")
-        return RowError(at_source(self.source, (), message))
+        """Return the error of a row: ``data.train: rows.jsonl, line 3: …``.
+
+        For a mixture's source shop it begins with ``data.sources.shop.train``.
+        """
+        place = self.where(index)
+        message = f"{self._key}: {place}: {reason}" if self._key else f"{place}: {reason}"
+        return RowError(at_source(self.source, own_keys=(), text=message))
 
     def where(self, index: int) -> str:
-        """Return the row's place for error messages."""
+        """Return the place of the row at an index, for error messages.
+
+        Rows that know their place, such as a file and a line, have a method `where`.
+        """
         where, number = getattr(self._rows, "where", None), self._number(index)
         return f"data row {number}" if where is None else where(number)
 
@@ -148,10 +159,11 @@ class TaskSource:
 
         Rows without end cannot be searched: only the one whose number is the task's id is compared.
         """
-        candidates: Iterable[int] = range(len(self))
+        indices: Iterable[int] = range(len(self))
         if self.endless:
-            candidates = (int(task.task_id),) if task.task_id.isdecimal() else ()
-        return next((self.where(index) for index in candidates if self.row(index) == task), None)
+            # No row of these was ever left out, so that the index is the number.
+            indices = (int(task.task_id),) if task.task_id.isdecimal() else ()
+        return next((self.where(index) for index in indices if self.row(index) == task), None)
 
     def leave_out(self, indices: Collection[int], note: str) -> None:
         """Remove rows; the others keep their ids. The source must have an end.

@@ -16,7 +16,7 @@ from agenttrain.data.config import DataConfig, OnBadRow
 from agenttrain.data.files import BadRow
 from agenttrain.data.images import ImageLimits
 from agenttrain.data.tasks import Rows, to_task, with_executor
-from agenttrain.types import Message
+from agenttrain.types import Message, Task
 from agenttrain.utils.content import images_in
 from agenttrain.utils.expressions import compiled
 from agenttrain.utils.text_templates import TextTemplate
@@ -49,11 +49,14 @@ class RowTransform:
         columns = dict(row)
         for name, expression in self._map.items():
             try:
+                # Of the row as it was read: no expression sees another one's result.
                 columns[name] = expression.search(row)
             except ValueError as error:
                 raise BadRow(f"data.map.{name}={error}") from error
+        # None counts as missing, as in `to_task`: an expression gives it for what it does not find.
         columns = {name: value for name, value in columns.items() if value is not None}
         messages = self._messages(columns)
+        # Anything else stays in its own column, where `to_task` refuses it.
         if isinstance(messages, list | tuple):
             columns["messages"] = [_join_texts(message) for message in messages]
         if self._executor is not None and "tools" in columns:
@@ -216,7 +219,8 @@ def check_rows(
     misspelt, and for more images than `images.total`.
     """
     usable, transform = RowCheck(), rows.transform
-    source_columns, columns = set[str](), set[str]()  # of any row, before and after the transform
+    # The columns that any row has, as it was read and after the transform.
+    source_columns, columns = set[str](), set[str]()
     limits, image_count = images or ImageLimits(), 0
     for index in range(len(rows)):
         try:
@@ -242,24 +246,31 @@ def check_rows(
                 f"{image_count} images, each of which is read before the run starts; raise it, or "
                 f"take fewer rows: {key}.limit={index}"
             )
-        question = rows.question(index) or _question(task.messages)
-        # The key tells equal questions. Without messages an environment makes the question from
-        # the columns.
-        identity = [question or dict(task.columns), task.user_turns]
-        usable.keys.append(json.dumps(identity, default=str, sort_keys=True))
+        usable.keys.append(_question_key(task, recorded_question=rows.question(index)))
     if transform.where is not None and usable.left_out == len(rows):
         raise ValueError(
             f"data.where={transform.where.text}: is true of none of the {len(rows)} rows of {key}; "
             f"their columns are: {', '.join(sorted(source_columns)) or 'none'}"
         )
+    # Without a good row the reasons of the bad ones say more than a column that is missing.
     mapped_names = list(transform.mapped) if usable.good else []
     for name in mapped_names:
-        if name not in columns:  # the expression gave null in every row
+        if name not in columns:  # the expression gave null in every row: the transform drops nulls
             raise ValueError(
                 f"data.map.{name}={transform.mapped[name]}: finds nothing in any row of {key}; "
                 f"their columns are: {', '.join(sorted(columns)) or 'none'}"
             )
     return usable
+
+
+def _question_key(task: Task, *, recorded_question: Sequence[Message] | None) -> str:
+    """Return a text that is equal for tasks that ask the same: `hold_out` keeps them together.
+
+    Without messages an environment makes the question from the columns.
+    """
+    question = recorded_question or _question(task.messages)
+    identity = [question or dict(task.columns), task.user_turns]
+    return json.dumps(identity, default=str, sort_keys=True)
 
 
 def _question(messages: Sequence[Message]) -> Sequence[Message]:

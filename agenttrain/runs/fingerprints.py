@@ -51,15 +51,20 @@ Fingerprints = dict[str, dict[str, str]]
 
 
 def fingerprints(components: Components) -> Fingerprints:
-    """Return the fingerprints of a run that is about to start or to go on."""
+    """Return the digest of each part of a run, by which a resumed run notices what has changed.
+
+    Example: ``{"data": {"rows of data.train": "93a1…"}, "tools": {"code of tools.find": "5c0d…"},
+    "template": {"chat template": "07be…"}, …}``, with a key for each RunPart.
+    """
     config = components.config
-    parts: Fingerprints = {str(part): {} for part in RunPart}
+    parts: Fingerprints = {str(part): {} for part in RunPart}  # a RunPart is a str
     # A run without a mixture has one source, "".
     for source, source_components in (components.sources or {"": components}).items():
         for part, digests in _source_fingerprints(source_components).items():
-            # "code of tools.find" of the source shop: "code of data.sources.shop.tools.find"
+            # "code of tools.find" of the source shop -> "code of data.sources.shop.tools.find"
             located_digests = {located(config, source, key): d for key, d in digests.items()}
             parts[part] |= located_digests
+    # Template and model are those of the whole run: no source has any.
     parts[RunPart.template] = {"chat template": _digest(str(components.tokenizer.chat_template))}
     parts[RunPart.model] = {
         "tokenizer": _digest(_json(components.tokenizer.get_vocab())),

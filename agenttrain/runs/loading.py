@@ -64,7 +64,7 @@ def check_model(config: RunConfig, verb: str) -> None:
     """
     sampled = verb != "sft"
     folder = model_folder(config.model.path, revision=config.model.revision)
-    # Adapters were trained on their base model, so that model needs few checks.
+    # model.path holds adapters: they were trained on their base model, so it needs few checks.
     if (folder / ADAPTER_CONFIG).is_file():
         raise_config_error(base_problems(config.model, folder))
         if sampled:
@@ -89,7 +89,7 @@ def check_model(config: RunConfig, verb: str) -> None:
         spec_of(config.engine).check_model(config.engine, model)
         if replays_routes(config, verb):
             check_experts(model)
-    # Each of these raises for an architecture that it does not support.
+    # These are called to see them fail: each raises for an architecture that it does not support.
     recomputed_modules(model, config.training.activation_checkpointing)
     if config.model.quantization is not None:
         check_quantizable(model, config.model)
@@ -134,7 +134,8 @@ def _check_adapters_are_sent(config: RunConfig, folder: Path) -> None:
 def _check_sent(config: RunConfig, model: PreTrainedModel) -> None:
     """Raise ConfigError for settings that do not go with the weights that the engine is sent.
 
-    The model, which has its adapters, tells whether these are on experts.
+    Adapters of experts are merged into the weights before these are sent, others need not be. The
+    model, which has its new adapters, tells whether some are on experts.
     """
     names = adapted_experts(model)
     if names and config.weight_sync.transport is Transport.lora:
@@ -143,7 +144,8 @@ def _check_sent(config: RunConfig, model: PreTrainedModel) -> None:
             "before they are sent, because vLLM 0.32 reads them wrongly in most families; leave it "
             "out, or set model.lora.target_parameters=[]"
         )
-    # None: the settings do not tell whether adapters are merged, so this was not checked earlier.
+    # None: the architecture decides whether adapters are merged. Where the settings decide it, this
+    # was checked with them.
     if merges_adapters(config) is None:
         raise_config_error(sent_problems(config, is_merged=bool(names)))
 
@@ -159,8 +161,9 @@ def make_policy(
 ) -> Policy:
     """Build the policy: model and optimizer, with the objective of `algorithm`.
 
-    Every random generator is seeded, differently in each process of `world`. `sampled`: rollouts
-    are sampled from the policy, by an engine of this process unless it has weights of its own.
+    Every random generator is seeded, differently in each process of `world`. `sampled`: an engine
+    samples rollouts from the policy; from the same weights in memory, or from its own copy, which
+    is sent to it (`own_weights` of the engine's spec). False in supervised runs.
     """
     world = world or World()
     seed = config.seed  # of the first process, which draws as a run of one process does
@@ -169,7 +172,8 @@ def make_policy(
     seed_random(seed)
     sharding = sharding_of(config)
     # A sharded model starts on the meta device, and its weights are read once it is sharded. If
-    # they can only be loaded whole, `load_empty` returns None.
+    # they can only be loaded whole, `load_empty` returns None. WrongWeights: files that do not fit
+    # the model. Patient: one process may wait minutes longer for its files.
     with world.together("the files of model.path", WrongWeights, patient=True):
         empty_model = None if sharding is None else load_empty(config, world.rank)
     # `weights` are those that a sharded model reads later; None: the model has its weights.

@@ -90,9 +90,15 @@ class PlannedHardware:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Numbers of processes, rollouts and tokens that are in memory at once."""
+    """Numbers of processes, rollouts and tokens that are in memory at once.
+
+    Lengths in tokens: `prompt` <= `context` <= `sampled` <= `limit`. Example: prompts of 200,
+    completions of at most 1,000 in training and 3,000 in evaluations, and an engine whose context
+    is 4,096: 200, 1200, 3200 and 4096.
+    """
 
     arithmetic: Arithmetic
+    """Tasks, rollouts and updates of a step and of the run."""
     devices: int
     """Training processes, each with its own GPU."""
     local: int
@@ -102,9 +108,9 @@ class Load:
     context: int
     """Most tokens of one training rollout: prompt and completion, within the engine's context."""
     sampled: int
-    """Most tokens of one rollout in the engine, evaluations included, which may be longer."""
+    """Most tokens of one rollout of training or of an evaluation, which may allow more."""
     limit: int
-    """The engine's context, to which rows of its cache may grow."""
+    """The engine's context: the most tokens that its cache may hold for one rollout."""
     rows: int
     """Rollouts in flight in one engine."""
     in_flight: int
@@ -217,7 +223,10 @@ def _estimate_at(
     prompt_tokens: int,
     supervised: bool,
 ) -> MemoryEstimate:
-    """Estimate the memory with the activations of `level` recomputed."""
+    """Estimate the memory of training, engine, the policy's copy and Python.
+
+    The activations of `level` are recomputed. A `supervised` run has neither engine nor copy.
+    """
     load = _count_load(config, sizes, machine, prompt_tokens)
     if supervised:  # demonstrations fill the microbatches, whatever their lengths
         load = replace(load, packed=config.training.token_budget)
@@ -233,7 +242,7 @@ def _estimate_at(
         limit=load.limit,
         on_gpu=on_gpu,
         memory=machine.memory,
-        # On a CPU the engine shares its memory with the trainer's weights and Python.
+        # Memory that the engine finds taken: on a CPU by the trainer's weights and Python.
         taken=0 if on_gpu else sizes.held + PYTHON_ON_CPU,
         sharded=config.distributed.name is DistributedName.fsdp2,
         adapters=sends_adapters(config, is_merged=sizes.merges_adapters),
@@ -242,24 +251,28 @@ def _estimate_at(
     )
     engine = EngineMemory() if supervised else _engine_memory(config, engine_load, sizes)
     parts += engine.items
-    if not supervised and (machine.shared or (has_policy_copy(config) and not on_gpu)):
+    # The copy in the rollout process has a GPU of its own, unless there is only one. Without GPUs
+    # it is in the node's memory.
+    copy_shares_memory = has_policy_copy(config) and not on_gpu
+    if not supervised and (machine.shared or copy_shares_memory):
         beside = _sampler_beside(config, sizes, engine_load)
         parts += beside.items
         if run_spec(config).fleet:  # its room and its settings are those of the engine
             engine = replace(engine, room=beside.room, savings=beside.savings)
-    if on_gpu:
-        parts.append(
-            MemoryItem(name="reserve", bytes=RESERVE, why="context and workspaces: assumed")
-        )
-        why = "Python and its libraries: assumed"
-        parts.append(MemoryItem(name="process", bytes=PYTHON_ON_GPU, why=why, on_host=True))
-    else:
-        parts.append(
-            MemoryItem(name="reserve", bytes=PYTHON_ON_CPU, why="Python and its libraries")
-        )
+    parts += _process_parts(on_gpu=on_gpu)
     return MemoryEstimate(
         parts=tuple(parts), load=load, machine=machine, engine=engine, level=level
     )
+
+
+def _process_parts(*, on_gpu: bool) -> Iterator[MemoryItem]:
+    """Yield what a training process takes before it has a model: Python, and a GPU's context."""
+    if on_gpu:
+        yield MemoryItem(name="reserve", bytes=RESERVE, why="context and workspaces: assumed")
+        why = "Python and its libraries: assumed"
+        yield MemoryItem(name="process", bytes=PYTHON_ON_GPU, why=why, on_host=True)
+    else:
+        yield MemoryItem(name="reserve", bytes=PYTHON_ON_CPU, why="Python and its libraries")
 
 
 def _engine_memory(config: RunConfig, load: EngineLoad, sizes: Sizes) -> EngineMemory:
@@ -402,7 +415,8 @@ def _sampler_beside(config: RunConfig, sizes: Sizes, load: EngineLoad) -> Engine
             name="its process",
             bytes=PYTHON_ON_GPU if load.on_gpu else PYTHON_ON_CPU,
             why=f"Python and its libraries, of {process}",
-            # For memory of the host beside that of GPUs: without GPUs all is the host's.
+            # `on_host` separates a node's two memories, those of host and GPUs. Without GPUs there
+            # is one, and no part is marked.
             on_host=load.on_gpu,
         ),
     ]
@@ -597,7 +611,7 @@ def _gathered_bytes(model: PreTrainedModel) -> int:
 
 
 def _empty_teacher(teacher: TeacherConfig) -> PreTrainedModel:
-    """Return the teacher on the meta device, without its weights."""
+    """Return the teacher on the meta device: its shapes, without its weights."""
     return _make_empty_teacher(teacher.path, teacher.revision, teacher.dtype)
 
 
@@ -621,26 +635,34 @@ def _file_parts(
     in_background = config.checkpoint.in_background
     # A copy that is written in background stays while training goes on.
     when = EVER if in_background else (When.checkpoint,)
-    copy = ", a copy that is written in background" if in_background else ""
+    # With fsdp2 each process writes its part, otherwise the first process all: `once` per node.
+    # Adapters are small. Whole weights in the memory of a CPU are written from where they are.
     if (sharded or on_gpu or in_background) and not config.model.lora.rank:
-        why = f"each process writes its part of the weights{copy}"
+        why = "the first process writes all weights"
+        if sharded:
+            why = "each process writes its part of the weights"
+        if in_background:
+            why += ", a copy that is written in background"
         yield MemoryItem(
             name="written weights",
             bytes=sizes.weights // shards,
-            why=why if sharded else f"the first process writes all weights{copy}",
+            why=why,
             when=when,
             on_host=on_gpu,
             once=not sharded,
         )
+    # A whole optimizer state is written from where it is.
     if sharded or in_background:
         state = updating(sizes.model, config.optimizer)
-        copied = (
-            "each process writes a copy of its part" if sharded else "the first process: a copy"
-        )
+        why = "the first process: a copy of the optimizer"
+        if sharded:
+            why = "each process writes a copy of its part of the optimizer"
+        if in_background:
+            why += ", in background"
         yield MemoryItem(
             name="written state",
             bytes=(state.moments + state.masters) // shards,
-            why=f"{copied} of the optimizer{', in background' if in_background else ''}",
+            why=why,
             when=when,
             on_host=on_gpu,
             once=not sharded,
@@ -652,10 +674,11 @@ def _loading_bytes(config: RunConfig, sizes: Sizes) -> tuple[int, str]:
     if _reads_slices(config, sizes.model):
         size, why = sizes.largest_weight, "each process reads its rows, weight by weight"
     else:
-        sharded = config.distributed.name is DistributedName.fsdp2
-        copies = sharded and config.algorithm.kl is not None and not config.model.lora.rank
         size, why = sizes.weights, "each process loads the whole model"
-        if copies:
+        # fsdp2 copies the reference before it shards the two. Elsewhere the part "reference" counts
+        # this copy. With adapters the reference is the same model without them.
+        sharded = config.distributed.name is DistributedName.fsdp2
+        if sharded and config.algorithm.kl is not None and not config.model.lora.rank:
             size, why = 2 * size, f"{why}, and copies it as reference"
     if config.algorithm.loaded_teacher is None:
         return size, why
@@ -667,7 +690,9 @@ def _loading_bytes(config: RunConfig, sizes: Sizes) -> tuple[int, str]:
     else:
         teacher_size = weight_bytes(teacher)
         teacher_why = "each process loads the whole teacher"
-    return max((size, why), (teacher_size, teacher_why))
+    if teacher_size > size:
+        return teacher_size, teacher_why
+    return size, why
 
 
 KEPT = {
@@ -687,7 +712,11 @@ def _microbatch_parts(
     load: Load,
     level: ActivationCheckpointing,
 ) -> Iterator[MemoryItem]:
-    """Yield the activations and logits of the largest microbatch."""
+    """Yield the activations and logits of the largest microbatch.
+
+    If modules are recomputed, an update has two moments: the head's, in which autocast also holds
+    its casts of weights, and later the recomputation of a module. Only the larger one counts.
+    """
     training, tokens = config.training, f"{load.packed:,} tokens"
     activations = sizes.activations(load.packed, training.mixed_precision, level)
     head = MemoryItem(
@@ -708,13 +737,12 @@ def _microbatch_parts(
         why=f"{tokens}, {KEPT[level]}",
         when=(When.update,),
     )
-    if level is ActivationCheckpointing.none:
+    if level is ActivationCheckpointing.none:  # casts are among the activations that are kept
         yield head
         return
-    # The memory of the head, and that of autocast, is freed before modules are recomputed: only the
-    # larger one counts.
     recomputed = MemoryItem(
         name=RECOMPUTED[level],
+        # Beside the activations of the module, their gradients: 4/3 of the activations together.
         bytes=round(activations.recomputed * LAYER_GRADIENTS),
         why=f"{tokens}, computed again, and gradients",
         when=(When.update,),
@@ -758,6 +786,10 @@ MIXED_PRECISIONS = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Sizes:
     """A model on the meta device, and its traced sizes. Each is computed once.
 
+    All sizes are of the whole model, before it is sharded, and in bytes unless they count numbers
+    or tokens. `weights` are the bytes in `model.dtype`, and `held` those that the trainer stores:
+    fewer with `model.quantization`, which packs most weights into 4 bits.
+
     Raises ConfigError for a model that transformers cannot build from its config.json, or run.
     """
 
@@ -773,10 +805,12 @@ class Sizes:
         self.model: PreTrainedModel = self._with_config_error(
             lambda: empty_model(architecture, dtype, config.lora, adapters)
         )
+        """The model with all weights in `model.dtype`."""
         self.stored = self.model
-        """The same model as the trainer stores it, some of its weights perhaps in 4 bits."""
+        """The model as the trainer stores it, some of its weights perhaps in 4 bits."""
         self._double = config.double_quantization
         if config.quantization is not None:
+            # With `double` set, `empty_model` puts the base into 4 bits.
             self.stored = self._with_config_error(
                 lambda: empty_model(architecture, dtype, config.lora, adapters, double=self._double)
             )

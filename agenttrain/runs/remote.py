@@ -75,16 +75,17 @@ async def make_remote_engine(
     the first training process raises its error, and the others PeerFailed.
     """
     description, failure = None, None
-    if rollouts.process is not None:
+    if rollouts.process is not None:  # in the first training process
         try:
             description = await rollouts.process.answer()
         except Exception as error:
             failure = error
-    # With a failure this raises in all processes. Patient: an engine may take minutes to start.
+    # Nothing is exchanged but the failure, which this raises in all processes. Patient: an engine
+    # may take minutes to start.
     rollouts.world.exchange((), "the rollout process", failure, patient=True)
     description = rollouts.world.broadcast(description, "the rollout process")
     assert isinstance(description, EngineDescription)
-    if not description.own_weights:
+    if not description.own_weights:  # an engine that samples from no weights (scripted, an API)
         return RemoteEngine(rollouts, description)
     number_format = getattr(torch, description.dtype or dtype)
     if description.broadcasts:
@@ -168,14 +169,17 @@ class RemoteReplica(RemoteEngine):
     async def verify(
         self, token_ids: Sequence[int], find_problem: Callable[[Sequence[float]], str | None]
     ) -> list[float]:
-        """Score the probe's ids by every copy of the engine, and let the good copies sample.
+        """Score the probe by every copy of the engine; only copies without a problem sample on.
 
-        Implements `Replicated.verify`. `find_problem` is a ProbeCheck, which has the ids too.
+        The probe is a short text whose log-probabilities show whether a weight sync has worked.
+        The engine in the rollout process scores it, and calls `find_problem` with each copy's
+        scores (`Replicated.verify`). `token_ids` are not sent: `find_problem`, a ProbeCheck, has
+        them too.
         """
-        assert isinstance(find_problem, ProbeCheck), "data, which can be sent; a closure cannot"
+        assert isinstance(find_problem, ProbeCheck), "a closure cannot be sent to the process"
         request = ProbeRequest(check=find_problem)
         scores: list[float] = await self._rollouts.call(request, "the probe")
-        await self._end_sync()  # a sync ends with its probe
+        await self._end_sync()  # the probe is the last part of a sync
         return scores
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
@@ -203,15 +207,18 @@ class RemoteBroadcast(RemoteReplica):
         """Broadcast the weights until at least one server has received them.
 
         Each try goes through the same three meetings of all training processes: the servers pause,
-        the weights are gathered and sent, the rollout process reports whether they arrived. The
-        caller then calls `verify`.
+        the weights are gathered and sent, the rollout process reports whether they arrived. An
+        error of the first process is raised in all of them at the next meeting (`meet`, `call`).
+        The caller then calls `verify`.
         """
         assert isinstance(weights, Regathered), "each try iterates, and so gathers, once more"
-        process, arrived = self._rollouts.process, False
+        process = self._rollouts.process  # None in all training processes but the first
+        arrived = False
         while not arrived:
             failure: Exception | None = None
             if process is not None:
                 try:
+                    # The servers that are to get the weights.
                     audience = await process.ask(AudienceRequest(version=version))
                     await self._sender.pause(audience)  # its servers end or hold their requests
                 except Exception as error:
@@ -228,7 +235,8 @@ class RemoteBroadcast(RemoteReplica):
                     broadcast_end = BroadcastEnd(result=await self._sender.send(weights))
                 except Exception as error:
                     failure = error
-            # False: no server received the weights, and the engine has to gather servers anew.
+            # The answer to BroadcastEnd. False: no server received the weights, so that the next
+            # try asks for servers anew.
             arrived = await self._rollouts.call(broadcast_end, "the weight sync", failure=failure)
 
     async def aclose(self) -> None:
@@ -287,6 +295,10 @@ class RemoteSource:
     """Gets a step's groups from the rollout process, and shares them among the training processes.
 
     Each training process has one. The shares have about as many tokens each.
+
+    The rollout process draws the tasks, and so has the state of their source (cursor, curriculum,
+    …). This object keeps the state after the last step, for checkpoints, and sends it to a process
+    that has none: after the run is resumed, and after the process was started again.
     """
 
     phase = "rollout"
@@ -301,22 +313,25 @@ class RemoteSource:
     _state_to_send: dict[str, Any] | None = None
     """State that the next request has to carry; None: the rollout process already has it."""
     _restarts_seen: int = 0
-    """Restarts of the rollout process after which the state was sent again."""
+    """`rollouts.restarts` at the last step that the rollout process made."""
 
     async def batch(self, step: int) -> StepBatch:
         """Return this process's share of the rollouts of a step.
 
-        Raises Preempted, and an error of the rollout process as `Rollouts.ask` does.
+        Raises Preempted, and an error of the rollout process as `Rollouts.ask` does. After
+        EngineRestarted (the process ended, and was started again) the trainer calls this anew.
         """
         if self._restarts_seen < self.rollouts.restarts:
-            # The new process has no state. Send the last one, if the run has a finished step.
+            # The new process has no state. Before the first step there is none to send.
             self._state_to_send = self._state or None
         request = GroupsRequest(step=step, state=self._state_to_send)
         # The whole step in the first process, None in the others.
         batch = await self.rollouts.ask(request, "the rollouts of a step")
         self._state_to_send = None
-        # The process made a step: a restart is allowed again.
-        self._restarts_seen, self.rollouts.restartable = self.rollouts.restarts, True
+        self._restarts_seen = self.rollouts.restarts
+        # A restart forbids the next one until a step succeeds: a process that always ends in the
+        # same step must not be started without end.
+        self.rollouts.restartable = True
         world = self.rollouts.world
         shares = [] if batch is None else split_batch(batch, world.size, self.minibatches)
         return world.scatter(shares, "the groups of a step")
@@ -343,21 +358,23 @@ class RemoteSource:
 def split_batch(batch: StepBatch, processes: int, minibatches: int) -> list[StepBatch]:
     """Split a step into one share per training process, with about as many tokens in each.
 
-    A place is a group's number in the step. The first share also has the groups that are not
-    trained on, the counts and the source's state.
+    A place is a group's number in the step. `batch.collected` has all sampled groups with their
+    places. `batch.groups` are those that are trained on, and `batch.trained` their places. The
+    first share also has the groups that are not trained on, the counts and the source's state.
     """
     collected = batch.collected
     group_at = dict(zip(collected.places, collected.groups, strict=True))
     tokens = [float(sum(rollout.length for rollout in group)) for group in batch.groups]
-    owners = assign_tasks(tokens, processes, minibatches)
-    rank_of = dict(zip(batch.trained, owners, strict=True))
+    ranks = assign_tasks(tokens, processes, minibatches)
+    rank_of_place = dict(zip(batch.trained, ranks, strict=True))
     shares = []
     for rank in range(processes):
-        # A group that is not trained on has no owner: it goes to the first process.
-        places = [place for place in collected.places if rank_of.get(place, 0) == rank]
+        # A group that is not trained on has no rank: it goes to the first process.
+        places = [place for place in collected.places if rank_of_place.get(place, 0) == rank]
         groups = [group_at[place] for place in places]
-        counts = collected if rank == 0 else Collected()
-        share = replace(batch, collected=replace(counts, groups=groups, places=places))
+        # Metrics add up the shares' counts, so that only the first may have them.
+        with_counts = collected if rank == 0 else Collected()
+        share = replace(batch, collected=replace(with_counts, groups=groups, places=places))
         shares.append(share if rank == 0 else replace(share, stuck=0, idle_s=None, state={}))
     return shares
 

@@ -86,6 +86,8 @@ def print_losses(
         print(f"dashboard      {dashboard}")
     print(f"next           {follow_up.evaluate}")
     print(f"               {follow_up.train}")
+    # The rows of this run are demonstrations: asked as tasks, they would hold their own answers.
+    # The command above then names files of tasks that the user has to write.
     if follow_up.tasks_missing:
         print(
             "               with rows of tasks in train.jsonl and test.jsonl: demonstrations hold "

@@ -61,17 +61,21 @@ def start_roles(
 ) -> StartedRoles:
     """Start the servers that a run's roles need, in its first process; the stack ends them.
 
-    `module` is the Python module that a server runs.
+    All training processes call this, and get the object by which they wait together until the
+    servers answer. It finds them by the records that they write to the folder `run`. `module` is
+    the Python module that a server runs.
     """
     import torch
 
     world, roles = world or World(), used_roles(config, verb)
-    # torchrun or a scheduler sets it: training processes of this machine.
-    trainers = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     started = StartedRoles(run, world, roles)
     # Without roles there may be no GPU beside the trainer's to be found.
     if not (world.is_main and roles):
         return started
+    # Training processes of this machine: torchrun or a scheduler sets it where there are several
+    # machines.
+    trainers = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    # The GPUs of the trainers and of the policy's copy are not free.
     on_gpu = torch.cuda.is_available()
     gpus = _gpus(fleets(config, verb), policy_gpus(config, trainers)) if on_gpu else {}
     for name, role in roles.items():
@@ -87,13 +91,14 @@ def _gpus(
     """Return the GPUs of each server, by the key of its fleet, e.g. `roles.judge`.
 
     Fleets whose settings name no GPUs take free ones, in turn. The first `trainers` GPUs are the
-    trainer's.
+    trainer's. The GPUs are named as for CUDA_VISIBLE_DEVICES: where this process sees only GPUs 4
+    to 7 of the machine, its GPU number 0 has the name 4.
     """
+    # Numbers of GPUs, first those that some fleet's settings name: no other fleet may take them.
     taken = {gpu for servers in fleets_by_key.values() for gpu in servers.gpus or ()}
     gpus_by_fleet = {}
     for key, servers in fleets_by_key.items():
-        # Names for CUDA_VISIBLE_DEVICES. `taken` has the numbers of the same GPUs.
-        gpus_by_fleet[key] = place(servers, trainers, taken)
+        gpus_by_fleet[key] = place(servers, trainers, taken)  # named GPUs stay, although taken
         taken |= {*gpu_numbers(servers, trainers, taken)}
     return gpus_by_fleet
 
@@ -105,7 +110,11 @@ def _plan(
     gpus: tuple[tuple[int | str, ...], ...] | None,
     module: str,
 ) -> ServerPlan:
-    """Return the plan of a role's servers; `gpus` are those of each server, None on the CPU."""
+    """Return the plan of a role's servers.
+
+    `gpus` are those of each server, None on the CPU. `module` is the Python module that a server
+    runs.
+    """
     import torch
     from transformers import AutoConfig
 
@@ -117,8 +126,10 @@ def _plan(
         dtype = "bfloat16" if has_bfloat16 else "float32"
     model_context = AutoConfig.from_pretrained(folder).get_text_config().max_position_embeddings
     max_context = role.max_context or model_context
+    # A RoleConfig has two sets of settings: of each server, and of how many are started and where.
     engine = VllmServerSettings(max_context=max_context, **role.server_keys())
-    keys = [field.name for field in fields(StartedServers)]  # a RoleConfig has all of them
+    fleet_keys = [field.name for field in fields(StartedServers)]
+    servers = StartedServers(**{key: getattr(role, key) for key in fleet_keys})
     return ServerPlan(
         module=module,
         model=str(folder),
@@ -127,8 +138,8 @@ def _plan(
         max_context=max_context,
         seed=config.seed,
         engine=plain(engine),
-        servers=plain(StartedServers(**{key: getattr(role, key) for key in keys})),
-        # The model is frozen: neither adapters (of this rank and number) nor weights are sent.
+        servers=plain(servers),
+        # The model is frozen: neither LoRA adapters (of this rank and number) nor weights are sent.
         rank=0,
         adapters=0,
         weights=None,

@@ -95,7 +95,8 @@ class EngineDescription:
     takes_adapters: bool = False
     """The engine takes only the model's adapters; False: all weights (`Separate`)."""
     model_names: bool = False
-    """Weights have their names in memory; False: those in the model's files (`ModelNames`)."""
+    """The engine takes weights by the names that parameters have in transformers' module in memory.
+    False: by those in the model's safetensors files (`ModelNames`)."""
     quantized: bool = False
     """A small change of the policy's weights may not change the engine's (`Quantized`)."""
     broadcasts: bool = False

@@ -91,20 +91,21 @@ async def serve(connection: socket.socket) -> None:
                 return
             await channel.send(RequestResult(value=service.engine_description))
             # The next message is awaited while the service works: EndRequest ends the work.
-            next_request = asyncio.create_task(channel.receive())
-            while not isinstance(request := await next_request, EndRequest):
-                next_request = asyncio.create_task(channel.receive())
+            next_message = asyncio.create_task(channel.receive())
+            # If the trainer has ended, this raises ChannelClosed, which ends the service.
+            while not isinstance(request := await next_message, EndRequest):
+                next_message = asyncio.create_task(channel.receive())
                 work = asyncio.create_task(service.answer(request))
-                reporting = asyncio.create_task(_report(service, channel))
-                await asyncio.wait((work, next_request), return_when=asyncio.FIRST_COMPLETED)
-                # The trainer waits for each answer before it sends more. A message that comes
-                # earlier is EndRequest, or the trainer has ended: the work is cancelled too.
+                reporting = asyncio.create_task(_report_status(service, channel))
+                await asyncio.wait((work, next_message), return_when=asyncio.FIRST_COMPLETED)
+                # The trainer waits for each answer before it sends more. So a message that comes
+                # before the work is done is EndRequest, or the trainer has ended.
                 unfinished = [reporting] if work.done() else [reporting, work]
                 for task in unfinished:
                     task.cancel()
                     await asyncio.wait((task,))
-                if work.cancelled():  # the loop's condition reads the message that came early
-                    continue
+                if work.cancelled():
+                    continue  # the loop's condition awaits the message that came early
                 await channel.send(service.status())  # the last counts of this request
                 await channel.send(_answer(work))
 
@@ -124,8 +125,8 @@ def _failed(error: Exception) -> RequestFailure:
     return RequestFailure.of(error)
 
 
-async def _report(service: RolloutService, channel: Channel) -> None:
-    """Send the state of the rollouts in flight until it is cancelled."""
+async def _report_status(service: RolloutService, channel: Channel) -> None:
+    """Send the counts and states of the rollouts in flight twice a second, until cancelled."""
     with suppress(ChannelClosed):
         while True:
             await asyncio.sleep(STATUS_S)
@@ -167,11 +168,14 @@ class RolloutService:
         config, collector = self._config, self._source.collector
         if not config.is_asynchronous:
             return
-        # A resumed run uses only the journal's groups that were made with the same settings.
+        # The journal has groups that an earlier part of the run sampled ahead. A resumed run uses
+        # only those that were made with the same settings.
         settings = {name: getattr(config, name) for name in JOURNAL_SETTINGS}
         settings["group_size"] = config.algorithm.group_size
         journal = Journal(self._folder / "rollouts", CODEC, settings_digest(plain(settings)))
-        # Sampling goes on between the requests: these keep the event loop from being blocked.
+        # Rollouts go on between the trainer's requests too, until the service ends. A full garbage
+        # collection blocks the event loop: `light_gc` makes them rare. A tool that blocks it is
+        # reported. The stack closes the queue first, whose rollouts run in the loop.
         stack.enter_context(light_gc())
         monitor = LoopMonitor(collector.limits.max_loop_lag_s, collector.blocking)
         await stack.enter_async_context(monitor)
@@ -205,7 +209,7 @@ class RolloutService:
         """Return the answer to a request."""
         match request:
             case GroupsRequest():
-                return await self._groups(request)
+                return await self._step_batch(request)
             case EvaluationRequest():
                 return await self._evaluate()
             case WriterRequest():
@@ -230,30 +234,31 @@ class RolloutService:
                 return self._engine.metrics() if isinstance(self._engine, Metered) else {}
         raise EngineError(f"{type(request).__name__}: is no request")
 
-    async def _groups(self, request: GroupsRequest) -> StepBatch:
+    async def _step_batch(self, request: GroupsRequest) -> StepBatch:
         """Return the scored rollouts of a step, and move the source on to the next step."""
         if request.state is not None:
             self._source.load_state_dict(request.state)
         if self._queue is not None:
-            return await self._groups_ahead(self._queue, request.step)
+            return await self._queued_batch(self._queue, request.step)
         # Tools and rewards may draw from the process's generators: a resumed run draws the same.
         seed_random(derive_seed(self._config.seed, "rollouts", request.step) % 2**32)
         batch = await self._source.batch(request.step)
         return self._finish(batch)
 
-    async def _groups_ahead(self, queue: GroupQueue, step: int) -> StepBatch:
+    async def _queued_batch(self, queue: GroupQueue, step: int) -> StepBatch:
         """Return the groups of a step from the queue, which may have sampled them already."""
         if not queue.begun:
+            # Only here: later steps' groups are sampled all the time, so no step has a beginning.
             seed_random(derive_seed(self._config.seed, "rollouts", step) % 2**32)
             await queue.begin(step)
         batch = self._finish(await queue.take(step))
-        # The journal keeps the groups that a run resumed at a saved checkpoint would need, and
-        # those of this step: a signal may still stop the run before they are trained.
+        # Remove the journal's groups of earlier steps, except those that a run resumed at one of
+        # the saved checkpoints would need. The groups of this step stay: a signal may still stop
+        # the run before they are trained.
         checkpoints = newest_first(self._folder / "checkpoints")
         saved_steps = [int(path.name.removeprefix(PREFIX)) for path in checkpoints]
-        queue.prune(
-            step - 1, oldest=min(saved_steps, default=0), newest=max(saved_steps, default=0)
-        )
+        oldest_saved, newest_saved = min(saved_steps, default=0), max(saved_steps, default=0)
+        queue.prune(step - 1, oldest=oldest_saved, newest=newest_saved)
         return batch
 
     def _finish(self, batch: StepBatch) -> StepBatch:

@@ -56,8 +56,9 @@ class RolloutProcess:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
         self.in_flight = InFlight()
-        """Has the `progress` of the rollouts in flight in the process."""
-        self.progress: Callable[[int, int], None] | None = None
+        """Its `progress` is the process's counter of requests and rollouts, which the watchdog
+        compares. The rollouts themselves are in `waiting()`."""
+        self.report_progress: Callable[[int, int], None] | None = None
         """Called with the step's finished rollouts and their total, as `Collector.progress`."""
         self._start_request: StartRequest | None = None
         """The first request, which `restart` sends again."""
@@ -69,8 +70,9 @@ class RolloutProcess:
         arguments = [str(child_end.fileno()), json.dumps(sys.path)]
         command = [sys.executable, "-u", "-m", MODULE, *arguments]
         with child_end:  # closed here once the child has its copy
-            # The keeper of a child kills all that the child has started, once the child ends. The
-            # wrappers of inference servers outlive this child, to clean up or to serve again.
+            # No keeper: it would kill all that the child has started, once the child ends. But the
+            # wrapper processes of inference servers have to outlive this child. They end their
+            # servers in good order, or serve the process that is started in its place.
             self._child = ChildProcess(
                 command, keeper=False, pass_fds=[child_end.fileno()], print_line=self._print
             )
@@ -78,7 +80,7 @@ class RolloutProcess:
         """None until the first request is sent."""
         self._waiting: list[Waiting] = []
         self._ready = False
-        """The process has answered a request, so that it now notices EndRequest at any time."""
+        """The process has answered StartRequest. Only from then on it notices EndRequest."""
 
     async def restart(self) -> None:
         """Start the process again, once it has ended, with the same StartRequest.
@@ -132,8 +134,8 @@ class RolloutProcess:
                 raise message.raised()
             assert isinstance(message, RolloutStatus)  # sent while the process works
             self.in_flight.progress, self._waiting = message.progress, message.waiting
-            if self.progress is not None and message.total:
-                self.progress(message.finished, message.total)
+            if self.report_progress is not None and message.total:
+                self.report_progress(message.finished, message.total)
 
     async def ask(self, request: Any) -> Any:
         """Send a request and return its answer; raises as `send` and `answer` do."""
@@ -142,13 +144,14 @@ class RolloutProcess:
 
     async def aclose(self) -> None:
         """End the process with its engine and its tools, also in the middle of a request."""
-        if self._channel is None:
+        if self._channel is None:  # nothing was sent yet, so no channel owns the connection
             self._connection.close()
         else:
             with suppress(RolloutsDead):
                 await self.send(EndRequest())
             self._channel.close()
-        # A process that is still starting does not notice any of this: it is killed at once.
+        # A process that is still starting notices neither a request nor that the connection is
+        # closed: it is killed at once.
         wait_s = END_S if self._ready else 0.0
         await asyncio.to_thread(self._child.wait_for_end, wait_s)
         self._child.kill()
@@ -169,6 +172,10 @@ class RolloutProcess:
 class Rollouts:
     """The rollout process of a run, for all training processes together.
 
+    All training processes call each method at the same point: they meet there, by
+    `World.exchange`, and raise a failure of one of them in all. The waits are patient: they last
+    as long as the other processes live, since a request may take minutes.
+
     A process that ends by itself is started again, but at most once in a step.
     """
 
@@ -178,7 +185,8 @@ class Rollouts:
     stop: StopRequest
     """The run's request to stop, which a signal makes."""
     restartable: bool = False
-    """The process is started again if it ends now."""
+    """The process is started again if it ends now. `make_remote_source` sets it after the first
+    weight sync, a restart clears it, and `RemoteSource.batch` sets it again after each step."""
     restarts: int = 0
     """Number of times that the process was started again."""
 
@@ -188,7 +196,7 @@ class Rollouts:
         `what` names the work in errors. If the request fails, all processes raise, as `meet` does.
         After a signal all processes raise Preempted.
         """
-        # The one answer, which may be None; nothing after a signal.
+        # A list of one answer, which may itself be None. Empty after a signal, and in the others.
         answers: list[Any] = []
         failure: Exception | None = None
         if self.process is not None:
@@ -218,22 +226,27 @@ class Rollouts:
     async def meet(self, what: str, failure: Exception | None) -> None:
         """Raise the first process's failure in all processes, if there is one.
 
-        If the rollout process has ended and is restartable, it is started again, and all processes
-        raise EngineRestarted. If the engine is dead otherwise, all processes raise an EngineDead,
-        so that all of them save the last finished step. Any other failure is raised in the first
-        process, and as PeerFailed in the others.
+        The first process owns the rollout process, in which the engine is. Its `failure` is one of
+
+        - RolloutsDead: the rollout process has ended. If it is restartable, it is started again,
+          and all processes raise EngineRestarted. Otherwise all raise an EngineDead.
+        - another EngineDead: the engine has ended, in a process that goes on. All raise an
+          EngineDead, so that all of them save the last finished step.
+        - any other error: raised in the first process, and as PeerFailed in the others.
+
+        The others, which have no failure, raise PeersRolloutsDead as their EngineDead.
         """
         dead = failure if isinstance(failure, EngineDead) else None
-        # A dead engine: its message, and whether the whole rollout process has ended. Only the
-        # first process has one to share.
+        # (message, whether the rollout process has ended); only the first process may have one.
         own_deaths = [] if dead is None else [(str(dead), isinstance(dead, RolloutsDead))]
         other_failure = failure if dead is None else None
+        # Gathers the deaths, and raises another failure in all processes.
         deaths = self.world.exchange(own_deaths, what, other_failure, patient=True)
         if not deaths:
             return
         message, process_ended = deaths[0]
         if process_ended:
-            message = await self._restart_or_explain(message)
+            message = await self._raise_restarted_or_explain(message)
         if dead is None:  # in the other processes
             raised: EngineDead = PeersRolloutsDead(message)
         else:
@@ -241,7 +254,7 @@ class Rollouts:
         raised.everywhere = True  # so that the trainer lets all processes save together
         raise raised
 
-    async def _restart_or_explain(self, message: str) -> str:
+    async def _raise_restarted_or_explain(self, message: str) -> str:
         """Start the rollout process again, and raise EngineRestarted.
 
         If that is not allowed now, or fails, return `message` with the reason added.
@@ -260,10 +273,10 @@ class Rollouts:
 
     async def _restart(self) -> str | None:
         """Start the rollout process again; return, in all processes, why that failed, or None."""
-        self.restartable = False
+        self.restartable = False  # until a step succeeds: at most one restart in a step
         self.restarts += 1
         problems = []
-        if self.process is not None:
+        if self.process is not None:  # in the first process, which starts it; the others wait
             try:
                 await self.process.restart()
             except RolloutsDead as error:  # its message is a sentence without the class's name

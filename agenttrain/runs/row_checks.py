@@ -74,15 +74,19 @@ def _check_messages(
 
     A row is bad if the template drops one of its messages, or if its prompt would hold the answer.
     To be quick, `Chat.check_places` renders a conversation only if one of its messages stands in a
-    place that no earlier row had. Two mistakes are left to the run (`Collector.on_bad_row`): texts
-    that the template changes, and bad rows of a source without end after its first RENDERED_TASKS.
+    place that no earlier row had.
+
+    The run itself treats two kinds of bad rows when it draws them (`Collector.on_bad_row`): rows in
+    whose texts the template alters something, and the rows of a source without end. Only the first
+    RENDERED_TASKS of the latter are checked here, and only to raise: none can be left out.
     """
     problems: dict[int, str] = {}
     """Index of a bad row -> its place in the data, and the reason."""
     for index in range(RENDERED_TASKS if source.endless else len(source)):
         messages = source.row(index).messages
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        # A row that ends with an answer is a demonstration: its prompt ends before the first one.
+        # A row that ends with an answer is a demonstration of the whole conversation: the model
+        # learns all its answers, so the prompt is what stands before the first one.
         is_demonstration = bool(answers) and answers[-1] == len(messages) - 1
         prompt = messages[: answers[0]] if is_demonstration else messages
         try:
@@ -96,7 +100,7 @@ def _check_messages(
             problems[index] = line
             if len(problems) == len(source):
                 raise ChatError(f"{key}: not one row is left; the last, {line}") from error
-    if problems and not source.endless:
+    if problems and not source.endless:  # the run leaves out an endless source's bad rows itself
         count = f"{len(problems)} of {len(source)} rows"
         listed = "\n".join(f"  {line}" for line in list(problems.values())[:MAX_LISTED])
         note = f"{key}: {count} are left out (data.on_bad_row=skip)\n{listed}"

@@ -149,6 +149,7 @@ class Run:
     """Name of the experiment; None: the name of the folder that holds the run folder."""
     world: World = field(default_factory=World)
     stop: StopRequest = field(default_factory=StopRequest)
+    """The request that a signal makes; `execute` puts the one that listens here."""
     watchdog: Watchdog = field(default_factory=Watchdog)
     tracker: Tracker = field(default_factory=SilentTracker)
     timeline: Timeline = field(default_factory=Timeline)
@@ -354,11 +355,12 @@ class Run:
         settings = self.config.tracker
         limit = rollout_limit(settings.rollouts)
         write_step(self.folder, 0, rollouts, limit, settings.arrays_above)
-        if (reason := why_unrewarded(rollouts)) is not None:
+        reason = why_unrewarded(rollouts)  # None: there are rewards; "": no rollout was scored
+        if reason is not None:
             self.record(steps=0, eval=scores)  # the other scores count all the same
-            cause = reason or "all of them failed"  # the reason is empty if no rollout was scored
+            cause = reason or "all of them failed"
             message = f"not one of {len(rollouts)} rollouts has a reward: {cause}"
-            raise NoRewards(message, Collected())
+            raise NoRewards(message, Collected())  # empty: an evaluation collects for no step
 
     def _print_scores(
         self,
@@ -476,11 +478,11 @@ class Run:
         with self.world.together("whether there is a checkpoint", CheckpointError):
             if self.world.is_main:
                 exists = not checkpoints.empty
-                if not exists:
-                    self._start_again(checkpoints.folder)
+                if not exists:  # may raise CheckpointError
+                    self._report_new_start(checkpoints.folder)
         return checkpoints.load_latest(policy) if self.world.broadcast(exists) else None
 
-    def _start_again(self, empty_folder: Path) -> None:
+    def _report_new_start(self, empty_folder: Path) -> None:
         """Report that a resumed run without a checkpoint begins at step 0.
 
         Raises CheckpointError if the run has saved one, which is gone from `empty_folder`.
@@ -614,18 +616,23 @@ class Run:
     def _interrupted(self) -> int:
         """Record and report a KeyboardInterrupt; return the exit code.
 
-        Ctrl-C raises it, a second SIGTERM (`stop.insisted`), and a first signal that came while
-        there was nothing to save (`stop.at_once`).
+        It has one of three causes:
+
+        - Ctrl-C: `stop.at_once` and `stop.insisted` are False. INTERRUPTED.
+        - a first signal while there was nothing to save (`stop.at_once`): it counts as a stop after
+          a save (PREEMPTED). Of an evaluation, which has to begin anew, the work is lost:
+          TERMINATED.
+        - a second SIGTERM, which did not wait for the save (`stop.insisted`): TERMINATED.
         """
         stop = self.stop
-        nothing_lost = stop.at_once and not stop.insisted
-        if nothing_lost and self.verb != "eval":  # an evaluation has to begin anew
-            return self._preempted(str(stop.name))
+        nothing_lost = stop.at_once and not stop.insisted and self.verb != "eval"
+        if nothing_lost:
+            return self._preempted(str(stop.name))  # the signal's name, such as SIGTERM
         self._record_end(status="interrupted")
         if self.world.is_main:
             remedy = "" if self.verb == "eval" else f"; to go on: {self._resume_command}"
             print(f"interrupted{remedy}", file=sys.stderr)
-        was_signalled = stop.insisted or stop.at_once  # neither after Ctrl-C
+        was_signalled = stop.insisted or stop.at_once
         return TERMINATED if was_signalled else INTERRUPTED
 
     def _failed(self, error: Exception) -> int:
@@ -660,7 +667,8 @@ class Run:
 
     @property
     def _resume_command(self) -> str:
-        return f"agenttrain {resuming(self.verb)}resume={quote(str(self.folder))}"
+        verb_word = resuming(self.verb)  # "sft ", or nothing for train
+        return f"agenttrain {verb_word}resume={quote(str(self.folder))}"
 
 
 async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) -> Trainer:
@@ -823,7 +831,7 @@ def _make_source(
     report_progress = run.tracker.progress.rollouts
     if rollouts is not None:
         if rollouts.process is not None:
-            rollouts.process.progress = report_progress
+            rollouts.process.report_progress = report_progress
         return make_remote_source(run.config, components, rollouts)
     if collector is not None:
         collector = replace(collector, stop=run.stop, progress=report_progress)

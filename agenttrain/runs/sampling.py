@@ -150,8 +150,9 @@ def load_empty(config: RunConfig, rank: int) -> tuple[Any, Any] | None:
         if rank == 0:
             print(f"every process loads all weights of model.path={path}: {reason}", flush=True)
         return None
-    disable_cudnn_attention()
-    threads = _initial_threads()  # `_set_threads` changes it for a small model
+    disable_cudnn_attention()  # it would plan anew for each length of a rollout
+    # Asked before `_set_threads` changes torch's number at the end of this function.
+    threads = _initial_threads()
     dtype = getattr(torch, config.model.dtype)
     model: Any = empty_model(base or source, dtype, uniform=_needs_one_dtype(config))
     weights = SlicedWeights(model, base or source, rank)
@@ -159,7 +160,9 @@ def load_empty(config: RunConfig, rank: int) -> tuple[Any, Any] | None:
         check_quantizable(model, config.model)
         quantize(model, double=config.model.double_quantization)
     if base is not None:
-        with stand_ins(model), only_tensors(source):  # peft draws no adapters on the meta device
+        # `stand_ins`: peft draws no adapters on the meta device. `only_tensors`: files of adapters
+        # may be pickles, of which those that could run code are refused.
+        with stand_ins(model), only_tensors(source):
             load_saved_adapters(model, source)
         _record_revision(model, base)
     _set_threads(model, threads)
@@ -288,16 +291,15 @@ def engine_inputs(
     source_folder = model_folder(path, revision=revision)
     # The model that the adapters in `source_folder` are for; None if it holds a whole model.
     base = base_folder(path, revision, config.model.base_revision)
-    # None: there are no adapters, or they are merged into the weights that the engine is sent.
-    # Nothing is merged for an engine that samples from the policy itself.
-    adapters = None
-    if lora.rank and (not run_spec(config).own_weights or adapters_are_sent(config)):
-        adapters = lora
+    # An engine without weights of its own samples from the policy, adapters and all. One with its
+    # own is sent the adapters, or all weights with the adapters merged into them.
+    samples_from_policy = not run_spec(config).own_weights
+    has_adapters = lora.rank > 0 and (samples_from_policy or adapters_are_sent(config))
     return EngineInputs(
         policy=policy,
         model=base or source_folder,
         dtype=config.model.dtype,
-        adapters=adapters,
+        adapters=lora if has_adapters else None,
         tokenizer=source_folder if config.rollout.structured_calls else None,  # for grammars
         sync_mode=config.weight_sync.mode,
         sync_folder=config.weight_sync.folder,

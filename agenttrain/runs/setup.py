@@ -100,7 +100,7 @@ def complete(components: Components) -> None:
     from agenttrain.runs.memory_plan import check_shared_gpu
 
     config, verb = components.config, components.verb
-    if verb != "sft":
+    if verb != "sft":  # `prepare` has checked it for sft
         check_model(config, verb)
         check_shared_gpu(config, verb)
     # Checkpoints save the tokenizer: a server then renders and parses as the training did.
@@ -118,7 +118,7 @@ def complete(components: Components) -> None:
     check_compaction(config.rollout, components.chat, context_of(config))
     if config.agent.outside:
         make_agent(config.agent, Path(), machines=components.machines)  # raises for bad settings
-    if components.machines is not None:
+    if components.machines is not None:  # rollouts run in containers
         if config.agent.outside:
             _check_single_steps(components)
         prepare_images(components)
@@ -150,6 +150,10 @@ class Components:
 
     Example: ``components = prepare(config)`` builds and checks everything that training needs.
     ``Components(config).chat`` builds tools and chat, but no tasks and no rewards.
+
+    A run with a mixture of rows has one instance for the whole run, and one for each source
+    (`sources`). The whole run's has tokenizer, chat and roles, which its sources use too. Each
+    source's has its tasks and rubric, and its tools and environments if it sets some.
     """
 
     def __init__(
@@ -166,8 +170,10 @@ class Components:
         """`folder` is the run folder, in which role servers are found; None: roles have no servers.
 
         `tools` are those of other components, to share; None: they are built from `config`.
-        `shows_demonstrations`: rows may end with their answer, as the verb only shows them.
-        `mixture` are the components of the whole run, if these are those of one `source` of it.
+        `shows_demonstrations`: the verb shows rows and asks no model. So a row may end with its
+        answer, which is an error where a model would get it in the prompt. An instance for one
+        source of a mixture has the source's name, `source`, and the whole run's instance,
+        `mixture`.
         """
         self.config = config
         self.verb = verb
@@ -176,6 +182,7 @@ class Components:
         self._shows_demonstrations = shows_demonstrations
         self._mixture, self._source = mixture, source
         self._agents: Agents | None = None
+        """Outside agents, which `collector` makes and `aclose` closes."""
 
     def with_config(self, config: RunConfig) -> Components:
         """Return components of another configuration that share tools, chat and certificate.
@@ -185,6 +192,7 @@ class Components:
         shared = Components(config, self.verb, self.folder, tools=(self.toolbox, self.environments))
         shared.tokenizer, shared.chat = self.tokenizer, self.chat
         shared.certificate = self.certificate
+        # Sources get their chat from `shared`, and only their tools need to be handed on.
         for name, part in shared.sources.items():
             part._tools = (self.sources[name].toolbox, self.sources[name].environments)
         return shared
@@ -382,9 +390,14 @@ class Components:
 
     @cached_property
     def row_tool_names(self) -> set[str]:
-        """Names of the tools that rows list. Computing them checks the rows, see `check_rows`."""
+        """Names of the tools that rows list.
+
+        To find them `check_rows` reads all rows, and so it checks them too: it raises for bad ones.
+        """
         if self.sources:
             return set().union(*(part.row_tool_names for part in self.sources.values()))
+        # A row may end with its answer where it is learnt or shown, and where an environment or an
+        # outside agent makes the prompt. Otherwise the model would be asked with the answer.
         holds_answers = self.verb == "sft" or self._shows_demonstrations
         return check_rows(
             self.chat,
@@ -696,6 +709,8 @@ def rubric_of(
     servers that ``role:<name>`` stands for, if they run. Raises ValueError if the run hides an
     environment's reward, or uses one that does not exist.
     """
+    # Where an environment has a method `reward`, the section reward.environment (REWARD) is added,
+    # with the function that calls it (REWARD_TARGET) as its default `_target_`.
     sections = reward_sections(config, rewarding=bool(rewarding))
     targets = [section.get("_target_") for section in sections.values()]
     if rewarding and REWARD_TARGET not in targets:

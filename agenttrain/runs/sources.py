@@ -52,10 +52,16 @@ def make_sampled_source(
 def make_rollout_source(
     config: RunConfig, components: Components, collector: Collector, peers: Peers
 ) -> RolloutSource:
-    """Return the source that draws the tasks of each step and samples their groups."""
+    """Return the source that draws the tasks of each step and samples their groups.
+
+    `peers` are the processes that share a step's groups.
+    """
     tasks, settings = components.tasks.train, config.data.curriculum
+    # It learns from each step's results which tasks come next.
     curriculum: Curriculum | Mixture | None = None
     if isinstance(tasks, Mixture):
+        # `tasks` are in the order without curricula. This mixture has those of its sources, and the
+        # cursor of this source of rollouts alone.
         curriculum = components.mixture()
     elif settings.enabled:
         curriculum = Curriculum(tasks, settings, seed=config.seed)
@@ -67,5 +73,6 @@ def make_rollout_source(
         tasks=tasks,
         curriculum=curriculum,
         peers=peers,
+        # The column that breaks evaluations down also tells kinds of tasks of different cost.
         costs=Costs(config.eval.group_by),
     )

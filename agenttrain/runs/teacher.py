@@ -147,7 +147,10 @@ def make_teacher(
     prompt_ids: PromptIds | None,
     roles: Mapping[str, RoleServers],
 ) -> Teacher:
-    """Load the run's teacher beside the policy, or return a client of the role that serves it."""
+    """Load the run's teacher beside the policy, or return a client of the role that serves it.
+
+    `prompt_ids` renders the teacher's own prompt; None: it reads the policy's.
+    """
     teacher = config.algorithm.teacher
     assert teacher is not None, "the run has a teacher"
     if teacher.role is not None:
@@ -162,16 +165,20 @@ def make_teacher(
         )
     folder = weights_folder(teacher.path, revision=teacher.revision, key=KEY)
     dtype, world = getattr(torch, teacher.dtype), policy.world
-    sharding, weights = sharding_of(config), None
+    sharding = sharding_of(config)
     model: Any
-    # If possible, the weights are read once the model is sharded: each process reads its part.
+    weights: SlicedWeights | None
     if sharding is not None and why_not_sliced(folder) is None:
+        # Without weights yet: once the model is sharded, each process reads its part of them.
+        # Patient: one process may wait minutes longer for its files.
         model = empty_model(folder, dtype)
         with world.together(f"the files of {KEY}", WrongWeights, patient=True):
             weights = SlicedWeights(model, folder, world.rank)
     else:
+        # Each process loads all weights; pickles that could run code are refused.
         with only_tensors(folder):
             model = load_whole(folder, dtype)
+        weights = None  # the model has them
     return ModelTeacher(
         model,
         temperature=config.rollout.temperature,

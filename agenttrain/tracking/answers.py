@@ -64,14 +64,18 @@ def is_copied(rollout: Rollout, answer: str | None) -> bool:
 def answer_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Return the shares of rollouts with an empty, a copied, and the most frequent answer.
 
+    Copied: word for word from what a tool returned in the same rollout (`is_copied`). The most
+    frequent answer is that among answers with a text. All are shares of all rollouts; one that
+    hands nothing in counts for none of them.
+
     Example: of four rollouts that hand in ``7``, ``7``, ``""`` and ``8``, a quarter is empty, and
     the most frequent answer is that of a half.
     """
+    if not rollouts:
+        return dict.fromkeys(("answers/empty", "answers/copied", "answers/repeated"), math.nan)
     answers = [answer_of(rollout) for rollout in rollouts]
     counts = Counter(answer for answer in answers if answer is not None and answer.strip())
     most_common = counts.most_common(1)
-    if not rollouts:
-        return dict.fromkeys(("answers/empty", "answers/copied", "answers/repeated"), math.nan)
     copied = [is_copied(rollout, a) for rollout, a in zip(rollouts, answers, strict=True)]
     return {
         "answers/empty": fmean(map(is_empty, answers)),

@@ -99,7 +99,10 @@ def send_all(
     `arguments` are the tracker's: name, target (its class), settings, system (it gets the machine's
     load), finish_s and id. `run` has the other fields of a TrackedRun.
 
-    A tracker that fails is constructed again after a pause, unless it would fail again (`is_off`).
+    A tracker that fails is constructed again after a pause, and continues after the last
+    acknowledged step. There are two ends besides success: a tracker is given up (`is_off`) whose
+    class cannot be constructed or imported, because neither changes while the process lives. And
+    after the run's end `main` ends the process, with this thread, once `finish_s` have passed.
     """
     from agenttrain.tracking.backends.base import TrackedRun
     from agenttrain.tracking.following import Cursor, cursor_path, follow, run_end
@@ -140,8 +143,10 @@ def send_all(
         else:
             send_report(TrackerReport(tracker=name))
             return
+        # Failures without progress lengthen the pause; after progress they are counted anew.
         cursor = Cursor.read(cursor_path(tracked.folder, name))
-        failures = 1 if cursor is not None and cursor.step > step_before else failures + 1
+        has_progressed = cursor is not None and cursor.step > step_before
+        failures = 1 if has_progressed else failures + 1
         pause_s = pause_after(failures)
         if not end.event.wait(pause_s):
             continue

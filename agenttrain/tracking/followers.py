@@ -45,7 +45,11 @@ class FollowedTracker:
     def __init__(
         self, section: TrackerSection, run: TrackedRun, warn: Callable[[str], None]
     ) -> None:
-        """Construct the tracker to describe it; `warn` is called with one line per problem."""
+        """Ask the tracker to describe itself; `warn` is called with one line per problem.
+
+        For this a tracker is constructed here, and dropped. The one that sends the run is
+        constructed in the trackers' process.
+        """
         self.section = section
         self._warn = warn
         self._warned: set[str] = set()
@@ -57,12 +61,14 @@ class FollowedTracker:
         self.is_done = False
         """True once it has everything, after the run's end."""
         self.description = Description()
+        # The cursor has the run's id at the tracker, and how far the tracker has it. A resumed run
+        # finds that of its earlier start, and keeps the id.
         cursor = Cursor.read(self._path) or Cursor(id=run.id)
         self.id = cursor.id
         try:
             tracker: ExperimentTracker = locate(section.target, key=section.key)(**section.settings)
-            self.description = tracker.describe(replace(run, id=cursor.id))
-            cursor.write(self._path)  # so that a resumed run keeps the id
+            self.description = tracker.describe(replace(run, id=self.id))
+            cursor.write(self._path)
         except Exception as error:
             self.turn_off(f"{type(error).__name__}: {error}")
         for note in self.description.notes:
@@ -76,7 +82,7 @@ class FollowedTracker:
 
     @property
     def is_active(self) -> bool:
-        """True while there may be something to send."""
+        """True while there may be something to send: also after a failure (`reason`)."""
         return not (self.is_off or self.is_done)
 
     def record(self, report: TrackerReport) -> None:
@@ -155,8 +161,11 @@ class Followers:
             "path": [folder or os.getcwd() for folder in sys.path],  # "" is the working folder
         }
         self._reports: deque[str] = deque()
+        """Lines that the process has printed; a thread of `ChildProcess` adds them."""
         self._process: ChildProcess | None = None
+        """None: not started, or ended."""
         self._failures = 0
+        """Early ends of the process in a row without an acknowledged step between them."""
         self._steps_before: list[int] = []
         """Last acknowledged step of each tracker when the process was started."""
         self._restart_at: float | None = None
@@ -168,7 +177,7 @@ class Followers:
         """Start the process again if it ended early; takes microseconds if it has not."""
         self._read_reports()
         if self._process is not None and not self._process.alive:
-            self._ended_early(self._process)
+            self._schedule_restart(self._process)
         if self._restart_at is not None and time.monotonic() >= self._restart_at:
             self._start()
 
@@ -180,8 +189,8 @@ class Followers:
         if self._is_closed:
             return
         self._is_closed = True
-        self.check()
-        if self._restart_at is not None:
+        self.check()  # notices a process that ended early
+        if self._restart_at is not None:  # a restart is due later: do it at once
             self._start()
         deadline = time.monotonic() + self._longest_s
         while self._process is not None:
@@ -189,18 +198,16 @@ class Followers:
             with suppress(ChildGone):
                 self._process.send(f"end {how}")
             # EXIT_S: at the deadline the process still reports the trackers that are late.
-            in_time = self._process.wait_for_end(max(deadline + EXIT_S - time.monotonic(), 0.01))
+            wait_s = max(deadline + EXIT_S - time.monotonic(), 0.01)
+            in_time = self._process.wait_for_end(wait_s)
             if not in_time or self._process.code == 0:  # hanging, or done
-                self._process.printed()  # waits until the last reports are read
-                self._process.kill()
-                self._process = None
-                self._read_reports()
+                self._release_process(self._process)
                 break
-            self._ended_early(self._process)
+            self._schedule_restart(self._process)  # sets `_process` to None, which ends this loop
             # Another attempt needs at least a second.
             if self._restart_at is not None and time.monotonic() < deadline - 1:
                 time.sleep(min(LAST_PAUSE_S, max(self._restart_at - time.monotonic(), 0)))
-                self._start()
+                self._start()  # sets `_process`: the loop goes on
         for tracker in self._trackers:
             tracker.warn_of_missing(last_step)
 
@@ -238,22 +245,31 @@ class Followers:
             for tracker in self._active():
                 tracker.turn_off(f"{type(error).__name__}: {error}")
 
-    def _ended_early(self, process: ChildProcess) -> None:
-        """Record why the process ended early, and when to start it again."""
+    def _schedule_restart(self, process: ChildProcess) -> None:
+        """Record why the process ended early, and set `_restart_at` if a tracker still needs it.
+
+        The last reports of the process may say that a tracker is done or off. Only the others have
+        failed with it.
+        """
         code = process.code or 0
-        process.printed()  # waits until the last reports are read
-        process.kill()  # closes the pipe
-        self._process = None
-        self._read_reports()
+        self._release_process(process)
         steps = [tracker.step for tracker in self._trackers]
-        # Each failure without a new step lengthens the pause.
+        # Each failure without a new step since `_start` lengthens the pause.
         self._failures = 1 if steps != self._steps_before else self._failures + 1
         for tracker in self._active():
             tracker.fail(f"its process {how_ended(code)}")
         if self._active():
             self._restart_at = time.monotonic() + pause_after(self._failures)
 
+    def _release_process(self, process: ChildProcess) -> None:
+        """End the process if it still lives, and record its last reports."""
+        process.printed()  # waits until a thread has put all printed lines into `_reports`
+        process.kill()  # closes the pipe, too
+        self._process = None
+        self._read_reports()
+
     def _read_reports(self) -> None:
+        """Record the reports that the process has printed."""
         while self._reports:
             with suppress(ValueError):  # a line that a library printed
                 report = TrackerReport(**json.loads(self._reports.popleft()))

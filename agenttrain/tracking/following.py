@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from http import HTTPStatus
@@ -50,7 +50,8 @@ class Cursor:
     step: int = 0
     """Last step whose metrics it has."""
     table: int = 0
-    """Last step whose rollouts it has, or refused, of those that are shown."""
+    """Last step whose table of rollouts it has. Tables are sent of some steps only
+    (TABLE_EVERY). One that the tracker refuses counts too: it is not sent again."""
     evaluated: int = -1
     """Step of the last evaluation that it has."""
     sections: list[str] = field(default_factory=list)
@@ -116,38 +117,25 @@ def follow(
     cursor.started = True
     cursor.write(path)
     tracker_step = tracker.start(run, config)  # the last step that the tracker has; None: unknown
-    if tracker_step is not None and tracker_step != cursor.step:
-        # Ahead of the cursor: the process was killed before it acknowledged. Behind it: the tracker
-        # lost data, so tables and evaluations of the lost steps are sent again too.
-        if tracker_step < cursor.step:
-            cursor.table = min(cursor.table, tracker_step)
-            # The evaluation after `tracker_step` itself may be lost in part.
-            cursor.evaluated, cursor.sections = min(cursor.evaluated, tracker_step - 1), []
-        cursor.step = tracker_step
+    if tracker_step is not None:
+        _move_cursor(cursor, tracker_step)
     metrics, evaluations = Lines(run.folder / "metrics.jsonl"), Lines(evaluations_path(run.folder))
     waiting: list[dict[str, Any]] = []  # evaluations that are not sent yet
-    rows: list[dict[str, Any]] = []  # metrics of steps that are not sent yet
-    sampled_at = -math.inf
+    sampled_at = -math.inf  # time of the last sample of the machine's load
     while True:
         if load is not None and time.monotonic() - sampled_at >= SAMPLE_S:
             load.sample()
             sampled_at = time.monotonic()
         is_last = ended.is_set()  # asked before the files are read, so that nothing is missed
-        rows += (row for row in metrics.added() if row["step"] > cursor.step)
+        # A resumed run repeats steps that were sent: they are left out.
+        rows = [row for row in metrics.added() if row["step"] > cursor.step]
         waiting += evaluations.added()
-        while rows:
-            part, rows = rows[:MOST_ROWS], rows[MOST_ROWS:]
-            for row in part:
-                # The mean load since the last rows is sent once, with the last row.
-                system = {} if load is None or row is not part[-1] else load.take()
-                tracker.log(row["step"], {**points(row), **system})
-            tracker.flush()
-            cursor.step = part[-1]["step"]
-            cursor.write(path)
+        _send_metrics(rows, tracker, cursor, path, load)
         # Includes tables that a killed process had not sent yet.
         for step in range(cursor.table + 1, cursor.step + 1):
             _send_table(run.folder, step, tracker, cursor, path)
-        # An evaluation whose step is not there yet was read between two writes of the run.
+        # A step's metrics go before its evaluation. An evaluation whose step is missing was read
+        # between the run's writes of the two files: it waits for the next round.
         ready = [row for row in waiting if row["step"] <= cursor.step or is_last]
         waiting = [row for row in waiting if row not in ready]
         for row in ready:
@@ -160,6 +148,20 @@ def follow(
     tracker.finish()
 
 
+def _move_cursor(cursor: Cursor, tracker_step: int) -> None:
+    """Move the cursor to the last step that the tracker says it has, if that is another one.
+
+    The tracker is ahead of the cursor if the process was killed before it acknowledged a step. It
+    is behind if it has lost data: then tables and evaluations of the lost steps are sent again too.
+    """
+    if tracker_step < cursor.step:
+        cursor.table = min(cursor.table, tracker_step)
+        # The evaluation after `tracker_step` comes later than the step: it may be lost, or some of
+        # its sections.
+        cursor.evaluated, cursor.sections = min(cursor.evaluated, tracker_step - 1), []
+    cursor.step = tracker_step
+
+
 def run_end(folder: Path, message: str) -> RunEnd:
     """Return how a run ended, from its last line to the tracker process: ``end preempted``.
 
@@ -170,6 +172,25 @@ def run_end(folder: Path, message: str) -> RunEnd:
     if word in list(RunEnd):
         return RunEnd(word)
     return RunEnd.stalled if read_summary(folder).get("stalled_phase") else RunEnd.killed
+
+
+def _send_metrics(
+    rows: Sequence[Mapping[str, Any]],
+    tracker: ExperimentTracker,
+    cursor: Cursor,
+    path: Path,
+    load: MachineLoad | None,
+) -> None:
+    """Send rows of metrics.jsonl; MOST_ROWS of them are acknowledged together."""
+    for start in range(0, len(rows), MOST_ROWS):
+        part = rows[start : start + MOST_ROWS]
+        for row in part:
+            # The mean load since the last rows is sent once, with the last row.
+            system = {} if load is None or row is not part[-1] else load.take()
+            tracker.log(row["step"], {**points(row), **system})
+        tracker.flush()
+        cursor.step = part[-1]["step"]
+        cursor.write(path)
 
 
 def _send_evaluation(
@@ -212,7 +233,9 @@ def _send_table(
 def is_transient(error: BaseException) -> bool:
     """Return True for an error of the network or the disk, after which it is worth trying again.
 
-    An answer with a status below 500 is a refusal, except 429 (too many requests).
+    The error itself, or one that led to it, must be such an error. Example: a tracker's own
+    UploadFailed was raised while httpx.ConnectTimeout was handled. An answer with a status below
+    500 is a refusal, except 429 (too many requests).
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -221,12 +244,15 @@ def is_transient(error: BaseException) -> bool:
             return status >= HTTPStatus.INTERNAL_SERVER_ERROR or (
                 status == HTTPStatus.TOO_MANY_REQUESTS
             )
-        modules = {kind.__module__.partition(".")[0] for kind in type(cause).__mro__}
-        if isinstance(cause, OSError) or modules & HTTP_CLIENTS:
+        # Packages of the error's class and of its base classes, which a client may have extended.
+        packages = {kind.__module__.partition(".")[0] for kind in type(cause).__mro__}
+        if isinstance(cause, OSError) or packages & HTTP_CLIENTS:
             return True
-        # A client's error is about the error that it was handling; a builtin error may not be.
-        hidden = cause.__suppress_context__ or type(cause).__module__ == "builtins"
-        cause = cause.__cause__ or (None if hidden else cause.__context__)
+        # Go on to the error that led to this one: named by `raise … from`, else the one that was
+        # being handled. But a KeyError in a handler, say, is a mistake of its own, whatever was
+        # being handled: so the context of a builtin error does not count.
+        ignores_context = cause.__suppress_context__ or type(cause).__module__ == "builtins"
+        cause = cause.__cause__ or (None if ignores_context else cause.__context__)
     return False
 
 

@@ -69,11 +69,8 @@ class Notable:
 def notable_rollouts(run_folder: Path, command: str) -> Notable:
     """Return the rollouts of a run that are worth a look.
 
-    The best and the worst have the highest and the lowest reward of the latest STEPS steps, and the
-    longer of two equal ones comes first. The most surprising are those whose reward differs most
-    from the mean of their group, such as the one success of a group of eight; of two equal ones,
-    the one whose tokens were less probable. A section lists one rollout of a group. Before these
-    come the culprits, in the folder of a crash, and the rollouts of alarms. Raises ConfigError that
+    Sections, in this order: the culprits, in the folder of a crash; the rollouts of the latest
+    alarms; the best, worst and most surprising of the latest STEPS steps. Raises ConfigError that
     begins with `command` if the run has written no rollouts.
     """
     steps = written_steps(run_folder, command)
@@ -99,27 +96,42 @@ def notable_rollouts(run_folder: Path, command: str) -> Notable:
         named = records_named(alarm["rollouts"])
         notable.add(f"Alarm of step {alarm['step']}", alarm["text"], named)
     latest = steps[-STEPS:]
-    rewarded = [r for step in latest for r in records_of(step) if r["reward"] is not None]
-    of_steps = (
-        f"of steps {latest[0]} to {latest[-1]}" if len(latest) > 1 else f"of step {latest[0]}"
-    )
-    if latest == [0]:  # `agenttrain eval` writes its rollouts as step 0
-        of_steps = "of the evaluation"
+    records = [record for step in latest for record in records_of(step)]
+    _add_extremes(notable, records, _of_steps(latest))
+    return notable
+
+
+def _of_steps(steps: Sequence[int]) -> str:
+    """Return ``of steps 8 to 10``, ``of step 10``, or ``of the evaluation``."""
+    if list(steps) == [0]:  # `agenttrain eval` writes its rollouts as step 0
+        return "of the evaluation"
+    return f"of steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"of step {steps[0]}"
+
+
+def _add_extremes(notable: Notable, records: Iterable[dict[str, Any]], of_steps: str) -> None:
+    """Add the best, the worst and the most surprising rollouts; `of_steps` says which they are of.
+
+    A section has at most EACH rollouts, of different groups. The best and the worst have the
+    highest and the lowest reward, and the longer of two equal ones comes first. The most surprising
+    are those whose reward differs most from the mean of their group, such as the one success of a
+    group of eight; of two equal ones, the one whose tokens were less probable.
+    """
+    rewarded = [record for record in records if record["reward"] is not None]
     best = _highest(rewarded, lambda r: (r["reward"], _tokens(r)))
     worst = _highest(rewarded, lambda r: (-r["reward"], _tokens(r)))
     if len({record["reward"] for record in rewarded}) == 1:
         worst = []  # as in supervised runs: all are as good as the best
+    # `_with_figures` has added `group_reward` and `logprob`, the means of group and tokens.
     surprising = _highest(rewarded, lambda r: (abs(r["reward"] - r["group_reward"]), -r["logprob"]))
     surprising = [record for record in surprising if record["reward"] != record["group_reward"]]
     far_from_mean = f"furthest from the mean reward of their group, {of_steps}"
-    for title, text, records in (
+    for title, text, listed in (
         ("Best", f"highest reward {of_steps}", best),
         ("Worst", f"lowest reward {of_steps}", worst),
         ("Most surprising", far_from_mean, surprising),
     ):
-        if records:
-            notable.add(title, text, records)
-    return notable
+        if listed:
+            notable.add(title, text, listed)
 
 
 def _highest(

@@ -60,7 +60,10 @@ def _recorded(part: Any) -> Any:
 
 
 def shown_text(content: Any) -> str:
-    """Return a message's content as text: an image is ``[image of 640x480 pixels (9f2b0c11)]``."""
+    """Return a message's content as text: an image is ``[image of 640x480 pixels (9f2b0c11)]``.
+
+    A message of a record has an image's hash and size. One of a run in memory has the Image.
+    """
     if not isinstance(content, list):
         return str(content or "")
     shown = []
@@ -69,7 +72,7 @@ def shown_text(content: Any) -> str:
             size = f"{part['width']}x{part['height']}"
             shown.append(f"[image of {size} pixels ({part['sha256'][:8]})]")
         elif isinstance(part, Mapping) and isinstance(part.get("image"), Image):
-            shown.append(f"[{part['image']}]")
+            shown.append(f"[{part['image']}]")  # an Image's text has the same form
         else:
             shown.append(str(part.get("text", part) if isinstance(part, Mapping) else part))
     return "".join(shown)

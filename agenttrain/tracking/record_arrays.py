@@ -110,18 +110,20 @@ class ArrayReader:
     def with_arrays(self, record: dict[str, Any], folder: Path) -> dict[str, Any]:
         """Return a rollout's object with its lists read from the file of arrays in `folder`.
 
-        It then equals the object of a rollout that was written without arrays. Raises
-        ArraysMissing.
+        It then equals the object of a rollout that was written without arrays. The trajectories of
+        `record` are changed: use only what is returned. Raises ArraysMissing.
         """
         if ARRAYS not in record:
             return record
-        items_left = MOST_TOKENS * LISTS  # a record of somebody else may name too many
+        # A record of somebody else may name arrays without end: at most as many items are read as
+        # MOST_TOKENS tokens have in all their lists.
+        items_left = MOST_TOKENS * LISTS
         with self._opened(record, folder) as file:
             for trajectory in record["trajectories"]:
                 if "spans" not in trajectory:
                     continue  # a broken record, which the readers of spans refuse
                 for holder, key, _ in _find_lists(trajectory):
-                    if isinstance(holder[key], dict):
+                    if isinstance(holder[key], dict):  # {"array": name}; a short list is in place
                         length = _expected_length(trajectory, holder, key)
                         items_left -= length
                         if items_left < 0:

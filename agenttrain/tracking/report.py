@@ -28,9 +28,11 @@ TOOL_CHARACTERS = 400
 
 
 def before_after(before: Sequence[Scores], after: Sequence[Scores]) -> Table:
-    """Return a table of mean rewards with 95 % intervals by label and group, up to 80 columns.
+    """Return a table of mean rewards with 95 % intervals, up to 80 columns.
 
-    A cell is blank if there is no such evaluation.
+    An evaluation's label is the decoding, ``sampled`` or ``greedy``. Each label has a row for all
+    questions, one for each group (a value of the column `eval.group_by`), and one for each source
+    of a mixture. A cell is blank if there is no such evaluation.
     """
     table = Table(title="Reward on held-out questions (mean, 95% interval)", title_justify="left")
     table.add_column("decoding")
@@ -38,20 +40,21 @@ def before_after(before: Sequence[Scores], after: Sequence[Scores]) -> Table:
     table.add_column("n", justify="right")
     table.add_column("before", no_wrap=True)
     table.add_column("after", no_wrap=True, style="bold")
-    sides = [{evaluation.label: evaluation for evaluation in side} for side in (before, after)]
+    sides = [{scores.label: scores for scores in side} for side in (before, after)]
     for label in dict.fromkeys([*sides[0], *sides[1]]):
         pair = [side.get(label) for side in sides]  # before and after; None: no such evaluation
         present = [scores for scores in pair if scores is not None]
-        _add_row(table, label, "all", [e.reward if e else None for e in pair])
+        rewards = [s.reward if s else None for s in pair]
+        _add_row(table, label, "all", rewards)
         for k in sorted({k for scores in present for k in scores.pass_at}):
-            cells = [e.pass_at.get(k) if e else None for e in pair]
-            # With rewards of 0 and 1, pass@1 equals the mean reward.
-            if any(c != e.reward for c, e in zip(cells, pair, strict=True) if e):
+            cells = [s.pass_at.get(k) if s else None for s in pair]
+            # Left out if it would repeat the row above, as pass@1 does with rewards of 0 and 1.
+            if cells != rewards:
                 _add_row(table, "", f"all, pass@{k}", cells)
         for group in sorted({name for scores in present for name in scores.by_group}):
-            _add_row(table, "", group, [e.by_group.get(group) if e else None for e in pair])
+            _add_row(table, "", group, [s.by_group.get(group) if s else None for s in pair])
         for source in dict.fromkeys(name for scores in present for name in scores.by_source):
-            _add_source(table, source, [e.by_source.get(source) if e else None for e in pair])
+            _add_source(table, source, [s.by_source.get(source) if s else None for s in pair])
         table.add_section()
     return table
 

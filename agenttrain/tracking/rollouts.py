@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
@@ -61,27 +62,9 @@ Record = Mapping[str, Any]
 
 
 def rollout_record(rollout: Rollout) -> dict[str, Any]:
-    """Return a rollout as a JSON object.
+    """Return a rollout as a JSON object, with the keys that the module's docstring lists.
 
-    O are a trajectory's own tokens, S the sampled ones of these. The `spans` of a trajectory cover
-    its `token_ids` [O] exactly, one after the other. A trajectory with a `parent` (index, position)
-    begins with the first `position` tokens of that trajectory, which are not repeated. `logprobs`
-    [O] is 0.0 at tokens that were not sampled; `trainer_logprobs` [S] and `entropies` [S] are those
-    of the sampled tokens, to 6 decimals.
-
-    Example of a span: ``{"origin": "sampled", "start": 3, "end": 5, "turn": 0, "policy_version": 7,
-    "advantage": 0.5, "finish": "stop"}``. `advantage` is null for other origins or without a
-    reward, and a list where the tokens of a span differ (`algorithm.teacher`). Only the last
-    sampled span of a turn has `finish`.
-
-    Trajectories of a sub-agent have a `delegation`, e.g. ``{"caller": [0, 1], "call_id":
-    "call_1_0", "schemas": [], "max_turns": 4, "max_tokens": 512}``.
-
-    `columns` are the task's, with values that JSON does not have as text.
-
-    A tool call has the text of its reply as `content` only if no message holds it unchanged,
-    because it was clipped or the rollout ended before it. `done` means that it ended the episode,
-    `stop` that it called a stop tool.
+    `columns` are the task's. A value of a type that JSON does not have becomes a text.
     """
     exchanges = exchanges_of([trajectory.added_messages for trajectory in rollout.trajectories])
     record: dict[str, Any] = {
@@ -94,46 +77,21 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
         "rewards": rollout.rewards,
         "reward": rollout.reward,
         "columns": _plain(rollout.task.columns),
-        "trajectories": [],
+        "trajectories": [_trajectory_record(trajectory) for trajectory in rollout.trajectories],
     }
-    for trajectory in rollout.trajectories:
-        written: dict[str, Any] = {
-            "role": trajectory.role,
-            "parent": trajectory.parent,
-            "messages": recorded_messages(trajectory.messages),
-            "token_ids": list(trajectory.own_ids),
-            "spans": _span_records(trajectory),
-            "logprobs": trajectory.rollout_logprobs,
-        }
-        if trajectory.number is not None:
-            written["number"] = trajectory.number
-        if trajectory.delegation is not None:
-            written["delegation"] = asdict(trajectory.delegation)
-        if trajectory.schemas is not None:
-            written["schemas"] = trajectory.schemas
-        if trajectory.turn_rewards:
-            written["turn_rewards"] = {str(t): v for t, v in trajectory.turn_rewards.items()}
-        if trajectory.states:
-            written["states"] = trajectory.states
-        if trajectory.trainer_logprobs is not None and trajectory.entropies is not None:
-            for name in ("trainer_logprobs", "entropies"):
-                # Drop the digits that single precision does not have.
-                scores = np.asarray(getattr(trajectory, name), dtype=np.float64)
-                written[name] = scores.round(6).tolist()
-        record["trajectories"].append(written)
     if rollout.task.tools is not None:
         record["tools"] = [
             tool if isinstance(tool, str) else _plain(asdict(tool)) for tool in rollout.task.tools
         ]
-    if rollout.turn_scores:
+    if rollout.turn_scores:  # reward function -> its values by turn
         record["turn_scores"] = rollout.turn_scores
-    if rollout.grades:
+    if rollout.grades:  # results of the task's own tests
         record["grades"] = rollout.grades
     if rollout.environment_reward is not None:
         record["environment_reward"] = rollout.environment_reward
-    if rollout.counts:
+    if rollout.counts:  # events in an outside agent
         record["counts"] = rollout.counts
-    if rollout.untrained:
+    if rollout.untrained:  # an outside agent's conversations that are no part of the rollout
         record["untrained"] = [
             {**asdict(conversation), "messages": recorded_messages(conversation.messages)}
             for conversation in rollout.untrained
@@ -141,6 +99,44 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
     if rollout.error is not None:
         record["error"] = rollout.error
     return record
+
+
+def _trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
+    """Return a trajectory as a JSON object.
+
+    O are its own tokens, S the sampled ones of these. Its `spans` cover its `token_ids` [O]
+    exactly, one after the other. A trajectory with a `parent` (index, position) begins with the
+    first `position` tokens of that trajectory, which are not repeated. `logprobs` [O] is 0.0 at
+    tokens that were not sampled; `trainer_logprobs` [S] and `entropies` [S] are those of the
+    sampled tokens, to 6 decimals.
+
+    Trajectories of a sub-agent have a `delegation`, e.g. ``{"caller": [0, 1], "call_id":
+    "call_1_0", "schemas": [], "max_turns": 4, "max_tokens": 512}``.
+    """
+    written: dict[str, Any] = {
+        "role": trajectory.role,
+        "parent": trajectory.parent,
+        "messages": recorded_messages(trajectory.messages),
+        "token_ids": list(trajectory.own_ids),
+        "spans": _span_records(trajectory),
+        "logprobs": trajectory.rollout_logprobs,
+    }
+    if trajectory.number is not None:  # its index before other trajectories were removed
+        written["number"] = trajectory.number
+    if trajectory.delegation is not None:
+        written["delegation"] = asdict(trajectory.delegation)
+    if trajectory.schemas is not None:
+        written["schemas"] = trajectory.schemas
+    if trajectory.turn_rewards:
+        written["turn_rewards"] = {str(t): v for t, v in trajectory.turn_rewards.items()}
+    if trajectory.states:  # digests of the environment's state before each turn
+        written["states"] = trajectory.states
+    if trajectory.trainer_logprobs is not None and trajectory.entropies is not None:
+        for name in ("trainer_logprobs", "entropies"):
+            # Drop the digits that single precision does not have.
+            scores = np.asarray(getattr(trajectory, name), dtype=np.float64)
+            written[name] = scores.round(6).tolist()
+    return written
 
 
 def _plain(value: Any) -> Any:
@@ -167,20 +163,24 @@ class Exchange:
 
 
 def exchanges_of(conversations: Iterable[Sequence[Message]]) -> dict[str, list[Exchange]]:
-    """Map each call id to its exchanges, a call with its reply. Several calls may have one id."""
-    exchanges: dict[str, list[Exchange]] = {}
+    """Map each call id to its exchanges, a call with its reply. Several calls may have one id.
+
+    A call whose reply is in a later conversation (its context was rewritten in between) has two
+    exchanges: one without a reply, and one without the call's function.
+    """
+    exchanges: dict[str, list[Exchange]] = defaultdict(list)
     for messages in conversations:
         last: dict[str, Exchange] = {}  # call id -> its last exchange in this conversation
         for message in messages:
             for call in message.get("tool_calls", ()):
                 last[call["id"]] = Exchange(function=call["function"])
-                exchanges.setdefault(call["id"], []).append(last[call["id"]])
+                exchanges[call["id"]].append(last[call["id"]])
             if "tool_call_id" not in message:
                 continue
             call_id, content = message["tool_call_id"], message["content"]
-            if call_id not in last:  # the call is in the trajectory before this one
+            if call_id not in last:  # the call is in an earlier conversation
                 last[call_id] = Exchange()
-                exchanges.setdefault(call_id, []).append(last[call_id])
+                exchanges[call_id].append(last[call_id])
             last[call_id].text = content if isinstance(content, str) else shown_text(content)
             if any(images_in([message])):
                 last[call_id].parts = tuple(parts(content))
@@ -212,7 +212,13 @@ def _take(
 
 
 def _span_records(trajectory: Trajectory) -> list[dict[str, Any]]:
-    """Return the spans of a trajectory as `rollout_record` describes them."""
+    """Return the spans of a trajectory as JSON objects.
+
+    Example: ``{"origin": "sampled", "start": 3, "end": 5, "turn": 0, "policy_version": 7,
+    "advantage": 0.5, "finish": "stop"}``. `advantage` is null for other origins or without a
+    reward, and a list where the tokens of a span differ (`algorithm.teacher`). Only the last
+    sampled span of a turn has `finish`.
+    """
     records: list[dict[str, Any]] = []
     start = sampled = 0  # tokens, and sampled tokens, of the spans before
     for span in trajectory.spans:
@@ -246,6 +252,10 @@ def _span_records(trajectory: Trajectory) -> list[dict[str, Any]]:
 
 def _tool_call(result: ToolResult, exchanges: Mapping[str, list[Exchange]]) -> dict[str, Any]:
     """Return the record of a tool call.
+
+    `content`, the text of its reply, is left out if a message holds it unchanged. A message may
+    lack it, because it was clipped or the rollout ended before it. `done` means that the call ended
+    the episode, `stop` that it called a stop tool.
 
     `exchanges` maps call ids to the calls and replies in the recorded messages. The one of this
     call is removed, so that the next call with the same id gets the next exchange.
@@ -313,7 +323,9 @@ def write_step(
 ) -> None:
     """Write the first `most` rollouts (None: all) of a step atomically; no file for none.
 
-    Those of more than `arrays_above` tokens have their lists in a file of arrays; None: none have.
+    They are in the order of their groups, and of the samples in a group. The lists per token of
+    rollouts of more than `arrays_above` tokens go to a file of arrays, which is smaller and faster
+    than JSON (`record_arrays.py`). None: no rollout has such a file.
     """
     chosen = in_order(rollouts)[:most]
     if chosen:
@@ -328,14 +340,17 @@ def write_records(path: Path, records: Iterable[dict[str, Any]], arrays_above: i
     """Write the records of a step atomically, each a line; `arrays_above` as in `write_step`.
 
     Changes long records: their lists become references to arrays (`take_arrays`). A process that is
-    killed at any moment leaves the former lines with their arrays, or the new ones with theirs.
+    killed at any moment leaves the former lines with their arrays, or the new ones with theirs: the
+    new arrays get a file of a new name, and the former one is removed last.
     """
     arrays: dict[str, np.ndarray] = {}
-    lines: list[str | dict[str, Any]] = []  # records whose arrays are not yet in a file are objects
+    # Texts of lines, and records that are to name the file of arrays, which is written after all.
+    lines: list[str | dict[str, Any]] = []
     for number, record in enumerate(records):
         tokens = sum(len(trajectory["token_ids"]) for trajectory in record["trajectories"])
-        is_long = arrays_above is not None and arrays_above < tokens <= MOST_TOKENS
-        taken = take_arrays(record, number) if is_long else {}
+        # Readers refuse arrays of more than MOST_TOKENS tokens.
+        takes_arrays = arrays_above is not None and arrays_above < tokens <= MOST_TOKENS
+        taken = take_arrays(record, number) if takes_arrays else {}
         arrays |= taken
         lines.append(record if taken else dumps(record))
     file = write_arrays(path, arrays) if arrays else None
@@ -448,7 +463,12 @@ def _conversations(record: Record) -> list[list[Message]]:
 
 
 def tool_results(record: Record) -> list[ToolResult]:
-    """Return the results of a record's calls, in their order."""
+    """Return the results of a record's calls, in their order.
+
+    `tool_calls` of a record has what messages do not hold. The rest is in the recorded messages:
+    a malformed call's fault and text, and the reply's text and images. `_take` finds the call and
+    the reply there, among several with one id by the content, if it is recorded.
+    """
     exchanges = exchanges_of(_conversations(record))
     results = []
     for call_record in record["tool_calls"]:

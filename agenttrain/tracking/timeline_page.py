@@ -56,10 +56,15 @@ class RecordedPhase:
 
 @dataclass(slots=True, kw_only=True)
 class Process:
-    """Times of one process of a run."""
+    """Recorded times of one process of a run, in seconds since 1970, from its timeline file.
+
+    A resumed run goes on with the same file: the process then has several starts.
+    """
 
     name: str
+    """`trainer-0`, `trainer-1`, …, or `rollouts` for the process that makes the rollouts."""
     starts: list[float] = field(default_factory=list)
+    """Start of the process in each session of the run, first start and resumes."""
     phases: list[RecordedPhase] = field(default_factory=list)
     rollouts: list[dict[str, Any]] = field(default_factory=list)
     """Lines of the file about rollouts, unchanged."""
@@ -197,30 +202,43 @@ def rows_of(intervals: Sequence[Interval]) -> list[int]:
 class Page:
     """The page of a run's processes, in the given windows.
 
-    A window is an interval of time that the page shows, at most one of each session of the run.
+    A window is an interval of time that the page shows, at most one of each session of the run (a
+    start or a resume). Windows follow each other on the page without the time between them.
+
+    Example: windows (100, 250) and (900, 1000) are the seconds 0 to 150 and 150 to 250 of the page,
+    with a break at 150 that leaves out 650 seconds.
     """
 
     def __init__(self, processes: Sequence[Process], windows: Sequence[Interval]) -> None:
+        """`processes[0]` is the main training process, whose phases say when a step began."""
         self._windows = windows
-        self._begins = [0.0]
+        self._begins: list[float] = []
         """Second on the page at which each window begins."""
+        shown_s = 0.0
         for start, end in windows:
-            self._begins.append(self._begins[-1] + end - start)
-        self.total = max(self._begins[-1], 1e-9)  # not 0: shares are divided by it
-        self._main = processes[0].name
+            self._begins.append(shown_s)
+            shown_s += end - start
+        self.total = max(shown_s, 1e-9)
+        """Seconds of all windows; not 0, because shares are divided by it."""
         self._phases = {
             process.name: [p for p in process.phases if self._window(p.start) is not None]
             for process in processes
         }
+        self._main_phases = self._phases[processes[0].name]
         self._last_start: dict[int | None, float] = {}
-        """Step -> last start of a phase that worked on it."""
-        for phase in self._phases[self._main]:
+        """Step -> last start of a phase that worked on it, which shows whether `lost` work on it
+        was done again."""
+        for phase in self._main_phases:
             if phase.name in TRAINING:
                 last_start = self._last_start.get(phase.step, 0.0)
                 self._last_start[phase.step] = max(phase.start, last_start)
-        self._rollouts: dict[str, list[dict[str, Any]]] = {}
         self.left_out = 0
         """Number of the oldest rollouts, which the page has no space for."""
+        self._rollouts = self._choose_rollouts(processes)
+
+    def _choose_rollouts(self, processes: Sequence[Process]) -> dict[str, list[dict[str, Any]]]:
+        """Return the rollouts of each process that the page shows; count others in `left_out`."""
+        chosen = {}
         remaining_parts = MOST_PARTS  # a rollout has one bar, and one for each turn and call
         for process in processes:
             # The newest first, because the oldest are left out.
@@ -234,7 +252,8 @@ class Page:
                     self.left_out += 1
                 else:
                     shown.append(rollout)
-            self._rollouts[process.name] = shown[::-1]
+            chosen[process.name] = shown[::-1]
+        return chosen
 
     def _window(self, at: float) -> int | None:
         """Return the index of the window that has a time; None if no window has it."""
@@ -250,7 +269,10 @@ class Page:
         return round(self._begins[index] + at - self._windows[index][0], 4)
 
     def lost(self, phase: RecordedPhase) -> bool:
-        """Return True if a later session worked on the phase's step again."""
+        """Return True if a later session worked on the phase's step again.
+
+        Its result was then lost: the run stopped before a checkpoint had it.
+        """
         last_start = self._last_start.get(phase.step, 0.0)
         if phase.step is None or last_start <= phase.start:
             return False
@@ -260,13 +282,7 @@ class Page:
         """Return the data that the page's script draws."""
         return {
             "total": round(self.total, 4),
-            # Where a window follows another one: the second on the page, and the seconds left out.
-            "breaks": [
-                [round(begin, 4), round(start - earlier_end, 1)]
-                for begin, (_, earlier_end), (start, _) in zip(
-                    self._begins[1:], self._windows, self._windows[1:], strict=False
-                )
-            ],
+            "breaks": self._breaks(),
             "steps": [[step, self._place(start)] for step, start, _ in self.steps()],
             "phases": {
                 process: [self._phase_bar(phase) for phase in phases]
@@ -279,6 +295,15 @@ class Page:
                 if rollouts
             },
         }
+
+    def _breaks(self) -> list[list[float]]:
+        """Return where one window follows another: the second on the page, the seconds left out."""
+        breaks = []
+        for number in range(1, len(self._windows)):
+            _, earlier_end = self._windows[number - 1]
+            start, _ = self._windows[number]
+            breaks.append([round(self._begins[number], 4), round(start - earlier_end, 1)])
+        return breaks
 
     def _phase_bar(self, phase: RecordedPhase) -> list[Any]:
         """Return the bar of a phase: start on the page, seconds, name, step, label, lost."""
@@ -297,34 +322,42 @@ class Page:
     def steps(self) -> list[tuple[int, float, float]]:
         """Return number, start and end of each step of the main process, in order of time.
 
-        A step ends where the next one begins, or with its session.
+        A step begins with its first phase of rollouts or training. Other phases may name an earlier
+        step: a resumed run begins with a sync of the last one. It ends where the next step begins,
+        or with its window.
         """
-        begins = list[tuple[int, float]]()
-        for phase in sorted(self._phases[self._main], key=lambda phase: phase.start):
+        begins = list[tuple[int, int, float]]()  # (step, its window, start)
+        for phase in sorted(self._main_phases, key=lambda phase: phase.start):
             if phase.name in (*TRAINING, WAIT) and phase.step is not None:
-                is_new = not begins or begins[-1][0] != phase.step
-                # A resumed run may begin with the step that the session before it did not finish.
-                if is_new or self._window(begins[-1][1]) != self._window(phase.start):
-                    begins.append((phase.step, phase.start))
+                window = self._window(phase.start)
+                assert window is not None
+                # The window counts too: a resumed run may begin with the step that the session
+                # before it did not finish.
+                if not begins or begins[-1][:2] != (phase.step, window):
+                    begins.append((phase.step, window, phase.start))
         steps = []
-        # Each step with the one that follows it; None follows the last.
-        for (step, start), following in zip(begins, [*begins, None][1:], strict=True):
-            window = self._window(start)
-            assert window is not None
+        for number, (step, window, start) in enumerate(begins):
             end = self._windows[window][1]
-            if following is not None and self._window(following[1]) == window:
-                end = following[1]
+            if number + 1 < len(begins):
+                _, next_window, next_start = begins[number + 1]
+                if next_window == window:
+                    end = next_start
             steps.append((step, start, end))
         return steps
 
     def table(self) -> str:
-        """Return the seconds of each step as an HTML table, the last steps of a long run."""
-        phases = sorted(self._phases[self._main], key=lambda phase: phase.start)
+        """Return the seconds of each step as an HTML table, the last steps of a long run.
+
+        They are those of the main training process. A step is marked whose result was lost when the
+        run stopped, so that the resumed run did it again.
+        """
+        phases = sorted(self._main_phases, key=lambda phase: phase.start)
         starts = [phase.start for phase in phases]
         shown = [name for name in COLUMNS if any(phase.name == name for phase in phases)]
         head = "".join(f"<th>{name}" for name in ("step", "seconds", *shown, "other"))
         rows = []
         for step, start, end in self.steps()[-MOST_STEPS:]:
+            # The phases that begin in the step.
             of_step = phases[bisect_left(starts, start) : bisect_left(starts, end)]
             seconds = [sum(p.end - p.start for p in of_step if p.name == name) for name in shown]
             again = " (lost, done again)" if any(map(self.lost, of_step)) else ""
@@ -337,13 +370,15 @@ class Page:
         """Return how every process, server and the tools spent the time, as HTML list items."""
         items = []
         for name, phases in self._phases.items():
-            seconds = {
-                kind: sum(phase.end - phase.start for phase in phases if phase.name == kind)
-                for kind in dict.fromkeys([LOAD, *COLUMNS, *(phase.name for phase in phases)])
-            }
             if name == ROLLOUTS or not phases:  # the turns and calls of rollouts have items below
                 continue
-            seconds.pop("reward", None)  # a part of other phases, which would count twice
+            # In this order. Phases of type "reward" are parts of others, and would count twice.
+            kinds = dict.fromkeys([LOAD, *COLUMNS, *(phase.name for phase in phases)])
+            seconds = {
+                kind: sum(phase.end - phase.start for phase in phases if phase.name == kind)
+                for kind in kinds
+                if kind != "reward"
+            }
             seconds["other"] = max(self.total - sum(seconds.values()), 0.0)
             parts = [(kind, value) for kind, value in seconds.items() if value]
             shares = (f"{kind} {self._share(value)}" for kind, value in parts)
@@ -352,18 +387,19 @@ class Page:
         calls: list[Interval] = []
         for rollouts in self._rollouts.values():
             for rollout in rollouts:
-                for offset, duration, *server in rollout["turns"]:  # a server only in a fleet
+                # Of a turn: seconds since the rollout's start, duration, and in a fleet the server.
+                for offset, duration, *server in rollout["turns"]:
                     start = rollout["time"] + offset
                     name = f"server {server[0]}" if server else "engine"
                     turns.setdefault(name, []).append((start, start + duration))
-                for _, offset, duration in rollout["calls"]:
+                for _, offset, duration in rollout["calls"]:  # the first is the tool's name
                     start = rollout["time"] + offset
                     calls.append((start, start + duration))
         for name in sorted(turns):
             items.append(self._use(name, turns[name], "requests"))
         if calls:
             items.append(self._use("tools", calls, "calls"))
-        training = [p for p in self._phases[self._main] if p.name == "train"]
+        training = [p for p in self._main_phases if p.name == "train"]
         sampled = busy(interval for intervals in turns.values() for interval in intervals)
         overlap = overlap_s(sampled, busy((phase.start, phase.end) for phase in training))
         if overlap:

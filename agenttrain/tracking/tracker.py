@@ -48,7 +48,8 @@ UNREWARDED = "not one rollout has a reward, so that nothing was trained"
 class Tracker:
     """Writes metrics.jsonl and rollout files, starts the trackers, shows progress.
 
-    In a run of several processes only the main one has a tracker. ::
+    The trackers of the user's choice (wandb, …) run in another process, which reads these files
+    (`Followers`). In a run of several processes only the main one has a tracker. ::
 
         with Tracker(
             folder, config.tracker, project="shop", name=folder.name, total_steps=60
@@ -75,22 +76,26 @@ class Tracker:
 
         `project` is the name of the experiment, `name` that of the run, `group` that of its sweep.
         `resume_step` cuts metrics, evaluations, alarms and guards' warnings after that step and
-        continues them. The runs of an experiment share the folder `shared` (default: the parent of
-        the run folder). The trackers get the settings `run_config`.
+        continues them. Trackers may keep data that all runs of an experiment share in the folder
+        `shared` (default: the parent of the run folder). The trackers get the settings
+        `run_config`.
         """
         self._rollout_limit = rollouts_file.rollout_limit(config.rollouts)
+        """Most rollouts of a step that are written; None: all."""
         self._arrays_above = config.arrays_above
+        """Tokens above which a rollout's lists per token are written as arrays."""
         self._folder = run_folder
         run_folder.mkdir(parents=True, exist_ok=True)
         status = run_folder.stat()
         # `check_folder` compares it: another folder of this name has another number.
         self._inode = status.st_dev, status.st_ino
         self._logged_once: set[str] = set()
+        """Metrics of `ONCE` whose note was logged."""
         metrics_path = run_folder / "metrics.jsonl"
         if resume_step is not None:
             cut(metrics_path, resume_step)
             cut_evaluations(evaluations_path(run_folder), resume_step)
-            cut_warnings(run_folder, resume_step)
+            cut_alarms_and_warnings(run_folder, resume_step)
         self._metrics = open_to_append(metrics_path)
         self._evaluations: IO[str] | None = None
         self._last_step = resume_step or 0
@@ -107,7 +112,8 @@ class Tracker:
             pid=os.getpid(),
         )
         settings, sections = hide_in_settings(run_config or {}), config.sections()
-        if resume_step is None:  # an earlier run may have left cursors in this folder
+        # A cursor says how much of a run its tracker has. An earlier run may have left some here.
+        if resume_step is None:
             for section in sections:
                 cursor_path(run_folder, section.name).unlink(missing_ok=True)
         self._followers = Followers(sections, run, settings, self.progress.log)
@@ -129,14 +135,14 @@ class Tracker:
 
         The rollouts have their rewards and advantages.
         """
-        self.check_folder()
-        # The line is written last: a step that has one is complete on disk.
+        self.check_folder()  # first: nothing is written into another folder
+        # The line of metrics is written last: a step that has one is complete on disk.
         rollouts_file.write_step(
             self._folder, step, rollouts, self._rollout_limit, self._arrays_above
         )
         self._metrics.write(dumps({"step": step, **metrics}) + "\n")
         self._last_step = step
-        self._followers.check()
+        self._followers.check()  # restarts the trackers' process if it has ended
         self.progress.update(step, metrics)
         # ONCE: metric -> note that is logged the first time that it is above 0.
         notes = {
@@ -171,20 +177,20 @@ class Tracker:
     def evaluation(self, label: str, step: int, metrics: Mapping[str, float]) -> None:
         """Log an evaluation after `step` steps to the console and to evaluations.jsonl.
 
-        Trackers name its metrics by the last part of the label, so that evaluations before, during
-        and after training are one curve: ``before/sampled`` goes to ``eval/sampled/<name>``.
+        Example of a label: ``step-20/sampled``. The trackers' process reads the file. A metric with
+        a confidence interval has its ends in `<name>_low` and `<name>_high`.
         """
         if self._evaluations is None:
             self._evaluations = open_to_append(evaluations_path(self._folder))
         row = {"step": step, "label": label, **metrics}
         self._evaluations.write(dumps(row) + "\n")
-        self._followers.check()
+        self._followers.check()  # restarts the trackers' process if it has ended
         values = []
         for name, value in metrics.items():
             # To keep the line short, zeros are left out unless they are scores.
             is_zero = value == 0 and name != "reward" and not name.startswith("pass@")
             if is_zero or name.endswith(ENDS):
-                continue
+                continue  # the ends of an interval are shown with its metric
             ends = [metrics.get(f"{name}{end}") for end in ENDS]
             interval = f" [{ends[0]:.3g}, {ends[1]:.3g}]" if None not in ends else ""
             values.append(f"{name} {value:.3g}{interval}")
@@ -282,10 +288,11 @@ def cut_evaluations(path: Path, step: int) -> None:
         write_atomically(path, "".join(lines))
 
 
-def cut_warnings(folder: Path, step: int) -> None:
+def cut_alarms_and_warnings(folder: Path, step: int) -> None:
     """Remove alarms, and warnings of guards, of steps after `step` from summary.json.
 
-    A resumed run does these steps again, and its guards raise and warn again.
+    A resumed run does these steps again, and its guards raise and warn again. A guard records an
+    alarm with its step, and prints a warning with the alarm's text, e.g. ``guard: step 20: …``.
     """
     summary = read_summary(folder)
     alarms, warnings = summary.get("alarms", []), summary.get("warnings", [])
@@ -295,7 +302,8 @@ def cut_warnings(folder: Path, step: int) -> None:
         match = GUARD_WARNING.match(warning)
         if match is not None and int(match["step"]) > step:
             return True
-        # The alarm of the evaluation after the last step names no step.
+        # The warning of the evaluation after the run's last step begins with its label ``after``,
+        # without a step. It is recognised by the text of its alarm, which has one.
         return any(text in warning for text in alarm_texts)
 
     kept = [warning for warning in warnings if not is_later(warning)]

@@ -39,8 +39,9 @@ class Usage:
     ) -> None:
         """Start the clock, or take it to have started at `started`.
 
-        `gpu_hour` is the price of a GPU for an hour. A resumed run gives the `rows` of its
-        metrics.jsonl and the seconds of its earlier parts.
+        `gpu_hour` is the price of a GPU for an hour, in a currency of the user's. A resumed run
+        gives the `rows` of its metrics.jsonl, and `earlier_s`, the seconds that its earlier parts
+        have recorded when they ended.
         """
         self.gpus = gpus
         """GPUs of the run; without a GPU, its processes."""
@@ -50,9 +51,12 @@ class Usage:
         self._steps = 0
         for row in rows:
             self._count(row)
-            # A run that was killed has left no other record of its seconds.
+            # Seconds of the whole run until that step. A part that was killed has left no others.
             earlier_s = max(earlier_s, row.get("time/total_s") or 0.0)
-        self._earlier_s = self._last_s = earlier_s  # `_last_s`: seconds until the last `add`
+        self._earlier_s = earlier_s
+        """Seconds of the run before this part of it."""
+        self._last_s = earlier_s
+        """`seconds` of the run at the last `add`."""
 
     @property
     def seconds(self) -> float:
@@ -143,14 +147,17 @@ class Usage:
 def usage_lines(usage: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     """Yield title and text of the lines about `Usage.summary()`.
 
-    Example: ``("time", "rollout 62% (engine idle 14%), train 30%, sync 1%, other 7%")``.
+    Example: ``("time", "rollout 62% (engine idle 14%), train 30%, sync 1%, other 7%")``, and with
+    `gpu_hour`, the price of a GPU for an hour, ``("cost", "12.40: 8 x 2.5 an hour")``.
     """
+    # The phases and `other` add up to the run's time.
     names = [name for name in (*PHASES, "other") if f"{name}_s" in usage]
     total_s = sum(usage[f"{name}_s"] for name in names)
     if total_s:
         shares = {name: f"{name} {usage[f'{name}_s'] / total_s:.0%}" for name in names}
         if "rollout_idle" in usage:
             shares["rollout"] += f" (engine idle {usage['rollout_idle']:.0%})"
+        # Waits of an asynchronous run overlap with its phases: they are listed beside them.
         waits = [text.format(usage[n] / total_s) for n, text in WAITS.items() if n in usage]
         yield "time", ", ".join([*shares.values(), *waits])
     tokens = [text.format(usage[name]) for name, text in TOKENS.items() if name in usage]

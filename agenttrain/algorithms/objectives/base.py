@@ -45,15 +45,17 @@ class ObjectiveInputs:
     sequences: int
     """B. A sequence may have no token."""
     rollout_tokens_B: Tensor | None = None
-    """Number of sampled tokens of the rollout that each sequence belongs to, by which `ratio`
-    weights gradients. None: each sequence is all of its rollout."""
+    """Number of sampled tokens of the rollout that each sequence belongs to. `ratio` scales
+    gradients by it, so that splitting a rollout into sequences does not change them. None: each
+    sequence is all of its rollout."""
     token_advantages: bool = False
-    """True if the advantages of a sequence's tokens may differ."""
+    """True if the advantages of a sequence's tokens may differ (credit per turn, a teacher)."""
     correction_S: Tensor | None = None
-    """Factor trainer / engine of each token, for an objective with `applies_correction` under a
-    correction on token level."""
+    """Factor trainer / engine of each token (`algorithm.correction.level=token`). Set only for an
+    objective that multiplies its ratio by the factor itself (`applies_correction`). The losses of
+    others are multiplied by it later."""
     correction_B: Tensor | None = None
-    """The factor of each sequence, under a correction above token level."""
+    """Factor of each sequence, likewise, with another `algorithm.correction.level`."""
 
     @property
     def log_ratio_S(self) -> Tensor:
@@ -68,10 +70,13 @@ class ObjectiveInputs:
         )
 
     def ratio(self, level: Ratio | str) -> Tensor:
-        """Return policy / behaviour, [S]. Above token level a sequence's tokens have one value.
+        """Return the ratio of probabilities policy / behaviour, [S].
 
-        With `token_advantages` the gradient of a token's value goes to this token alone
-        (`importance_ratio`).
+        `level` is ``token`` (each token's own ratio), ``sequence_mean`` (the geometric mean over
+        its sequence's tokens) or ``sequence_sum`` (their product). On the last two, a sequence's
+        tokens have one value. If tokens have advantages of their own (`token_advantages`), its
+        gradient at a token still goes to this token alone: otherwise the token's advantage would
+        train all tokens of the sequence.
 
         Example: ``inputs.ratio("sequence_mean")``. Raises ValueError for another name.
         """
@@ -135,10 +140,11 @@ def importance_ratio(
     other (GSPO-token, section 4.3 of GSPO's paper). If all tokens of a sequence have one advantage,
     both gradients are equal.
 
-    A sum's gradient reaches each token once for every token of its sequence. With
-    `rollout_tokens_B` it is scaled to once for every token of the rollout, so that at a ratio of 1
-    a token's gradient is the same in however many sequences its rollout lies. Example: a token of a
-    sequence of 2 has the gradient 2 in the sum of both ratios, and 6 if its rollout has 6 tokens.
+    `rollout_tokens_B` counts the sampled tokens of the rollout that each sequence belongs to; None:
+    each sequence is all of its rollout. With sequence_sum it scales the gradient, so that a rollout
+    in one sequence and the same rollout split into several train a token equally. Example: at a
+    ratio of 1 a token's gradient in the sum of its sequence's ratios is 6 in a rollout of 6 tokens,
+    also if its sequence has only 2 of them.
 
     A ratio too large for its type is infinite and has no gradient. Otherwise a clip that removes
     its gradient would multiply 0 by the infinite derivative of exp, which is NaN.
@@ -146,54 +152,74 @@ def importance_ratio(
     import torch  # at the top, composition would import it
 
     level = ratio_level(level)
-    token_S = log_ratio_S
     if level is Ratio.sequence_mean:
-        log_ratio_S = sequence_means(token_S, sequence_S, sequences)[sequence_S]
+        means_S = sequence_means(log_ratio_S, sequence_S, sequences)[sequence_S]
+        log_ratio_S = _with_gradient(means_S, log_ratio_S) if token_gradient else means_S
     elif level is Ratio.sequence_sum:
-        log_ratio_S = sequence_sums(token_S, sequence_S, sequences)[sequence_S]
-    if token_gradient and level is not Ratio.token:
-        scale_S = None
-        if level is Ratio.sequence_sum:
-            tokens_B = rollout_tokens_B
-            if tokens_B is None:
-                tokens_B = token_counts(sequence_S, sequences)
-            scale_S = tokens_B[sequence_S]
-        log_ratio_S = _with_gradient(log_ratio_S, token_S, scale_S)
-    elif level is Ratio.sequence_sum and rollout_tokens_B is not None:
-        tokens_B = token_counts(sequence_S, sequences).clamp(min=1)
-        scale_B = rollout_tokens_B.to(token_S.dtype) / tokens_B
-        log_ratio_S = _with_gradient(log_ratio_S, log_ratio_S, scale_B[sequence_S])
+        log_ratio_S = _log_ratio_sums(
+            log_ratio_S,
+            sequence_S,
+            sequences,
+            token_gradient=token_gradient,
+            rollout_tokens_B=rollout_tokens_B,
+        )
     large = log_ratio_S > math.log(torch.finfo(log_ratio_S.dtype).max) - 1
     return log_ratio_S.masked_fill(large, 0.0).exp().masked_fill(large, math.inf)
+
+
+def _log_ratio_sums(
+    log_ratio_S: Tensor,
+    sequence_S: Tensor,
+    sequences: int,
+    *,
+    token_gradient: bool,
+    rollout_tokens_B: Tensor | None,
+) -> Tensor:
+    """Return for each token the sum of its sequence's log ratios, [S], with a scaled gradient.
+
+    The sum stands at each of the sequence's n tokens. So the gradient of all these sums reaches a
+    token n times. With `rollout_tokens_B` it is scaled to the number of the rollout's tokens in
+    place of n (`importance_ratio` says why). Example: the gradient is 2 for a token of a sequence
+    of 2, and 6 if its rollout has 6 tokens.
+    """
+    sums_S = sequence_sums(log_ratio_S, sequence_S, sequences)[sequence_S]
+    tokens_B = token_counts(sequence_S, sequences)
+    if token_gradient:  # a token's own log ratio is the source, which the gradient reaches once
+        times_B = tokens_B if rollout_tokens_B is None else rollout_tokens_B
+        return _with_gradient(sums_S, log_ratio_S, times_B[sequence_S])
+    if rollout_tokens_B is None:
+        return sums_S
+    scale_B = rollout_tokens_B.to(log_ratio_S.dtype) / tokens_B.clamp(min=1)
+    return _with_gradient(sums_S, sums_S, scale_B[sequence_S])
 
 
 def clip_metrics(
     inputs: ObjectiveInputs, ratio_S: Tensor, low: float, high: float, level: Ratio | str
 ) -> dict[str, Tensor]:
-    """Return TRL's metrics clip_ratio/*: how many tokens lose their gradient to a clip.
+    """Return the values of TRL's metrics clip_ratio/*: tokens that lose their gradient to a clip.
 
-    Ratios are clipped to low … high. On token level the means are shares of tokens, and low_min and
-    high_max are the least and the greatest share of a sequence's tokens. Above token level all are
-    shares of sequences.
+    The values are not reduced yet: later, each name ending in ``mean``, ``min`` or ``max`` gets
+    this figure of its values over the update. Ratios are clipped to low … high. On token level
+    ``_mean`` has one flag per token, [S], and the extremes the share of clipped tokens of each
+    sequence, [B], NaN for one without tokens. Above token level all have a value per sequence, [B].
     """
     ratio_S, level = ratio_S.detach(), ratio_level(level)
     low_S = (ratio_S < low) & (inputs.advantages_S < 0)
     high_S = (ratio_S > high) & (inputs.advantages_S > 0)
-    by_token = {"low": low_S, "high": high_S, "region": low_S | high_S}
-    # Shares of each sequence's tokens: 0 or 1 above token level, where its tokens have one flag.
-    by_sequence = {name: inputs.mean(flag_S.float()) for name, flag_S in by_token.items()}
-    values = by_token if level is Ratio.token else by_sequence
+    flags = {"low": low_S, "high": high_S, "region": low_S | high_S}
+    # Share of each sequence's tokens, [B]. Above token level a sequence's tokens have one ratio,
+    # so that its share is 0 or 1.
+    shares = {name: inputs.mean(flag_S.float()) for name, flag_S in flags.items()}
+    averaged = flags if level is Ratio.token else shares
     if level is Ratio.token:
-        # A sequence without tokens has the mean 0, which would be the least. NaN counts in no
+        # A sequence without tokens has the share 0, which would be the least. NaN counts in no
         # minimum or maximum, and unlike a selection its shape is known without the values.
         is_empty_B = token_counts(inputs.sequence_S, inputs.sequences) == 0
-        by_sequence = {
-            name: share_B.masked_fill(is_empty_B, math.nan) for name, share_B in by_sequence.items()
-        }
+        shares = {n: share_B.masked_fill(is_empty_B, math.nan) for n, share_B in shares.items()}
     return {
-        **{f"clip_ratio/{name}_mean": value for name, value in values.items()},
-        "clip_ratio/low_min": by_sequence["low"],
-        "clip_ratio/high_max": by_sequence["high"],
+        **{f"clip_ratio/{name}_mean": values for name, values in averaged.items()},
+        "clip_ratio/low_min": shares["low"],
+        "clip_ratio/high_max": shares["high"],
     }
 
 

@@ -30,7 +30,11 @@ class ClipSettings:
 
     @model_validator(mode="after")
     def _check(self) -> ClipSettings:
-        """Refuse a dual bound inside the other clip, where it would act on positive advantages."""
+        """Refuse a dual bound that would also act on positive advantages.
+
+        The loss is -min(min(r, dual) A, clamp(r, 1 - low, 1 + high) A). With A > 0 the second term
+        is at most (1 + high) A, so that a `dual` above 1 + high never makes the first the smaller.
+        """
         if self.dual is not None and self.dual <= 1 + self.high:
             raise InvalidSettings(
                 f"algorithm.objective.dual={self.dual}: must be above 1 + "

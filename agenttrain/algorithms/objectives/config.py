@@ -207,9 +207,10 @@ class Objective:
     """A chosen objective with its settings. Called with ObjectiveInputs, it computes the loss."""
 
     section: Mapping[str, Any]
-    """The section `algorithm.objective`: `name` or `_target_`, and the objective's settings. It is
-    complete for a registered objective. For one with a `_target_` it is as typed until
-    `load_objective` completes it."""
+    """The section `algorithm.objective`: `name` or `_target_`, which choose the function, and its
+    settings. With `name` the settings are checked and have their defaults. With `_target_` they are
+    as the user wrote them, because the module that declares them is not imported yet. For these
+    `load_objective` builds another Objective, whose section is complete."""
 
     def __call__(self, inputs: Any) -> Any:
         """Return the ObjectiveOutput of a microbatch."""
@@ -217,8 +218,8 @@ class Objective:
 
     def __str__(self) -> str:
         """Return the choice in a line: ``clip(low=0.2, high=0.28)``."""
-        keys = {key: value for key, value in self.section.items() if key not in CHOOSING}
-        return f"{self.name}({', '.join(f'{key}={shown(keys[key])}' for key in keys)})"
+        settings = (f"{key}={shown(value)}" for key, value in self._typed_settings.items())
+        return f"{self.name}({', '.join(settings)})"
 
     @property
     def name(self) -> str:
@@ -253,35 +254,45 @@ class Objective:
             raise ConfigError(f"{key}={path}: {error}") from error
         return Registered(name=function.__name__, function=function, settings=settings)
 
+    @property
+    def _typed_settings(self) -> dict[str, Any]:
+        """The section without the keys that choose the objective."""
+        return {key: value for key, value in self.section.items() if key not in CHOOSING}
+
     @cached_property
     def settings(self) -> Any:
         """Return the objective's checked settings; raise ConfigError with all their problems."""
-        keys = {key: value for key, value in self.section.items() if key not in CHOOSING}
+        typed_settings = self._typed_settings
         names = field_names(self.registered.settings)
-        settings_classes = {entry.name: entry.settings for entry in all_objectives().values()}
-        problems = []
-        unknown_keys = [key for key in keys if key not in names]
-        for key in unknown_keys:
-            hint = did_you_mean(key, names)
-            if owners := owners_of(key, settings_classes):
-                hint = (
-                    f"; {' and '.join(owners)} ha{'s' if len(owners) == 1 else 've'} it: "
-                    f"algorithm/objective={owners[0]}"
-                )
-            keys_text = f"its keys are: {', '.join(names)}" if names else "it has none"
-            problems.append(
-                f"{KEY}.{key}={shown(keys[key])}: no key of {self.name}{hint}; {keys_text}"
-            )
+        problems = [
+            self._unknown_key_problem(key, value)
+            for key, value in typed_settings.items()
+            if key not in names
+        ]
         if problems:
             raise ConfigError("\n".join(problems))
         try:
-            return validated(self.registered.settings, keys, KEY)
+            return validated(self.registered.settings, typed_settings, KEY)
         except (PydanticUserError, PydanticUndefinedAnnotation) as error:
             raise ConfigError(
                 f"{KEY}._target_={self.name}: {self.registered.settings.__name__} cannot be "
                 f"checked: {str(error).splitlines()[0]}; annotate its fields with float, int, "
                 "bool, str, enums, or lists of these"
             ) from error
+
+    def _unknown_key_problem(self, key: str, value: Any) -> str:
+        """Return the message about a key that is no setting of this objective."""
+        names = field_names(self.registered.settings)
+        settings_classes = {entry.name: entry.settings for entry in all_objectives().values()}
+        if owners := owners_of(key, settings_classes):  # other objectives that have the key
+            hint = (
+                f"; {' and '.join(owners)} ha{'s' if len(owners) == 1 else 've'} it: "
+                f"algorithm/objective={owners[0]}"
+            )
+        else:
+            hint = did_you_mean(key, names)
+        keys_text = f"its keys are: {', '.join(names)}" if names else "it has none"
+        return f"{KEY}.{key}={shown(value)}: no key of {self.name}{hint}; {keys_text}"
 
     def plain(self) -> dict[str, Any]:
         """Return the complete section as plain data, for config.yaml."""

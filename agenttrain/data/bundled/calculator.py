@@ -62,6 +62,28 @@ def phrasings(held_out: bool) -> list[tuple[str, str]]:
     ]
 
 
+def _draw_numbers(
+    rng: random.Random, split: str, hops: int
+) -> tuple[int, list[tuple[str, int]], int]:
+    """Return a question's first number, its steps (operation, number), and its answer.
+
+    Draws until the checksum of the numbers has a remainder of the split. Train, tune and test have
+    different remainders, so that no numbers of one are in another.
+    """
+    while True:
+        answer = start = rng.randint(2, 60)
+        steps = []
+        for _ in range(hops):
+            operation = rng.choice(tuple(OPERATIONS))
+            number = rng.randint(2, 9 if operation == "multiply" else 40)
+            answer = OPERATIONS[operation](answer, number)
+            steps.append((operation, number))
+        # Odd factors: to change any number by 1 changes the checksum's remainder.
+        checksum = 7 * start + sum((11 + 2 * i) * b for i, (_, b) in enumerate(steps))
+        if 0 <= answer <= 999 and checksum % 10 in RESIDUES[split]:
+            return start, steps, answer
+
+
 def row(
     split: Data[str], index: int, seed: Data[int], curriculum: Data[Curriculum] = MIX
 ) -> dict[str, Any]:
@@ -69,9 +91,11 @@ def row(
 
     Example: `{"task_id": "calculator/train/0/3", "messages": [{"role": "user", "content": "Kim
     has 12 coins. Kim loses 5. Count the coins of Kim."}], "answer": "7", "family": "subtract",
-    "hops": 1, "start": 12, "steps": [["subtract", 5]]}`. `curriculum` has stages (first row, shares
-    of questions of one and of two steps): with `[(0, [1, 0])]` all have one step. Raises ValueError
-    for an unknown split or a curriculum without a stage for row 0.
+    "hops": 1, "start": 12, "steps": [["subtract", 5]]}`, where `hops` is the number of steps.
+
+    `curriculum` lists stages `(first row, (share of one-step questions, of two-step ones))`: with
+    `[(0, [1, 0])]` all have one step. Raises ValueError for an unknown split or a curriculum
+    without a stage for row 0.
     """
     if split not in RESIDUES:
         raise ValueError(f"split={split!r}: must be one of {', '.join(RESIDUES)}")
@@ -80,23 +104,14 @@ def row(
             f"curriculum={curriculum!r}: must be stages [first row, [two shares]], from row 0 on"
         )
     rng = random.Random(f"calculator/{split}/{seed}/{index}")
-    shares = [shares for first, shares in curriculum if first <= index][-1]  # of the latest stage
-    hops = rng.choices((1, 2), shares)[0]
+    stage = [shares for first_row, shares in curriculum if first_row <= index][-1]
+    hops = rng.choices((1, 2), weights=stage)[0]
     opener, closer = rng.choice(phrasings(held_out=split == "test_phrasing"))
-    while True:  # until the numbers belong to the split
-        answer = start = rng.randint(2, 60)
-        steps = []
-        for _ in range(hops):
-            operation = rng.choice(tuple(OPERATIONS))
-            number = rng.randint(2, 9 if operation == "multiply" else 40)
-            answer = OPERATIONS[operation](answer, number)
-            steps.append((operation, number))
-        # A number that depends on the whole question decides its split.
-        checksum = 7 * start + sum((11 + 2 * i) * b for i, (_, b) in enumerate(steps))
-        if 0 <= answer <= 999 and checksum % 10 in RESIDUES[split]:
-            break
+    start, steps, answer = _draw_numbers(rng, split, hops)
     name, thing = rng.choice(NAMES), rng.choice(THINGS)
-    clauses = ", then ".join(rng.choice(CLAUSES[name]).format(b=b) for name, b in steps)
+    clauses = ", then ".join(
+        rng.choice(CLAUSES[operation]).format(b=number) for operation, number in steps
+    )
     closing = closer.format(thing=thing, name=name)
     story = f"{opener}{name} has {start} {thing}. {name} {clauses}. {closing}"
     return {

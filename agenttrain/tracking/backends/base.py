@@ -65,8 +65,9 @@ class Description:
 class ExperimentTracker(Protocol):
     """A tracker. Its settings are the arguments of its constructor.
 
-    After an exception it is made anew, somewhat later, and continues after the last step that was
-    acknowledged. ::
+    A step is acknowledged once `flush` has returned after it: the process of the trackers then
+    writes its number to a file. After an exception the tracker is made anew, somewhat later, and
+    continues after the last acknowledged step. ::
 
         class Printed(ExperimentTracker):
             def __init__(self, path: str = "points.txt") -> None:
@@ -85,8 +86,9 @@ class ExperimentTracker(Protocol):
     def start(self, run: TrackedRun, config: Mapping[str, Any]) -> int | None:
         """Open the run, or continue it; `config` has its settings.
 
-        Return the last step that the tracker holds, 0 for none, None if that is unknown. The next
-        step follows it: a process may be killed between a step and its acknowledgement.
+        Return the last step that the tracker holds, 0 for none, None if that is unknown. The run is
+        then sent from the step after it. It is more reliable than the last acknowledged step: a
+        process may be killed when a step has arrived, but is not acknowledged yet.
         """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

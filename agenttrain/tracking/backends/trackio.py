@@ -120,6 +120,7 @@ class Trackio(ExperimentTracker):
             if not (run._queued_logs or run._sending_batch or run._has_local_buffer):
                 if self.last is None or not self.is_local:  # a server has all that was logged
                     return
+                # The thread may have taken rows from its queue, and not written them yet.
                 stored = self._stored_step()
                 if stored is not None and stored >= self.last:
                     return
@@ -138,9 +139,11 @@ class Trackio(ExperimentTracker):
         """
         notes = []
         for name in REMOTE_VARIABLES:
-            # OURS: the setting that replaces a variable, if there is one.
+            # OURS: the setting that replaces a variable, if there is one. A user who has set it
+            # expects that the variable is not used, and needs no note.
             value, setting = os.environ.get(name), OURS.get(name)
-            if value and (setting is None or self.remote[setting] is None):
+            is_replaced = setting is not None and self.remote[setting] is not None
+            if value and not is_replaced:
                 remedy = f"; tracker.trackio.{setting} sends a run there" if setting else ""
                 notes.append(f"trackio: {name} is set and not used{remedy}")
         if not self.is_local:
@@ -170,19 +173,24 @@ def trace(
 ) -> dict[str, Any]:
     """Return the arguments of a `trackio.Trace` for a rollout record.
 
-    `picture` converts a recorded image to trackio's. If it returns None, the text has its size.
+    `picture` converts a recorded image to trackio's. Where it returns None, a text takes the
+    image's place: ``[image of 640x480 pixels (9f2b0c11)]``.
     """
+
+    def shown_part(part: Mapping[str, Any]) -> Any:
+        """Return a part of a message's content as trackio shows it."""
+        is_image = "sha256" in part  # the record names an image's file by its hash
+        shown = picture(part) if is_image else None
+        return shown or {"type": "text", "text": shown_text([part])}
+
     keys = ("rollout_id", "task_id", "reward", "rewards", "stop_reason")
     messages = [dict(m) for trajectory in record["trajectories"] for m in trajectory["messages"]]
     for message in messages:
         content = message.get("content")
         if isinstance(content, list):
-            message["content"] = [
-                (picture(part) if "sha256" in part else None)
-                or {"type": "text", "text": shown_text([part])}
-                for part in content
-            ]
+            message["content"] = [shown_part(part) for part in content]
         else:
-            # The dashboard shows only contents: a turn of calls gets their text as its content.
+            # The dashboard shows only contents. So a message without a text, of tool calls alone,
+            # gets the calls as its content: add({"a":3}).
             message["content"] = shown_text(content) or spoken(message)
     return {"messages": messages, "metadata": {key: record[key] for key in keys}}

@@ -34,7 +34,10 @@ KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
 
 class WandB(ExperimentTracker):
-    """Writes a run to wandb."""
+    """Writes a run to wandb.
+
+    wandb's own `step` only numbers the rows (`rows`); the training step is the metric STEP.
+    """
 
     def __init__(
         self, project: str | None = None, entity: str | None = None, mode: str = "auto"
@@ -53,8 +56,10 @@ class WandB(ExperimentTracker):
         import wandb
 
         self.wandb = wandb
-        if wandb.run is not None:  # an attempt in this process has failed
+        if wandb.run is not None:
+            # An earlier attempt in this process has failed, and has left its run open.
             wandb.teardown(exit_code=1)
+        # The files of the run's earlier starts; one start writes one file.
         earlier = [WandBFile(path) for path in run.folder.glob(f"wandb/*-{run.id}/*.wandb")]
         self.run = wandb.init(
             project=self.project or run.project,
@@ -71,7 +76,7 @@ class WandB(ExperimentTracker):
                 silent=True,
                 disable_git=True,
                 save_code=False,
-                # `follow` sends the machine's load, unless system=false.
+                # We send the machine's load as metrics of ours (`following.follow`).
                 x_disable_stats=True,
                 x_disable_meta=True,
                 x_disable_machine_info=True,
@@ -82,8 +87,10 @@ class WandB(ExperimentTracker):
         self.run.define_metric(STEP)
         self.run.define_metric("*", step_metric=STEP)
         self.file = WandBFile(Path(self.run.dir).parent / f"run-{run.id}.wandb")
-        # The files of one run are sent one after the other: their rows have distinct numbers.
-        self.rows = max(self.run.step, *(file.read() for file in earlier), 0)
+        earlier_rows = [file.read() for file in earlier]  # sets `step` of each file, too
+        # Number of the next row. Each start of an offline run writes a file, and all are later sent
+        # one after the other, as one run: so the numbers go on over all starts.
+        self.rows = max(self.run.step, *earlier_rows, 0)
         if self.mode == "online":
             return int(self.run.summary.get(STEP) or 0)
         return max((file.step for file in earlier), default=0)
@@ -138,13 +145,14 @@ class WandB(ExperimentTracker):
 class WandBFile:
     """Reads how much of a run wandb has written to its file, which has LevelDB's log format.
 
-    A block of 32 kB has records: a header (checksum, length, kind) and content. Kind 1 is a
-    complete record, kinds 2 to 4 are the first, a middle and the last part of one.
+    https://github.com/google/leveldb/blob/main/doc/log_format.md: a block of 32 kB has entries: a
+    header (checksum, length, kind) and content. An entry of kind 1 is a whole record of wandb's.
+    A record that does not fit a block is split: kinds 2 to 4 are its first, middle and last part.
     """
 
     BLOCK, HEADER, FILE_HEADER = 32768, 7, 7
     COMPLETE, FIRST, MIDDLE, LAST = b"\1", b"\2", b"\3", b"\4"
-    """Kinds of records."""
+    """Kinds of entries."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -153,27 +161,31 @@ class WandBFile:
         self.step = 0
         """Largest step of a row."""
         self._position = self.FILE_HEADER
+        """Bytes of the file that were read: the next entry begins here."""
         self._parts = b""
+        """Content of the parts of a record whose last part was not read yet."""
 
     def read(self) -> int:
         """Read the records that were added since the last call; return `rows`.
 
-        A record is a header and content, and lies in one block. Longer ones are split in parts.
+        An entry that is not completely written stays unread: the next call begins with it. The
+        parts of a record that were read before it are kept meanwhile. `_add` updates `rows` and
+        `step`.
         """
         from wandb.proto.wandb_internal_pb2 import Record
 
         with suppress(FileNotFoundError), self.path.open("rb") as file:
             while True:
-                in_block = self.BLOCK - self._position % self.BLOCK
-                if in_block < self.HEADER:  # the end of a block is padded
-                    self._position += in_block
+                left_in_block = self.BLOCK - self._position % self.BLOCK
+                if left_in_block < self.HEADER:  # padding, because no header is split
+                    self._position += left_in_block
                 file.seek(self._position)
                 header = file.read(self.HEADER)  # 4 bytes checksum, 2 bytes length, 1 byte kind
                 length, kind = int.from_bytes(header[4:6], "little"), header[6:]
                 content = file.read(length)
-                is_record = kind in (self.COMPLETE, self.FIRST, self.MIDDLE, self.LAST)
-                if not is_record or len(content) < length:
-                    break  # not written yet
+                is_entry = kind in (self.COMPLETE, self.FIRST, self.MIDDLE, self.LAST)
+                if not is_entry or len(content) < length:
+                    break  # not written yet: `_position` stays
                 self._position += self.HEADER + length
                 self._parts += content
                 if kind in (self.COMPLETE, self.LAST):
@@ -182,6 +194,7 @@ class WandBFile:
         return self.rows
 
     def _add(self, record: Any) -> None:
+        """Count a record, if it is a row of the run's history."""
         for item in record.history.item:
             key = item.key or ".".join(item.nested_key)
             if key == STEP:
