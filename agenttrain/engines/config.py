@@ -104,8 +104,8 @@ class ServersConfig(StartedServers):
     """
 
     count: Whole = Field(default=1, ge=1)
-    """Number of servers; 1 with `nodes` stands for one on each node. With `admin_urls`: the fewest
-    of those servers that have to answer at the start."""
+    """Number of servers, of all `nodes` together; with `nodes` 1 stands for one on each. With
+    `admin_urls`: the fewest of those servers that have to answer at the start."""
     gpus: list[Whole] | None = None
     """GPUs of the servers, by number, e.g. [4,5,6,7]; None: the first that nothing else of the run
     has, after the trainer's. On a machine with one GPU one server shares it with the trainer."""
@@ -120,14 +120,15 @@ class ServersConfig(StartedServers):
     request goes to the server that the run chooses."""
     dead_s: Number = Field(default=30.0, gt=0)
     """Seconds that a server's engine may take to answer an examination; it is then killed, and its
-    requests go to another server. One of `admin_urls` has as long to come back."""
+    requests go to another server. One of `admin_urls` is not killed: it gets no requests until it
+    answers again, and has as many seconds for that."""
     request_s: Number = Field(default=3600.0, gt=0)
     """Seconds that one request may take, or a weight update: longer than the longest completion."""
 
     @model_validator(mode="after")
     def _check(self) -> ServersConfig:
-        if self.count == 1:  # the default: one server on each node
-            self.count = max(self.nodes, 1)
+        if self.count == 1 and self.nodes:  # the default: one server on each node
+            self.count = self.nodes
         raise_problems(self._problems())
         return self
 
@@ -169,8 +170,13 @@ class ServersConfig(StartedServers):
             )
 
     def _outside_problems(self) -> Iterator[str]:
-        """Yield problems of servers that somebody else starts."""
+        """Yield problems of `admin_urls`, servers that somebody else starts, and of `url`.
+
+        `url` is the address of a router in front of them.
+        """
         urls = self.admin_urls
+        # A router forwards requests to any server. Weights and health checks are for every single
+        # server, so each has to be named. The address may also be a server's own by mistake.
         if self.url is not None and not urls:
             yield (
                 f"servers.url={self.url}: weights and health go past a router; name its servers: "
@@ -190,7 +196,7 @@ class ServersConfig(StartedServers):
                 "name more"
             )
         default = ServersConfig()
-        for key in STARTED:  # the run does not start these servers: the keys have no effect
+        for key in ONLY_OF_STARTED:  # would have no effect on servers that the run does not start
             if (value := getattr(self, key)) != getattr(default, key):
                 yield (
                     f"servers.{key}={shown(value)}: servers.admin_urls names servers that somebody "
@@ -198,8 +204,8 @@ class ServersConfig(StartedServers):
                 )
 
 
-STARTED = ("tensor_parallel_size", "gpus", "restarts", "args")
-"""Keys of servers that the run itself starts."""
+ONLY_OF_STARTED = ("tensor_parallel_size", "gpus", "restarts", "args")
+"""Keys that only servers have that the run itself starts."""
 URL = re.compile(r"https?://[^\s/?#@]+/?")
 LEAST_TEMPERATURE = 0.01
 """Least temperature above 0. At lower ones rounding of the logits moves logprobs by whole nats, and

@@ -69,10 +69,15 @@ def encoder_weights(model: PreTrainedModel) -> dict[str, nn.Parameter]:
 def encoder_pattern(model: PreTrainedModel) -> str | None:
     r"""Return a regular expression of the names of encoders' modules. None: there are none.
 
-    Example: ``model\.(?!language_model\.).*`` matches ``model.visual.merger`` of a Qwen3-VL.
+    LoRA and quantisation leave these modules out by it. They are all modules of the backbone
+    outside the language model: towers and projectors, but not the head, which is in neither.
+    Example: ``model\.(?!language_model\.).*`` matches ``model.visual.merger`` of a Qwen3-VL, and
+    not ``model.language_model.layers.0``.
     """
     if not encoder_weights(model):
         return None
     names = {module: name for name, module in model.named_modules()}
     outer, inner = names[backbone(model)], names[language_model(model)]
-    return rf"{re.escape(outer)}\.(?!{re.escape(inner.removeprefix(f'{outer}.'))}\.).*"
+    inner_in_outer = inner.removeprefix(f"{outer}.")  # "language_model" of "model.language_model"
+    # Names that begin with the backbone's, and do not go on with the language model's.
+    return rf"{re.escape(outer)}\.(?!{re.escape(inner_in_outer)}\.).*"

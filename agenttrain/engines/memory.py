@@ -62,11 +62,11 @@ class ModelSizes(Protocol):
 
     @property
     def weights(self) -> int:
-        """Bytes of all weights in the model's format."""
+        """Bytes of all weights if none is quantised: 2 a number in bfloat16, 4 in float32."""
 
     @property
     def held(self) -> int:
-        """Bytes of all weights as the trainer stores them, some of them perhaps in 4 bits."""
+        """Bytes of all weights as the trainer stores them: fewer than `weights` with QLoRA."""
 
     @property
     def largest_weight(self) -> int:
@@ -86,7 +86,7 @@ class ModelSizes(Protocol):
 
     @property
     def inner_width(self) -> int:
-        """Numbers of one token in the widest linear layer of a decoder layer."""
+        """Most numbers per token that go into or out of a linear layer of a decoder layer."""
 
     @property
     def vocabulary(self) -> int:
@@ -97,7 +97,10 @@ class ModelSizes(Protocol):
         """Bytes of one token in the KV cache of all layers, in the policy's number format."""
 
     def key_cache(self, tokens: int) -> int:
-        """Bytes of a sequence in the KV cache of all layers, where windows hold no more tokens."""
+        """Bytes of a sequence of `tokens` in the KV cache of all layers.
+
+        A layer with a sliding window holds at most the window's tokens.
+        """
 
     @property
     def states(self) -> int:

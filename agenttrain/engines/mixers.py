@@ -204,23 +204,26 @@ def _scan_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute `torch_chunk_gated_delta_rule` or `chunk_kimi_delta_attention` by the layout.
 
-    The layout decides along which sequences the scan goes: it calls `apply`, as often as it needs,
-    on tensors that it has rearranged.
+    The mixer takes each row of its tensors for one sequence. The caller of the model feeds it other
+    rows: padded ones, or rows of several packed sequences. So its `layout` gets the call as a
+    `Scan`, rearranges the inputs, and calls `apply` on them, as often as it needs.
     """
 
     def apply(
-        function: Function,
+        scan_function: Function,
         inputs: Sequence[Tensor],
-        _: Sequence[Tensor],
+        weights: Sequence[Tensor],
         state: Tensor | None,
         keeps: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Implement `Scan.apply`: return the output and, if `keeps`, the last state.
 
-        The rule has no weights. The mixer's other keywords are passed on as they are.
+        `scan_function` is `function`, or another one that the trainer compares with it. `weights`
+        is empty: all tensors of the rule have values for each token, and are inputs.
         """
+        assert not weights
         query, key, value, g, beta = inputs
-        output: tuple[Tensor, Tensor | None] = function(
+        output: tuple[Tensor, Tensor | None] = scan_function(
             query,
             key,
             value,
@@ -228,7 +231,7 @@ def _scan_delta_rule(
             beta=beta,
             initial_state=state,
             output_final_state=keeps,
-            **keywords,
+            **keywords,  # the mixer's other keywords, as they are
         )
         return output
 
@@ -349,10 +352,12 @@ class _WithLayout:
     ) -> Any:
         """Call the function by the caller's layout, or as it is if there is none.
 
-        The caller of the model gives the layout, and the mixer hands the keyword on.
+        The caller gives the layout to the model as a keyword, which each module hands on until it
+        comes here, to the mixer's function.
         """
         layout = recurrent
-        # A mixer that drops unknown keywords hands on `seq_idx`, which then has the layout too.
+        # LFM2's mixer before transformers 5.22 drops `recurrent`, but hands on `seq_idx`. For such
+        # a model the caller gives the layout under that name too (`layout_keywords`).
         if layout is None and isinstance(keywords.get("seq_idx"), MixerLayout):
             layout = keywords.pop("seq_idx")
         if layout is None:

@@ -145,8 +145,11 @@ def _validated(settings: type[S], keys: Mapping[str, Any], engine: str) -> S:
     """Build settings from keys; raises InvalidSettings. `engine` names the engine in messages."""
     names = field_names(settings)
 
+    # `with_known_keys` calls it for each of `keys` that the settings do not have.
     def unknown_key_problems(key: str, value: Any) -> Iterator[str]:
-        """Yield why the settings do not have a key, and where it belongs."""
+        """Yield messages about an unknown key: the engine that has it, or a key that is meant."""
+        # A section, e.g. of engine.cache.size=1. No bundled engine has any, so only the overrides
+        # are named, as they were written.
         if isinstance(value, Mapping):
             for name, inner in value.items():
                 yield f"engine.{key}.{name}={shown(inner)}: unknown key"

@@ -167,7 +167,10 @@ class RouteRecorder:
     """
 
     def __init__(self, model: nn.Module, max_rows: int) -> None:
-        """Raises UnknownRouters."""
+        """Find the model's routers. Raises UnknownRouters if their choices cannot be recorded.
+
+        `max_rows` is the number of rows of the engine's cache.
+        """
         self._model = model
         self._routers = find_routers(model)
         self._last_RLK = torch.zeros(
@@ -175,6 +178,8 @@ class RouteRecorder:
             dtype=torch.int32,
             device=next(model.parameters()).device,
         )
+        """Experts of the last token of each of R rows: K in each of L layers. `recording` writes
+        them, and `last` reads them."""
 
     @contextmanager
     def recording(self, first: int, rows: int) -> Iterator[None]:
@@ -215,8 +220,9 @@ class RouteReplay:
         """Experts that `load` has set."""
         self._pass_TLK: Tensor | None = None
         """Experts of the next forward pass: the loaded ones, or those at the selected positions."""
-        self._equal: Tensor | None = None
-        """[2] (equal, compared) choices of the block of `comparing`; None outside of it."""
+        self._comparison: Tensor | None = None
+        """[2] Numbers of equal and of compared choices, to which `_choose` adds in the block of
+        `comparing`. None outside of it."""
 
     def load(self, routes_TLK: Tensor | None) -> None:
         """Replay these experts. None: the routers choose themselves.
@@ -239,16 +245,16 @@ class RouteReplay:
 
     @contextmanager
     def comparing(self, device: torch.device) -> Iterator[Tensor]:
-        """Compare the loaded experts with the routers' own in the block, and replay nothing.
+        """Compare the experts that `load` has set with the routers' own, and replay nothing.
 
-        Yields a count, [2]: the pairs (position, layer) with the same set of experts, and all
-        pairs.
+        Yields two counts, [2], to which each forward pass in the block adds: the pairs (token,
+        layer) whose two sets of experts are equal, and all pairs with recorded experts.
         """
-        self._equal = torch.zeros(2, device=device)
+        self._comparison = torch.zeros(2, device=device)  # `_choose` adds to it
         try:
-            yield self._equal
+            yield self._comparison
         finally:
-            self._equal = None
+            self._comparison = None
 
     def _choose(self, router: LayerRouter, chosen: Tensor) -> Tensor | None:
         """Return the recorded experts of a layer for the tokens of a forward pass.
@@ -260,10 +266,10 @@ class RouteReplay:
             return None
         recorded = self._pass_TLK[:, router.layer].view(chosen.shape).long()
         is_recorded = recorded[..., :1] >= 0  # else all K are -1
-        if self._equal is None:
+        if self._comparison is None:
             return torch.where(is_recorded, recorded, chosen)
         is_equal = (recorded.sort(-1).values == chosen.sort(-1).values).all(-1, keepdim=True)
-        self._equal += torch.stack(((is_equal & is_recorded).sum(), is_recorded.sum()))
+        self._comparison += torch.stack(((is_equal & is_recorded).sum(), is_recorded.sum()))
         return None
 
 
@@ -341,7 +347,7 @@ class _Choice:
     """Experts that a module returned, and the call of `topk` that chose them."""
 
     indices: Tensor
-    module: str
+    module_name: str
     topk_call: int
     """Index of the call among those of the module."""
     experts: int
@@ -367,7 +373,7 @@ class _Search(TorchFunctionMode):
         self._choices: list[_Choice] = []
         """Calls of `topk` whose indices some module has returned: each module may be a router."""
         self._found: list[tuple[LayerRouter, _Choice]] = []
-        """Routers: their choice has reached a module with experts."""
+        """Routers, each with the choice of it that has reached a module with experts."""
         self._unexplained: list[str] = []
         """Names of modules that got experts which come from no call of `topk`."""
         self._handles: list[Any] = []
@@ -400,8 +406,12 @@ class _Search(TorchFunctionMode):
         return result
 
     def _begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note that a module begins. If it gets experts, match them with the router's choice."""
-        self._stack.append(_Frame(name))
+        """Note that a module begins. If it gets experts, note the router that has chosen them.
+
+        Experts come as indices with weights of the same shape. Their router is the module that
+        returned these indices earlier in the pass: `_end` has added them to `_choices`.
+        """
+        self._stack.append(_Frame(name))  # collects its calls of `topk` until `_end`
         pair = _experts_and_weights([*args, *kwargs.values()])
         if pair is None:
             return
@@ -409,12 +419,14 @@ class _Search(TorchFunctionMode):
         # The latest one: routers of several layers may have chosen alike.
         matching = (c for c in reversed(self._choices) if _is_same(c.indices, indices))
         choice = next(matching, None)
-        if choice is None:
+        if choice is None:  # chosen without `topk`: `problem` refuses the model
             self._unexplained.append(name)
             return
-        layer = _layer_of(choice.module)
         router = LayerRouter(
-            name=choice.module, layer=layer, topk_call=choice.topk_call, experts=choice.experts
+            name=choice.module_name,
+            layer=_layer_of(choice.module_name),
+            topk_call=choice.topk_call,
+            experts=choice.experts,
         )
         if all(router.name != earlier.name for earlier, _ in self._found):
             self._found.append((router, choice))
@@ -422,16 +434,22 @@ class _Search(TorchFunctionMode):
     def _end(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         """Note the choices that a module returns, unless a module in it has returned them.
 
-        A choice is the result of a call of `topk` within the module: indices of experts.
+        A choice is the result of a call of `topk`: indices of experts. The module's frame has the
+        results of all calls since the module began, those of modules in it included.
         """
         frame = self._stack.pop()  # the module's own: `_begin` has put it there
         returned = output if isinstance(output, tuple | list) else (output,)
         for call, indices in enumerate(frame.results):
+            # By value too: the module may return a copy.
             is_returned = any(
                 isinstance(value, Tensor) and _is_same(value, indices) for value in returned
             )
-            if is_returned and not any(choice.indices is indices for choice in self._choices):
-                self._choices.append(_Choice(indices, name, call, frame.score_counts[call]))
+            # By identity: another layer may have chosen experts with equal numbers. A module in
+            # this one has ended earlier, and noted the choice if it returned it.
+            is_noted = any(choice.indices is indices for choice in self._choices)
+            if is_returned and not is_noted:
+                experts = frame.score_counts[call]  # the router scores each expert
+                self._choices.append(_Choice(indices, name, call, experts))
 
     @property
     def routers(self) -> tuple[LayerRouter, ...]:

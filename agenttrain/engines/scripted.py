@@ -133,6 +133,7 @@ class ScriptedEngine:
     ) -> Completion:
         """Return an answer as a completion, cut at a stop id and at the budget.
 
+        An answer that is a completion may also be aborted: only such a one ends before both.
         `where` names session and turn in errors.
         """
         logprobs, aborted = None, False
@@ -149,17 +150,20 @@ class ScriptedEngine:
             ids = [*self.encode(answer), *stop_ids[:1]]
         if not ids:
             raise EngineError(f"script, {where}: no token to answer with. Give at least one.")
-        end = next((i + 1 for i, token in enumerate(ids) if token in stop_ids), len(ids))
+        first_stop = next((i for i, token in enumerate(ids) if token in stop_ids), None)
+        end = len(ids) if first_stop is None else first_stop + 1  # the stop id is included
         end = min(end, budget)
-        finish = Finish.stop if end and ids[end - 1] in stop_ids else Finish.length
-        # A real engine would go on here: only an aborted request ends in the middle.
-        if finish is Finish.length and end < budget:
-            if not aborted:
-                raise EngineError(
-                    f"script, {where}: {ids} ends with neither a stop id of {tuple(stop_ids)} nor "
-                    f"the budget of {budget}. End the answer with a stop id."
-                )
+        if first_stop is not None and first_stop < budget:
+            finish = Finish.stop
+        elif end == budget:
+            finish = Finish.length
+        elif aborted:
             finish = Finish.abort
+        else:  # a real engine would go on sampling here
+            raise EngineError(
+                f"script, {where}: {ids} ends with neither a stop id of {tuple(stop_ids)} nor "
+                f"the budget of {budget}. End the answer with a stop id."
+            )
         return Completion(
             token_ids=tuple(ids[:end]),
             logprobs=tuple(logprobs[:end]) if logprobs is not None else (LOGPROB,) * end,

@@ -290,11 +290,13 @@ def embed(
 
 def load_vision(folder: Path, placeholders: Placeholders, *, frozen: bool) -> Vision:
     """Load a model's image processor, on Pillow; `placeholders` are the model's."""
-    # Not from `transformers`, where 5.16 wants torchvision for it.
+    # From its own module: the name `transformers.AutoImageProcessor` of 5.16 asks for torchvision,
+    # which processors on Pillow do not need.
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     settings = (folder / PROCESSOR_FILE).read_bytes()
     processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    # Despite their names, Qwen-VL's processors read them as an image's least and most pixels.
     processor.size = {
         "shortest_edge": placeholders.least_pixels,
         "longest_edge": placeholders.most_pixels,

@@ -37,9 +37,13 @@ AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Decoder:
     """Runs a model over rows of a KV cache: new token ids in, logits after the last one out.
 
-    A row holds the cache of one sequence. It is given by its index, and `EngineWorker` decides
-    which request has which row. Once built, it is called in the decode thread only, in the block of
-    `evaluating`.
+    A row holds the cache of one sequence, in slots, one for each token. It is given by its index,
+    and `EngineWorker` decides which request has which row. A pass is one call of the model: it
+    feeds new ids to neighbouring rows, as an array with a line for each row. Lines with fewer ids
+    than columns are padded on the left. `forward` does one pass, and `prefill` as many as long
+    prompts need.
+
+    Once built, a decoder is called in the decode thread only, in the block of `evaluating`.
     """
 
     def __init__(
@@ -77,7 +81,8 @@ class Decoder:
         """False: no sequence of the current batch needs its experts, so that `recorder` is not
         used. `EngineWorker` sets it for each batch."""
         # A model that this cache does not fit is refused here, before anything is sampled wrongly.
-        _compare_with_plain_forward(self, _checked_lengths(kinds, max_context))
+        lengths = _checked_lengths(kinds, max_context)  # that the rows of this check have
+        _compare_with_plain_forward(self, lengths)
         self.cache.free()
         if record_routes:
             with self.evaluating():  # it runs forward passes
@@ -159,7 +164,8 @@ class Decoder:
 
         Example: rows with 2 and 3 cached tokens get 1 and 2 new ones. They are padded on the left
         to T = 2 ids, and the longer row then has L = 5 tokens. `position_NT` has each token's
-        position. Padding has any, here 1: its keys and values go to a slot that nothing reads::
+        position. That of padding, here 1, does not matter: its keys and values go to a slot that
+        nothing reads::
 
             ids_NT       0 a    position_NT  1 2
                          b c                 3 4
@@ -167,8 +173,8 @@ class Decoder:
         lengths = np.array([len(ids) for ids in new])
         self.cache.reserve(first + len(new), int((np.array(starts) + lengths).max()))
         next_pass = self.cache.next_pass
-        next_pass.begin(first, starts, lengths, self.device)
-        self.cache.clear_fresh_rows()
+        next_pass.begin(first, starts, lengths, self.device)  # the cache's layers read it
+        self.cache.clear_fresh_rows()  # of states of the sequences that had these rows before
         ids_NT = np.zeros((len(new), next_pass.width), dtype=np.int64)
         for row, ids in zip(ids_NT, new, strict=True):
             row[next_pass.width - len(ids) :] = ids

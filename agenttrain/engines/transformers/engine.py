@@ -58,8 +58,9 @@ class TransformersEngine:
         experts cannot be recorded.
 
         With `mixed_precision` (bf16, fp16) forward passes run under autocast, as the trainer's do.
-        Autocast rounds float32 weights to 16 bits and so hides small updates. An engine without it
-        would see them, and drift from the trainer with every update.
+        Autocast rounds float32 weights to 16 bits before it multiplies. So an update that is too
+        small to change a rounded weight has no effect in the trainer. In an engine without autocast
+        it would have one, and its logprobs would drift from the trainer's.
         """
         config = config or TransformersSettings()
         self.max_context = max_context(model, config)
@@ -72,14 +73,18 @@ class TransformersEngine:
         autocast = AUTOCAST[mixed_precision]
         decoder = Decoder(model, config.max_rows, self.max_context, vision, autocast, record_routes)
         scheduler = Scheduler(
-            config.max_rows, config.rejoin_steps, config.share_prefix, decoder.cache.copies_exactly
+            config.max_rows,
+            rejoin_steps=config.rejoin_steps,  # decode steps between two turns of a session
+            share_prefix=config.share_prefix,
+            # True for layers whose cache cannot be cut back to a shorter prefix.
+            copies_exactly=decoder.cache.copies_exactly,
         )
         self._worker = EngineWorker(decoder, scheduler)
         self.stats: EngineStats = self._worker.stats
         self._thread: threading.Thread | None = None
         self._closed = False
         self._results: set[asyncio.Future[Any]] = set()
-        """Results that callers of `_run_between_steps` wait for."""
+        """Results that callers of `_run_between_steps` wait for: `aclose` fails them."""
         self._listeners: dict[str, Callable[[int], None]] = {}
         """Called with each token that is sampled for a session."""
 
@@ -95,8 +100,9 @@ class TransformersEngine:
         """Implement `Engine.generate`; prefill only the tokens that the session's cache lacks.
 
         The budget ends at `max_context`. In deterministic mode only the sessions of `expect` have a
-        place in the batch: with `parent`, a sub-agent's session shares that of its oldest expected
-        ancestor (`Scheduler.add`). Raises EngineError, and ImagesRefused without a `vision`.
+        place in the batch. A sub-agent's session names its `parent`, and has the place of the
+        expected session that its chain of parents leads to. Raises EngineError, and ImagesRefused
+        without a `vision`.
         """
         if self._vision is None:
             refuse_images(self, images, session)
@@ -116,7 +122,7 @@ class TransformersEngine:
         except asyncio.CancelledError:
             self._listeners.pop(session, None)  # otherwise `release` removes it
             with suppress(EngineError):  # the engine is closed
-                # Not `worker.release`, which delivers an error: nobody waits for one.
+                # `worker.release` would do the same and deliver an error, for which nobody waits.
                 self._post(partial(self._worker.scheduler.release, session))
             raise
 
@@ -238,8 +244,8 @@ class TransformersEngine:
     ) -> Any:
         """Return the result of a function that the decode thread runs between two steps.
 
-        With `drained`, it runs after the requests that decode now have ended. An exception becomes
-        EngineError ``<name> failed: …``.
+        With `drained`, it waits until the requests that decode now have ended, and no other begins
+        before it (weight_sync.mode=drain). An exception becomes EngineError ``<name> failed: …``.
         """
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Any] = loop.create_future()

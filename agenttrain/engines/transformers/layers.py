@@ -215,8 +215,15 @@ class Pass:
 class KeyLayer(CacheLayerMixin):
     """Keys and values of one layer, [R*C + 1, K, D] each. Padding writes to the last slot.
 
-    R rows of C slots, K heads of D numbers. The model's attention calls `update` with the new keys
-    of a pass, and reads what it returns. `RowCache` calls the other methods between passes.
+    R rows of C slots, K heads of D numbers. A pass feeds T new tokens to each of N rows, and the
+    longest has L tokens after it. The model's attention calls `update` with the new keys of a pass,
+    and reads what it returns. `RowCache` calls the other methods between passes.
+
+    With a window of W tokens a row has at most W slots. The token at position p has slot p % W, so
+    that new keys overwrite the oldest ones: the row is a ring once it is longer than W. Attention
+    may read slots in any order, because keys carry their positions, and `ring_mask` hides slots
+    that are outside of a query's window.
+
     Allocated as zeros: a masked slot gets weight 0, and 0 times NaN would still be NaN.
     """
 
@@ -246,11 +253,12 @@ class KeyLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write the new states [N, K, T, D]; return what the queries read, [N, K, L, D].
+        """Write the new keys and values [N, K, T, D]; return those that the queries read.
 
-        If the longest row exceeds the window, the queries read the window's slots, [N, K, W, D].
-        Several new tokens of a row would overwrite keys that the first queries still read. Then the
-        old slots are returned, followed by the new states: [N, K, W + T, D].
+        Without a window, or while no row is longer than it: [N, K, L, D], in the order of
+        positions. Afterwards the W slots of the window, [N, K, W, D]. But several new tokens would
+        overwrite keys that the first queries still read. Then the old slots are returned, followed
+        by the new ones: [N, K, W + T, D].
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -373,7 +381,12 @@ class StateLayer(LinearAttentionCacheLayerMixin):
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, *, conv_kernel_size: int, **kwargs: object
     ) -> Tensor:
-        """Return [N, M, Q + T] states before the new ones, [N, M, T], and keep the last Q."""
+        """Return each row's stored inputs of a convolution and its new ones, [N, M, Q + T].
+
+        `conv_states` are the new inputs, [N, M, T], padded on the left. The last Q of the result
+        are stored for the next pass. Example with Q = 2: a row has stored s t, and its new inputs
+        are one column of padding and a. The result is 0 s t a: the convolution sees t before a.
+        """
         if self._convolutions[state_idx] is None:
             shape = self.next_pass.rows, conv_states.shape[1], conv_kernel_size
             self._convolutions[state_idx] = conv_states.new_zeros(shape)
@@ -381,11 +394,11 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         assert last_inputs is not None
         taps = last_inputs.shape[2]
         extended = torch.cat([last_inputs, conv_states], -1)
-        # A padded row is [state | padding | tokens]: move the state to the front of its tokens.
-        source = self.next_pass.behind_padding(taps)
-        if source is not None:
-            extended = extended.gather(2, source.clamp(min=0).expand_as(extended))
-            extended = extended.masked_fill(source < 0, 0)
+        # A padded row is [state | padding | tokens]. Make it [zeros | state | tokens].
+        source_columns = self.next_pass.behind_padding(taps)  # -1 where a zero comes
+        if source_columns is not None:
+            extended = extended.gather(2, source_columns.clamp(min=0).expand_as(extended))
+            extended = extended.masked_fill(source_columns < 0, 0)
         last_inputs.copy_(extended[:, :, -taps:])
         return extended
 
@@ -404,7 +417,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         return stored.copy_(recurrent_states)
 
     def by_row(self, length: int) -> list[Tensor]:
-        """Return all states, with rows as the first dimension."""
+        """Return all states, with rows as the first dimension. Their size has no `length`."""
         return self._states()
 
     def _states(self) -> list[Tensor]:

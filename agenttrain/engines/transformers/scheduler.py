@@ -307,7 +307,11 @@ class Scheduler:
         return request
 
     def _release_guest(self, session: str, host: str) -> Generation | None:
-        """End a guest, which sits in the seat of `host`. Return its request if it has one."""
+        """End a guest's session. Return its request that has not ended, or None.
+
+        A guest is a sub-agent. It has no seat, and samples in that of its `host`, the expected
+        session of its rollout. The host waits for its guest, and may call again from now on.
+        """
         waiting = self._waiting.get(host)
         if waiting is not None and waiting.session == session:
             return self._waiting.pop(host)
@@ -317,9 +321,11 @@ class Scheduler:
             return None  # the guest's last request has ended
         if seat in self.active:
             self._remove(seat)
-        # Not to be continued: the cache may hold sampled ids, which `history` does not have.
+        seat.request = None
+        # No request can go on with this cache: it may hold ids that were sampled for the guest, and
+        # `history`, with which new ids are compared, lacks those of an unfinished request.
         seat.cached = 0
-        seat.request, seat.due_step = None, self.step
+        seat.due_step = self.step  # the batch waits for the host's next call at once
         return request
 
     def _drop(self, seat: Seat) -> None:
@@ -351,7 +357,11 @@ class Scheduler:
             self.active[self.active.index(seat)] = last
 
     def finish(self, seat: Seat) -> Generation:
-        """End a seat's completion and return its request. The session's cache stays."""
+        """End a seat's completion and return its request. The session's cache stays.
+
+        In deterministic mode the batch waits for the session's next call after `rejoin_steps` more
+        steps: so the call joins at the same step in every run, however long the tools take.
+        """
         self._remove(seat)
         request = seat.request
         assert request is not None
@@ -361,7 +371,8 @@ class Scheduler:
         self.seats[seat.session] = self.seats.pop(seat.session)
         if seat.session in self._expected:
             seat.due_step = self.step + self.rejoin_steps
-        elif self.deterministic:  # it is not expected: its request began before `expect`
+        elif self.deterministic:
+            # Its request began before `expect`, which did not name it: its next call will fail.
             self._drop(seat)
         return request
 

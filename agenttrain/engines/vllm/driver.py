@@ -71,23 +71,23 @@ def deliver(outcomes: Sequence[tuple[Waiter, Any]]) -> None:
 class Driver:
     """The `Steppable` over vLLM's `LLMEngine`. Only the stepper's thread calls it.
 
-    Requests come by `add`, in vLLM or among the held ones, and leave in `step`, by `abort` or with
-    an error. An update calls `pause`, `wake` for memory that `sleep` has freed, `resume` and
-    `release_held`.
+    Requests come by `add`. They go to vLLM at once or, while `holding`, wait here until
+    `release_held`. They leave in `step`, by `abort` or with an error. An update calls `pause`,
+    `wake` for memory that `sleep` has freed, `resume` and `release_held`.
     """
 
     llm: Any
     version: int = 0
     """Version of the weights."""
     holding: bool = False
-    """True: new requests wait until `release_held`."""
+    """True: new requests wait until `release_held`. `VllmEngine` sets it, to let vLLM run empty."""
     adapter: Any = None
     """vLLM's `LoRARequest` of the policy's adapters, once there are some."""
     failure: EngineError | None = None
     """Why no request is served: the engine is dead, or only some of its weights are new."""
     stats: VllmStats = field(default_factory=VllmStats)
     _waiting: dict[str, Waiter] = field(default_factory=dict)
-    """Callers of the requests that have not ended, by the request's id."""
+    """Callers of all requests that have not ended, held ones included, by the request's id."""
     _held: list[VllmRequest] = field(default_factory=list)
     """Requests that wait for `release_held`, and that vLLM does not know yet."""
     _asleep: list[str] = field(default_factory=list)
@@ -122,12 +122,16 @@ class Driver:
         """Fail the requests of now, in vLLM or held back. Later ones are not affected."""
         waiters, self._waiting, self._held = self._waiting, {}, []
         if not isinstance(error, EngineDead):  # a dead vLLM cannot abort anything
+            # vLLM ignores the ids of held requests, which it does not know.
             self.llm.abort_request([*waiters])
         # A new exception for each caller: every raise adds to an exception's traceback.
         deliver([(waiter, type(error)(str(error))) for waiter in waiters.values()])
 
     def add(self, request: VllmRequest, waiter: Waiter, *, may_hold: bool = True) -> None:
-        """Pass a request to vLLM, or keep it until `release_held` if requests are held back."""
+        """Pass a request to vLLM, or keep it until `release_held` if requests are held back.
+
+        `may_hold=False`: pass it to vLLM in any case. The caller has held back all others for it.
+        """
         if self.failure is not None:
             deliver([(waiter, type(self.failure)(str(self.failure)))])
             return
@@ -309,10 +313,13 @@ class Stepper(Generic[Engine]):
                 if self._has_step():
                     self.engine.step()
             except BaseException as error:
+                # No step follows: `_has_step` is False from now on. Commands still run, because
+                # their callers wait for them, and because one of them shuts the engine down.
                 self.dead = error
                 self.engine.fail(error)
-                with self._wake:  # callers wait for the remaining commands, which still run
-                    self._commands[:0] = commands
+                with self._wake:
+                    # The remaining commands come before those that were posted meanwhile.
+                    self._commands = [*commands, *self._commands]
 
     def _has_step(self) -> bool:
         return self.dead is None and self.engine.busy()

@@ -277,16 +277,16 @@ class VllmEngine:
         """Load weights, in the stepping thread. After an error the engine serves nothing.
 
         `driver.failure` then fails all requests, those in flight and later ones, until an update
-        succeeds.
+        succeeds. In both cases scheduling is resumed, and no request is held back any longer.
         """
         llm, driver = self._driver.llm, self._driver
-        driver.pause()
+        driver.pause()  # requests in flight stay, and wait
         try:
             driver.wake("weights")
             if self._adapters is None:
                 self._manifest.load(llm, weights)
             else:
-                if self.lacks_base:  # after `sleep` the trainer sends them too
+                if self.lacks_base:  # `sleep` has dropped them: the trainer sends them first
                     base, weights = split_adapters(weights)
                     self._manifest.load(llm, base)
                     self.lacks_base = False
@@ -298,20 +298,20 @@ class VllmEngine:
                 f"vLLM cannot take the weights of version {version}: {type(error).__name__}: "
                 f"{error}"
             )
-            # As after an update that succeeds, so that the next one finds the same state.
             driver.resume()
-            driver.fail_requests(driver.failure)
-            driver.release_held()
+            driver.fail_requests(driver.failure)  # also those that `_drain` has held back
+            driver.release_held()  # none is left: this ends the holding of later ones
             raise driver.failure from error
         driver.failure = None
         # Cached prefixes are of the old weights, and no new request uses them. With abort_resume
-        # requests in flight lose their cache too, with in_flight they keep it.
+        # vLLM also drops the cache of requests in flight, and computes it again from their tokens.
+        # With in_flight they keep it.
         restarts_requests = self._mode is WeightSyncMode.abort_resume
         llm.reset_prefix_cache(reset_running_requests=restarts_requests)
         llm.set_weight_version(str(version))
         driver.version = version
         driver.resume()
-        driver.release_held()
+        driver.release_held()  # requests that `_drain` has held back
 
     async def aclose(self) -> None:
         """Shut vLLM down. Calls still waiting fail with EngineDead. A second call does nothing.

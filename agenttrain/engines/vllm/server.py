@@ -18,13 +18,14 @@ from agenttrain.engines.vllm.config import VllmSettings
 GRACE_S = 30
 """Seconds in which answers in flight have to end once the server gets SIGTERM."""
 IN_PROCESS_ONLY = ("skip_tokenizer_init", "use_tqdm_on_load", "enable_sleep_mode")
-"""Arguments of an engine in the trainer's process that vLLM's server does not get."""
+"""Names of arguments that `engine_arguments` sets for an engine in the trainer's process, and that
+vLLM's server does not get."""
 OF_ALL_SERVERS = {
     "enable_prompt_tokens_details": True,
     "uvicorn_log_level": "warning",
     "disable_uvicorn_access_log": True,
 }
-"""Arguments of every server that agenttrain starts."""
+"""Further arguments of every server that agenttrain starts, with their values."""
 
 
 def main() -> None:
@@ -45,15 +46,17 @@ def server_arguments(
     folder: Path,
     settings: VllmSettings,
     dtype: str,
-    rank: int,
+    lora_rank: int,
     tokenizer: Path | None,
     seed: int,
     *,
     record_routes: bool = False,
 ) -> dict[str, Any]:
-    """Set vLLM's environment variables, and return the arguments of the server's engine.
+    """Set vLLM's environment variables, and return the arguments of its server, by name.
 
-    Arguments are those of `build_llm_engine`.
+    `folder` has the model, and `tokenizer`, a folder too, is for requests with text or a grammar.
+    `dtype` is the weights' number format. `lora_rank` is the rank of adapters, 0 without any. With
+    `record_routes` outputs have the experts of their tokens.
     """
     import torch
 
@@ -61,10 +64,11 @@ def server_arguments(
 
     set_environment(settings)
     if not torch.cuda.is_available() and settings.tensor_parallel_size == 1:
-        # The engine runs in the server's process, which saves seconds at the start.
+        # Run the engine in the server's process. vLLM would start another one for it, which takes
+        # seconds. With a GPU, where a start takes longer anyway, vLLM's default stays.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     arguments = engine_arguments(
-        folder, settings, dtype, rank, tokenizer, seed, record_routes=record_routes
+        folder, settings, dtype, lora_rank, tokenizer, seed, record_routes=record_routes
     )
     for unused in IN_PROCESS_ONLY:
         arguments.pop(unused, None)

@@ -36,16 +36,23 @@ SPREAD = 2**40 + 15
 
 @dataclass(slots=True)
 class Manifest:
-    """Weights of the first load, by name, format and shape, with which later loads are compared.
+    """Loads weights into vLLM, and checks that nothing is missing and that vLLM has what was sent.
+
+    There are two checks. Each load must send weights of the same names, formats and shapes as the
+    first one (`forms`). And vLLM's parameters must have the bytes that were sent, by checksums.
+    vLLM keeps some parameters in another form: packed for a CPU's kernels, quantised, or spread
+    over several workers. They differ after the first load already, so they are not compared, and
+    only the probe of a weight sync checks them.
 
     `load` is called at each update, in the thread that steps vLLM.
     """
 
     forms: dict[str, str] = field(default_factory=dict)
-    """E.g. {"model.norm.weight": "torch.float32 [64]"}."""
+    """E.g. {"model.norm.weight": "torch.float32 [64]"}. Empty: nothing was loaded yet."""
     comparable: dict[str, list[str]] | None = None
-    """vLLM's parameters that had exactly the sent bytes after the first load, mapped to the weights
-    that each is made of. None: nothing was loaded yet."""
+    """vLLM's parameters that had exactly the sent bytes after the first load, and so must have them
+    after each load: name -> names of the weights that it is made of. None: nothing was loaded yet.
+    """
     check_s: float = 0.0
     """Seconds that the checksums of the last load took."""
 
@@ -53,13 +60,11 @@ class Manifest:
         """Replace the model's weights, and compare the model's bytes with those that were sent.
 
         Raises ValueError as `check_each` does, and for a comparable parameter that has other bytes
-        now. vLLM's own errors pass through. vLLM keeps some parameters in another form: packed for
-        a CPU's kernels, quantised, or spread over several workers. Only the probe of a weight sync
-        checks these.
+        now. vLLM's own errors pass through.
         """
         self.check_s = 0.0
-        sums: dict[str, Tensor] = {}  # checksums of the weights, filled while `sent` is read
-        sent = self.check_each(weights, sums)
+        sums: dict[str, Tensor] = {}  # checksums of the weights, by name
+        sent = self.check_each(weights, sums)  # a generator: it fills `sums` while vLLM reads it
         if llm.vllm_config.parallel_config.world_size == 1:
             worker = llm.model_executor.driver_worker.worker
             try:
@@ -77,7 +82,14 @@ class Manifest:
             with make_folder_for(tensors) as folder:
                 save_file(tensors, folder / "model.safetensors")
                 llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
-        # Empty with several workers. Then nothing is comparable, and later loads compute no sums.
+        self._compare(llm, sums)
+
+    def _compare(self, llm: Any, sums: dict[str, Tensor]) -> None:
+        """Compare vLLM's parameters with the checksums of the weights that were just sent.
+
+        The first load decides which parameters are comparable. With several workers none is. Then
+        later loads compute no checksums. Raises ValueError for a comparable one that differs.
+        """
         start = time.perf_counter()
         equal = _find_equal_parameters(llm, sums) if sums else {}
         self.check_s += time.perf_counter() - start
@@ -92,14 +104,16 @@ class Manifest:
     def check_each(
         self, weights: Iterable[tuple[str, Tensor]], sums: dict[str, Tensor] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights as they come, and add to `sums` the checksums of the comparable ones.
+        """Yield the weights as they come, and add to `sums` the checksums that are needed.
 
-        Raises ValueError unless they are exactly the weights of the manifest: vLLM silently keeps
-        the old value of a weight that does not come.
+        Needed are those of the weights that comparable parameters are made of. At the first load,
+        which decides what is comparable, all are.
+
+        Raises ValueError unless the weights have the names, formats and shapes of the last load:
+        vLLM silently keeps the old value of a weight that does not come.
         """
         forms: dict[str, str] = {}
-        # None: all. At the first load it is not known yet which parameters are comparable.
-        compared: set[str] | None = None
+        compared: set[str] | None = None  # all
         if self.comparable is not None:
             compared = set(chain.from_iterable(self.comparable.values()))
         for name, tensor in weights:
@@ -184,7 +198,8 @@ def load_adapters(llm: Any, weights: Iterable[tuple[str, Tensor]], *, alpha: flo
         save_file(tensors, folder / "adapter_model.safetensors")
         (folder / "adapter_config.json").write_text(json.dumps(adapter_config(tensors, alpha)))
         llm.add_lora(LoRARequest(NAME, NUMBER, str(folder), load_inplace=True))
-    # vLLM has read the folder, which is removed now: with load_inplace every step would read it.
+    # For requests: vLLM finds the adapters, which it has read, by NUMBER. So the folder may be gone
+    # by now. `load_inplace` replaces adapters of that number, and would read the folder every step.
     return LoRARequest(NAME, NUMBER, str(folder))
 
 

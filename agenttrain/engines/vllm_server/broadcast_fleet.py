@@ -27,7 +27,12 @@ class BroadcastFleet(Fleet):
     """A `Fleet` whose weights come by a broadcast.
 
     For each version the trainer calls `assemble`, sends the weights to the servers of the returned
-    audience, and calls `settle` with the result, until one server has them. Then `verify` follows.
+    audience, and calls `settle` with the result, until one server has them. Then `verify` follows,
+    which checks them by a text, the probe.
+
+    A server that answers is `syncing` until it has the current weights, `loaded` until they are
+    checked, and `live` then. One that is started again is `syncing` until the next weight sync.
+    While no server has the current weights, `generate` may wait in vain: see `_check_stranded`.
     """
 
     def __init__(
@@ -49,7 +54,8 @@ class BroadcastFleet(Fleet):
         self._patience_s = servers.request_s if ahead else 0.0
         """Seconds to wait for a weight sync when no server has the current weights. Then requests
         fail with FleetLost."""
-        # Without rollouts ahead no request is in flight during a sync: a pause takes no time.
+        # Without rollouts ahead no request is in flight during a sync, so that a server pauses at
+        # once. If it has not within the time of a broadcast, it hangs.
         self._pause_s = servers.request_s if ahead else min(servers.request_s, BROADCAST_S)
         """Seconds that a server has to end or hold its requests before a broadcast."""
         self._stranded_since: float | None = None
@@ -135,25 +141,31 @@ class BroadcastFleet(Fleet):
         await member.join(record, self._servers.request_s)
 
     async def _wait(self) -> None:
-        """Wait for a change. Raises FleetLost if only a weight sync would help, and none comes."""
+        """Wait for a change of a server's state. Raises FleetLost if none can help."""
+        self._check_stranded()
+        await super()._wait()
+
+    def _check_stranded(self) -> None:
+        """Raise FleetLost if no server has the current weights, and no weight sync brings them.
+
+        A weight sync may come while rollouts run ahead of the trainer: `_patience_s` is the longest
+        wait for it. None comes between the end of a broadcast and that of `verify`: the trainer
+        itself waits for `verify`.
+        """
         states = {member.state for member in self.members}
         # Servers in a state of EXAMINED have the weights. If all are gone, `super()._wait` raises.
         is_stranded = not states & {*EXAMINED} and states != {MemberState.gone}
         if self._versions.newest is None or not is_stranded:
             self._stranded_since = None
-        else:
-            self._stranded_since = self._stranded_since or time.monotonic()
-            # Between a broadcast and the end of `verify` the trainer sends no other weights.
-            is_verifying = self._probe is None and not self._is_broadcasting
-            patience_s = 0.0 if is_verifying else self._patience_s
-            if time.monotonic() - self._stranded_since >= patience_s:
-                texts = [
-                    f"{member.name}: {member.state} {member.reason}" for member in self.members
-                ]
-                raise FleetLost(
-                    "weight_sync.transport=nccl: no server has the policy's weights; one that was "
-                    "started again gets them at the next weight sync. Resume the run, with more "
-                    "servers (servers.count), or with weight_sync.transport=files\n"
-                    + "\n".join(texts)
-                )
-        await super()._wait()
+            return
+        self._stranded_since = self._stranded_since or time.monotonic()
+        # `assemble` resets the probe, and `verify` sets it once the weights have passed.
+        is_before_verify = self._probe is None and not self._is_broadcasting
+        patience_s = 0.0 if is_before_verify else self._patience_s
+        if time.monotonic() - self._stranded_since >= patience_s:
+            texts = [f"{member.name}: {member.state} {member.reason}" for member in self.members]
+            raise FleetLost(
+                "weight_sync.transport=nccl: no server has the policy's weights; one that was "
+                "started again gets them at the next weight sync. Resume the run, with more "
+                "servers (servers.count), or with weight_sync.transport=files\n" + "\n".join(texts)
+            )

@@ -75,8 +75,9 @@ class ServerFacts:
 class ServerClient:
     """Calls one server, in one event loop. Methods raise ServerFailed if the server is at fault.
 
-    New weights come by `load`, or by `pause`, `join`, `start_update`, `update_weights` and
-    `finish_update` in this order.
+    New weights come in one of three ways. `load` has the server read all weights from files. For a
+    broadcast by NCCL, `FanOut` calls `pause`, `join`, `start_update`, `update_weights` and
+    `finish_update` in this order. Adapters come by `load_adapter`, without a pause.
     """
 
     def __init__(self, url: str, token: str, *, timeout_s: float, keep: bool = True) -> None:
@@ -259,19 +260,26 @@ class ServerClient:
         await self.finish_update(version)
 
     async def pause(self, mode: WeightSyncMode, *, close: bool = False) -> None:
-        """Have requests in flight end or wait. With `close`, also end an unfinished update."""
+        """Have requests in flight end or wait, as `mode` says.
+
+        With `close`, also end the update that the last broadcast has left unfinished.
+        """
         pause_mode, clear_cache = PAUSES[mode]
         self._paused_at = time.monotonic()
         flag = "true" if clear_cache else "false"
         await self._call("POST", f"/pause?mode={pause_mode}&clear_cache={flag}")
         if close:
-            try:
-                await self.end_update()
-            except ServerFailed:
-                # vLLM has ended the failed update already, but left the model open: a new update
-                # closes it.
-                await self.start_update()
-                await self.end_update()
+            await self._close_model()
+
+    async def _close_model(self) -> None:
+        """End an update that has failed, so that the model is not open for weights any longer."""
+        try:
+            await self.end_update()
+        except ServerFailed:
+            # `update_weights` itself has failed. vLLM then ends the update, which cannot be ended
+            # twice, but leaves the model open. An empty update closes it.
+            await self.start_update()
+            await self.end_update()
 
     async def join(self, info: Mapping[str, Any]) -> None:
         """Have the workers leave their group, if any, and join the one that `info` describes."""

@@ -45,9 +45,15 @@ class FleetLost(EngineDead):
 class Fleet(WatchedServers):
     """The servers of the run in `folder`: started by its wrappers, or by somebody else.
 
-    Used in one event loop. `load` and then `verify` bring each version of the weights. From the
-    second version on, `generate` waits between the two. `release` ends a session. `joined` and
-    `changed` are called by the tasks that watch the servers.
+    Used in one event loop. Each version of the weights comes in two steps. `load` sends it to the
+    servers that answer: they are `loaded` then. `verify` scores a text on them, the probe: good
+    servers become `live`, and bad ones are killed. `generate` samples from live servers, and waits
+    between the two steps. Only the first version is sampled before `verify`, whose probe is a
+    sample of it. `release` ends a session.
+
+    A watcher, a task per server, calls `joined` when the server has started, at first or again, and
+    `changed` whenever its state may have changed. A server that joins gets the current weights, and
+    the same probe if `verify` has passed. The other states are those of `MemberState`.
     """
 
     def __init__(
@@ -205,18 +211,19 @@ class Fleet(WatchedServers):
     async def load(self, files: WeightFiles) -> None:
         """Send new weights to every server; `verify` comes next. Raises FleetLost."""
         await self._await_start()
-        self._probe = None
+        self._probe = None  # `generate` waits until `verify` has set it for the new weights
         async with self._syncing:
-            unused = self._versions.add(files)
+            unused_adapters = self._versions.add(files)  # older ones that no session uses
             members = [member for member in self.members if member.state in ANSWERING]
             await asyncio.gather(*(self._load_member(member, [files]) for member in members))
-            for old in unused:
+            for old in unused_adapters:
                 await asyncio.gather(*(self._unload(member, old) for member in members))
                 await asyncio.to_thread(shutil.rmtree, old.folder, ignore_errors=True)
         # With the first weights enough outside servers have to be usable. Later they may be fewer.
         if self._outside is not None and not self._verified:
             self._check_count(MemberState.loaded)
-        # If all have died, one that is started again gets the weights in `joined`.
+        # `verify` needs a server with the weights. If all have died, wait for one that is started
+        # again: its watcher calls `joined`, which sends it the weights. It takes the lock for that.
         while not any(member.state is MemberState.loaded for member in self.members):
             await self._wait()
 
@@ -243,7 +250,7 @@ class Fleet(WatchedServers):
                 scores = await self._score_loaded(token_ids)
                 problems = {number: find_problem(values) for number, values in scores.items()}
                 good_servers = [number for number, problem in problems.items() if problem is None]
-                if scores and not good_servers:
+                if scores and not good_servers:  # the weights themselves may be bad
                     return next(iter(scores.values()))
                 if good_servers:
                     for number, problem in problems.items():
@@ -304,12 +311,9 @@ class Fleet(WatchedServers):
         A server keeps several versions of adapters, and gets all of `versions`. Of all weights it
         has one version, and gets the newest.
         """
-        client, boot, files = (
-            member.client,
-            member.boot,
-            versions[-1],
-        )  # `boot`: number of its start
+        client, files = member.client, versions[-1]
         assert client is not None
+        boot = member.boot  # number of its start
         member.state = MemberState.syncing  # it need not answer examinations while it loads
         # The file stays if this process dies now: a later process then does not reuse the server.
         update = update_path(self._folder, member.number)
@@ -413,7 +417,11 @@ class Fleet(WatchedServers):
         return FleetLost(text)
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics since the last call."""
+        """Return the metrics since the last call.
+
+        Behind a router all requests count as sent to the router, and none to a server: then
+        `fleet/load` is 1, because the share of each server is not known.
+        """
         members = self.members if self._router is None else [*self.members, self._router.member]
         sent = [member.sent for member in members]
         metrics = {

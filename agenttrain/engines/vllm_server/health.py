@@ -235,22 +235,28 @@ class Heartbeat:
 
 
 async def watch(member: Member, fleet: Members, folder: Path, servers: StartedServers) -> None:
-    """Keep a member up to date with its server's record and health, until it is cancelled."""
+    """Keep a member up to date with its server's record and health, until it is cancelled.
+
+    The server's wrapper is the process that starts it, and starts it again after its death. It
+    writes each change to the server's record.
+    """
     heartbeat = Heartbeat()
     while True:
         record = read_record(folder, member.number)
         if member.has_remote_wrapper:
-            has_wrapper = heartbeat.is_alive(record, servers)
-            if not has_wrapper and record is None:
+            # On another machine: it runs while the record shows its heartbeats.
+            wrapper_runs = heartbeat.is_alive(record, servers)
+            if not wrapper_runs and record is None:  # else `_follow` reads there how it ended
                 member.give_up(servers)
         else:
-            has_wrapper = record is not None and record.wrapper_exists
-            # Read again: the wrapper may have written how the server ended before it ended itself.
-            if record is not None and not has_wrapper:
+            wrapper_runs = record is not None and record.wrapper_exists
+            # It may have ended just after this task read its record: read what it wrote last.
+            # A remote one has been silent for minutes, so its record is up to date.
+            if record is not None and not wrapper_runs:
                 record = read_record(folder, member.number)
         if record is not None:
-            await _follow(member, record, fleet, has_wrapper=has_wrapper)
-            if member.state in EXAMINED:
+            await _follow(member, record, fleet, wrapper_runs=wrapper_runs)
+            if member.state in EXAMINED:  # it has the current weights
                 await _examine(member, servers.dead_s)
         # Always: the state may have changed and changed back while this task waited for an answer.
         fleet.changed()
@@ -258,13 +264,13 @@ async def watch(member: Member, fleet: Members, folder: Path, servers: StartedSe
 
 
 async def _follow(
-    member: Member, record: ServerRecord, fleet: Members, *, has_wrapper: bool
+    member: Member, record: ServerRecord, fleet: Members, *, wrapper_runs: bool
 ) -> None:
     """Bring the member's state up to date with its record: gone, died, or started again.
 
-    `has_wrapper`: the server's wrapper still runs. Without one nobody starts the server again.
+    `wrapper_runs`: the server's wrapper still runs. Without it nobody starts the server again.
     """
-    if record.condition is Condition.gone or not has_wrapper:
+    if record.condition is Condition.gone or not wrapper_runs:
         if member.state is not MemberState.gone:
             member.leave(MemberState.gone, _describe_end(member, record))
         return
@@ -287,18 +293,26 @@ def _describe_end(member: Member, record: ServerRecord) -> str:
 
 
 async def _examine(member: Member, dead_s: float) -> None:
-    """Ask the process of a server's engine for its version. Kill the server if it is silent."""
+    """Ask a server for its weights' version, which only its engine's process can answer.
+
+    A server that is silent is killed. One that answers with an error becomes `suspect`, gets no
+    requests, and is killed after `FAULTS` errors in a row. A suspect one that answers is trusted
+    again.
+    """
     assert member.client is not None
-    boot, call = member.boot, asyncio.create_task(member.client.weight_version())
+    boot = member.boot  # number of the start that is examined
+    call = asyncio.create_task(member.client.weight_version())
     try:
-        # The second wait is for an answer that came in time, while this event loop was blocked.
-        for limit_s in (dead_s, GRACE_S):
-            await asyncio.wait((call,), timeout=limit_s)
+        await asyncio.wait((call,), timeout=dead_s)
+        # If this event loop was blocked meanwhile, an answer may have come in time and still not be
+        # read. This returns at once if it was.
+        await asyncio.wait((call,), timeout=GRACE_S)
+        has_answered = call.done()
     finally:
-        call.cancel()  # an unfinished call is not `done` yet after this
-    if member.boot != boot or member.state not in EXAMINED:  # it has left meanwhile
+        call.cancel()  # no effect on a call that is done
+    if member.boot != boot or member.state not in EXAMINED:  # that start has ended meanwhile
         return
-    if not call.done():
+    if not has_answered:
         member.kill(f"its engine did not answer for servers.dead_s={dead_s:g} s")
     elif isinstance(call.exception(), ServerFailed):
         if member.state is not MemberState.loaded:  # else the check of its weights will fail too

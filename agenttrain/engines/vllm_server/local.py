@@ -136,20 +136,24 @@ class LocalServers:
         """The wrappers that were started or are reused, by the number of their server."""
 
     def start(self) -> None:
-        """Start the servers. Raises EngineError if servers of an earlier process still run."""
+        """Start the servers, but for those of the run's former process that can be reused.
+
+        Under a launcher servers outlive the process that started them. Those that cannot be reused
+        are ended first. Raises EngineError if one of them does not end.
+        """
         folder = self._folder
-        reused = reusable_servers(folder, self._plan)
+        reused = reusable_servers(folder, self._plan)  # by number
         try:
             self._await_end_of_former([n for n in range(self._count) if n not in reused])
         except EngineError:
-            # The caller has made it for these servers, which are not started now.
+            # This process's new folder: `weights_folder` made it, and no server will read it.
             remove_weights_folder(folder)
             raise
         self._plan.write(folder)
         command = [sys.executable, "-m", WRAPPER, str(folder)]
-        owner = launcher_of(folder) or os.getpid()
+        owner = launcher_of(folder) or os.getpid()  # the wrappers end with this process
         for number in range(self._count):
-            if number in reused:
+            if number in reused:  # its wrapper goes on, but is no child of this process
                 self._wrappers.append(KeptWrapper(reused[number]))
                 continue
             remove_record(folder, number)

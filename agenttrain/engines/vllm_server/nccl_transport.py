@@ -163,8 +163,9 @@ class FanOut:
         self.receivers = audience.receivers
         """Servers that the next call goes to."""
         self.failures: dict[Receiver, ServerFailed] = {}
+        """Servers with a call that has failed, and its error."""
         self.failed = asyncio.Event()
-        """Set when a call of a server fails."""
+        """Set when a call of a server fails in the broadcast, which ends the broadcast."""
         self._audience = audience
         self._loop = asyncio.get_running_loop()
         self._clients = {
@@ -183,9 +184,9 @@ class FanOut:
         """Servers that sample with them."""
 
     async def pause(self, unfinished: set[Receiver]) -> None:
-        """Pause the servers, and leave out those that fail.
+        """Pause the servers of the audience before the broadcast, and leave out those that fail.
 
-        An earlier update of the `unfinished` servers has failed, and is closed first.
+        `unfinished` servers have not finished their last update, because it failed: end it too.
         """
         mode = self._audience.mode
         with suppress(ServerFailed):
@@ -195,7 +196,8 @@ class FanOut:
         self.receivers = self._paused = tuple(
             receiver for receiver in self.receivers if receiver not in self.failures
         )
-        self.failed.clear()  # servers that were left out do not fail the broadcast
+        # Calls that failed above have set it. Without their servers the broadcast can go on.
+        self.failed.clear()
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Have all workers join the group, those of each server from its rank offset on."""
@@ -254,8 +256,9 @@ class FanOut:
     async def finish_or_abandon(self) -> None:
         """After a failed broadcast, let the servers sample that have received all weights.
 
-        First wait for calls that have not ended: a server that does not answer within `GRACE_S`
-        counts as failed.
+        Before that, each call that still runs is finished, or abandoned after `GRACE_S`: its server
+        counts as failed. `result` says what is done with all other servers: those without all
+        weights are tried again, and failed ones are started again.
         """
         if calls := [task for task in self._calls if not task.done()]:
             await asyncio.wait(calls, timeout=GRACE_S)
@@ -264,8 +267,9 @@ class FanOut:
                 task.cancel()
                 text = f"it did not leave a broadcast that had failed within {GRACE_S:g} s"
                 self.failures[self._calls[task]] = ServerFailed(text)
+        # They have all weights, and only have to be told to sample with them.
         not_loaded = self._received - self._loaded
-        self.receivers = tuple(not_loaded - self.failures.keys())
+        self.receivers = tuple(not_loaded - self.failures.keys())  # that the next calls go to
         with suppress(ServerFailed, TimeoutError):
             async with asyncio.timeout(GRACE_S):
                 await self._call_all(
@@ -352,11 +356,11 @@ class NcclSender:
         return result
 
     async def _broadcast(self, fan_out: FanOut, source: OnePass) -> None:
-        """Do one broadcast. After a failure leave the group, and find servers that still answer.
+        """Send the weights in another thread, and wait for its end or for the first failure.
 
-        Raises EngineError if this process failed, and no server did. An error while gathering is
-        left in `source.error`, for `send` to raise. A thread that hangs in the broadcast is left
-        behind: its group is shut down, and it gathers nothing more.
+        A broadcast fails in four ways: a call of a server fails, the thread raises an error, a
+        weight cannot be gathered (`source.error`), or all takes longer than `BROADCAST_S`. Then
+        `_give_up` does what is left to do. Raises its errors.
         """
         # Its result is the thread's outcome, whose `error` is what `_send_in_thread` raised.
         work = asyncio.create_task(self._threads.run(lambda: self._send_in_thread(fan_out, source)))
@@ -365,29 +369,42 @@ class NcclSender:
             await asyncio.wait(
                 (work, failed), timeout=BROADCAST_S, return_when=asyncio.FIRST_COMPLETED
             )
-            is_done = work.done()  # else a server has failed, or the broadcast takes too long
-            error = work.result().error if is_done else None
-            if is_done and error is None:
-                return
-            if is_done and source.error is None:
-                # Probably a server has died. A call to it then fails soon, which shows which one.
-                await asyncio.wait((failed,), timeout=GRACE_S)
-            source.given_up = True  # the thread of the broadcast gathers no further weights
-            await self._threads.run(self._leave)  # the group, which ends calls of its workers
-            if source.error is not None:
-                return
-            if error is not None and not fan_out.failed.is_set():
-                raise EngineError(f"weight update {fan_out.version}: {error}") from error
-            await fan_out.finish_or_abandon()
+            error: BaseException | None = None
+            if work.done():
+                error = work.result().error
+                if error is None:
+                    return
+                if source.error is None:
+                    # NCCL raises if a server has died, and does not say which one. A call to that
+                    # server fails soon too: wait for it.
+                    await asyncio.wait((failed,), timeout=GRACE_S)
+            await self._give_up(fan_out, source, error)
         finally:
             work.cancel()
             failed.cancel()
 
+    async def _give_up(self, fan_out: FanOut, source: OnePass, error: BaseException | None) -> None:
+        """Leave the group of a failed broadcast, and save the servers that can go on.
+
+        `error` is what the broadcast's thread raised. None: the thread is still running. If it
+        hangs it is left behind: its group is shut down, and it gathers nothing more.
+
+        Raises EngineError if this process failed, and no server did. An error while gathering is
+        left in `source.error`, for `send` to raise.
+        """
+        source.given_up = True  # the thread of the broadcast gathers no further weights
+        await self._threads.run(self._leave)  # the group, which ends calls of its workers
+        if source.error is not None:
+            return
+        if error is not None and not fan_out.failed.is_set():
+            raise EngineError(f"weight update {fan_out.version}: {error}") from error
+        await fan_out.finish_or_abandon()
+
     def _send_in_thread(self, fan_out: FanOut, source: OnePass) -> None:
         """Send the weights, in a new group unless the last one has the same servers.
 
-        Runs in a thread of `_broadcast`, which may give it up meanwhile (`source.given_up`) and
-        then shuts the group down by `_leave`.
+        Runs in a thread of `_broadcast`. Meanwhile `_give_up` may set `source.given_up`, and shut
+        the group down by `_leave`.
         """
         transfer = self._transfer
         if transfer is None or self._members != fan_out.receivers:
@@ -398,8 +415,9 @@ class NcclSender:
             # Closed, because the join itself listens on the port.
             ranks = 1 + sum(receiver.workers for receiver in fan_out.receivers)
             transfer = self._join(address, port, ranks, fan_out, source)
-            # If the broadcast was given up during the join, `_leave` has not seen this group. Under
-            # the lock either `_leave` sees it, or this thread sees that it was given up.
+            # If the broadcast was given up during the join, `_leave` did not know this group. Only
+            # this thread can shut it down then. `_leave` takes the lock too: so either it comes
+            # later and finds the group, or this thread sees that the broadcast was given up.
             with self._lock:
                 was_given_up = source.given_up
                 if not was_given_up:

@@ -160,8 +160,10 @@ def problems(url: str, facts: ServerFacts, run: Outside) -> Iterator[str]:
 def _state_format(facts: ServerFacts) -> str | None:
     """Return the number format of a server's recurrent states; None if it does not show it.
 
-    In vLLM 0.32 "auto" is the format of the convolutions' states, whose "auto" is the model's. For
-    Kimi delta attention it is float32, but a server does not say which layers it has.
+    In vLLM 0.32 the recurrent states' "auto" means the format of the convolutions' states, and
+    their "auto" means the model's format. Kimi delta attention is an exception: its "auto" is
+    float32. A server does not say which layers it has, so the model's format is returned for it
+    too. If that is not float32, `problems` refuses the server, and names the flag to start it with.
     """
     cache: Mapping[str, Any] = facts.config.get("cache_config") or {}
     state_dtype = cache.get("mamba_ssm_cache_dtype")
@@ -289,11 +291,15 @@ async def _ask_label(
 
 
 def _check_label(member: Member, label: object, version: int | None) -> None:
-    """Drop a server that has lost the weights of `version`, and trust a suspect one again.
+    """Drop a server that has lost the weights of `version`, or else trust a suspect one again.
 
-    The label is None for a server that has the run's adapters.
+    `label` is the answer of `_ask_label`: the version that the server was sent last, e.g. "7".
+    None: the run sends adapters, which do not change the label, and the server has some.
+    `version` is that of the server's weights when it was asked. If it got others meanwhile, the
+    label says nothing about them.
     """
-    if member.version == version and label not in (None, str(version)):
+    is_wrong = label is not None and label != str(version)
+    if is_wrong and member.version == version:
         member.leave(
             MemberState.restarting,
             f"has weights labelled {label!r}, not {version}: it was started again",
@@ -332,7 +338,9 @@ async def _join_if_fit(member: Member, client: ServerClient, fleet: Members, run
     record = ServerRecord(
         number=member.number,
         condition=Condition.ready,
-        wrapper=0,  # it has none
+        wrapper=0,  # no process of ours starts it again
+        # Counted as a new start, so that answers to requests from before are dropped: it may have
+        # been started again, and has to get the weights in any case.
         boot=member.boot + 1,
         url=member.url,
         token=run.token,

@@ -73,12 +73,12 @@ async def await_start(folder: Path, role: str, count: int) -> None:
                 continue
             # The wrapper, the process that starts the server and writes its record. If it ends
             # between the reading and this check, its last record is not read yet: read it again.
-            has_wrapper = record.wrapper_exists
-            if not has_wrapper:
+            wrapper_runs = record.wrapper_exists
+            if not wrapper_runs:
                 record = read_record(folder, number) or record
             if record.condition is Condition.ready:
                 waiting.remove(number)
-            elif record.condition is Condition.gone or not has_wrapper:
+            elif record.condition is Condition.gone or not wrapper_runs:
                 is_gone = record.condition is Condition.gone
                 end = record.end if is_gone else "lost its wrapper"
                 raise EngineError(

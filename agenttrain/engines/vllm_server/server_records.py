@@ -127,13 +127,14 @@ class ServerRecord:
     """Files outside the run's folder that its processes leave if they are killed."""
 
     @classmethod
-    def of(cls, number: int, wrapper: int) -> ServerRecord:
-        """Return the first record of a server, whose `wrapper` has just started on this machine."""
+    def of(cls, number: int, wrapper_pid: int) -> ServerRecord:
+        """Return the first record of a server whose wrapper has just started on this machine."""
         return cls(
             number=number,
             condition=Condition.starting,
-            wrapper=wrapper,
-            wrapper_started=started_at(wrapper) or 0,
+            wrapper=wrapper_pid,
+            # 0: unknown, if the wrapper has ended already. Its id alone then identifies it.
+            wrapper_started=started_at(wrapper_pid) or 0,
             host=socket.gethostname(),
         )
 

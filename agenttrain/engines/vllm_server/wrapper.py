@@ -62,7 +62,14 @@ TAKEN = "address already in use"
 class Wrapper:
     """Runs one server of the run in `folder`, and ends with the process `owner`.
 
-    `run` does it all. The server's state is in `_record`, which `_write` changes and stores.
+    `run` starts the server, and starts it again if it dies, up to `servers.restarts` times. Each
+    start has a number (`boot`), a token and perhaps a port of its own. The run finds them in the
+    server's record, a file: `_write` changes `_record` and stores it.
+
+    `_watch` is the loop while a server runs. It ends when the server has died, or has to end: after
+    a signal, at the owner's end, or by an order of a run on another machine. `_end` then ends all
+    processes that the server has left, and `scratch.remove` removes their files outside the run's
+    folder. If this wrapper is killed, the next one removes them.
     """
 
     folder: Path
@@ -109,7 +116,8 @@ class Wrapper:
 
     def _handle_signals(self, plan: ServerPlan) -> None:
         """Have signals end the server and this wrapper, between two checks of `_watch`."""
-        # A job's script sends SIGUSR1, which srun passes on. On SIGTERM srun would kill.
+        # SIGUSR1 comes from the script of a SLURM job, by way of the `srun` that runs this wrapper.
+        # srun passes it on. After SIGTERM it would kill the wrapper, which could clean nothing up.
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, self._stop)
         # SLURM sends SIGTERM to all steps of a job. The run saves then, and ends its servers later.
@@ -128,11 +136,15 @@ class Wrapper:
         return replace(record, boot=former.boot)
 
     def _remove_files(self, plan: ServerPlan) -> None:
-        """Remove the files by which the run finds the server, and the owner's weight files."""
+        """Remove the files by which the run finds the server, and the owner's weight files.
+
+        `plan` is the plan of this wrapper's start.
+        """
         record_path(self.folder, self.number).unlink(missing_ok=True)
         order_path(self.folder, self.number).unlink(missing_ok=True)
-        # A later process of the run may have written a plan with another folder of weights.
-        with suppress(OSError):
+        # A wrapper may outlive the process that wrote its plan. The next process of the run writes
+        # a new one, with its own folder of weights.
+        with suppress(OSError):  # the plan has been removed
             plan = ServerPlan.read(self.folder)
         if self.owner is not None and plan.weights is not None:
             shutil.rmtree(plan.weights, ignore_errors=True)
@@ -208,7 +220,9 @@ class Wrapper:
         with log_path(self.folder, self.number).open("ab+") as log:
             return ChildProcess(
                 [sys.executable, "-m", plan.module, *arguments],
-                keeper=False,  # this process itself ends what the server leaves: `_end`
+                # A keeper is a process between the two that ends what the server leaves. `_end`
+                # does that here.
+                keeper=False,
                 env=environment,
                 output=log,
             )
@@ -231,8 +245,8 @@ class Wrapper:
                     self._record = replace(self._record, end=end)
                     break
             elif time.monotonic() - health_checked > HEALTH_S:
-                # vLLM's server waits for its clients' connections to close before it follows its
-                # dead engine, which may be for ever.
+                # After its engine's death vLLM's server ends only once its clients have closed
+                # their connections, which may be never.
                 if _has_dead_engine(http):
                     end = "answered GET /health with 503: its engine has ended"
                     self._record = replace(self._record, end=end)
