@@ -127,16 +127,19 @@ def may_set_alarms(function: Callable[..., Any]) -> str | None:
         seen.add(id(called))
         cells = zip(called.__code__.co_freevars, called.__closure__ or (), strict=True)
         closure = {name: cell.cell_contents for name, cell in cells if _has_contents(cell)}
+        # Python's code lists the names of globals, imported modules and attributes together:
+        # `math_verify.parse` gives both "math_verify" and "parse".
         names = sorted({*_names_in(called.__code__), *closure})
         if not set(names).isdisjoint(SETTERS):
             return f"{called.__module__}.{called.__qualname__}"
-        # Where the names may lead: the function's own scopes, and the modules that it names. The
-        # names of these modules' attributes are among `names` too.
+        # Look each name up in every scope in which it may stand. `sys.modules` is for an import
+        # inside of the function, `methods` for ``self.name``.
         scopes = [closure, called.__globals__, sys.modules, methods]
         values = [scope[name] for scope in scopes for name in names if name in scope]
-        scopes += [vars(module) for module in values if isinstance(module, ModuleType)]
-        reached = [scope[name] for scope in scopes for name in names if name in scope]
-        to_visit += [item for item in reached if callable(item) and not inspect.isclass(item)]
+        # Then once more as attributes of the modules that were found.
+        modules = [vars(value) for value in values if isinstance(value, ModuleType)]
+        values += [module[name] for module in modules for name in names if name in module]
+        to_visit += [value for value in values if callable(value) and not inspect.isclass(value)]
     return None
 
 
