@@ -107,7 +107,7 @@ def _exec_program(command: list[str], keeper: int, lifeline: int, *, is_deaf: bo
     """
     os.setsid()
     with suppress(OSError):  # nobody reads it: the process that started the keeper has ended
-        os.write(lifeline, f"{os.getpid()}\n".encode())  # which `ChildProcess` signals and reports
+        os.write(lifeline, f"{os.getpid()}\n".encode())  # for `ChildProcess.pid`
     os.close(lifeline)
     if ADOPTS:  # only Linux has the call below
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -161,14 +161,13 @@ class StopRequest:
         another process.
         """
         try:
-            zero_or_one_result = await self.until_stopped(
-                work
-            )  # [result], or [] if it was cancelled
+            # [result], or [] if a signal has cancelled the work.
+            zero_or_one_result = await self.until_stopped(work)
         except Exception:
             # Also after an error: the other processes wait in `check` until this one calls it.
             self.check()
             raise
-        self.check()  # raises if a signal has cancelled the work
+        self.check()  # raises if this process or another has got a signal
         assert zero_or_one_result, "work without a result was cancelled by a signal"
         return zero_or_one_result[0]
 
