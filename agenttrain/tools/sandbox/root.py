@@ -157,8 +157,8 @@ def _show_all(root: Root, machine_mounts: Sequence[str]) -> None:
 
     Folders of `shown` are mounted as overlays, which keep out sockets, named pipes and hidden
     paths (`_mount_overlay`). All else is bound as it is (`_bind_read_only`). An overlay lacks the
-    file systems that the machine has mounted inside of its folder: `machine_mounts`, the machine's
-    mount points, tells them, and each gets an overlay too.
+    file systems that the machine has mounted inside of its folder, so each of these gets an overlay
+    too. `machine_mounts` are the machine's mount points.
 
     Parents come first, because a mount covers those that were made below it before.
     """
@@ -183,9 +183,9 @@ def _show_all(root: Root, machine_mounts: Sequence[str]) -> None:
 def _mount_overlay(path: str, layer: str, root: Root) -> None:
     """Mount a folder of the machine read-only, without the paths of `root.hidden`.
 
-    In an overlay, its sockets and named pipes are files of the overlay, to which no
-    server of the machine is connected. The new folder `layer` lies on top of the machine's. A
-    device 0:0 in it is a whiteout, which hides the path below.
+    In an overlay, its sockets and named pipes are files of the overlay, to which no server of the
+    machine is connected. The new folder `layer` lies on top of the machine's. A device 0:0 in it is
+    a whiteout, which hides the path below.
     """
     os.mkdir(layer, 0o755)
     for hidden in root.hidden:

@@ -162,8 +162,8 @@ class _Call:
     - `_read_control`: messages of the sandbox's first process. `exit python 1`: an interpreter has
       ended; `memory` and `full`: a limit is reached; end of the connection: the sandbox is gone.
 
-    The call tells the first process `go` at its beginning and `halt` at its end: in between, the
-    sandbox's processes are stopped.
+    The call sends the first process `go` at its beginning and `halt` at its end. From a `halt` to
+    the next `go`, all processes of the sandbox are stopped.
     """
 
     def __init__(self, jail: Jail, kind: str, settings: SandboxSettings) -> None:
